@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
@@ -154,14 +155,12 @@ def test_a_member_that_was_restarted_ends_the_group() -> None:
 
 def test_a_node_that_must_leave_tells_the_leader_and_works_on() -> None:
     with group_of(backend, 2) as group:
-        told: list[str] = []
-        group.control._on_leaving = told.append
+        told: SimpleQueue[str] = SimpleQueue()
+        group.control._on_leaving = told.put
         (member,) = group.members
         member.control.leave()
-        while not told:
-            assert group.control.failure is None
-            group.ends.event.wait(0.05)
-        assert told == ["rank 1 must leave"]
+        assert told.get(timeout=30) == "rank 1 must leave"
+        assert group.control.failure is None
         group.finish()
         assert member.control.done
 
