@@ -188,12 +188,46 @@ class _Items(Collection[Object]):
         return any(one == found for found in self)
 
 
-@dataclass(frozen=True)
-class WatchEvent:
-    """`type` is ADDED, MODIFIED, DELETED or BOOKMARK."""
+class _EventLine(msgspec.Struct):
+    """A line of a watch."""
 
     type: str
-    object: Object
+    object: msgspec.Raw
+
+
+class _Metadata(msgspec.Struct, frozen=True, rename="camel"):
+    name: str = ""
+    namespace: str = ""
+    resource_version: str = ""
+
+
+class _Identified(msgspec.Struct):
+    metadata: _Metadata = _Metadata()
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """`type` is ADDED, MODIFIED, DELETED or BOOKMARK, and ERROR within the client. Most events are echoes of the
+    operator's own writes, so the object is decoded when it is read."""
+
+    type: str
+    namespace: str
+    """Empty if the object has none."""
+    name: str
+    resource_version: str
+    encoded: msgspec.Raw
+
+    @classmethod
+    def of(cls, line: bytes | bytearray) -> WatchEvent:
+        """Of a line of the API server's answer."""
+        event = msgspec.json.decode(line, type=_EventLine)
+        found = msgspec.json.decode(event.object, type=_Identified).metadata
+        return cls(event.type, found.namespace, found.name, found.resource_version, event.object)
+
+    @property
+    def object(self) -> Object:
+        decoded: Object = msgspec.json.decode(self.encoded)
+        return decoded
 
 
 class Cluster(Protocol):
@@ -352,10 +386,10 @@ class Client:
                 *lines, rest = pending.split(b"\n")
                 pending = bytearray(rest)
                 for line in lines:
-                    event = msgspec.json.decode(line)
-                    if event["type"] == "ERROR":
-                        raise _status_fault(event["object"], {}, f"watch {resource.plural}")
-                    yield WatchEvent(event["type"], event["object"])
+                    event = WatchEvent.of(line)
+                    if event.type == "ERROR":
+                        raise _status_fault(event.object, {}, f"watch {resource.plural}")
+                    yield event
 
     async def create(self, resource: Resource, obj: Object, *, dry_run: bool = False) -> Object:
         """Raises AlreadyExists if the name is taken, also by an object of ours. `dry_run`: nothing is stored.

@@ -235,18 +235,21 @@ class Reflector:
         )
         async with aclosing(events) as stream:  # type: ignore[type-var]
             async for event in stream:
+                # Our own writes were stored before the watch delivers them, and the events that preceded them.
+                name, version = (event.namespace, event.name), event.resource_version
+                known = self._objects.get(name)
                 if event.type == "DELETED":
-                    if not self._is_older(event.object):
-                        self._drop(key_of_model(event.object))
-                elif event.type != "BOOKMARK":
+                    if known is None or known.version <= int(version):
+                        self._drop(name)
+                elif event.type != "BOOKMARK" and (known is None or known.version < int(version)):
                     self._put(event.object)
-                self._resource_version = event.object["metadata"]["resourceVersion"]
+                self._resource_version = version
 
     def _put(self, obj: Object) -> None:
         name, version = key_of_model(obj), _version(obj)
         known = self._objects.get(name)
         if known is not None and known.version >= version:
-            return  # the watch delivers our own write, or what preceded it
+            return
         key = self._key_of(obj)
         if known is not None and known.key != key:
             self._drop(name)
@@ -254,11 +257,6 @@ class Reflector:
         self._objects[name] = self._by_model[key][name] = kept
         if known is None or known.encoded != kept.encoded:
             self._wake(obj, version_of(obj))
-
-    def _is_older(self, obj: Object) -> bool:
-        """Our own write was stored before the watch delivered the events that preceded it."""
-        known = self._objects.get(key_of_model(obj))
-        return known is not None and known.version > _version(obj)
 
     def _drop(self, name: Key) -> None:
         """Forget an object, and wake the model that it belonged to when it was stored."""

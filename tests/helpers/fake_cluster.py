@@ -8,6 +8,8 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 
+import msgspec
+
 from neuron_operator.client import AlreadyExists, Conflict, Gone, NotFound, Page, Resource, Unreachable, WatchEvent
 from neuron_operator.world import Object
 
@@ -112,7 +114,8 @@ class FakeCluster:
     async def _publish(self, resource: Resource, kind: str, obj: Object, stamps: Object) -> Object:
         self._version += 1
         stamped = {**obj, "metadata": {**obj["metadata"], **stamps, "resourceVersion": str(self._version)}}
-        self._events = [*self._events, (self._version, resource.plural, WatchEvent(kind, stamped))][-self.remembered :]
+        event = WatchEvent.of(msgspec.json.encode({"type": kind, "object": stamped}))
+        self._events = [*self._events, (self._version, resource.plural, event)][-self.remembered :]
         async with self._changed:
             self._changed.notify_all()
         return stamped
