@@ -43,6 +43,7 @@ from cluster.stories import (
 )
 from helpers.failures import check_says
 from helpers.s3_server import ACCESS_KEY, SECRET_KEY
+from neuron_operator.names import ARTIFACT_VARIABLE, ARTIFACTS_DIR
 from neuron_runtime.weights.transfer import TransferLimits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
@@ -464,6 +465,46 @@ def test_a_namespace_has_no_way_to_what_another_fetched(installation: Installati
         assert theirs.kubectl("get", "pvc", "stolen", "-o", "jsonpath={.status.phase}") == "Pending"
 
         assert _contents(volume) == before
+    rig.kubectl("delete", "namespace", theirs.namespace, "--wait=false")
+
+
+@pytest.mark.long
+def test_a_namespace_has_no_way_to_what_another_compiled(installation: Installation, story: Story) -> None:
+    """The key of an artifact is no secret: who knows it compiles anew, and loads nothing that a link leads to."""
+    rig = story.rig
+    theirs = Story(rig, f"test-{uuid.uuid4().hex[:8]}")
+    rig.create_namespace(theirs.namespace)
+    with (
+        shared_volume(rig, story.namespace, WEIGHTS_CLAIM),
+        shared_volume(rig, story.namespace, ARTIFACTS_CLAIM) as volume,
+        shared_volume(rig, theirs.namespace, WEIGHTS_CLAIM),
+        shared_volume(rig, theirs.namespace, ARTIFACTS_CLAIM) as other,
+    ):
+        story.apply(_compiled("chat", 256, compileSeconds=1))
+        story.until_ready(1)
+        key, before = story.artifact("chat"), _contents(volume)
+        assert any(key in path for path in before)
+        (compiled,) = story.items("jobs", COMPILE)
+
+        # A link to theirs, under the name of what is to be compiled.
+        (other.folder / key).symlink_to(volume.folder / key)
+        theirs.apply(_compiled("chat", 256, compileSeconds=1))
+        theirs.until_ready(1)
+        assert theirs.artifact("chat") == key
+        assert [_name(job) for job in theirs.items("jobs", COMPILE)] == [_name(compiled)], "it compiled for itself"
+        assert not (other.folder / key).is_symlink()
+        assert (other.folder / key).is_dir()
+
+        # A folder of the manifest's own, which leads out of the claim.
+        (other.folder / "upwards").symlink_to(f"../../{story.namespace}/{ARTIFACTS_CLAIM}/{key}")
+        for name, folder in (("absolute", str(volume.folder / key)), ("upwards", f"{ARTIFACTS_DIR}/upwards")):
+            model = _compiled(name, 256, compileSeconds=1)
+            model["spec"]["engine"]["env"] = [{"name": ARTIFACT_VARIABLE, "value": folder}]
+            theirs.apply(model)
+            message = theirs.until_reason(name, "ArtifactMissing")["message"]
+            print(f"    {name}: {message}")
+        assert _contents(volume) == before
+        theirs.kubectl("delete", "nm", "--all")
     rig.kubectl("delete", "namespace", theirs.namespace, "--wait=false")
 
 

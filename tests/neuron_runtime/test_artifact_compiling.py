@@ -344,6 +344,20 @@ def test_the_variable_names_where_to_store_an_artifact_that_is_not_there(
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
 
 
+@pytest.mark.parametrize("on_miss", ["fail", "compile"])
+def test_the_variable_names_what_cannot_be_read(
+    model: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_miss: Any
+) -> None:
+    loop, long = tmp_path / "loop", tmp_path / ("x" * 300)
+    loop.symlink_to(loop)
+    for folder, why in ((loop, f"{loop} is damaged: it is not a folder"), (long, f"cannot read {long}: File name too")):
+        monkeypatch.setenv(ARTIFACT_VARIABLE, str(folder))
+        with pytest.raises(FatalError) as caught:
+            provide(simulated(model), model, Places(store.folder, on_miss=on_miss), quiet)
+        assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+        assert why in str(caught.value)
+
+
 # The command
 
 

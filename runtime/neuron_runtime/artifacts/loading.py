@@ -59,7 +59,7 @@ class Places:
 def given_folder() -> Path | None:
     """The folder of one artifact, named by the environment."""
     value = os.environ.get(ARTIFACT_VARIABLE)
-    return Path(value).resolve() if value else None
+    return Path(os.path.realpath(value)) if value else None
 
 
 def load_backend(

@@ -113,8 +113,12 @@ def read_fitting(folder: Path, cover: Mapping[str, Any]) -> tuple[Entry | None, 
 
     Raises:
         Damaged: its files are wrong, or are no artifact.
+        FatalError: ARTIFACT_MISSING, the folder cannot be read.
     """
-    is_empty = folder.is_dir() and not any(folder.iterdir())
+    try:
+        is_empty = folder.is_dir() and not any(folder.iterdir())
+    except OSError as error:
+        raise FatalError(ExitCode.ARTIFACT_MISSING, f"cannot read {folder}: {error.strerror}") from error
     entry = None if is_empty else read_entry(folder, ARTIFACTS)
     return entry, [] if entry is None else _checked(entry, whole=False).differences(cover)
 
