@@ -31,7 +31,7 @@ from helpers.apiserver import ApiServer
 from helpers.operator_process import Process
 from helpers.operators import BY_KIND, FACTS, OPERATOR_USER, SPEC, served
 from helpers.ports import free_ports
-from neuron_operator.client import NEURON_MODELS, PODS
+from neuron_operator.client import CHILDREN, NEURON_MODELS, PODS
 from neuron_operator.names import MODEL_LABEL
 from neuron_runtime.bench.report import (
     Load,
@@ -431,6 +431,14 @@ async def repeat(scene: Scene, halves: Sequence[Sequence[Call]]) -> float:
     return seconds
 
 
+def deletions(keys: Sequence[Key]) -> Iterator[list[Request]]:
+    """Of models and, as there is no garbage collector, of all children in their namespaces."""
+    for key in keys:
+        yield [Request("DELETE", NEURON_MODELS.path(*key), b"{}")]
+    for namespace in dict.fromkeys(namespace for namespace, _ in keys):
+        yield [Request("DELETE", resource.path(namespace), b"{}") for resource in CHILDREN]
+
+
 def uids(scene: Scene) -> dict[Key, str]:
     found = (model["metadata"] for model in scene.objects(NEURON_MODELS.path(None)))
     return {(metadata["namespace"], metadata["name"]): metadata["uid"] for metadata in found}
@@ -538,9 +546,7 @@ async def measure(num_models: int, *, with_foreign: bool) -> Figures:
             await scene.put_models(scene.keys)
             halves = await cold(scene, figures)
             figures.bare_seconds = await repeat(scene, halves)
-            await scene.bare.send_all(
-                [Request("DELETE", NEURON_MODELS.path(*key), b"{}")] for key in Scene.keys_of("b", num_models)
-            )
+            await scene.bare.send_all(deletions(Scene.keys_of("b", num_models)))
             await scene.bare.send_all(
                 ready_pods(
                     found
