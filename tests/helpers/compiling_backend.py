@@ -37,8 +37,9 @@ SEEN = "COMPILING_BACKEND_SEEN"
 
 
 class OddCompiler:
-    def __init__(self, behaviour: str) -> None:
+    def __init__(self, behaviour: str, model_dir: Path) -> None:
         self._behaviour = behaviour
+        self._model_dir = model_dir
         self._ready: list[str] = []
         self._looked = threading.Event()
 
@@ -50,6 +51,8 @@ class OddCompiler:
         return None
 
     def tools(self) -> Mapping[str, str]:
+        if not self._model_dir.is_dir():
+            raise FatalError(ExitCode.INVALID_MODEL, f"{self._model_dir} is no folder")
         if self._behaviour == "no tools":
             raise FatalError(ExitCode.COMPILE_FAILED, "there is no C++ compiler: install g++")
         return {"g++": "13"}
@@ -128,7 +131,7 @@ def check_config(config: RuntimeConfig) -> None:
 
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> OddCompiler:
-    return OddCompiler(config.override_neuron_config.get("behaviour", ""))
+    return OddCompiler(config.override_neuron_config.get("behaviour", ""), model_dir)
 
 
 def load_backend(*given: Any) -> Any:

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,18 @@ def test_the_command_records_what_it_stored(
     code, again = compile_model(tmp_path, str(model))
     assert again.artifact == msgspec.structs.replace(outcome.artifact, reused=True)
     assert "nothing to compile" in capsys.readouterr().err
+
+
+def test_folders_may_be_named_from_where_the_user_is(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The compiler runs in another folder."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["compile", "--backend=simulated", "--artifacts-dir=out", "model"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert (folder.parent, (folder / "decode.json").is_file()) == (Path("out"), True)
+    wanted = replace(odd(), model_dir=Path("model"))
+    assert make(wanted, artifact_store(Path("out")), quiet)[0].folder == Path("out") / wanted.key
 
 
 def test_the_command_refuses_what_it_cannot_compile(

@@ -225,6 +225,8 @@ class _Process:
         self._share = 0.0
         self.peak_bytes = 0
         config, folder = scratch / "config.json", scratch / "work"
+        # It works elsewhere, where a relative path would lead nowhere.
+        model_dir, files = wanted.model_dir.absolute(), files.absolute()
         config.write_bytes(msgspec.json.encode(wanted.config))
         folder.mkdir()
         environment = {**os.environ, "TMPDIR": str(folder)}
@@ -237,7 +239,7 @@ class _Process:
                 self._process = subprocess.Popen(
                     [
                         *(sys.executable, "-P", "-m", "neuron_runtime.artifacts.process", work),
-                        *(f"--package={wanted.package}", f"--config={config}", f"--model-dir={wanted.model_dir}"),
+                        *(f"--package={wanted.package}", f"--config={config}", f"--model-dir={model_dir}"),
                         *(f"--folder={files}", f"--messages-fd={write_fd}"),
                     ],
                     cwd=folder,
