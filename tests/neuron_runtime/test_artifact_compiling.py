@@ -329,6 +329,25 @@ def test_the_variable_names_an_artifact_that_is_loaded_instead(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("spoil", ["store", "changed"])
+def test_the_variable_that_names_no_intact_artifact_advises_nobody_to_delete_the_folder(
+    model: Path, store: Store, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    folder = provide(simulated(model), model, Places(store.folder), quiet)
+    if spoil == "store":
+        folder = store.folder
+    else:
+        (folder / "decode-of-1-rows.json").unlink()
+    monkeypatch.setenv(ARTIFACT_VARIABLE, str(folder))
+    with pytest.raises(FatalError) as caught:
+        provide(simulated(model), model, Places(store.folder), quiet)
+    what = "it has no manifest" if spoil == "store" else "decode-of-1-rows.json: No such file or directory"
+    assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+    assert str(caught.value) == (
+        f"{ARTIFACT_VARIABLE}: {folder} is no intact artifact: {what}; name the folder of one, or copy it again"
+    )
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_the_variable_names_where_to_store_an_artifact_that_is_not_there(
     model: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool

@@ -30,7 +30,7 @@ from neuron_runtime.engine.backends import backend_package, check_ranks, compile
 from neuron_runtime.errors import ExitCode, FatalError, joined
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.fetching import described
-from neuron_runtime.weights.store import Store
+from neuron_runtime.weights.store import Damaged, Store
 
 if TYPE_CHECKING:
     from neuron_runtime.weights.remote import RemoteStore
@@ -124,7 +124,11 @@ def provide(
 
 def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallback) -> Path:
     """The artifact in the folder of ARTIFACT_VARIABLE. One that does not fit is refused, never deleted."""
-    entry, differing = read_fitting(folder, wanted.cover)
+    try:
+        entry, differing = read_fitting(folder, wanted.cover)
+    except Damaged as error:
+        message = f"{folder} is no intact artifact: {error.reason}; name the folder of one, or copy it again"
+        raise FatalError(ExitCode.ARTIFACT_MISSING, f"{ARTIFACT_VARIABLE}: {message}") from error
     if differing:
         message = (
             f"{ARTIFACT_VARIABLE}: the artifact in {folder} was compiled for something else: {joined(differing)}; "
