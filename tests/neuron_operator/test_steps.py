@@ -10,7 +10,10 @@ import msgspec
 import pytest
 
 from helpers.operator_worlds import (
+    FACTS,
     SETTINGS,
+    SPEC,
+    body,
     carried_out,
     condition,
     ended,
@@ -27,12 +30,16 @@ from helpers.operator_worlds import (
 from neuron_operator import names
 from neuron_operator.decide import decide
 from neuron_operator.errors import FieldNotSupported
+from neuron_operator.manifest import parse
 from neuron_operator.objects import name_of
 from neuron_operator.reasons import CONDITIONS, Finding, Reason, met, unmet
-from neuron_operator.records import Record
+from neuron_operator.records import Facts, Record
+from neuron_operator.render.cleaning import cleaners
+from neuron_operator.render.jobs import check_job, compile_jobs, fetch_job, resolve_job
 from neuron_operator.render.objects import shared
+from neuron_operator.revision import pin
 from neuron_operator.steps import STEPS, Known, Step, Task
-from neuron_operator.world import Decision, Object, World
+from neuron_operator.world import ClaimFolder, Decision, Object, Place, StorageSettings, World
 
 JOB_NAME = "chat-fetch-1234567890"
 
@@ -169,3 +176,37 @@ def test_a_misplaced_step_is_an_internal_error() -> None:
         decide(fresh(), SETTINGS, (FETCH,))
     with pytest.raises(LookupError, match="place it after Place"):
         decide(fresh(), SETTINGS, STEPS[3:])
+
+
+def test_jobs_run_where_their_image_does_and_the_long_ones_away_from_devices() -> None:
+    claim = Place(persistent_volume_claim=ClaimFolder(claim_name="models"))
+    using = replace(SETTINGS, storage=StorageSettings(weights=claim, artifacts=claim))
+    model = parse(body({**SPEC, "accelerator": {"type": "CPU"}, "engine": {"backend": "torch", "compile": "Enabled"}}))
+    facts = msgspec.convert(FACTS, Facts)
+    revision = pin(model, facts, using, 1)
+    (compiling, *_), (cleaner, *_) = (
+        compile_jobs(model, using, revision.pinned),
+        cleaners(model, using, [revision], []),
+    )
+    resolving, checking = resolve_job(model, using), check_job(model, using, revision)
+    fetching = fetch_job(model, using, claim, facts, revision.image)
+    neuron = {names.NEURON_PRESENT_LABEL, names.INSTANCE_TYPE_LABEL}
+    for job, is_long in (
+        (resolving, False),
+        (checking, False),
+        (fetching, True),
+        (compiling, True),
+        (cleaner["spec"]["jobTemplate"], True),
+    ):
+        affinity = job["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+        (term,) = affinity[names.REQUIRED_AFFINITY]["nodeSelectorTerms"]
+        required = {rule["key"]: rule for rule in term["matchExpressions"]}
+        assert required.pop(names.ARCHITECTURE_LABEL) == {
+            "key": "kubernetes.io/arch", "operator": "In", "values": ["amd64"]
+        }  # fmt: skip
+        preferred = {
+            rule["key"]
+            for term in affinity.get("preferredDuringSchedulingIgnoredDuringExecution", ())
+            for rule in term["preference"]["matchExpressions"]
+        }
+        assert (set(required), preferred) == ((neuron, set()) if is_long else (set(), neuron))

@@ -64,7 +64,7 @@ def _claims(revision: Revision) -> Iterator[tuple[Kept, Place]]:
 def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, needed: list[str]) -> Object:
     anybody = replace(model, refresh="", spec=msgspec.structs.replace(model.spec, jobs=Jobs()))
 
-    def template(using: Settings, *arguments: str) -> Object:
+    def template(using: Settings, affinity: Object, *arguments: str) -> Object:
         return step_pod_template(
             anybody,
             using,
@@ -75,16 +75,17 @@ def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, n
             mounts=(),
             annotations={},
             resources={"requests": JOB_REQUESTS},
-            affinity={"nodeAffinity": NEVER_NEURON},
+            affinity=affinity,
         )
 
     days = str(settings.storage.keep_days)
     rendered = template(
         settings,
+        {"nodeAffinity": NEVER_NEURON},
         *("--unused-days", days, "--record", names.TERMINATION_LOG),
         *(("--keep", *needed) if needed else ()),
     )
-    name = names.shared_name("np", template(Settings(runtime_image="")))
+    name = names.shared_name("np", template(Settings(runtime_image=""), {}))
     # Not all namespaces at the same time: they may share a file system.
     minute = int(names.digest([model.namespace, name]), 16) % (24 * 60)
     made = shared(model, "batch/v1", "CronJob", name, component=names.ROLE_CLEAN)

@@ -37,19 +37,21 @@ _NOT_NEURON = (
     {"key": names.NEURON_PRESENT_LABEL, "operator": "DoesNotExist"},
     {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": sorted(INSTANCE_TYPES)},
 )
-PREFER_NOT_NEURON: Object = {
-    "preferredDuringSchedulingIgnoredDuringExecution": [
-        {"weight": 100, "preference": {"matchExpressions": [expression]}} for expression in _NOT_NEURON
-    ]
-}
 _AMD64 = {"key": names.ARCHITECTURE_LABEL, "operator": "In", "values": ["amd64"]}
+"""What Neuron nodes are, and so the images."""
 
 
 def _only(*expressions: Object) -> Object:
     return {names.REQUIRED_AFFINITY: {"nodeSelectorTerms": [{"matchExpressions": list(expressions)}]}}
 
 
-NEVER_NEURON = _only(*_NOT_NEURON)
+PREFER_NOT_NEURON: Object = {
+    **_only(_AMD64),
+    "preferredDuringSchedulingIgnoredDuringExecution": [
+        {"weight": 100, "preference": {"matchExpressions": [expression]}} for expression in _NOT_NEURON
+    ],
+}
+NEVER_NEURON = _only(*_NOT_NEURON, _AMD64)
 
 _DRAINED: Object = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
 """After a drain the Job makes another pod. Any other end fails it: only the operator repeats it, because the Job
@@ -89,7 +91,7 @@ _CONFIG = Mount(
 
 RESOLVE = JobKind(names.ROLE_RESOLVE, "nf", 1800, PREFER_NOT_NEURON)
 FETCH = JobKind(names.ROLE_FETCH, "nw", 6 * 3600, NEVER_NEURON)
-COMPILE = JobKind(names.ROLE_COMPILE, "na", 6 * 3600, _only(*_NOT_NEURON, _AMD64))
+COMPILE = JobKind(names.ROLE_COMPILE, "na", 6 * 3600, NEVER_NEURON)
 CHECK = JobKind(names.ROLE_CHECK, "nc", 1800, PREFER_NOT_NEURON)
 
 
