@@ -318,11 +318,24 @@ def _tensor(name: str, entry: object, data_begin: int, path: Path) -> TensorInfo
     )
 
 
-def _read_config(folder: Path) -> bytes:
-    if not folder.is_dir():
+def check_folder(folder: Path) -> None:
+    """Raises FatalError if it is none, or this user may not read it."""
+    try:
+        is_folder = folder.is_dir()
+        if is_folder:  # Reading is tried: on a network file system the server decides.
+            os.listdir(folder)
+            (folder / CONFIG_FILE).exists()
+    except PermissionError as error:
+        message = f"{folder} cannot be read by user {os.geteuid()}: let it read the folder and what is in it"
+        raise InvalidModel(message) from error
+    if not is_folder:
         raise FatalError(
             ExitCode.MODEL_NOT_FOUND, f"{folder} is not a folder; name the folder that contains config.json"
         )
+
+
+def _read_config(folder: Path) -> bytes:
+    check_folder(folder)
     return _read(folder / CONFIG_FILE, "a model folder contains config.json beside its weights")
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,30 @@ def shard(folder: Path, weight_map: dict[str, Any]) -> None:
     (folder / "one.safetensors").write_bytes(safetensors(first, 32))
     (folder / "two.safetensors").write_bytes(safetensors(second, 10))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Another user than root, who may read everything."""
+    before = os.geteuid()
+    os.seteuid(65534 if before == 0 else before)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@pytest.mark.parametrize(("closed", "mode"), [(".", 0o000), (".", 0o444), ("..", 0o000)])
+def test_a_folder_that_this_user_may_not_read_says_so(folder: Path, closed: str, mode: int) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        volume = Path(place) / "volume"
+        shutil.copytree(folder, volume / "model")
+        os.chmod(place, 0o755)
+        os.chmod(volume / "model" / closed, mode)
+        with as_nobody(), pytest.raises(InvalidModel, match=r"/model cannot be read by user \d+: let it") as caught:
+            read_checkpoint(volume / "model")
+        assert caught.value.exit_code == ExitCode.INVALID_MODEL
+        os.chmod(volume / "model" / closed, 0o755)
 
 
 def test_a_folder_is_described_without_reading_weights(folder: Path) -> None:

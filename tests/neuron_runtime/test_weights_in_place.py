@@ -113,9 +113,35 @@ class TestClaims:
         outside = write_tiny_model(tmp_path / "secret")
         (claims / "shared").mkdir(parents=True)
         (claims / "shared/chat").symlink_to(outside)
-        with pytest.raises(FatalError, match="leaves the volume") as caught:
+        with pytest.raises(FatalError, match="the path leaves the volume") as caught:
             materialize(ModelSource(uri="pvc://shared/chat"), tmp_path, quiet)
         assert caught.value.exit_code is ExitCode.INVALID_MODEL
+
+    def test_a_file_that_is_a_link_may_lead_to_another_in_the_volume_only(self, claims: Path, tmp_path: Path) -> None:
+        folder = write_tiny_model(claims / "shared/snapshots/main")
+        (folder / "tokenizer.json").write_text("{}")
+        blob = claims / "shared/blobs/tokenizer"
+        blob.parent.mkdir()
+        (folder / "tokenizer.json").rename(blob)
+        (folder / "tokenizer.json").symlink_to("../../blobs/tokenizer")
+        source = ModelSource(uri="pvc://shared/snapshots/main")
+        assert materialize(source, tmp_path, quiet) == folder
+        (tmp_path / "password").write_text("{}")
+        (folder / "tokenizer.json").unlink()
+        (folder / "tokenizer.json").symlink_to(tmp_path / "password")
+        with pytest.raises(FatalError, match=r"main: tokenizer\.json leaves the volume by a symbolic link") as caught:
+            materialize(source, tmp_path, quiet)
+        assert caught.value.exit_code is ExitCode.INVALID_MODEL
+        with pytest.raises(FatalError, match=r"tokenizer\.json leaves the volume"):
+            inspect_model(source.uri)
+
+    @pytest.mark.parametrize("path", ["loop", "loop/x"])
+    def test_a_link_to_itself_is_no_folder(self, claims: Path, tmp_path: Path, path: str) -> None:
+        (claims / "shared").mkdir(parents=True)
+        (claims / "shared/loop").symlink_to("loop")
+        with pytest.raises(FatalError, match="is not a folder") as caught:
+            materialize(ModelSource(uri=f"pvc://shared/{path}"), tmp_path, quiet)
+        assert caught.value.exit_code is ExitCode.MODEL_NOT_FOUND
 
 
 class TestImages:

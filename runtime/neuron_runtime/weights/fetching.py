@@ -24,6 +24,7 @@ from neuron_runtime.checkpoint import (
     WEIGHTS_FILE,
     InvalidModel,
     advice_without_safetensors,
+    check_folder,
     header_length,
     is_shard,
     parse_index,
@@ -349,9 +350,18 @@ def folder_of(model: ModelInPlace) -> Path:
         message = f"{model}: the {what} is not mounted at {root}; mount it there, or set {variable}"
         raise FatalError(ExitCode.MODEL_NOT_FOUND, message)
     folder = root / model.path
-    if not folder.resolve().is_relative_to(root.resolve()):
+    if not _is_below(folder, root):
         raise FatalError(ExitCode.INVALID_MODEL, f"{model}: the path leaves the {what} by a symbolic link")
+    check_folder(folder)
+    for path in folder.iterdir():
+        if not _is_below(path, root):
+            raise FatalError(ExitCode.INVALID_MODEL, f"{model}: {path.name} leaves the {what} by a symbolic link")
     return folder
+
+
+def _is_below(path: Path, root: Path) -> bool:
+    """Whether its links stay in the folder. Unlike `Path.resolve`, it takes a loop of links."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 def _listing(attempts: Attempts[Source], digest: str) -> Listing:
