@@ -43,6 +43,8 @@ WATCH_SECONDS = 570
 """The API server ends a watch after this time; the reflector then resumes it."""
 WATCH_SILENCE_SECONDS = 75.0
 """A bookmark arrives every minute; a watch that is silent for longer has lost its connection."""
+MAX_THROTTLED_SECONDS = 2.0
+"""A request that is to be made again later than that is the caller's affair."""
 TOKEN_CHECK_SECONDS = 60.0
 """How often the expiry of an exec plugin's token is checked."""
 PAGE_SIZE = 500
@@ -507,6 +509,17 @@ class Client:
         return await self._request("patch", resource, path, query=query, body=body, content_type=f"application/{kind}")
 
     async def _request(self, verb: str, resource: Resource, path: str, **request: Any) -> Object:
+        """Asks once more if the API server had too much to do: a pass makes a dozen requests, and begins again, later
+        each time, if one of them fails. Where many are throttled it would never come to its end."""
+        try:
+            return await self._ask(verb, resource, path, **request)
+        except Throttled as fault:
+            if fault.status != 429 or fault.retry_after_seconds > MAX_THROTTLED_SECONDS:
+                raise
+            await asyncio.sleep(fault.retry_after_seconds)
+        return await self._ask(verb, resource, path, **request)
+
+    async def _ask(self, verb: str, resource: Resource, path: str, **request: Any) -> Object:
         async with self._answer(verb, resource, path, **request) as response:
             result: Object = msgspec.json.decode(await response.read())
             return result

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -108,6 +111,26 @@ async def test_a_fault_carries_the_retry_after_of_the_server(
     fault = await answered(tmp_path, status, body, headers)
     assert isinstance(fault, Throttled)
     assert fault.retry_after_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("codes", "num_requests", "is_done"),
+    [((429, 200), 2, True), ((429, 429, 200), 2, False), ((503, 200), 1, False)],
+)
+async def test_a_throttled_request_is_made_once_more_when_the_server_says(
+    tmp_path: Path, codes: tuple[int, ...], num_requests: int, is_done: bool
+) -> None:
+    asked: list[float] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked.append(asyncio.get_running_loop().time())
+        return web.json_response({}, status=codes[len(asked) - 1], headers={"Retry-After": "1"})
+
+    async with serving(handle) as server, connect(kubeconfigs.write(tmp_path / "config", server)) as client:
+        with contextlib.nullcontext() if is_done else pytest.raises(Throttled):
+            await client.get(NODES, None, "n1")
+    assert len(asked) == num_requests
+    assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(asked))
 
 
 async def test_an_unreachable_server_raises_unreachable(tmp_path: Path) -> None:
