@@ -101,7 +101,9 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
     else:
         limit = settings.node_failures.max_moves_per_minute
         moving = node_health.plan(observed, _num_wanted(observed, course), world.moves_left, limit)
-        course = replace(course, moving=moving)
+        names_of_revisions = (known.name for known in _distinct(course.wanted, course.served))
+        cordons = node_health.cordons(observed, names_of_revisions, world.cordons_left)
+        course = replace(course, moving=replace(moving, now=(*moving.now, *cordons)))
     findings = status.complete((*course.findings, *_explain_serving(world, observed, course)))
     whole_status = _status(observed, course, findings, is_held=is_terminating or manifest.is_paused(world.body))
     return Decision(

@@ -34,6 +34,9 @@ LEADER_WORKER_SET = "LeaderWorkerSet"
 LEADER_WORKER_SET_API = "leaderworkerset.x-k8s.io/v1"
 ZONE_LABEL = "topology.kubernetes.io/zone"
 
+UNEXPECTED_ADMISSION = "UnexpectedAdmissionError"
+"""Reason of a pod whose kubelet refused it because a device plugin did."""
+
 # In a pod's affinity.
 REQUIRED_AFFINITY = "requiredDuringSchedulingIgnoredDuringExecution"
 
@@ -57,6 +60,7 @@ SHARED_ANNOTATION = f"{GROUP}/shared"
 REFRESH_ANNOTATION = f"{GROUP}/refresh"
 RETRY_ANNOTATION = f"{GROUP}/retry"
 TRIED_ANNOTATION = f"{GROUP}/tried"
+CORDONED_ANNOTATION = f"{GROUP}/cordoned"
 ROLLBACK_ANNOTATION = f"{GROUP}/rollback-to"
 
 ROLE_LEADER = "leader"

@@ -1,4 +1,5 @@
-"""Which replicas leave a failed node now, and which wait. Called by `decide`, and by `why` for the signal. Pure.
+"""Which replicas leave a failed node now, which wait, and which node gets no more of them. Called by `decide`, and by
+`why` for the signal. Pure.
 
 It reads what nodes say about themselves (`NodeView`) and what their replicas do. It counts what all models together may
 move (`World.moves_left`), but does not keep that count (`move_budget`). It never moves a replica whose node is well.
@@ -6,12 +7,12 @@ move (`World.moves_left`), but does not keep that count (`move_budget`). It neve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
-from neuron_operator import names
+from neuron_operator import breaker, names
 from neuron_operator.disruption import MAX_UNAVAILABLE
 from neuron_operator.objects import instant
 from neuron_operator.reasons import Reason
@@ -22,6 +23,10 @@ FIRST_STAY = timedelta(seconds=60)
 """How long a replica stays at least that was started on a node which had already failed; then as long as the node had
 failed before, up to MAX_STAY. The scheduler knows nothing of such a fault, and could return the replica without end."""
 MAX_STAY = timedelta(hours=1)
+
+CORDON_AFTER = timedelta(minutes=2)
+"""How long a node must have refused the pods of a model, and no other node any of them, until it may be cordoned: a
+kubelet or device plugin that restarts refuses some, too."""
 
 RECHECK = timedelta(seconds=5)
 """When a replica that waits for others, for the budget, or was not allowed to leave, is looked at again. It costs no
@@ -115,6 +120,33 @@ def plan(observed: Observed, num_wanted: int, moves_left: int, max_moves_per_min
     if now or waiting:
         times.append(observed.now + RECHECK)
     return Plan(tuple(now), tuple(waiting), min(times, default=None))
+
+
+def cordons(observed: Observed, revision_names: Iterable[str], num_left: int) -> tuple[Move, ...]:
+    """The nodes that get no more pods of any model. What somebody uncordoned stays uncordoned."""
+    found = {
+        node.name: _cordon(node, failed)
+        for name in revision_names
+        if (failed := breaker.failures(observed, name))
+        and (node := _refusing(observed, failed)) is not None
+        and not (node.is_cordoned or node.cordoned)
+    }
+    return tuple(found.values())[: max(0, num_left)]
+
+
+def _refusing(observed: Observed, failed: Sequence[PodView]) -> NodeView | None:
+    """The node that refused all these pods for CORDON_AFTER. Only the first and the last of them are kept."""
+    first, last = failed[0], failed[-1]
+    is_refusal = all(pod.reason == names.UNEXPECTED_ADMISSION and not pod.is_admitted for pod in failed)
+    if not is_refusal or len({pod.node for pod in failed}) > 1 or last.age_key[0] - first.age_key[0] < CORDON_AFTER:
+        return None
+    return observed.nodes.get(last.node)
+
+
+def _cordon(node: NodeView, failed: Sequence[PodView]) -> Move:
+    first, last = (f"{pod.age_key[0]:%Y-%m-%dT%H:%M:%SZ}" for pod in (failed[0], failed[-1]))
+    text = f"node {node.name} is cordoned: it refused pods from {first} to {last}: {failed[-1].message.strip()}"
+    return Move(node.live, "Cordon", Announcement("Warning", Reason.ALLOCATION_REJECTED, text))
 
 
 def signal_of(pod: PodView, observed: Observed) -> Signal | None:

@@ -21,6 +21,7 @@ from neuron_operator import names
 from neuron_operator.client import (
     EVENTS,
     NEURON_MODELS,
+    NODES,
     PODS,
     SECRETS,
     AlreadyExists,
@@ -186,6 +187,7 @@ class Reconciler:
             shared=caches.shared(key[0]),
             nodes=caches.nodes_of(pods),
             moves_left=self._budget.left,
+            cordons_left=self._settings.node_failures.max_cordoned_nodes - caches.num_cordoned,
             has_turn=self._turns.take(key),
         )
 
@@ -364,18 +366,23 @@ class _Writes:
             raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
 
     async def move(self, move: Move, budget: MoveBudget) -> bool:
-        """Whether the pod is ending because of this."""
-        pod = move.pod
-        is_counted = move.how != "Remove"
-        if is_counted and not budget.take(pod["metadata"]["uid"]):
+        """Whether the pod is ending, or the node cordoned, because of this."""
+        live = move.live
+        is_counted = move.how in ("Evict", "Delete")
+        if is_counted and not budget.take(live["metadata"]["uid"]):
             return False
         try:
-            if move.how == "Evict":
-                await self._next().evict(pod)
-            else:
-                await self._next().delete(PODS, pod, at_once=move.how == "Remove")
+            match move.how:
+                case "Evict":
+                    await self._next().evict(live)
+                case "Cordon":
+                    annotations = {names.CORDONED_ANNOTATION: move.announcement.message}
+                    cordoned = {"metadata": {"annotations": annotations}, "spec": {"unschedulable": True}}
+                    self._observe_written(NODES, await self._next().patch(NODES, live, cordoned))
+                case _:
+                    await self._next().delete(PODS, live, at_once=move.how == "Remove")
         except (NotFound, Conflict, Protected, Forbidden) as fault:
-            logger.warning("%s stays: %s", name_of(pod), fault)
+            logger.warning("%s stays: %s", name_of(live), fault)
             if is_counted:
                 budget.give_back()
             return False

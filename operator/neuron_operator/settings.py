@@ -168,8 +168,8 @@ SETTINGS = (
         "node_failures",
         _node_failures,
         "{}",
-        "JSON: what happens to replicas on failed nodes, of all models together (0: none leaves its node), e.g. "
-        '{"maxMovesPerMinute": 10}',
+        "JSON: how many replicas leave failed nodes, and how many nodes that refuse pods are cordoned (0: none), e.g. "
+        '{"maxMovesPerMinute": 10, "maxCordonedNodes": 0}',
     ),
     _Setting(
         "runtime_upgrade",

@@ -148,6 +148,8 @@ class World:
     """The nodes of this model's pods (`reflector.trimmed_node`); none if they may not be watched."""
     moves_left: int = 0
     """How many replicas of all models together may leave failed nodes now."""
+    cordons_left: int = 0
+    """How many more nodes the operator may cordon now."""
     has_turn: bool = False
     """Whether the model may begin to move to a newer runtime image."""
     events: tuple[Object, ...] | None = None
@@ -183,10 +185,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Move:
-    """A replica that leaves a failed node: its ReplicaSet makes another one as soon as this one is being deleted."""
+    """A replica that leaves a failed node: its ReplicaSet makes another one as soon as this one is being deleted. Or a
+    node to which no more of them go."""
 
-    pod: Object
-    how: Literal["Evict", "Delete", "Remove"]
+    live: Object
+    """A pod, or a node (`reflector.trimmed_node`)."""
+    how: Literal["Evict", "Delete", "Remove", "Cordon"]
     """Evict: the node lives, so that every PodDisruptionBudget counts. Delete: the node is lost. Remove: and the time
     to end has passed, so that only the object is left."""
     announcement: Announcement
@@ -307,6 +311,8 @@ class NodeFailures(Struct, frozen=True, forbid_unknown_fields=True, rename="came
 
     max_moves_per_minute: Annotated[int, Meta(ge=0, le=1000)] = 10
     """Replicas of all models together that leave failed nodes; 0: none."""
+    max_cordoned_nodes: Annotated[int, Meta(ge=0, le=1000)] = 0
+    """Nodes that stay cordoned by the operator at the same time; 0: it cordons none."""
 
 
 class GroupSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):

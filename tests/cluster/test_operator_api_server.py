@@ -1135,6 +1135,43 @@ async def test_pods_that_a_node_refused_pause_the_deployment_until_the_next_atte
             await eventually(lambda: replicas() == 2)
 
 
+async def test_a_node_that_keeps_refusing_pods_is_cordoned_once_and_no_other(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuron_operator.node_health.CORDON_AFTER", timedelta(seconds=1))
+    bad, next_one = nodes = tuple(f"{namespace.name}-{one}" for one in "ab")
+    for name in nodes:
+        server.call("POST", "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+
+    async def refuse(model: str, node: str) -> None:
+        for number in range(2):
+            namespace.start_pod(f"{model}-{node}-{number}", REFUSED, model, node=node)
+            await asyncio.sleep(1.1)  # times of creation have whole seconds
+
+    def is_cordoned(name: str) -> bool:
+        return bool(server.call("GET", f"/api/v1/nodes/{name}")["spec"].get("unschedulable"))
+
+    settings = run_settings("--node-failures", '{"maxCordonedNodes": 1}')
+    async with client_of(server) as client, operating(client, settings):
+        namespace.put_model("other")
+        namespace.put_model()
+        await namespace.settle()
+        await eventually(lambda: namespace.condition("UpToDate", "other")[0] == "True", about=namespace.list_all)
+        await refuse("chat", bad)
+        await eventually(lambda: is_cordoned(bad))
+        text = f"node {bad} is cordoned: it refused pods from "
+        why = server.call("GET", f"/api/v1/nodes/{bad}")["metadata"]["annotations"]["neuron-serving.dev/cordoned"]
+        assert why.startswith(text)
+        await eventually(lambda: any(event["note"].startswith(text) for event in namespace.list(EVENTS)))
+        await refuse("other", next_one)
+        await eventually(lambda: namespace.condition(name="other") == ("False", "AllocationRejected"))
+        server.call("PATCH", f"/api/v1/nodes/{bad}", {"spec": {"unschedulable": None}}, "application/merge-patch+json")
+        await eventually(lambda: is_cordoned(next_one) or namespace.wake("other"))
+        assert not is_cordoned(bad)
+    for name in nodes:
+        server.call("DELETE", f"/api/v1/nodes/{name}", {})
+
+
 async def test_replicas_leave_failed_nodes_and_others_stay(
     server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"provisionable": {"instanceTypes": ["inf2.xlarge", "inf2.xlarge"]}},
     {"nodeFailures": {"maxMovesPerMinute": -1}},
     {"nodeFailures": {"maxMoves": 1}},
+    {"nodeFailures": {"maxCordonedNodes": 1001}},
     {"runtimeUpgrade": "Never"},
     {"image": {"runtime": ""}},
     {"image": {"operator": "a b"}},

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.operator_worlds import NOW, SETTINGS, SPEC, condition, ended, find, resolved_world, serving_pod
+from helpers.operator_worlds import NOW, REFUSED, SETTINGS, SPEC, condition, ended, find, resolved_world, serving_pod
 from neuron_operator import node_health
 from neuron_operator.decide import decide
 from neuron_operator.move_budget import MoveBudget
@@ -51,7 +51,49 @@ def world_of(*pods: tuple[str, str, dict[str, Any]], nodes: tuple[Object, ...], 
 
 
 def moved(decision: Decision) -> list[tuple[str, str]]:
-    return [(move.how, move.pod["metadata"]["name"]) for move in decision.moves]
+    return [(move.how, move.live["metadata"]["name"]) for move in decision.moves]
+
+
+FIRST, SOON, LATE = (f"2026-03-01T11:5{minute}:00Z" for minute in (0, 1, 3))
+WHY = {"annotations": {"neuron-serving.dev/cordoned": "it refused pods"}}
+
+
+def refused(name: str, created: str, on: str = "n1", **status: Any) -> tuple[str, str, dict[str, Any]]:
+    return name, on, {"created": created, "ready": False, **REFUSED, **status}
+
+
+@pytest.mark.parametrize(
+    ("pods", "changed", "left", "is_cordoned"),
+    [
+        ((refused("a", FIRST), refused("b", LATE)), {}, 1, True),
+        ((refused("a", FIRST), refused("b", SOON)), {}, 1, False),
+        ((refused("a", FIRST, on="n2"), refused("b", LATE)), {}, 1, False),
+        ((refused("a", FIRST, reason="Evicted"), refused("b", LATE)), {}, 1, False),
+        ((refused("a", FIRST), refused("b", LATE)), {}, 0, False),
+        ((refused("a", FIRST), refused("b", LATE)), {}, -1, False),
+        ((refused("a", FIRST), refused("b", LATE)), {"spec": {"unschedulable": True}}, 1, False),
+        ((refused("a", FIRST), refused("b", LATE)), {"metadata": {"name": "n1", **WHY}}, 1, False),
+    ],
+    ids=[
+        "long",
+        "a moment",
+        "two nodes",
+        "evicted",
+        "at the limit",
+        "above it",
+        "cordoned already",
+        "uncordoned since",
+    ],
+)
+def test_a_node_that_alone_refused_a_models_pods_for_long_is_cordoned_once(
+    pods: tuple[tuple[str, str, dict[str, Any]], ...], changed: Object, left: int, is_cordoned: bool
+) -> None:
+    nodes = ({**node(), **changed}, node(name="n2"))
+    decision = decide(replace(world_of(*pods, nodes=nodes), cordons_left=left), SETTINGS)
+    assert moved(decision) == ([("Cordon", "n1")] if is_cordoned else [])
+    for move in decision.moves:
+        text = f"node n1 is cordoned: it refused pods from {FIRST} to {LATE}: Pod was rejected: Allocate failed"
+        assert move.announcement.message.startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +243,7 @@ def test_every_replica_of_a_failed_node_moves_in_the_end_within_the_budget_and_n
         answering = sum(pod.is_answering for pod in live.values())
         now = replace(begin, replicas=tuple(live.values()))
         plan = node_health.plan(now, len(pods), budget.left, max_moves)
-        taken = [name_of(move.pod) for move in plan.now if budget.take(name_of(move.pod))]
+        taken = [name_of(move.live) for move in plan.now if budget.take(name_of(move.live))]
         assert sum(live[name].is_answering for name in taken) <= max(0, answering - (len(pods) - 1))
         for name in taken:
             live[f"new-{name}"] = replace(live.pop(name), name=f"new-{name}", node="good", is_ready=False)
