@@ -94,6 +94,8 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
         with story.stage("a model of the same key, and one on a core"):
             env = [{"name": "FAKE_NXDI_COMPILER", "value": "missing"}]
             story.apply(_model("same", engine={"env": env}, serving={"maxQueuedRequests": 7}))
+            # Waits for its cores meanwhile, in vain.
+            story.apply(_model("held", engine={"env": [{"name": "FAKE_NXDI_HELD_LOADS", "value": "1000"}]}))
             story.apply(_model("core", accelerator={"cores": 1}))
             for model in ("same", "core"):
                 story.until_ready(1, model)
@@ -122,8 +124,8 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
 
 
 def _check_refusals(story: Story) -> None:
-    """A node that is not set up as planned, one that grants fewer cores, an artifact for other devices, and a device
-    without enough memory."""
+    """A node that is not set up as planned, one that grants fewer cores, an artifact for other devices, a device
+    without enough memory, and one whose cores another process holds."""
     rig = story.rig
     trn2 = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "trn2.48xlarge"}}}}
     inf2 = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "inf2.24xlarge"}}}}
@@ -147,6 +149,9 @@ def _check_refusals(story: Story) -> None:
     check_says("device-memory", story.until_reason("full", "DeviceOutOfMemory"))
     story.apply(_model("full", **inf2))
     story.until_gone("full", "DeviceOutOfMemory")
+    check_says("device-held", story.until_reason("held", "DeviceHeld"))
+    story.apply(_model("held", **inf2))
+    story.until_gone("held", "DeviceHeld")
     assert story.created_jobs(audit) == [], "the store has the artifacts that they should load"
 
 
