@@ -300,6 +300,16 @@ def test_an_object_store_keeps_weights_for_all_pods(installation: Installation, 
             story.until_ready(1, "again")
             assert hub.sent_bytes() - sent <= 2**23
             assert len([*store.folder.rglob(MODEL_FILE)]) == 1
+        with story.stage("store: the fetch is killed after two thirds, and goes on in a new pod"):
+            sent = hub.sent_bytes()
+            hub.order(bytes_per_second=3e6)
+            story.apply(model_of("large", "hf://demo/large", replicas=0, **kept))
+            story.until("two thirds", lambda: hub.sent_bytes() - sent > LARGE_BYTES * 2 / 3)
+            kill_containers(rig, story.namespace, FETCH)
+            hub.order(bytes_per_second=0)
+            story.until_reason("large", "ScaledToZero")
+            assert hub.sent_bytes() - sent <= LARGE_BYTES * 1.02 + AGAIN_BYTES
+            assert [*store.folder.rglob(".partial/*/*")] == []
         story.kubectl("delete", "nm", "--all")
 
 
