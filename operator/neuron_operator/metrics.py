@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -18,6 +18,9 @@ from neuron_operator.reasons import SHOWN
 from neuron_operator.world import Object
 
 PASS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+PassResult = Literal["unchanged", "changed", "retried", "failed", "cancelled"]
+"""Of a reconciliation."""
 
 
 class Metrics:
@@ -32,6 +35,8 @@ class Metrics:
             ["result"],
             registry=self.registry,
         )
+        for result in get_args(PassResult):
+            self.passes.labels(result)  # from 0: Prometheus sees no increase in the first value of a series
         self.pass_seconds = Histogram(
             "neuron_operator_pass_seconds", "Seconds per reconciliation.", buckets=PASS_BUCKETS, registry=self.registry
         )

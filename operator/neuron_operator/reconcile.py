@@ -38,7 +38,7 @@ from neuron_operator.client import (
 )
 from neuron_operator.containment import Contained, needs_apply
 from neuron_operator.errors import ClusterFault, TermOver
-from neuron_operator.metrics import Metrics
+from neuron_operator.metrics import Metrics, PassResult
 from neuron_operator.move_budget import MoveBudget
 from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
 from neuron_operator.objects import is_orphan, is_owned, is_shared, labels_of, name_of, owners_of
@@ -436,7 +436,7 @@ async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Me
     async def handle(key: Key) -> None:
         started = time.perf_counter()
         failing_seconds = started - failing_since.get(key, started)
-        result = "failed"
+        result: PassResult = "failed"
         try:
             outcome = await reconciler.reconcile(key, failing_seconds=failing_seconds)
             queue.settle(key, outcome.written)

@@ -72,6 +72,14 @@ def test_requests_watches_and_passes_are_counted_with_their_labels() -> None:
     assert found["neuron_operator_leader", frozenset()] == 1
 
 
+def test_the_first_failed_pass_is_an_increase() -> None:
+    metrics = Metrics()
+    series = "neuron_operator_passes_total", frozenset({("result", "failed")})
+    assert samples(metrics)[series] == 0
+    metrics.passes.labels("failed").inc()
+    assert samples(metrics)[series] == 1
+
+
 def test_a_scrape_of_some_series_does_not_describe_the_models() -> None:
     metrics, walks = Metrics(), []
     metrics.report_models(lambda: walks.append(1) or ())
