@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.apiserver import ApiServer
-from helpers.controllers import Status, controlling, finished_or_ready, kubelet
+from helpers.controllers import Status, controlling, ended_twice, finished_or_ready, kubelet
 from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, client_of, eventually, operating, run_settings, served
 from neuron_operator import names
 from neuron_operator.client import NEURON_MODELS
@@ -31,18 +31,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 
 def status_of(pod: Any) -> Status:
-    """Pods of the broken image have ended twice, for a reason that another start would not change."""
+    """Pods of the broken image fail."""
     status = finished_or_ready(pod)
-    if not pod["spec"]["containers"][0]["image"].endswith(":broken") or status["phase"] != "Running":
-        return status
-    ended = {"terminated": {"exitCode": 10, "reason": "Error", "message": ""}}
-    waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
-    broken = {"ready": False, "started": False, "restartCount": 1, "state": waiting, "lastState": ended}
-    return {
-        "phase": "Running",
-        "conditions": [{"type": "PodScheduled", "status": "True"}],
-        "containerStatuses": [{**status["containerStatuses"][0], **broken}],
-    }
+    is_broken = pod["spec"]["containers"][0]["image"].endswith(":broken")
+    return ended_twice(status) if is_broken and status["phase"] == "Running" else status
 
 
 @contextlib.asynccontextmanager

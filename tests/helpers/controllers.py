@@ -65,6 +65,18 @@ def finished_or_ready(pod: Any) -> Status:
     return {"phase": "Running", "conditions": ready, "containerStatuses": [running]}
 
 
+def ended_twice(status: Status) -> Status:
+    """The status of a ready pod, but of one that has ended twice, for a reason that another start would not change."""
+    ended = {"terminated": {"exitCode": 10, "reason": "Error", "message": ""}}
+    waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
+    broken = {"ready": False, "started": False, "restartCount": 1, "state": waiting, "lastState": ended}
+    return {
+        "phase": "Running",
+        "conditions": [{"type": "PodScheduled", "status": "True"}],
+        "containerStatuses": [{**status["containerStatuses"][0], **broken}],
+    }
+
+
 @contextlib.asynccontextmanager
 async def kubelet(namespace: Namespace, status_of: Callable[[Any], Status] = finished_or_ready) -> AsyncIterator[None]:
     """Gives each new pod of the namespace its status."""
