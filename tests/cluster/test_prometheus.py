@@ -302,14 +302,11 @@ class Load:
 
 @asynccontextmanager
 async def under(loads: tuple[Load, ...], port: int, model: str) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(load.put_on(port, model)) for load in loads]
-    try:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(load.put_on(port, model)) for load in loads]
         yield
-        assert not any(task.done() for task in tasks)
-    finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def device(**options: object) -> tuple[str, str]:
@@ -404,12 +401,9 @@ async def broken_image(site: Site, _: str) -> AsyncIterator[Cure]:
     """An operator with a runtime image that does not start, until one with a better image comes."""
 
     def has_moved() -> bool:
-        models = {one["metadata"]["name"]: one for one in site.namespace.list(NEURON_MODELS)}
-        images = [
-            one["spec"]["template"]["spec"]["containers"][0]["image"]
-            for one in site.namespace.list(BY_KIND["Deployment"])
-        ]
-        return {image.rpartition(":")[2] for image in images} == {"2"} and all(
+        pods = [one["spec"]["template"]["spec"] for one in site.namespace.list(BY_KIND["Deployment"])]
+        models = [one["metadata"]["name"] for one in site.namespace.list(NEURON_MODELS)]
+        return all(pod["containers"][0]["image"].endswith(":2") for pod in pods) and all(
             site.namespace.condition("UpToDate", name)[0] == "True" for name in models
         )
 
@@ -429,7 +423,7 @@ LONG_PREFILLS = {"decodeMilliseconds": [[1, 20]], "prefillMilliseconds": [[1, 20
 
 overload = Misfit(
     flags=("--max-num-seqs", "1", "--max-queued-requests", "64", *TOO_SLOW),
-    cure=("--max-num-seqs", "32", "--max-queued-requests", "64", *TOO_SLOW),
+    cure=("--max-num-seqs", "64", "--max-queued-requests", "64", *TOO_SLOW),
     loads=(Load(num_prompt=8, num_answer=40, pause_seconds=0.25),),
 )
 long_prefills = Misfit(
