@@ -8,9 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -22,8 +25,9 @@ from helpers.tiny_model import write_tiny_model
 from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, shelf_with_model, size
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.fetching import Supplied, Tools, fetch, supply
+from neuron_runtime.weights.journal import Claim
 from neuron_runtime.weights.remote import RemoteStore
-from neuron_runtime.weights.staging import FOLDER, NUM_SENDERS
+from neuron_runtime.weights.staging import FOLDER, NUM_SENDERS, Staging
 from neuron_runtime.weights.store import ABANDONED_SECONDS, Store
 from neuron_runtime.weights.transfer import Amount, TransferLimits
 
@@ -227,3 +231,32 @@ def test_chunks_that_a_finished_fetch_left_are_deleted(
     (pruned,) = remote.prune([], 10 * ABANDONED_SECONDS, dry_run=False, now=lambda: late)
     assert (pruned.name, pruned.num_bytes, pruned.why) == (found.digest, 4, "abandoned upload")
     check_stored(remote, found, tmp_path / "copy", model)
+
+
+def test_a_fetch_that_broke_off_ends_while_readers_hand_in_chunks_that_nobody_takes() -> None:
+    answers, num_sent = threading.Event(), threading.Semaphore(0)
+
+    class Silent:
+        def send_range(self, *chunk: object) -> None:
+            num_sent.release()
+            answers.wait()
+
+    def threads(name: str) -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+    def break_off(staging: Staging) -> None:
+        for number in range(4 * NUM_SENDERS):
+            chunk = Claim(SHARD, number, number + 1, 0)
+            hand_in = partial(staging.send, chunk, Path(SHARD))
+            threading.Thread(target=hand_in, name=f"reader-{number}", daemon=True).start()
+        for _ in range(NUM_SENDERS):
+            assert num_sent.acquire(timeout=60)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError), Staging(cast(RemoteStore, Silent()), "key") as staging:
+        break_off(staging)
+    answers.set()
+    for thread in threads("stage-"):
+        thread.join(timeout=60)
+    assert threads("stage-") == []
+    assert not num_sent.acquire(blocking=False), "a chunk was sent after the end"

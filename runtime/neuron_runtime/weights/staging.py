@@ -9,7 +9,6 @@ checksum like any other. Files of one chunk are left out: to read one again cost
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import threading
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, Queue
+from queue import Queue
 from typing import TYPE_CHECKING, Self
 
 from neuron_runtime.console import bytes_text, say
@@ -53,8 +52,11 @@ class Staging:
         self._chunks: dict[str, dict[int, Claim]] = defaultdict(dict)
         """In the store, by file and first byte."""
         self._dropped: set[str] = set()
-        self._queue: Queue[tuple[Claim, Path] | None] = Queue(1)
-        """If it is full, the fetch waits. None ends the senders."""
+        self._queue: Queue[tuple[Claim, Path] | None] = Queue()
+        """None ends the senders."""
+        self._room = threading.Semaphore(NUM_SENDERS + 1)
+        """Without any, the fetch waits."""
+        self._is_over = False
         self._error: Exception | None = None
         # Daemons: a silent store must not delay the end of the process.
         self._senders = [
@@ -68,9 +70,8 @@ class Staging:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(Empty):
-            self._queue.get_nowait()
-        self._queue.put_nowait(None)
+        self._is_over = True  # readers of a fetch that broke off may still hand in chunks
+        self._queue.put(None)
         if self._dropped:
             for sender in self._senders:
                 sender.join()
@@ -124,6 +125,7 @@ class Staging:
 
     def send(self, claim: Claim, path: Path) -> None:
         """Send a chunk of a file soon. Raises what was raised when an earlier one was sent."""
+        self._room.acquire()
         self._queue.put((claim, path))
         self._check()
 
@@ -131,7 +133,7 @@ class Staging:
         while (item := self._queue.get()) is not None:
             claim, path = item
             try:
-                if self._error is None and claim.name not in self._dropped:
+                if not (self._is_over or self._error or claim.name in self._dropped):
                     self._remote.send_range(self._object(claim), path, claim.begin, claim.end, claim.crc32)
                     self._chunks[claim.name][claim.begin] = claim
             except FileNotFoundError:
@@ -139,8 +141,9 @@ class Staging:
             except Exception as error:  # noqa: BLE001 - raised again by `send` and `settle`
                 self._error = self._error or error
             finally:
+                self._room.release()
                 self._queue.task_done()
-        self._queue.put_nowait(None)  # for the next one
+        self._queue.put(None)  # for the next one
 
     def settle(self) -> None:
         """Wait until everything is sent. Raises as `send`."""
