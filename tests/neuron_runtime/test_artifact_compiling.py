@@ -370,7 +370,10 @@ def test_the_variable_names_what_cannot_be_read(
 ) -> None:
     loop, long = tmp_path / "loop", tmp_path / ("x" * 300)
     loop.symlink_to(loop)
-    for folder, why in ((loop, f"{loop} is damaged: it is not a folder"), (long, f"cannot read {long}: File name too")):
+    for folder, why in (
+        (loop, f"{loop} is no intact artifact: it is not a folder"),
+        (long, f"cannot read {long}: File name too"),
+    ):
         monkeypatch.setenv(ARTIFACT_VARIABLE, str(folder))
         with pytest.raises(FatalError) as caught:
             provide(simulated(model), model, Places(store.folder, on_miss=on_miss), quiet)
