@@ -444,16 +444,10 @@ def test_our_own_errors_are_not_reclassified() -> None:
     assert classified(error) is error
 
 
-def test_the_log_says_where_support_ends() -> None:
+def test_the_log_names_the_neuron_sdk() -> None:
     assert library.sdk_of("0.9.17334+abc") == "2.29"
     assert library.sdk_of("0.10.18399") == "2.31"
     assert library.sdk_of("") == ""
-    (line,) = library.support_notes(PLATFORMS["trn2"], {"neuronx-distributed-inference": "0.9.17334"})
-    assert "2.34" in line
-    old = library.support_notes(PLATFORMS["inf2"], {"neuronx-distributed-inference": "0.8", "neuron-sdk": "2.28"})
-    new = library.support_notes(PLATFORMS["inf2"], {"neuronx-distributed-inference": "0.9", "neuron-sdk": "2.29"})
-    assert len(old) == 1
-    assert "pin SDK 2.28" in new[1]
 
 
 def test_steps_report_the_memory_of_a_core_as_the_runtime_does(model: Path, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from neuron_runtime.backend.nxdi.devices import Platform
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_config
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, PATH, SAMPLING
 from neuron_runtime.backend.nxdi.settings import Settings
@@ -116,20 +115,6 @@ def versions(sys: Path = Path("/sys")) -> dict[str, str]:
     with suppress(OSError):
         found["driver"] = (sys / DRIVER_VERSION).read_text().strip()
     return found
-
-
-def support_notes(platform: Platform, found: Mapping[str, str]) -> list[str]:
-    """What AWS no longer supports, as lines for the log."""
-    release, sdk = found.get(INFERENCE, "an unknown version"), found.get("neuron-sdk", "")
-    if platform.logical_core == 1:
-        lines = [
-            f"NxD Inference on {platform.name} is in maintenance: AWS's notes name SDK 2.28 (NxD Inference 0.8) as the "
-            "last one with full support for it"
-        ]
-        if sdk and sdk not in ("2.27", "2.28"):
-            lines.append(f"{release} on {platform.name} is not verified: pin SDK 2.28 if it fails")
-        return lines
-    return [f"AWS ends support for NxD Inference on {platform.name} with Neuron SDK 2.34; this is {release}"]
 
 
 def platform_target() -> str:
