@@ -1,4 +1,4 @@
-"""A lightweight client of the completions API: it sends requests together, each on its own connection, and times tokens.
+"""A lightweight client of the completions API that sends requests together and times their tokens.
 
 Called by the suite, which compares its streams with the same prompts in process. It reads streams directly from the
 socket (one callback per packet, a C parser), to use little of the machine that it loads. It is no load generator for
