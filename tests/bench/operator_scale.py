@@ -31,8 +31,8 @@ from helpers.apiserver import ApiServer
 from helpers.operator_process import Process
 from helpers.operators import BY_KIND, FACTS, OPERATOR_USER, SPEC, served
 from helpers.ports import free_ports
-from neuron_operator.client import CHILDREN, NEURON_MODELS, PODS
-from neuron_operator.names import MODEL_LABEL
+from neuron_operator.api.names import MODEL_LABEL
+from neuron_operator.cluster.client import CHILDREN, NEURON_MODELS, PODS
 from neuron_runtime.bench.report import (
     Load,
     Meter,

@@ -15,10 +15,10 @@ import pytest
 from aiohttp import web
 
 from helpers import kubeconfigs
-from neuron_operator.client import NEURON_MODELS, connect
-from neuron_operator.metrics import Metrics
-from neuron_operator.names import GROUP, KIND, PLURAL, VERSION
-from neuron_operator.reflector import Caches, Key
+from neuron_operator.api.names import GROUP, KIND, PLURAL, VERSION
+from neuron_operator.cluster.client import NEURON_MODELS, connect
+from neuron_operator.cluster.reflector import Caches, Key
+from neuron_operator.run.metrics import Metrics
 
 
 def model(name: str, version: int) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import NOW, REFUSED, SETTINGS, SPEC, condition, ended, find, resolved_world, serving_pod
-from neuron_operator import node_health
-from neuron_operator.decide import decide
-from neuron_operator.move_budget import MoveBudget
-from neuron_operator.objects import name_of
-from neuron_operator.views import observe
-from neuron_operator.world import Decision, NodeFailures, Object, World
+from neuron_operator.decide import node_health
+from neuron_operator.decide.course import decide
+from neuron_operator.read.objects import name_of
+from neuron_operator.read.views import observe
+from neuron_operator.read.world import Decision, NodeFailures, Object, World
+from neuron_operator.run.move_budget import MoveBudget
+from neuron_operator.why.nodes import signal_of
 
 DEVICES = "aws.amazon.com/neuron"
 LONG_AGO, LATER = "2026-03-01T10:00:00Z", "2026-03-01T11:59:55Z"
@@ -233,7 +234,7 @@ def test_every_replica_of_a_failed_node_moves_in_the_end_within_the_budget_and_n
     pods = [(f"p{n}", f"n{rng.randrange(3)}", {"ready": rng.random() < 0.6}) for n in range(rng.randint(1, 6))]
     world = world_of(*pods, nodes=(*nodes, node(name="good")))
     begin = observe(world)
-    sick = {pod.name for pod in begin.live if node_health.signal_of(pod, begin)}
+    sick = {pod.name for pod in begin.live if signal_of(pod, begin)}
     clock = [0.0]
     budget = MoveBudget(max_moves, lambda: clock[0])
     times: list[float] = []
@@ -250,7 +251,7 @@ def test_every_replica_of_a_failed_node_moves_in_the_end_within_the_budget_and_n
         gone += taken
         times += [clock[0]] * len(taken)
         for name, pod in live.items():
-            is_well = node_health.signal_of(pod, begin) is None
+            is_well = signal_of(pod, begin) is None
             live[name] = replace(pod, is_ready=pod.is_ready or (is_well and rng.random() < 0.5))
         clock[0] += 5.0
     assert sorted(gone) == sorted(sick)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from helpers import virtual_time
 from helpers.fake_cluster import FakeCluster
-from neuron_operator.client import CHILDREN, LEADER_WORKER_SETS, PODS, REPLICA_SETS, Forbidden, Page, Resource
-from neuron_operator.names import FIELD_MANAGER, GROUP_LABEL, MODEL_LABEL, STATUS_FIELD_MANAGER
-from neuron_operator.reflector import Caches, Key, Reflector, key_of_child, trimmed
+from neuron_operator.api.names import FIELD_MANAGER, GROUP_LABEL, MODEL_LABEL, STATUS_FIELD_MANAGER
+from neuron_operator.cluster.client import CHILDREN, LEADER_WORKER_SETS, PODS, REPLICA_SETS, Forbidden, Page, Resource
+from neuron_operator.cluster.reflector import Caches, Key, Reflector, key_of_child, trimmed
 
 BY_KIND = {resource.kind: resource for resource in (*CHILDREN, LEADER_WORKER_SETS, REPLICA_SETS, PODS)}
 CONFIG_MAPS = BY_KIND["ConfigMap"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from neuron_operator.answers import Answer, Refused, stream
+from neuron_operator.local.answers import Answer, Refused, stream
 
 PERCENTILES = (50, 90, 99)
 _WORDS = [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from neuron_operator.disruption import num_promised
-from neuron_operator.reasons import Finding, Reason, met, unmet
-from neuron_operator.revision import Revision
-from neuron_operator.views import DeploymentView, Observed, PodView
+from neuron_operator.api.reasons import Finding, Reason, met, unmet
+from neuron_operator.read.disruption import num_promised
+from neuron_operator.read.revision import Revision
+from neuron_operator.read.views import DeploymentView, Observed, PodView
 from neuron_operator.why.pods import explain_pod
 from neuron_operator.why.refusals import explain_denial
 
