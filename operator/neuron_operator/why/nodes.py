@@ -1,24 +1,23 @@
-"""What is wrong with the node of a replica, by what nodes say about themselves. Called by `pods` and by `decide`.
+"""What is wrong with a replica's node: the signals of its kubelet, its device plugin and the agents of others.
 
-It changes nothing, and says nothing about a node whose faults concern other pods only.
+Called by `why`, by `groups` for members that leave, and by the reflector to wake the models on such a node. Pure. It
+only reports: Kubernetes moves the pods of a lost node, and people drain one whose devices fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Literal
 
 from neuron_operator.api import names
 from neuron_operator.api.reasons import Reason
-from neuron_operator.read.objects import instant
 from neuron_operator.read.views import ConditionView, NodeView, Observed, PodView
 
 NEURON_HEALTH = "NeuronHealth"
-"""Of the Neuron node problem detector, for which True means a fault, as in all its conditions."""
+"""The condition that the Neuron node problem detector sets; True means a fault, as in all conditions of a detector."""
 HARDWARE_READY = "AcceleratedHardwareReady"
-"""Of EKS' node monitoring agent, for which False means a fault."""
+"""The condition that EKS' node monitoring agent sets; False means a fault."""
 READY = "Ready"
 HEALTHY = {READY: "True", NEURON_HEALTH: "False", HARDWARE_READY: "True"}
 """The status of each condition on a node that is well."""
@@ -32,8 +31,6 @@ class Signal:
     reason: Literal[Reason.NODE_LOST, Reason.DEVICE_UNHEALTHY]
     said: str
     """For a message, after the node's name."""
-    since: datetime | None = None
-    """None: nobody says."""
 
 
 def signal_of(pod: PodView, observed: Observed) -> Signal | None:
@@ -48,7 +45,7 @@ def signal_of(pod: PodView, observed: Observed) -> Signal | None:
 
 
 def has_failed(node: NodeView) -> bool:
-    """Whether a replica on this node may have to leave it."""
+    """Whether the node has a fault that concerns some of its replicas."""
     short = any(node.allocatable.get(name, 0) < number for name, number in node.capacity.items())
     return _lost(node) is not None or short or any(_reported(node))
 
@@ -58,7 +55,7 @@ def _lost(node: NodeView) -> Signal | None:
     if ready is None or ready.status == "True":
         return None
     verb = "does not respond" if ready.status == "Unknown" else "is not ready"
-    return Signal(Reason.NODE_LOST, f"{verb}: {_quoted(ready)}", instant(ready.since))
+    return Signal(Reason.NODE_LOST, f"{verb}: {_quoted(ready)}")
 
 
 def _faults(pod: PodView, node: NodeView) -> Iterator[Signal]:
@@ -83,10 +80,10 @@ def _holds_unhealthy(pod: PodView, held: int, healthy: int) -> bool:
 def _reported(node: NodeView) -> Iterator[Signal]:
     health, hardware = node.conditions.get(NEURON_HEALTH), node.conditions.get(HARDWARE_READY)
     if health is not None and health.status == "True":
-        yield Signal(Reason.DEVICE_UNHEALTHY, f"reports {NEURON_HEALTH}: {_quoted(health)}", instant(health.since))
+        yield Signal(Reason.DEVICE_UNHEALTHY, f"reports {NEURON_HEALTH}: {_quoted(health)}")
     if hardware is not None and hardware.status == "False":
         text = f"reports {HARDWARE_READY} False: {_quoted(hardware)}"
-        yield Signal(Reason.DEVICE_UNHEALTHY, text, instant(hardware.since))
+        yield Signal(Reason.DEVICE_UNHEALTHY, text)
 
 
 def _quoted(condition: ConditionView) -> str:
