@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import NOW, REFUSED, SETTINGS, SPEC, condition, ended, find, resolved_world, serving_pod
@@ -222,7 +222,6 @@ def test_a_paused_model_keeps_its_replicas() -> None:
 NODES = (node(), node(LOST), node(DETECTED), node(MONITORED), node(healthy=5), node(healthy=0))
 
 
-@settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 10**9), max_moves=st.integers(1, 3))
 def test_every_replica_of_a_failed_node_moves_in_the_end_within_the_budget_and_no_other_does(
     seed: int, max_moves: int
