@@ -58,7 +58,7 @@ EACH = [
         for version, mode in (("0.9", "damage"), *product(("0.7", "0.8"), ("strict", "damage")))
     ),
 ]
-"""Releases and modes. Tests of our code use the newest release in strict mode; the others are left to `make test-long`."""
+"""Releases and modes. Our own tests use the newest release in strict mode; `make test-long` tries the others."""
 
 
 class Model:

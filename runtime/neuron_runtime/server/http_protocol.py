@@ -16,8 +16,9 @@ from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from neuron_runtime.apis.failures import Failure
+from neuron_runtime.apis.openai.errors import OPENAI
 from neuron_runtime.server.accepting import Connections
-from neuron_runtime.server.wire import OPENAI, Failure
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line plus headers; also trailers, and data between two chunks."""
