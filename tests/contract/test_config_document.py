@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import FACTS, SETTINGS, SPEC, body
@@ -57,7 +57,6 @@ def rendered(spec: dict[str, Any]) -> runtime.RuntimeConfig:
     return runtime.parse_config(operator.to_json(document).encode())
 
 
-@settings(deadline=None)
 @given(
     st.fixed_dictionaries({}, optional=SERVING),
     st.integers(0, 600),
@@ -100,7 +99,6 @@ def test_the_runtime_reads_the_document_of_a_manifest(
     )
 
 
-@settings(deadline=None)
 @given(
     st.fixed_dictionaries({}, optional=SERVING),
     st.sampled_from(["torch", "simulated", "nxdi"]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import FACTS, body
@@ -64,7 +64,6 @@ def test_operator_and_runtime_have_the_same_constants() -> None:
     assert sizing.SHORTEST_PREFIX == MIN_KERNEL_TOKENS
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.fixed_dictionaries(
         {

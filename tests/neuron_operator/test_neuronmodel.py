@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 
 from helpers.manifests import REFUSED, spec_with
 from helpers.operator_worlds import JSON_VALUES, body
@@ -145,7 +145,6 @@ def test_status_fields_are_not_encoded_strings() -> None:
     assert "phase" not in _schema()["properties"]["status"]["properties"]
 
 
-@settings(deadline=None)
 @given(JSON_VALUES)
 def test_no_body_crashes_the_parser(value: object) -> None:
     for candidate in ({"metadata": value, "spec": value}, body(spec=None) | {"spec": value}):

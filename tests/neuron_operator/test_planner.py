@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.utils.quantity import parse_quantity
 
@@ -320,7 +320,6 @@ SERVING: Mapping[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(deadline=None, max_examples=80)
 @given(
     st.sampled_from(sorted(MODELS)),
     st.sets(st.sampled_from(sorted(INSTANCE_TYPES)), min_size=1).map(lambda types: tuple(sorted(types))),
@@ -354,7 +353,6 @@ COUNTS = [name for name in Facts.__struct_fields__ if name.startswith("num_")]
 NUMBERS = st.integers(0, 2**53) | st.integers(0, 300)
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.fixed_dictionaries(dict.fromkeys(COUNTS, NUMBERS)))
 def test_no_numbers_of_a_record_make_it_raise_anything_else(numbers: dict[str, int]) -> None:
     facts = msgspec.structs.replace(LLAMA, **numbers)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import (
@@ -241,7 +240,6 @@ def test_an_edit_of_the_strategy_replaces_no_pod() -> None:
     assert condition(decision.status, "Ready")["status"] == "True"
 
 
-@hypothesis_settings(deadline=None)
 @given(
     st.sampled_from(["Auto", "Surge", "Replace"]),
     st.integers(1, 4),
