@@ -197,7 +197,7 @@ async def test_a_model_deleted_while_its_watch_was_lost_is_forgotten(
     ("status", "fault", "says"),
     [
         (403, Forbidden, 'cannot watch resource "neuronmodels"; grant it with the chart (helm upgrade neuron-serving)'),
-        (401, ClusterFault, "cannot watch neuronmodels: "),
+        (401, Forbidden, 'cannot watch resource "neuronmodels"; grant it with the chart (helm upgrade neuron-serving)'),
         (404, NotFound, "; install the CRD with `kubectl apply --server-side -f crds/neuronmodels.yaml`"),
     ],
 )

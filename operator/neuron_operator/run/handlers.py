@@ -126,6 +126,7 @@ async def run_kopf(
         deliver(event["type"], cast(Object, event["object"]))
 
     logging.getLogger("kopf").setLevel(logging.WARNING)
+    logging.getLogger("kopf._core.reactor").setLevel(logging.CRITICAL)  # tracebacks of what is raised below
     try:
         await kopf.operator(
             registry=registry,
@@ -162,7 +163,10 @@ def _settings(identity: str, silence_seconds: float) -> kopf.OperatorSettings:
 
 
 def _fault(error: Exception) -> ClusterFault:
-    """What ended kopf. Its errors of the API server have the status and the API server's message."""
-    status: int = getattr(error, "status", 0)
-    message, kind = getattr(error, "message", None) or error, _FINAL.get(status, ClusterFault)
+    """What ended kopf. The first cause has the API server's status and message, if that refused a request."""
+    cause: BaseException = error
+    while not hasattr(cause, "message") and cause.__cause__ is not None:
+        cause = cause.__cause__
+    status: int = getattr(cause, "status", 0)
+    message, kind = getattr(cause, "message", None) or error, _FINAL.get(status, ClusterFault)
     return kind(f"cannot watch {NEURON_MODELS.plural}: {message}", retriable=kind is ClusterFault, status=status)
