@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from markdown_table import table
+from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
 from neuron_runtime.not_built import LEAVE_OUT, Row, Surface, rows
 from neuron_runtime.offline import SamplingParams
-from neuron_runtime.requests.bodies import ChatBody, CompletionBody
 from neuron_runtime.requests.parameters import MODES, Parameter, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
 

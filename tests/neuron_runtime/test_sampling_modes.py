@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import is_neutral
-from neuron_runtime.requests.bodies import ChatBody, CompletionBody, typed
+from neuron_runtime.requests.conversion import typed
 from neuron_runtime.requests.parameters import MODES, Where, check_parameter_served, check_served, parameters_of
 from neuron_runtime.requests.sampling_fields import (
     MAX_BAD_WORD_CHARACTERS,

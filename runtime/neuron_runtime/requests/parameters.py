@@ -1,9 +1,9 @@
 """Declarations of request fields: description, range, neutral values, default, and the sampling modes that serve it.
 
-`bodies` declares each field once with a `Parameter`. Range checks, model defaults, the offline class, the published
-schema and the tables of the docs are derived from it. The sampling mode of a model is set when it is compiled: `Device`
-(the device returns only tokens), `DeviceWithLogits` (it also returns the logits of the sampled position for rows that
-need them), or `Host` (the host samples).
+Bodies and options declare each field once with a `Parameter`. Range checks, model defaults, the offline class, the
+published schema and the tables of the docs are derived from it. The sampling mode of a model is set when it is
+compiled: `Device` (the device returns only tokens), `DeviceWithLogits` (it also returns the logits of the sampled
+position for rows that need them), or `Host` (the host samples).
 """
 
 from __future__ import annotations
@@ -82,17 +82,27 @@ class Parameter:
             raise InvalidRequest(f"`{name}` must be {self.range}, got {value}", field=name)
 
 
+class Names(dict[str, str]):
+    """For errors: what the client's API calls a field, by our name; the same name if it is not listed."""
+
+    def __missing__(self, name: str) -> str:
+        return name
+
+
+NO_NAMES = Names()
+
+
 @cache
 def parameters_of(struct: type[msgspec.Struct]) -> dict[str, Parameter]:
-    """All fields by name, declared as `Annotated[type, "Description", Parameter(...)]`; both are optional."""
+    """All fields by the client's name, declared as `Annotated[type, "Description", Parameter(...)]`, or with less."""
+    hints = get_type_hints(struct, include_extras=True)
     return {
-        name: replace(
+        client_name: replace(
             next((one for one in found if isinstance(one, Parameter)), Parameter()),
             description=next((one for one in found if isinstance(one, str)), ""),
         )
-        for name, hint in get_type_hints(struct, include_extras=True).items()
-        if name in struct.__struct_fields__
-        for found in [tuple(_annotations(hint))]
+        for name, client_name in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
+        for found in [tuple(_annotations(hints[name]))]
     }
 
 
@@ -103,19 +113,19 @@ def _annotations(hint: Any) -> Iterator[Any]:
         yield from _annotations(part)
 
 
-def check_served(body: msgspec.Struct, limits: BackendLimits) -> None:
+def check_served(options: msgspec.Struct, limits: BackendLimits, names: Names = NO_NAMES) -> None:
     """Check that the sampling mode serves every parameter that is not neutral.
 
     Raises:
         InvalidRequest: names the field and the mode that would serve it.
     """
-    for name, row in parameters_of(type(body)).items():
-        value = getattr(body, name)
+    for name, row in parameters_of(type(options)).items():
+        value = getattr(options, name)
         if value is not None and row.modes and not is_neutral(value, row.neutral):
-            check_parameter_served(name, row, limits)
+            check_parameter_served(names[name], row, limits)
             if name in _COUNTS_OF_LOGPROBS and value is not True and value > limits.max_logprobs:
-                message = f"`{name}` must be at most {limits.max_logprobs}, got {value}"
-                raise InvalidRequest(message, field=name)
+                message = f"`{names[name]}` must be at most {limits.max_logprobs}, got {value}"
+                raise InvalidRequest(message, field=names[name])
 
 
 def check_parameter_served(name: str, row: Parameter, limits: BackendLimits) -> None:

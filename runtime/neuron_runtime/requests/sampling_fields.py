@@ -1,4 +1,6 @@
-"""The sampling parameters that HTTP bodies and the offline class share, each declared once.
+"""The sampling parameters of all APIs and of the offline class, each declared once.
+
+An API with few of them uses the types below; one that calls a parameter otherwise renames the field of its body.
 
 A new one is a field here (meaning, range, neutral values, default, sampling modes, name in generation_config.json), a
 field of `core.Sampling` with the same name, and the backends that act on it.
@@ -23,37 +25,42 @@ MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 256
 
+MaxTokens = Annotated[
+    int | None,
+    "Maximum number of output tokens; prompt plus output must fit the model's length. Default: the model's "
+    "`max_new_tokens`, else all that fit",
+    Parameter(ON_TOKENS, lowest=1, setting="max_new_tokens"),
+]
+Temperature = Annotated[
+    float | None,
+    "Divides the logits; 0: greedy, the likeliest token, and the first one on a tie",
+    Parameter(ON_DEVICE, lowest=0, highest=100, neutral=(1,), default=1.0, setting="temperature"),
+]
+TopP = Annotated[
+    float | None,
+    "Sample from the smallest set of likeliest tokens whose probabilities add up to this; a device may drop the "
+    "last of several",
+    Parameter(ON_DEVICE, lowest=0, highest=1, above=True, neutral=(1,), default=1.0, setting="top_p"),
+]
+TopK = Annotated[
+    int | None,
+    "Sample from this many likeliest tokens; 0 and -1: from all, or on a device from as many as it has",
+    Parameter(ON_DEVICE, lowest=-1, neutral=(0, -1), default=0, setting="top_k"),
+]
+
 
 class SamplingFields(msgspec.Struct, kw_only=True):
     """None means the model's default. Mutable, as vLLM's `SamplingParams` is."""
 
-    max_tokens: Annotated[
-        int | None,
-        "Maximum number of output tokens; prompt plus output must fit the model's length. Default: the model's "
-        "`max_new_tokens`, else all that fit",
-        Parameter(ON_TOKENS, lowest=1, setting="max_new_tokens"),
-    ] = None
+    max_tokens: MaxTokens = None
     min_tokens: Annotated[
         int | None,
         "Minimum number of output tokens before an end token or stop text may end the answer; at most `max_tokens`",
         Parameter(ON_LOGITS, lowest=0, neutral=(0,), default=0),
     ] = None
-    temperature: Annotated[
-        float | None,
-        "Divides the logits; 0: greedy, the likeliest token, and the first one on a tie",
-        Parameter(ON_DEVICE, lowest=0, highest=100, neutral=(1,), default=1.0, setting="temperature"),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        "Sample from the smallest set of likeliest tokens whose probabilities add up to this; a device may drop the "
-        "last of several",
-        Parameter(ON_DEVICE, lowest=0, highest=1, above=True, neutral=(1,), default=1.0, setting="top_p"),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        "Sample from this many likeliest tokens; 0 and -1: from all, or on a device from as many as it has",
-        Parameter(ON_DEVICE, lowest=-1, neutral=(0, -1), default=0, setting="top_k"),
-    ] = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
     min_p: Annotated[
         float | None,
         "Sample only tokens with at least this fraction of the likeliest token's probability",
@@ -147,3 +154,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         "`stream`. Such a prompt does not use the prefix cache",
         Parameter(ON_PROMPT_LOGITS, lowest=0),
     ] = None
+
+
+def sampling_of(body: msgspec.Struct) -> dict[str, Any]:
+    """The sampling parameters of a body, which may call them otherwise and lack some."""
+    return {name: getattr(body, name) for name in SamplingFields.__struct_fields__ if hasattr(body, name)}
