@@ -107,10 +107,10 @@ def sampling_modes() -> str:
 def _sampling() -> Iterator[tuple[str, Parameter]]:
     """Sampling parameters of both routes; those that differ name their route."""
     shared = parameters_of(SamplingFields)
-    yield from ((f"`{name}`", row) for name, row in shared.items() if row.modes)
+    yield from ((f"`{name}`", row) for name, row in shared.items() if row.acts)
     for body, route in ((CompletionBody, "completions"), (ChatBody, "chat")):
         for name, row in parameters_of(body).items():
-            if row.modes and row != shared.get(name):
+            if row.acts and row != shared.get(name):
                 yield f"`{name}` ({route})", row
 
 

@@ -19,7 +19,7 @@ from neuron_runtime.not_built import is_neutral
 from neuron_runtime.requests.parameters import MODES, Where, parameters_of
 
 ROWS = parameters_of(ChatBody) | parameters_of(CompletionBody)
-PARAMETERS = {name: row for name, row in ROWS.items() if row.modes}
+PARAMETERS = {name: row for name, row in ROWS.items() if row.acts}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 ASKING: dict[str, Any] = {

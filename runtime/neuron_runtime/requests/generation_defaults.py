@@ -54,7 +54,7 @@ class GenerationDefaults:
         beyond_device = {
             name: f"{name}={value}"
             for name, row in PARAMETERS.items()
-            if row.modes
+            if row.acts
             and row.where("Device") is Where.REFUSED
             and not is_neutral(value := getattr(self.sampling, name), row.neutral)
         }

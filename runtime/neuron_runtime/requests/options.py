@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from neuron_runtime.core import ACTS, Acts
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.requests.parameters import ON_LOGITS, ON_TOKENS, Parameter
+from neuron_runtime.requests.parameters import Parameter
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, SamplingFields
 
 MAX_SALT_CHARACTERS = 256
@@ -64,17 +65,17 @@ class CompletionOptions(Generate, kw_only=True):
         int | None,
         "Maximum number of output tokens; prompt plus output must fit the model's length. 0 only with `echo`. "
         f"Default: the model's `max_new_tokens`, else {DEFAULT_COMPLETION_TOKENS}",
-        Parameter(ON_TOKENS, lowest=0),
+        Parameter(lowest=0),
     ] = None
     logprobs: Annotated[
         int | None,
         "Return log-probabilities of output tokens, with this many alternatives each",
-        Parameter(ON_LOGITS, lowest=0),
+        Parameter(lowest=0),
     ] = None
     echo: Annotated[
         bool | None,
         "Return the prompt before each answer; with `logprobs`, its log-probabilities too",
-        Parameter(ON_TOKENS, neutral=(False,), default=False),
+        Parameter(Acts.TOKENS, neutral=(False,), default=False),
     ] = None
 
     def __post_init__(self) -> None:
@@ -106,18 +107,18 @@ class ChatOptions(Generate, kw_only=True):
         ToolChoice,
         "`auto`: the model decides whether to call tools; `none`: it does not see them; `required`: the answer calls "
         "at least one; a named function: it calls this one",
-        Parameter(ON_LOGITS, neutral=("none", "auto"), default="auto"),
+        Parameter(ACTS["form"], neutral=("none", "auto"), default="auto"),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, "false: at most one call in an answer", Parameter(neutral=(True, False), default=True)
     ] = None
     logprobs: Annotated[
-        bool | None, "Return log-probabilities of output tokens", Parameter(ON_LOGITS, neutral=(False,), default=False)
+        bool | None, "Return log-probabilities of output tokens", Parameter(neutral=(False,), default=False)
     ] = None
     top_logprobs: Annotated[
         int | None,
         "Number of alternatives per token; with `logprobs`",
-        Parameter(ON_LOGITS, lowest=0, neutral=(0,), default=0),
+        Parameter(ACTS["logprobs"], lowest=0, neutral=(0,), default=0),
     ] = None
     include_reasoning: Annotated[
         bool | None, "Return the reasoning of a reasoning model", Parameter(neutral=(True,), default=True)

@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from neuron_runtime.core import BackendLimits
+from neuron_runtime.core import ACTS, Acts, BackendLimits
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import is_neutral
 
@@ -31,18 +31,23 @@ class Where(Enum):
 
 MODES = ("Device", "DeviceWithLogits", "Host")
 
-ON_DEVICE = (Where.DEVICE, Where.DEVICE, Where.HOST)
-ON_LOGITS = (Where.REFUSED, Where.HOST, Where.HOST)
-ON_PROMPT_LOGITS = (Where.REFUSED, Where.REFUSED, Where.HOST)
-"""No compiled Neuron graph returns the logits of every position of a prompt."""
-ON_TOKENS = (Where.HOST, Where.HOST, Where.HOST)
+_BY_HOST_ONLY = (Where.REFUSED, Where.HOST, Where.HOST)
+_WHERE: dict[Acts | None, tuple[Where, Where, Where]] = {
+    Acts.DEVICE: (Where.DEVICE, Where.DEVICE, Where.HOST),
+    Acts.HOST: _BY_HOST_ONLY,
+    Acts.DRAW: _BY_HOST_ONLY,
+    Acts.PROMPT: (Where.REFUSED, Where.REFUSED, Where.HOST),
+    Acts.TOKENS: (Where.HOST, Where.HOST, Where.HOST),
+}
+"""In each of MODES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """Declaration of one field besides its name and type.
 
-    modes: what acts on it in each of MODES; empty for fields that do not affect sampling.
+    acts: what acts on it; None: as on the field of `core.Sampling` with the same name, and without one, it does not
+        affect sampling.
     lowest, highest: the range of a number, inclusive unless `above`; None: unbounded, or bounded by the model.
     neutral: values besides None that have no effect; every mode and every route accepts them.
     default: the meaning of None if the model has no default.
@@ -50,7 +55,7 @@ class Parameter:
     description: see `parameters_of`.
     """
 
-    modes: tuple[Where, ...] = ()
+    acts: Acts | None = None
     lowest: float | None = None
     highest: float | None = None
     above: bool = False
@@ -70,7 +75,8 @@ class Parameter:
         return f"above {low} and at most {high}" if self.above else f"from {low} to {high}"
 
     def where(self, mode: str) -> Where:
-        return self.modes[MODES.index(mode)]
+        """Raises KeyError if it does not affect sampling."""
+        return _WHERE[self.acts][MODES.index(mode)]
 
     def check(self, name: str, value: Any) -> None:
         """Raises InvalidRequest for a value outside the range."""
@@ -98,11 +104,13 @@ def parameters_of(struct: type[msgspec.Struct]) -> dict[str, Parameter]:
     hints = get_type_hints(struct, include_extras=True)
     return {
         client_name: replace(
-            next((one for one in found if isinstance(one, Parameter)), Parameter()),
+            row,
+            acts=row.acts or ACTS.get(name),
             description=next((one for one in found if isinstance(one, str)), ""),
         )
         for name, client_name in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
         for found in [tuple(_annotations(hints[name]))]
+        for row in [next((one for one in found if isinstance(one, Parameter)), Parameter())]
     }
 
 
@@ -121,7 +129,7 @@ def check_served(options: msgspec.Struct, limits: BackendLimits, names: Names = 
     """
     for name, row in parameters_of(type(options)).items():
         value = getattr(options, name)
-        if value is not None and row.modes and not is_neutral(value, row.neutral):
+        if value is not None and row.acts and not is_neutral(value, row.neutral):
             check_parameter_served(names[name], row, limits)
             if name in _COUNTS_OF_LOGPROBS and value is not True and value > limits.max_logprobs:
                 message = f"`{names[name]}` must be at most {limits.max_logprobs}, got {value}"
@@ -134,7 +142,7 @@ def check_parameter_served(name: str, row: Parameter, limits: BackendLimits) -> 
         serving = " or ".join(f"`{mode}`" for mode in MODES if row.where(mode) is not Where.REFUSED)
         message = f"`{name}` is not supported with {limits.sampling} sampling, it needs {serving}: leave it out"
         raise InvalidRequest(message, field=name)
-    if row.modes == ON_PROMPT_LOGITS and not limits.reports_prompt_logprobs:
+    if row.acts is Acts.PROMPT and not limits.reports_prompt_logprobs:
         raise InvalidRequest(f"`{name}` is not supported by this backend: leave it out", field=name)
 
 

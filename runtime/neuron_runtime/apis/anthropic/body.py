@@ -10,12 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from neuron_runtime.core import Acts
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.chats import Chat, Turn
 from neuron_runtime.requests.options import ChatOptions, FunctionName, NamedTool
-from neuron_runtime.requests.parameters import ON_TOKENS, Names, Parameter
+from neuron_runtime.requests.parameters import Names, Parameter
 from neuron_runtime.requests.sampling_fields import MaxTokens, Temperature, TopK, TopP, sampling_of
 from neuron_runtime.requests.tools import EarlierCall, Function
 
@@ -101,7 +102,7 @@ class MessagesBody(CountTokensBody, kw_only=True, rename={"stop": "stop_sequence
     top_p: TopP = None
     top_k: TopK = None
     stop: Annotated[
-        list[str] | None, "Texts that end the answer, as `stop` of a chat", Parameter(ON_TOKENS, neutral=([],))
+        list[str] | None, "Texts that end the answer, as `stop` of a chat", Parameter(Acts.TOKENS, neutral=([],))
     ] = None
     stream: Annotated[bool | None, "Send server-sent events", Parameter(default=False)] = None
 

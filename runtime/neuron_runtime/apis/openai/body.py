@@ -12,12 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from neuron_runtime.config import ServerOptions
+from neuron_runtime.core import ACTS
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface, is_neutral, refuse, rows
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.chats import Chat, Turn
 from neuron_runtime.requests.options import ChatOptions, CompletionOptions
-from neuron_runtime.requests.parameters import NO_NAMES, ON_TOKENS, Names, Parameter, parameters_of
+from neuron_runtime.requests.parameters import NO_NAMES, Names, Parameter, parameters_of
 from neuron_runtime.requests.prompts import PromptField
 from neuron_runtime.requests.tools import MAX_TOOLS, MAX_TOOLS_BYTES, EarlierCall, Function
 
@@ -128,7 +129,9 @@ class ChatBody(ChatOptions, kw_only=True):
         str | None, "Variable for the template; without effect if the template does not use it"
     ] = None
     max_completion_tokens: Annotated[
-        int | None, "Newer name of `max_tokens`; if both are set, they must be equal", Parameter(ON_TOKENS, lowest=1)
+        int | None,
+        "Newer name of `max_tokens`; if both are set, they must be equal",
+        Parameter(ACTS["max_tokens"], lowest=1),
     ] = None
 
 

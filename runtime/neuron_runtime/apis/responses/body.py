@@ -12,13 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from neuron_runtime.core import ACTS
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.chats import Chat, Turn
 from neuron_runtime.requests.forms import JsonSchema, ResponseFormat
 from neuron_runtime.requests.options import ChatOptions, FunctionName, NamedTool
-from neuron_runtime.requests.parameters import ON_LOGITS, Names, Parameter
+from neuron_runtime.requests.parameters import Names, Parameter
 from neuron_runtime.requests.sampling_fields import MaxTokens, Temperature, TopP, sampling_of
 from neuron_runtime.requests.tools import EarlierCall, Function
 
@@ -115,7 +116,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, rename={"max_tokens": "max_out
     top_logprobs: Annotated[
         int | None,
         f"Number of alternatives per token; with `{LOGPROBS}` in `include`",
-        Parameter(ON_LOGITS, lowest=0, neutral=(0,), default=0),
+        Parameter(ACTS["logprobs"], lowest=0, neutral=(0,), default=0),
     ] = None
     include: Annotated[
         list[str] | None,
