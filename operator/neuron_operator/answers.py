@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -33,19 +32,11 @@ class Answer:
     """A whole answer. Seconds count from the request."""
 
     text: str
-    num_prompt_tokens: int
     num_tokens: int
     first_seconds: float
     """To the first piece of text."""
     last_seconds: float
     """To the last piece of text."""
-    longest_gap_seconds: float
-    """Between two pieces; the server may send several tokens in one."""
-
-    @property
-    def gap_seconds(self) -> float:
-        """Mean time between two tokens."""
-        return (self.last_seconds - self.first_seconds) / max(1, self.num_tokens - 1)
 
 
 async def stream(
@@ -54,7 +45,7 @@ async def stream(
     body: Mapping[str, Any],
     on_text: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
-    """Asks for a streamed answer at `url` (chat or completions) and passes on each piece of its text.
+    """Asks for a streamed answer of the chat completions at `url` and passes on each piece of its text.
 
     Raises Refused, or aiohttp.ClientError if the connection breaks.
     """
@@ -74,7 +65,7 @@ async def stream(
                 raise Refused(0, text(event, "error", "message"))
             usage = event.get("usage") or usage
             for choice in items(event, "choices"):
-                piece = text(choice, "delta", "content") or text(choice, "text")
+                piece = text(choice, "delta", "content")
                 if piece:
                     moments.append(time.monotonic() - began)
                     pieces.append(piece)
@@ -82,11 +73,9 @@ async def stream(
     ended = time.monotonic() - began
     return Answer(
         text="".join(pieces),
-        num_prompt_tokens=whole(usage.get("prompt_tokens")),
         num_tokens=whole(usage.get("completion_tokens")),
         first_seconds=moments[0] if moments else ended,
         last_seconds=moments[-1] if moments else ended,
-        longest_gap_seconds=max((b - a for a, b in pairwise(moments)), default=0.0),
     )
 
 

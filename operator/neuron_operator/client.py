@@ -105,7 +105,7 @@ SECRETS = Resource("v1", "Secret", "secrets")
 """Created with a group, and as a trial; never read: the operator has no right to."""
 _BY_KIND = {
     (resource.api_version, resource.kind): resource
-    for resource in (*CHILDREN, LEADER_WORKER_SETS, NEURON_MODELS, PODS, EVENTS, SECRETS)
+    for resource in (*CHILDREN, LEADER_WORKER_SETS, NEURON_MODELS, PODS, SECRETS)
 }
 
 

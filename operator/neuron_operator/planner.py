@@ -596,7 +596,7 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
         raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text)
     raise Unplaceable(
         Reason.TOPOLOGY_IMPOSSIBLE,
-        "the devices to compile for cannot be told, because no node with known devices is found: "
+        "the devices to compile for are unknown, because no node with known devices is found: "
         f"{NAME_THE_TYPE}, or list types in the chart value provisionable.instanceTypes",
         needs=(Need.FREE_DEVICES,),
     )

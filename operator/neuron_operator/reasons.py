@@ -107,8 +107,8 @@ class Reason(StrEnum):
         ("Accepted",),
         "A Service (or another child object) with this name exists and belongs to another owner. The operator does not "
         "change it",
-        "Rename the model, or delete the other object. The operator tries again, at most 30 s apart. See "
-        "[troubleshooting](troubleshooting.md#a-taken-name)",
+        "Rename the model, or delete the other object. The operator tries again, at most 30 s apart. For an object of "
+        "a deleted model, wait: garbage collection removes it",
         final=True,
     )
     ADMISSION_DENIED = Row(
@@ -124,8 +124,8 @@ class Reason(StrEnum):
         "OperatorForbidden",
         ("Accepted",),
         "The operator lacks a permission (403)",
-        "Run `helm upgrade`, which grants the permissions. The operator tries again, at most 30 s apart. "
-        "See [troubleshooting](troubleshooting.md#a-right-that-the-operator-lacks)",
+        "Run `helm upgrade`, which grants the permissions, or add the namespace to `watchNamespaces`. The operator "
+        "tries again, at most 30 s apart; no restart is needed",
         final=True,
     )
     WRITE_FAILED = Row(
@@ -312,7 +312,7 @@ class Reason(StrEnum):
         ("WeightsReady",),
         "The files at the source differ from the pinned ones, or a file of the stored weights is damaged; the message "
         "names it",
-        "Set the `refresh` annotation to pin the current files. Stored weights are fetched again without a hand's help",
+        "Set the `refresh` annotation to pin the current files. The operator fetches stored weights again",
         exit_codes=(14,),
     )
     STORAGE_FULL = Row(

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import secrets
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,7 +18,6 @@ from functools import partial
 
 from neuron_operator import names
 from neuron_operator.client import (
-    EVENTS,
     NEURON_MODELS,
     PODS,
     SECRETS,
@@ -37,7 +35,7 @@ from neuron_operator.client import (
 from neuron_operator.containment import Contained, needs_apply
 from neuron_operator.errors import ClusterFault, TermOver
 from neuron_operator.metrics import Metrics, PassResult
-from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
+from neuron_operator.names import KIND
 from neuron_operator.objects import is_orphan, is_owned, is_shared, labels_of, name_of, owners_of
 from neuron_operator.on_demand import OnDemand
 from neuron_operator.reflector import Caches, Key, Version, version_of
@@ -63,8 +61,8 @@ logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 5.0
 """A write that fails for longer is reported in the status."""
 
-MAX_NOTE_BYTES = 1024
-"""The API server refuses an Event with a longer note."""
+Post = Callable[[Object, Announcement], None]
+"""Sends an Event about a NeuronModel, sooner or later."""
 
 Decide = Callable[[World, Settings], Decision]
 
@@ -89,8 +87,8 @@ class _Refused(Exception):
 
 
 class Reconciler:
-    """Runs passes. `identity` names this replica in Events; `now` is the wall clock; `check_term` raises TermOver when
-    this replica may no longer write."""
+    """Runs passes. `post` sends Events; `now` is the wall clock; `check_term` raises TermOver when this replica may no
+    longer write."""
 
     def __init__(
         self,
@@ -99,7 +97,7 @@ class Reconciler:
         settings: Settings,
         decide: Decide,
         *,
-        identity: str,
+        post: Post,
         now: Callable[[], datetime],
         check_term: Callable[[], None],
         turns: Turns,
@@ -109,7 +107,7 @@ class Reconciler:
         self._settings = settings
         self._turns = turns
         self._decide = decide
-        self._identity = identity
+        self._post = post
         self._now = now
         self._check_term = check_term
         self._on_demand = OnDemand(cluster)
@@ -161,7 +159,7 @@ class Reconciler:
             await writes.status(body, decision.status)
             is_more_due |= decision.follows
             for announcement in decision.announcements:
-                await self._announce(body, announcement)
+                self._post(body, announcement)
         if retry is not None:
             raise retry
         # This pass looked at what it wrote: nothing but `is_more_due` tells whether another one has to follow.
@@ -194,34 +192,6 @@ class Reconciler:
         asked = [need for need in needs if isinstance(need, Exists)]
         found = {one for one in asked if await self._on_demand.exists(key[0], one)}
         return replace(world, logs={**world.logs, **logs}, existing=world.existing | found)
-
-    async def _announce(self, body: Object, announcement: Announcement) -> None:
-        """Create an Event. A failure is only logged: the status already contains the change."""
-        metadata = body["metadata"]
-        event = {
-            "apiVersion": EVENTS.api_version,
-            "kind": EVENTS.kind,
-            "metadata": {"namespace": metadata["namespace"], "name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}"},
-            "type": announcement.type,
-            "reason": announcement.reason,
-            "note": announcement.message.encode()[:MAX_NOTE_BYTES].decode(errors="ignore"),
-            "action": "Reconcile",
-            "eventTime": self._now().strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
-            "reportingController": f"{GROUP}/{MANAGER}",
-            "reportingInstance": self._identity[:128],
-            "regarding": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "namespace": metadata["namespace"],
-                "name": metadata["name"],
-                "uid": metadata["uid"],
-            },
-        }
-        try:
-            self._check_term()
-            await self._cluster.create(EVENTS, event)
-        except ClusterFault as fault:
-            logger.warning("cannot create the Event: %s", fault)
 
 
 class _Writes:
@@ -358,7 +328,8 @@ class _Writes:
     async def status(self, body: Object, status: Object) -> None:
         try:
             written = await self._next().apply_status(NEURON_MODELS, body, status)
-        except NotFound:  # deleted during the pass
+        except NotFound:  # perhaps while kopf's watch was lost: then nobody else says so
+            self._caches.forget(body)
             return
         self._observe_written(NEURON_MODELS, written)
 

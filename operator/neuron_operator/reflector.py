@@ -1,18 +1,19 @@
-"""A cache of one resource, kept up to date by list and watch. Passes read it; each change wakes the object's model.
+"""Caches of the objects that passes read. Each change of an object wakes its model.
 
-It lists, watches from the list's resource version with bookmarks, and resumes a watch that ended. When that version has
-expired (410), it lists again and treats objects missing from the new list as deleted. The client cuts a watch without
-bookmarks, so that a dead connection cannot hide a change for long. Objects are kept as JSON, which takes a fifth of the
-memory, and are decoded when they are read.
+Kopf delivers the NeuronModels. A reflector lists any other resource, watches from the list's resource version with
+bookmarks, and resumes a watch that ended. When that version has expired (410), it lists again and treats objects
+missing from the new list as deleted. The client cuts a watch without bookmarks, so that a dead connection cannot hide a
+change for long. Objects are kept as JSON, which takes a fifth of the memory, and are decoded when they are read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +37,7 @@ from neuron_operator.client import (
 from neuron_operator.containment import own_entries
 from neuron_operator.errors import ClusterFault
 from neuron_operator.names import (
+    API_VERSION,
     CORE_RESOURCE,
     DEVICE_RESOURCE,
     GROUP_LABEL,
@@ -43,6 +45,7 @@ from neuron_operator.names import (
     LEADER_WORKER_SET,
     MODEL_LABEL,
     OWNED_SELECTOR,
+    PLURAL,
 )
 from neuron_operator.objects import descends, labels_of, name_of, owners_of, text
 from neuron_operator.views import NodeView, node_view
@@ -50,6 +53,15 @@ from neuron_operator.workqueue import Backoff
 from neuron_operator.world import Object
 
 logger = logging.getLogger(__name__)
+
+NAMES = Resource(API_VERSION, KIND, PLURAL, is_only_metadata=True)
+"""NeuronModels, of which a list brings the metadata alone."""
+LOOK_SECONDS = 300.0
+"""Until the next list of names, unless kopf lists the models before."""
+FIRST_LOOK_SECONDS = 5.0
+"""The same until kopf has delivered all: a model may have been deleted before kopf listed it."""
+SETTLE_SECONDS = 1.0
+"""From the first model of a list of kopf to our list of names: the others follow at once."""
 
 Key = tuple[str, str]
 """Namespace and name of a NeuronModel."""
@@ -130,42 +142,39 @@ def _decoded(encoded: bytes) -> Object:
     return found
 
 
-class Reflector:
-    """The objects of `resource` in `namespace` (None: all) that match the selectors.
+class Cache:
+    """The objects of `resource` in `namespace` (None: all), from which passes read. A subclass fills it in `turn`.
 
     `key_of` returns the model that an object belongs to. `wake` is called with an object and its version on each change
-    of it, without a version if it is gone,
-    `count_start(plural, reason)` on each list ("list") and each opened watch ("watch").
+    of it, without a version if it is gone.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
         resource: Resource,
         namespace: str | None,
         *,
-        label_selector: str = "",
-        field_selector: str = "",
         key_of: Callable[[Object], Key],
         wake: Callable[[Object, Version | None], None],
         trim: Callable[[Object], Object] = trimmed,
-        count_start: Callable[[str, str], None] = lambda plural, reason: None,
         backoff: Backoff | None = None,
     ) -> None:
         self.resource = resource
         self.namespace = namespace
         self.synced = asyncio.Event()
-        """Set permanently after the first list."""
-        self._cluster = cluster
-        self._selectors = {"label_selector": label_selector, "field_selector": field_selector}
+        """Set permanently once the cache has had all objects."""
         self._key_of = key_of
         self._wake = wake
         self._trim = trim
-        self._count_start = count_start
         self._backoff = backoff or Backoff(max_seconds=30.0)
+        self._num_failures = 0
         self._objects: dict[Key, _Kept] = {}
         self._by_model: dict[Key, dict[Key, _Kept]] = defaultdict(dict)
-        self._resource_version = ""
+        self._reached = 0
+        """The latest version that a watch has delivered."""
+
+    def __contains__(self, name: Key) -> bool:
+        return name in self._objects
 
     def find(self, namespace: str, name: str) -> Object | None:
         kept = self._objects.get((namespace, name))
@@ -185,67 +194,37 @@ class Reflector:
         Versions of one API server compare as numbers
         (https://kubernetes.io/docs/reference/using-api/api-concepts/#resource-versions).
         """
-        if _version(obj) > int(self._resource_version or 0):
+        if _version(obj) > self._reached:
             self._put(obj)
 
     async def run(self) -> None:
         """Keep the cache up to date until cancelled. Raises Forbidden if the first list is refused."""
-        failures = 0
         while True:
             hold_seconds = 0.0
             try:
-                if not self._resource_version:
-                    await self._list()
-                    failures = 0
-                await self._follow()
-                failures = 0
+                await self._turn()
+                self._num_failures = 0
                 continue
-            except Gone:
-                self._resource_version = ""
+            except Gone as fault:
+                logger.debug("%s", fault)
             except Forbidden:
                 if not self.synced.is_set():
                     raise
                 logger.warning("permission to watch %s was withdrawn", self.resource.plural)
-                self._resource_version = ""
             except Throttled as fault:
                 hold_seconds = fault.retry_after_seconds
             except ClusterFault as fault:
                 logger.info("watch lost: %s", fault)
-            failures += 1
-            await asyncio.sleep(max(hold_seconds, self._backoff.delay_seconds(failures, random.random())))  # noqa: S311
+            self._num_failures += 1
+            delay_seconds = self._backoff.delay_seconds(self._num_failures, random.random())  # noqa: S311
+            await asyncio.sleep(max(hold_seconds, delay_seconds))
 
-    async def _list(self) -> None:
-        self._count_start(self.resource.plural, "list")
-        page = await self._cluster.list(self.resource, self.namespace, **self._selectors)
-        self._resource_version = page.resource_version
-        missing = set(self._objects)
-        for obj in page.items:
-            missing.discard(key_of_model(obj))
-            known = self._objects.get(key_of_model(obj))
-            if known is None or known.version != _version(obj):
-                self._put(obj)
-        for name in missing:
-            self._drop(name)
-        self.synced.set()
-
-    async def _follow(self) -> None:
-        self._count_start(self.resource.plural, "watch")
-        events = self._cluster.watch(
-            self.resource, self.namespace, resource_version=self._resource_version, **self._selectors
-        )
-        async with aclosing(events) as stream:  # type: ignore[type-var]
-            async for event in stream:
-                # Our own writes were stored before the watch delivers them, and the events that preceded them.
-                name, version = (event.namespace, event.name), event.resource_version
-                known = self._objects.get(name)
-                if event.type == "DELETED":
-                    if known is None or known.version <= int(version):
-                        self._drop(name)
-                elif event.type != "BOOKMARK" and (known is None or known.version < int(version)):
-                    self._put(event.object)
-                self._resource_version = version
+    async def _turn(self) -> None:
+        """List and watch, until another list or watch is due. Raises ClusterFault."""
+        raise NotImplementedError
 
     def _put(self, obj: Object) -> None:
+        """Keep an object unless it is known in this version or a later one."""
         name, version = key_of_model(obj), _version(obj)
         known = self._objects.get(name)
         if known is not None and known.version >= version:
@@ -269,6 +248,140 @@ class Reflector:
             del self._by_model[known.key]
         self._wake(known.decode(), None)
 
+    def _drop_deleted(self, name: Key, version: int) -> None:
+        """Forget an object that was deleted in this version, unless another one has its name by now."""
+        known = self._objects.get(name)
+        if known is not None and known.version <= version:
+            self._drop(name)
+
+    def _drop_unlisted(self, listed: Set[Key], version: int) -> None:
+        """Forget what a list of this version lacks."""
+        for name in [name for name in self._objects if name not in listed]:
+            self._drop_deleted(name, version)
+
+
+class Reflector(Cache):
+    """Lists and watches the objects that match the selectors.
+
+    `count_start(plural, reason)` is called on each list ("list") and each opened watch ("watch").
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        resource: Resource,
+        namespace: str | None,
+        *,
+        label_selector: str = "",
+        field_selector: str = "",
+        key_of: Callable[[Object], Key],
+        wake: Callable[[Object, Version | None], None],
+        trim: Callable[[Object], Object] = trimmed,
+        count_start: Callable[[str, str], None] = lambda plural, reason: None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        super().__init__(resource, namespace, key_of=key_of, wake=wake, trim=trim, backoff=backoff)
+        self._cluster = cluster
+        self._selectors = {"label_selector": label_selector, "field_selector": field_selector}
+        self._count_start = count_start
+        self._resource_version = ""
+        """Where the next watch begins; empty: with a list."""
+
+    async def _turn(self) -> None:
+        try:
+            if not self._resource_version:
+                await self._list()
+                self._num_failures = 0
+            await self._follow()
+        except (Gone, Forbidden):
+            self._resource_version = ""
+            raise
+
+    async def _list(self) -> None:
+        self._count_start(self.resource.plural, "list")
+        page = await self._cluster.list(self.resource, self.namespace, **self._selectors)
+        self._pass(page.resource_version)
+        listed = set()
+        for obj in page.items:
+            listed.add(key_of_model(obj))
+            self._put(obj)
+        self._drop_unlisted(listed, self._reached)
+        self.synced.set()
+
+    async def _follow(self) -> None:
+        self._count_start(self.resource.plural, "watch")
+        events = self._cluster.watch(
+            self.resource, self.namespace, resource_version=self._resource_version, **self._selectors
+        )
+        async with aclosing(events) as stream:  # type: ignore[type-var]
+            async for event in stream:
+                # Our own writes were stored before the watch delivers them, and the events that preceded them.
+                name, version = (event.namespace, event.name), int(event.resource_version)
+                known = self._objects.get(name)
+                if event.type == "DELETED":
+                    self._drop_deleted(name, version)
+                elif event.type != "BOOKMARK" and (known is None or known.version < version):
+                    self._put(event.object)
+                self._pass(event.resource_version)
+
+    def _pass(self, resource_version: str) -> None:
+        self._resource_version, self._reached = resource_version, int(resource_version)
+
+
+class Models(Cache):
+    """The NeuronModels in `namespace` (None: all), as kopf delivers them. `synced` is set once it has delivered all
+    that a list of names contained.
+
+    Kopf says neither when its first list is complete nor that a model was deleted while its watch was lost. A list of
+    names says both: it is made at the start, after each later list of kopf, and every LOOK_SECONDS.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str | None,
+        *,
+        wake: Callable[[Object, Version | None], None],
+        backoff: Backoff | None = None,
+    ) -> None:
+        super().__init__(NEURON_MODELS, namespace, key_of=key_of_model, wake=wake, backoff=backoff)
+        self._cluster = cluster
+        self._listed: Set[Key] | None = None
+        """Names in the first list."""
+        self._is_due = asyncio.Event()
+
+    def deliver(self, kind: str | None, model: Object) -> None:
+        """Take one event of kopf. `kind` is None for a model that kopf listed."""
+        if kind == "DELETED":
+            self._drop_deleted(key_of_model(model), _version(model))
+        else:
+            self._put(model)
+        self._reached = max(self._reached, _version(model))
+        if self.synced.is_set() and kind is None:
+            self._is_due.set()
+        self._check_synced()
+
+    def forget(self, model: Object) -> None:
+        """Forget a model of which the API server says that it does not exist."""
+        known = self.find(*key_of_model(model))
+        if known is not None and known["metadata"]["uid"] == model["metadata"]["uid"]:
+            self._drop(key_of_model(model))
+
+    async def _turn(self) -> None:
+        page = await self._cluster.list(NAMES, self.namespace)
+        self._listed = {key_of_model(model) for model in page.items}
+        self._drop_unlisted(self._listed, int(page.resource_version))
+        self._check_synced()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_SECONDS if self.synced.is_set() else FIRST_LOOK_SECONDS):
+                await self._is_due.wait()
+        await asyncio.sleep(SETTLE_SECONDS)
+        self._is_due.clear()
+
+    def _check_synced(self) -> None:
+        if not self.synced.is_set() and self._listed is not None and self._listed <= self._objects.keys():
+            self.synced.set()
+
 
 class Caches:
     """Everything passes read: NeuronModels, their children and pods, in `namespaces`; with `(None,)`, in all, and the
@@ -288,21 +401,27 @@ class Caches:
                 wake(key, version)
 
         def reflect(resource: Resource, namespace: str | None) -> Reflector:
-            is_model = resource == NEURON_MODELS
             return Reflector(
                 cluster,
                 resource,
                 namespace,
-                label_selector="" if is_model else OWNED_SELECTOR,
-                key_of=key_of_model if is_model else key_of_child,
-                wake=(lambda obj, version: wake(key_of_model(obj), version)) if is_model else wake_concerned,
+                label_selector=OWNED_SELECTOR,
+                key_of=key_of_child,
+                wake=wake_concerned,
                 trim=trimmed_owner if resource == REPLICA_SETS else trimmed,
                 count_start=count_start,
             )
 
-        self._reflectors = {
-            resource: tuple(reflect(resource, namespace) for namespace in namespaces)
-            for resource in (NEURON_MODELS, *children, REPLICA_SETS, PODS)
+        self._models = tuple(
+            Models(cluster, namespace, wake=lambda obj, version: wake(key_of_model(obj), version))
+            for namespace in namespaces
+        )
+        self._caches: dict[Resource, Sequence[Cache]] = {
+            NEURON_MODELS: self._models,
+            **{
+                resource: tuple(reflect(resource, namespace) for namespace in namespaces)
+                for resource in (*children, REPLICA_SETS, PODS)
+            },
         }
         self._wake = wake
         self._children = tuple(children)
@@ -318,25 +437,36 @@ class Caches:
                 trim=trimmed_node,
                 count_start=count_start,
             )
-            self._reflectors[NODES] = (nodes,)
+            self._caches[NODES] = (nodes,)
 
     async def run(self) -> None:
         """Keep all of them up to date until cancelled. Raises Forbidden if one may not be listed."""
         async with asyncio.TaskGroup() as tasks:
-            for reflector in self._all():
-                tasks.create_task(reflector.run(), name=f"reflector of {reflector.resource.plural}")
+            for cache in self._all():
+                tasks.create_task(cache.run(), name=f"cache of {cache.resource.plural}")
+
+    def deliver(self, kind: str | None, model: Object) -> None:
+        """Take one event of kopf. `kind` is None for a model that kopf listed."""
+        for models in self._models:
+            if models.namespace in (None, model["metadata"]["namespace"]):
+                models.deliver(kind, model)
+
+    def forget(self, model: Object) -> None:
+        """Forget a model of which the API server says that it does not exist."""
+        for models in self._models:
+            models.forget(model)
 
     @property
     def is_synced(self) -> bool:
-        return all(reflector.synced.is_set() for reflector in self._all())
+        return all(cache.synced.is_set() for cache in self._all())
 
     async def wait_synced(self) -> None:
         """No pass may run earlier: objects that are not listed yet would look deleted."""
-        for reflector in self._all():
-            await reflector.synced.wait()
+        for cache in self._all():
+            await cache.synced.wait()
 
     def models(self) -> tuple[Object, ...]:
-        return tuple(obj for reflector in self._of(NEURON_MODELS) for obj in reflector.objects())
+        return tuple(obj for models in self._models for obj in models.objects())
 
     def model(self, key: Key) -> Object | None:
         return self.find(NEURON_MODELS, *key)
@@ -358,7 +488,7 @@ class Caches:
         return (*filter(is_ours, self._objects(PODS, key)), *self._objects(PODS, (key[0], "")))
 
     def _objects(self, resource: Resource, key: Key) -> Iterable[Object]:
-        return (obj for reflector in self._of(resource) for obj in reflector.of_model(key))
+        return (obj for cache in self._of(resource) for obj in cache.of_model(key))
 
     def shared(self, namespace: str) -> tuple[Object, ...]:
         """What the models of the namespace share."""
@@ -378,8 +508,8 @@ class Caches:
             self._failed_nodes[view.name] = now
         if now == before:
             return
-        for reflector in self._of(PODS):
-            for pod in reflector.objects():
+        for cache in self._of(PODS):
+            for pod in cache.objects():
                 key = key_of_child(pod)
                 if key[1] and text(pod, "spec", "nodeName") == view.name:
                     self._wake(key, None)
@@ -397,17 +527,17 @@ class Caches:
         return [(key[0], text(owner, "name")) for owner in owners if owner.get("kind") == KIND]
 
     def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
-        found = (reflector.find(namespace, name) for reflector in self._of(resource))
+        found = (cache.find(namespace, name) for cache in self._of(resource))
         return next((obj for obj in found if obj is not None), None)
 
     def observe_written(self, resource: Resource, obj: Object) -> None:
-        """See Reflector.observe_written."""
-        for reflector in self._of(resource):
-            if reflector.namespace in (None, obj["metadata"].get("namespace")):
-                reflector.observe_written(obj)
+        """See Cache.observe_written."""
+        for cache in self._of(resource):
+            if cache.namespace in (None, obj["metadata"].get("namespace")):
+                cache.observe_written(obj)
 
-    def _of(self, resource: Resource) -> Sequence[Reflector]:
-        return self._reflectors.get(resource, ())
+    def _of(self, resource: Resource) -> Sequence[Cache]:
+        return self._caches.get(resource, ())
 
-    def _all(self) -> Iterable[Reflector]:
-        return (reflector for found in self._reflectors.values() for reflector in found)
+    def _all(self) -> Iterable[Cache]:
+        return (cache for found in self._caches.values() for cache in found)

@@ -35,12 +35,12 @@ from neuron_operator.client import (
 )
 from neuron_operator.decide import decide
 from neuron_operator.errors import ClusterFault, OperatorError
-from neuron_operator.handlers import run_kopf
+from neuron_operator.handlers import Poster, run_kopf
 from neuron_operator.lease import LeaderLease
 from neuron_operator.metrics import Metrics
 from neuron_operator.names import LEADER_WORKER_SET
 from neuron_operator.objects import dig
-from neuron_operator.reconcile import Decide, Reconciler, run_workers
+from neuron_operator.reconcile import Decide, Post, Reconciler, run_workers
 from neuron_operator.reflector import Caches, Key, Version
 from neuron_operator.settings import InvalidSetting, RunSettings
 from neuron_operator.upgrades import UPGRADES, Turns, Upgrade
@@ -69,6 +69,7 @@ class Operator:
         settings: RunSettings,
         metrics: Metrics,
         *,
+        post: Post,
         connect_lease: Connect | None = None,
         decide: Decide = decide,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
@@ -94,7 +95,7 @@ class Operator:
             self.caches,
             settings.models,
             decide,
-            identity=settings.identity,
+            post=post,
             now=now,
             check_term=self._check_term,
             turns=self.turns,
@@ -206,6 +207,8 @@ def one_line(error: BaseException) -> str:
     """The first fault in `error` in one line, with its cure."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, NotFound):
+        return f"{error}; {_INSTALL[NEURON_MODELS]}"
     if isinstance(error, Forbidden):
         return f"{error}; grant it with the chart (helm upgrade neuron-serving)"
     return str(error) or type(error).__name__
@@ -241,14 +244,23 @@ async def run(settings: RunSettings) -> None:
     async with connect(settings.kubeconfig, observe=metrics.observe_request) as cluster:
         await check_installed(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
         connect_lease = partial(connect, settings.kubeconfig, observe=metrics.observe_request)
-        operator = Operator(cluster, settings, metrics, connect_lease=connect_lease)
+        poster = Poster()
+        operator = Operator(cluster, settings, metrics, post=poster.post, connect_lease=connect_lease)
 
         async def work() -> None:
             async with serving(operator, metrics, settings.http_host, settings.http_port):
                 await operator.run()
 
         liveness = f"http://{settings.http_host}:{settings.health_port}/healthz"
-        await run_kopf(work, cluster.configuration, liveness)
+        await run_kopf(
+            work,
+            cluster.configuration,
+            deliver=operator.caches.deliver,
+            poster=poster,
+            namespaces=settings.watch_namespaces,
+            identity=settings.identity,
+            liveness_endpoint=liveness,
+        )
 
 
 def main(argv: Sequence[str]) -> int:

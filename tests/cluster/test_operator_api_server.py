@@ -1455,7 +1455,8 @@ async def test_a_lease_edited_by_others_is_still_renewed(server: ApiServer, name
 async def test_a_leader_without_connection_stops_before_another_leads(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as first, client_of(server, "admin") as second:
         cut = CutOff(first)
-        async with operating(cut, only(namespace, identity="a", lease=LEASE)) as a:
+        settings = only(namespace, identity="a", lease=LEASE)
+        async with operating(cut, settings, configuration=first.configuration) as a:
             await eventually(lambda: a.is_leading)
             async with operating(second, only(namespace, identity="b", lease=LEASE)) as b:
                 await asyncio.sleep(0.5)

@@ -1,6 +1,6 @@
 """Model folders of any shape with random weights and no tokenizer, as transformers reads them.
 
-For `bench` commands with MODEL `random:SHAPE`, and for tests. Equal arguments give equal bytes.
+For tests and for the benchmarks' models `random:SHAPE`. Equal arguments give equal bytes.
 """
 
 from __future__ import annotations

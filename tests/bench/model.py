@@ -1,6 +1,6 @@
 """Models for benchmarks: random weights of a given shape and a tokenizer in which every id is text, cached on disk.
 
-Called by the `bench` commands for a MODEL of the form `random:SHAPE`, so that benchmarks need no download. The output
+Called by the suite for models of the form `random:SHAPE`, so that benchmarks need no download. The output
 is noise, but the cost is that of a trained model of the same shape. A folder is named by the hash of its inputs and
 created atomically.
 """
@@ -53,7 +53,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 
 def model_folder_or_uri(model: str, cache_dir: Path | None = None) -> str:
-    """The MODEL argument of `serve` for the MODEL of a benchmark; creates random models if needed.
+    """The MODEL argument of `serve` for the model of a benchmark; creates random models if needed.
 
     Raises:
         InvalidConfig: the shape is unknown.
@@ -71,7 +71,7 @@ def random_model(shape: str, cache_dir: Path | None = None) -> Path:
 
     cache_dir: parent of such folders; None: next to the downloaded weights.
     """
-    from neuron_runtime.backend.torch.random_model import model_config, write_random_model  # noqa: PLC0415 - torch
+    from helpers.random_model import model_config, write_random_model
 
     config = model_config(**SHAPES[shape])
     made_from = json.dumps([RECIPE, CHAT_TEMPLATE, config], sort_keys=True).encode()
@@ -94,7 +94,7 @@ def random_model(shape: str, cache_dir: Path | None = None) -> Path:
 
 
 def _write_tokenizer(folder: Path, size: int) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415 - not needed for a cached model
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary, merges = byte_level_vocabulary(size)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
@@ -107,7 +107,7 @@ def _write_tokenizer(folder: Path, size: int) -> None:
 
 def byte_level_vocabulary(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Bytes, then two and three letters with and without a leading space: `size` entries and their merges."""
-    from tokenizers import pre_tokenizers  # noqa: PLC0415
+    from tokenizers import pre_tokenizers
 
     letters = string.ascii_lowercase
     space = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(" ")[0][0]

@@ -1,6 +1,6 @@
 """`neuron-runtime serve` as a child process, for benchmarks that start their own server.
 
-Called by `bench serve --spawn` and the suite. Starts the command on a free port, waits until it is healthy, records
+Called by the suite. Starts the command on a free port, waits until it is healthy, records
 its output lines with their times, and stops it.
 """
 
@@ -103,7 +103,7 @@ class SpawnedServer:
 
 def _healthy(base_url: str) -> bool:
     try:
-        with urlopen(f"{base_url}/health", timeout=5) as answer:  # noqa: S310 - the URL is the command's own
+        with urlopen(f"{base_url}/health", timeout=5) as answer:
             return bool(answer.status == 200)
     except (URLError, OSError):
         return False
