@@ -24,7 +24,7 @@ from neuron_runtime.backend.nxdi.inputs import Inputs
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.simulated.clock import VirtualClock
 from neuron_runtime.backend.simulated.device import ShapeUse
-from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant, milliseconds
+from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant, milliseconds
 from neuron_runtime.bench import simulated_tables
 from neuron_runtime.bench.device import device_of, powers_of_two
 from neuron_runtime.bench.planned import PlannedBackend, limits_of_plan
@@ -51,7 +51,8 @@ TRAFFIC = Traffic(
 )
 LENGTH = 1024
 TIMES = StepTimes(
-    decode=Phase(milliseconds(((8, 10),)), (8,)), prefill=Phase(milliseconds(((100, 10), (1000, 90))), (128, 1024))
+    decode=PhaseTimes(milliseconds(((8, 10),)), (8,)),
+    prefill=PhaseTimes(milliseconds(((100, 10), (1000, 90))), (128, 1024)),
 )
 OURS = Policy("ours")
 

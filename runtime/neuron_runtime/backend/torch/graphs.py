@@ -34,7 +34,7 @@ SOURCES = ("step_module", "artifact", "decoder", "attention", "rotary", "linear"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CompiledStep:
     """A step that is compiled. num_rows: None for every number above one."""
 
     name: str
@@ -42,8 +42,8 @@ class Step:
     num_rows: int | None
 
 
-ONE_ROW = Step("decode of one row", "decode-one.so", 1)
-SEVERAL_ROWS = Step("decode of several rows", "decode-several.so", None)
+ONE_ROW = CompiledStep("decode of one row", "decode-one.so", 1)
+SEVERAL_ROWS = CompiledStep("decode of several rows", "decode-several.so", None)
 STEPS = (ONE_ROW, SEVERAL_ROWS)
 
 
@@ -78,7 +78,7 @@ class TorchCompiler:
         for step in STEPS:
             load_library(folder / step.file)
 
-    def _compile(self, step: Step, folder: Path) -> None:
+    def _compile(self, step: CompiledStep, folder: Path) -> None:
         import torch  # noqa: PLC0415
 
         from neuron_runtime.backend.torch.artifact import compile_step  # noqa: PLC0415 - torch
