@@ -79,19 +79,16 @@ class PlannedBackend(SimulatedBackend):
     def calls(self, batch: Batch) -> list[Call]:
         rows, starts, settings = batch.rows, self.starts(batch.rows), self._settings
         prefill, decode = self._curves
-        found, positions, slots = [], [], []
-        for slot, start, count, samples in zip(rows.slot, starts, rows.num_tokens, rows.samples, strict=True):
-            if count == 1 and samples and start:
-                positions.append(start)
-                slots.append(slot)
-                continue
+        calls, num_decodes = [], batch.num_decodes
+        for start, count in zip(starts[num_decodes:], rows.num_tokens[num_decodes:], strict=True):
             graph = prefill_graph(settings, start, start + count)
-            found.append(Call(graph.name, _shape(graph), count, prefill.seconds(graph.tokens)))
-        if positions:
+            calls.append(Call(graph.name, _shape(graph), count, prefill.seconds(graph.tokens)))
+        if positions := starts[:num_decodes]:
+            slots = rows.slot[:num_decodes]
             num_rows = max(slots) + 1 if settings.layout == "slots" else len(slots)
             step = decode_graph(settings, num_rows, max(positions))
             filled, read = sum(positions) + len(positions), step.length * len(positions)
             seconds = decode.seconds(step.rows)
             call = Call(step.name, _shape(step), len(slots), seconds, num_positions=read, num_filled=filled)
-            found.insert(0, call)
-        return found
+            calls.insert(0, call)
+        return calls

@@ -23,7 +23,6 @@ from neuron_runtime.core import (
     BackendLimits,
     Batch,
     GraphUse,
-    Kind,
     Late,
     Rows,
     Sampling,
@@ -289,11 +288,9 @@ class SimulatedBackend:
         """What the device runs: all decode rows together, and with prefill buckets each prompt alone. Called before the
         batch's rows are fed."""
         limits, times, rows = self._limits, self._times, batch.rows
-        fed: list[int] = []
-        if batch.kind is not Kind.DECODE:
-            fed = [count for count, prefills in zip(rows.num_tokens, rows.prefills, strict=True) if prefills]
+        fed = rows.num_tokens[batch.num_decodes :]
         calls = []
-        if num_decode := len(rows) - len(fed):
+        if num_decode := batch.num_decodes:
             bucket = times.decode.bucket(num_decode)
             seconds = times.decode.curve.seconds(bucket)
             calls.append(_call("decode", bucket, num_decode, seconds, is_compiled=bool(times.decode.buckets)))

@@ -13,10 +13,9 @@ from functools import cached_property
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-IntArray = npt.NDArray[np.int64]
+from neuron_runtime.backend.slots import IntArray
 
 LENGTH_STEP = 32
 """Decode attention rounds lengths up to a multiple of this."""
