@@ -15,12 +15,12 @@ from random import Random
 import msgspec
 import pytest
 
-from helpers.engine_driver import Run, even_only, start
+from helpers.engine_driver import Run, even_only, max_steps, start
 from helpers.random_loads import some_limits, some_requests
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.core import Added, Request, Sampling, StepKind, needs_host
-from neuron_runtime.engine.bounds import max_steps, stream_gap_bound
+from neuron_runtime.engine.bounds import stream_gap_bound
 
 NUM_EXAMPLES = 200
 NUM_RUNS = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "2000"))
