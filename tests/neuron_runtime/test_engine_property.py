@@ -7,7 +7,6 @@ driver checks the engine's state after each step.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -23,7 +22,7 @@ from neuron_runtime.core import Added, Request, Sampling, StepKind, needs_host
 from neuron_runtime.engine.bounds import stream_gap_bound
 
 NUM_EXAMPLES = 200
-NUM_RUNS = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "2000"))
+NUM_LONG_RUNS = 100_000
 EACH_IN = 100
 """Number of runs in which every event must occur at least once; else the loads are too easy."""
 
@@ -102,9 +101,9 @@ def test_a_row_sampled_with_the_parameters_of_another_is_found(monkeypatch: pyte
         check_runs(range(5))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(0)
 def test_many_random_runs_give_the_solo_tokens() -> None:
-    happened = check_runs(range(NUM_RUNS))
-    rare = {what: count for what, count in happened.items() if count * EACH_IN < NUM_RUNS}
+    happened = check_runs(range(NUM_LONG_RUNS))
+    rare = {what: count for what, count in happened.items() if count * EACH_IN < NUM_LONG_RUNS}
     assert not rare

@@ -50,7 +50,9 @@ from neuron_runtime.server.objects import (
     Load,
     Model,
     ModelList,
+    ModelPermission,
     ModelSampling,
+    ServerInfo,
     Tokens,
     Version,
 )
@@ -193,6 +195,7 @@ def build_app(state: State) -> FastAPI:
         Operation("server", "/health", routes.health, "Whether the server can serve", Health, failures={503: Health}),
         Operation("server", "/ping", routes.ping, "The same, as SageMaker calls it", Health, failures={503: Health}),
         Operation("server", "/load", routes.load, "How many requests run", Load),
+        Operation("server", "/server_info", routes.server_info, "The configuration", ServerInfo),
         Operation("server", "/live", routes.live, "Whether the process is alive", Health),
         Operation("server", "/metrics", routes.metrics, "Metrics for Prometheus, as text or OpenMetrics", "text/plain"),
     )
@@ -294,6 +297,9 @@ class Routes:
     async def load(self, request: Request) -> Response:
         return _json(Load(self._state.gate.num_running))
 
+    async def server_info(self, request: Request) -> Response:
+        return _json(ServerInfo(msgspec.to_builtins(self._state.config)))
+
     async def live(self, request: Request) -> Response:
         """Always 200, for liveness probes: the supervisor restarts a hung engine."""
         return _json(Health("ok"))
@@ -329,6 +335,7 @@ class Routes:
             id=name,
             created=self._started,
             root=self._state.served_names[0],
+            permission=[ModelPermission(id=f"modelperm-{name}", created=self._started)],
         )
         try:
             limits = self._state.admission().limits
