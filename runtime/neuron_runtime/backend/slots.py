@@ -109,7 +109,8 @@ class SlotMirror:
         num_tokens = rows.ends - rows.start
         row_of_token = np.repeat(np.arange(len(num_tokens)), num_tokens)
         place = np.arange(len(row_of_token)) - (np.cumsum(num_tokens) - num_tokens)[row_of_token]
-        return self.tokens[rows.slots[row_of_token], rows.start[row_of_token] + place].astype(np.int64)
+        fed: IntArray = self.tokens[rows.slots[row_of_token], rows.start[row_of_token] + place].astype(np.int64)
+        return fed
 
     def _keep(self, slots: IntArray, positions: IntArray, tokens: IntArray) -> None:
         self.tokens[slots, positions] = tokens
