@@ -22,6 +22,7 @@ from neuron_runtime.backend.nxdi.neuron_config import spelled
 from neuron_runtime.backend.nxdi.settings import Settings, context_sizes, settings_of
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, seconds_text
+from neuron_runtime.dtypes import BY_NAME
 
 COMPILE_SECONDS_PER_LAYER = 2.4
 """Of one graph. From AWS's statement that a model of 15 GB takes about 15 minutes: 32 layers, 12 graphs."""
@@ -30,8 +31,6 @@ NO_CALL = "nothing: no call takes it"
 
 VERSION = 1
 """Of the document of a plan."""
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, len
         settings,
         [_planned(graph, settings, facts, lengths) for graph in all_graphs(settings)],
         _padding(lengths, settings),
-        facts.cached_numbers * num_blocks * settings.block_size * DTYPE_BYTES[settings.dtype],
+        facts.cached_numbers * num_blocks * settings.block_size * BY_NAME[settings.dtype].num_bytes,
     )
 
 
@@ -214,7 +213,7 @@ def _planned(graph: Graph, settings: Settings, facts: _Facts, lengths: Lengths) 
     else:
         size, rows = graph.rows, graph.rows
         takes = f"up to {graph.rows} sequences of {_previous(settings.token_buckets, graph.length)} to {graph.length}"
-    tensor, width = settings.tensor, DTYPE_BYTES[settings.dtype]
+    tensor, width = settings.tensor, BY_NAME[settings.dtype].num_bytes
     widest = 2 * facts.hidden + max(2 * facts.intermediate, 3 * facts.heads) // tensor
     activations = size * widest * width + rows * facts.vocabulary // tensor * 4
     return PlannedGraph(graph.name, takes, padding, activations, COMPILE_SECONDS_PER_LAYER * facts.layers)

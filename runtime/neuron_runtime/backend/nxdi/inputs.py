@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from neuron_runtime.backend.base import IllegalBatch
@@ -245,7 +246,7 @@ class Inputs:
 _NO_ROWS = no_rows()
 
 
-def _padded(tokens: IntArray, width: int) -> IntArray:
+def _padded(tokens: npt.NDArray[np.int32], width: int) -> IntArray:
     padded = np.zeros(width, dtype=np.int64)
     padded[: len(tokens)] = tokens
     return padded

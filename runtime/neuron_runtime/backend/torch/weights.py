@@ -17,8 +17,8 @@ from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, Part
 from neuron_runtime.backend.torch.read_ahead import LOADING
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo
+from neuron_runtime.dtypes import COMPUTED_STORED
 
-READABLE_DTYPES = ("F32", "BF16", "F16")
 MAX_NAMED = 5
 """Tensors named in one error message."""
 
@@ -41,8 +41,8 @@ def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
         where = f"{checkpoint.folder / tensor.file}: tensor {name}"
         if tensor.shape != shape:
             raise InvalidModel(f"{where} has shape {list(tensor.shape)}, config.json requires {list(shape)}")
-        if tensor.dtype not in READABLE_DTYPES:
-            raise InvalidModel(f"{where} has dtype {tensor.dtype}; supported dtypes are {', '.join(READABLE_DTYPES)}")
+        if tensor.dtype not in COMPUTED_STORED:
+            raise InvalidModel(f"{where} has dtype {tensor.dtype}; supported dtypes are {', '.join(COMPUTED_STORED)}")
 
 
 class WeightReader:
