@@ -21,7 +21,7 @@ from bench.report import Load, Meter, Row, at_most
 from neuron_runtime.backend.base import Backend, ProgressCallback, StepTime
 from neuron_runtime.backend.simulated.clock import WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
-from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
+from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
 from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepKind, StepOutput
 from neuron_runtime.distributed.control import LeaderControl
 from neuron_runtime.distributed.group import Following
@@ -138,7 +138,7 @@ def measure(num_ranks: int, num_steps: int) -> GroupCost:
 
 
 def simulated() -> SimulatedBackend:
-    phase = Phase(constant(STEP_SECONDS))
+    phase = PhaseTimes(constant(STEP_SECONDS))
     return SimulatedBackend(LIMITS, StepTimes(decode=phase, prefill=phase), WallClock())
 
 

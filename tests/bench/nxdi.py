@@ -28,7 +28,7 @@ from neuron_runtime.backend.nxdi.library import NxdApplication, application
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline
-from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
+from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
 from neuron_runtime.config import Buckets, EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits, Late, Request, Sampling, StepKind, StepOutput
 from neuron_runtime.engine.loop import Engine
@@ -178,7 +178,7 @@ def measure(
         limits = backend.limits
     step_seconds, thread_seconds, _ = min(rounds)
     clock = CpuClock()
-    phase = Phase(constant(STEP_MILLISECONDS / 1000))
+    phase = PhaseTimes(constant(STEP_MILLISECONDS / 1000))
     device = SimulatedBackend(limits, StepTimes(decode=phase, prefill=phase), clock)
     simulated = Engine(device, clock=clock.now, max_consecutive_prefills=rows)
     times = []

@@ -46,7 +46,7 @@ class PlannedGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GraphPlan:
     settings: Settings
     graphs: Sequence[PlannedGraph]
     prefill_padding: float
@@ -72,7 +72,7 @@ class Plan:
         return sum(graph.takes == NO_CALL for graph in self.graphs)
 
 
-def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, lengths: Lengths = ()) -> Plan:
+def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, lengths: Lengths = ()) -> GraphPlan:
     """The plan of a configuration.
 
     Args:
@@ -95,7 +95,7 @@ def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, len
         settings = settings_of(msgspec.structs.replace(config, buckets=buckets), model, target)
     facts = _Facts.of(model, settings.tensor)
     num_blocks = settings.num_blocks + (settings.layout == "blocks")  # NxD Inference adds one, for what is not kept
-    return Plan(
+    return GraphPlan(
         settings,
         [_planned(graph, settings, facts, lengths) for graph in all_graphs(settings)],
         _padding(lengths, settings),
@@ -121,7 +121,7 @@ class _Document(msgspec.Struct):
     settings: Settings
 
 
-def lines_of(plan: Plan) -> list[str]:
+def lines_of(plan: GraphPlan) -> list[str]:
     """The plan as a table for people, one line per graph, and what sums up."""
     settings, graphs = plan.settings, plan.graphs
     widths = max(len(graph.name) for graph in graphs), max(len(graph.takes) for graph in graphs)
@@ -143,7 +143,7 @@ def lines_of(plan: Plan) -> list[str]:
     ]
 
 
-def flags_of(plan: Plan) -> str:
+def flags_of(plan: GraphPlan) -> str:
     """The flags that fix the buckets of a plan."""
     settings = plan.settings
     flags = {

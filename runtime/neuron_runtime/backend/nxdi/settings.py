@@ -18,7 +18,7 @@ import msgspec
 from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.buckets import RECOMPUTED
 from neuron_runtime.backend.nxdi.devices import LogicalCore, Target
-from neuron_runtime.backend.nxdi.models import Family, family_of, is_private, text_config, window_of
+from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.nxdi.neuron_config import PATH, SAMPLING, Override, merge, read_override
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig, uses_blocks
@@ -152,7 +152,7 @@ class _Derivation:
         model: Mapping[str, Any],
         target: Target,
         override: Override,
-        family: Family,
+        family: NxdiFamily,
     ) -> None:
         self._config, self._model, self._target, self._override = config, model, target, override
         self._family = family

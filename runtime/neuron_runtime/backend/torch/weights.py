@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from neuron_runtime.backend.base import ProgressCallback
-from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, Part
+from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, TensorPart
 from neuron_runtime.backend.torch.read_ahead import LOADING
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo
 from neuron_runtime.dtypes import COMPUTED_STORED
@@ -53,7 +53,7 @@ class WeightReader:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         progress: ProgressCallback,
-        parts: Mapping[str, Part | None] = MappingProxyType({}),
+        parts: Mapping[str, TensorPart | None] = MappingProxyType({}),
     ) -> None:
         """parts: by the last words of a tensor's name, what of it is read; see `parts.parts_of`."""
         self._checkpoint = checkpoint
@@ -86,7 +86,7 @@ class WeightReader:
         """None also where another rank has them."""
         return self.take(*names) if present and self._part(names[0]) is not ELSEWHERE else None
 
-    def _part(self, name: str) -> Part | None:
+    def _part(self, name: str) -> TensorPart | None:
         return self._parts.get(".".join(name.rsplit(".", 2)[-2:]))
 
     def _shape(self, info: TensorInfo) -> tuple[int, ...]:
