@@ -19,7 +19,7 @@ import pytest
 from neuron_runtime.__main__ import build_parser, main
 from neuron_runtime.backend.nxdi.buckets import name_of
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
-from neuron_runtime.backend.nxdi.graph_plan import Plan, plan_of
+from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.inputs import Inputs
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.simulated.clock import VirtualClock
@@ -351,7 +351,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def planned(**more: Any) -> Plan:
+def planned(**more: Any) -> GraphPlan:
     document = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "compile": True}
     limits = {"maxSequences": 8, "maxModelLength": 1024}
     config = parse_config(json.dumps({**document, "limits": limits, **more}).encode())

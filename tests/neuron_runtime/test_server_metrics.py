@@ -21,7 +21,7 @@ from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.options import Options, limits_of, step_times
 from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
-from neuron_runtime.core import BackendLimits, DeviceMemory, FinishReason, GraphUse, Kind, Request, Sampling
+from neuron_runtime.core import BackendLimits, DeviceMemory, FinishReason, GraphUse, Request, Sampling, StepKind
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
@@ -189,8 +189,8 @@ GRAPHS = (GraphUse("prefill_128", 100, 128), GraphUse("prefill_16", 12, 16), Gra
 
 def test_steps_are_counted_by_kind_and_graph() -> None:
     metrics = started()
-    prefill = {"kind": Kind.PREFILL, "num_tokens": 120, "graphs": GRAPHS}
-    decode = {"kind": Kind.DECODE, "num_tokens": 3}
+    prefill = {"kind": StepKind.PREFILL, "num_tokens": 120, "graphs": GRAPHS}
+    decode = {"kind": StepKind.DECODE, "num_tokens": 3}
     for number, numbers in enumerate((prefill, decode, decode)):
         applied = StepStats(step=number, device_seconds=0.008, host_seconds=0.0004, **numbers)  # type: ignore[arg-type]
         metrics.step(step(last_step=applied, work_seconds_total=0.01 * (number + 1)))
