@@ -13,11 +13,11 @@ import yaml
 from msgspec import NODEFAULT
 
 from markdown_table import table
-from neuron_operator.fields import Field, SpecPart, Supported, description_of, fields_of, unwrapped
-from neuron_operator.model import Spec
-from neuron_operator.model_status import Status
-from neuron_operator.reasons import TROUBLESHOOTING, Condition, Reason
-from neuron_operator.schema import COLUMNS, schema_of
+from neuron_operator.api.fields import Field, SpecPart, Supported, description_of, fields_of, unwrapped
+from neuron_operator.api.model import Spec
+from neuron_operator.api.model_status import Status
+from neuron_operator.api.reasons import TROUBLESHOOTING, Condition, Reason
+from neuron_operator.api.schema import COLUMNS, schema_of
 from request_tables import paragraph
 
 FAILURES = Path(__file__).resolve().parents[1] / "tests" / "cases" / "failures.yaml"

@@ -32,8 +32,8 @@ from helpers.apiserver import ApiServer
 from helpers.operator_process import Process
 from helpers.operators import BY_KIND, FACTS, OPERATOR_USER, SPEC, served
 from helpers.ports import free_ports
-from neuron_operator.client import CHILDREN, NEURON_MODELS, PODS
-from neuron_operator.names import MODEL_LABEL
+from neuron_operator.api.names import MODEL_LABEL
+from neuron_operator.cluster.client import CHILDREN, NEURON_MODELS, PODS
 from neuron_runtime.bench.report import Report, add_output_arguments, check_outputs, deliver, percentile
 from neuron_runtime.console import say
 from neuron_runtime.errors import ServingError

@@ -32,9 +32,9 @@ from helpers.operators import (
     served,
     shape,
 )
-from neuron_operator import names
-from neuron_operator.client import LEASES, NEURON_MODELS, PODS
-from neuron_operator.lease import LeaseTimings
+from neuron_operator.api import names
+from neuron_operator.cluster.client import LEASES, NEURON_MODELS, PODS
+from neuron_operator.cluster.lease import LeaseTimings
 from neuron_operator.render.jobs import CHECK
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -26,18 +26,19 @@ import yaml
 from helpers.failures import FAILURES, OTHER_REASONS, Failure
 from helpers.operator_worlds import FACTS, body
 from helpers.rendered_cases import FILES, render
-from neuron_operator import metrics as operator_metrics
-from neuron_operator import placement
 from neuron_operator.__main__ import USAGE
 from neuron_operator.__main__ import main as operator
-from neuron_operator.catalog import FAMILIES as FAMILIES_OF_DEVICES
-from neuron_operator.catalog import INSTANCE_TYPES
-from neuron_operator.errors import InvalidSpec
-from neuron_operator.manifest import parse
-from neuron_operator.reasons import Reason
+from neuron_operator.api.errors import InvalidSpec
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.reasons import Reason
+from neuron_operator.place.catalog import FAMILIES as FAMILIES_OF_DEVICES
+from neuron_operator.place.catalog import INSTANCE_TYPES
+from neuron_operator.place.sizes import _ranges
 from neuron_operator.render import jobs as render_jobs
+from neuron_operator.run import metrics as operator_metrics
 from neuron_runtime import config, not_built, offline
 from neuron_runtime.__main__ import COMMANDS, build_parser
+from neuron_runtime.apis.openai.body import DetokenizeBody, TokenizeBody
 from neuron_runtime.backend.host_sampling.drawing import NUMBERS_OF_CANDIDATES
 from neuron_runtime.backend.host_sampling.likeliest import GROUP
 from neuron_runtime.backend.host_sampling.sampler import MAX_LOGPROBS
@@ -50,7 +51,7 @@ from neuron_runtime.engine.watchdog import FIRST_STEP_SECONDS, MIN_STEP_SECONDS
 from neuron_runtime.errors import ExitCode, InvalidRequest
 from neuron_runtime.not_built import Surface
 from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
-from neuron_runtime.requests import bodies, sampling_fields
+from neuron_runtime.requests import sampling_fields
 from neuron_runtime.server import access_log, restarts, tracing
 from neuron_runtime.server import metrics as server_metrics
 from neuron_runtime.server.app import build_app
@@ -225,9 +226,7 @@ def test_reserved_reasons_are_the_unused_ones() -> None:
 
 def test_the_table_of_sizes_matches_the_catalog() -> None:
     tables = attrgetter("plain_devices", "extension_devices", "plain_cores", "extension_cores")
-    expected = [
-        [known.name, *(placement._ranges(list(sizes)) for sizes in tables(known))] for known in INSTANCE_TYPES.values()
-    ]
+    expected = [[known.name, *(_ranges(list(sizes)) for sizes in tables(known))] for known in INSTANCE_TYPES.values()]
     assert rows(section(NEURONMODEL, "Devices and cores")) == expected
 
 
@@ -280,7 +279,7 @@ def test_every_route_is_documented() -> None:
     routes = {re.sub(r"\{.*\}", "NAME", path) for path in app.openapi()["paths"]} | {app.openapi_url, "/docs"}
     documented = {word.partition(" ")[2] for word in words(API) if " /" in word}
     assert routes == documented
-    fields_of_bodies = {*bodies.TokenizeBody.__struct_fields__, *bodies.DetokenizeBody.__struct_fields__} - {"model"}
+    fields_of_bodies = {*TokenizeBody.__struct_fields__, *DetokenizeBody.__struct_fields__} - {"model"}
     assert fields_of_bodies <= set(words(section(API, "Other routes")))
 
 

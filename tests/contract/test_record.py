@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuron_operator import names
-from neuron_operator.records import VERSION, Facts, Record, StoredArtifact, StoredWeights, parse_record
+from neuron_operator.api import names
+from neuron_operator.read.records import VERSION, Facts, Record, StoredArtifact, StoredWeights, parse_record
 from neuron_runtime import console
 from neuron_runtime import record as runtime
 from neuron_runtime.errors import ExitCode, FatalError

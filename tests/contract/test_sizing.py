@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import FACTS, body
-from neuron_operator import sizing
-from neuron_operator.catalog import FAMILIES
-from neuron_operator.manifest import parse
-from neuron_operator.records import Facts
+from neuron_operator.api.manifest import parse
+from neuron_operator.place import sizing
+from neuron_operator.place.catalog import FAMILIES
+from neuron_operator.place.sizing import Cores, Load, Widths, memory_of
+from neuron_operator.read.records import Facts
 from neuron_operator.render.resources import _weights_bytes
-from neuron_operator.sizing import Cores, Load, Widths, memory_of
 from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.devices import Target
 from neuron_runtime.backend.nxdi.graph_plan import DTYPE_BYTES, plan_of

@@ -25,9 +25,8 @@ from cluster.rig.needs import NotPossibleHere
 from helpers import apiserver
 from helpers.apiserver import ApiServer
 from helpers.operator_rights import OPERATOR_ACCOUNT, OPERATOR_NAMESPACE, ensure_namespace, grant
-from neuron_operator import names
-from neuron_operator import settings as settings_module
-from neuron_operator.client import (
+from neuron_operator.api import names
+from neuron_operator.cluster.client import (
     CHILDREN,
     NEURON_MODELS,
     PODS,
@@ -37,11 +36,12 @@ from neuron_operator.client import (
     Resource,
     connect,
 )
-from neuron_operator.handlers import Poster, run_kopf
-from neuron_operator.lease import LeaseTimings
-from neuron_operator.metrics import Metrics
-from neuron_operator.run import Operator
-from neuron_operator.settings import RunSettings
+from neuron_operator.cluster.lease import LeaseTimings
+from neuron_operator.run import settings as settings_module
+from neuron_operator.run.handlers import Poster, run_kopf
+from neuron_operator.run.metrics import Metrics
+from neuron_operator.run.process import Operator
+from neuron_operator.run.settings import RunSettings
 
 CRD_FILE = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
 OPERATOR_USER = apiserver.service_account(OPERATOR_NAMESPACE, OPERATOR_ACCOUNT)

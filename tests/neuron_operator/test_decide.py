@@ -36,16 +36,15 @@ from helpers.operator_worlds import (
     stored,
     unscheduled_pod,
 )
-from neuron_operator import names
-from neuron_operator.decide import MIN_RECHECK_SECONDS, RECHECK_SECONDS, decide
-from neuron_operator.reasons import CONDITIONS
-from neuron_operator.revision import from_object
-from neuron_operator.why.pods import UNEXPLAINED_SECONDS
-from neuron_operator.world import (
+from neuron_operator.api import names
+from neuron_operator.api.needs import Need
+from neuron_operator.api.reasons import CONDITIONS
+from neuron_operator.decide.course import MIN_RECHECK_SECONDS, RECHECK_SECONDS, decide
+from neuron_operator.read.revision import from_object
+from neuron_operator.read.world import (
     ClaimFolder,
     Decision,
     FreeDevices,
-    Need,
     Object,
     Place,
     Refusal,
@@ -53,6 +52,7 @@ from neuron_operator.world import (
     StorageSettings,
     World,
 )
+from neuron_operator.why.pods import UNEXPLAINED_SECONDS
 
 KINDS_BEFORE = ["Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"]
 

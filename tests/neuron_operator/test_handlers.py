@@ -14,15 +14,16 @@ import pytest
 from aiohttp import web
 
 from helpers import kubeconfigs
-from neuron_operator import handlers, reflector
-from neuron_operator.client import NEURON_MODELS, Forbidden, NotFound, connect
-from neuron_operator.errors import ClusterFault
-from neuron_operator.handlers import Poster, run_kopf
-from neuron_operator.metrics import Metrics
-from neuron_operator.names import GROUP, KIND, PLURAL, VERSION
-from neuron_operator.reflector import Caches, Key
-from neuron_operator.run import one_line
-from neuron_operator.world import Announcement
+from neuron_operator.api.errors import ClusterFault
+from neuron_operator.api.names import GROUP, KIND, PLURAL, VERSION
+from neuron_operator.cluster import reflector
+from neuron_operator.cluster.client import NEURON_MODELS, Forbidden, NotFound, connect
+from neuron_operator.cluster.reflector import Caches, Key
+from neuron_operator.read.world import Announcement
+from neuron_operator.run import handlers
+from neuron_operator.run.handlers import Poster, run_kopf
+from neuron_operator.run.metrics import Metrics
+from neuron_operator.run.process import one_line
 
 
 def model(name: str, version: int) -> dict[str, Any]:
@@ -196,7 +197,7 @@ async def test_a_model_deleted_while_its_watch_was_lost_is_forgotten(
     ("status", "fault", "says"),
     [
         (403, Forbidden, 'cannot watch resource "neuronmodels"; grant it with the chart (helm upgrade neuron-serving)'),
-        (401, ClusterFault, "cannot watch neuronmodels: "),
+        (401, Forbidden, 'cannot watch resource "neuronmodels"; grant it with the chart (helm upgrade neuron-serving)'),
         (404, NotFound, "; install the CRD with `kubectl apply --server-side -f crds/neuronmodels.yaml`"),
     ],
 )

@@ -10,10 +10,10 @@ from hypothesis import given
 
 from helpers.manifests import REFUSED, spec_with
 from helpers.operator_worlds import JSON_VALUES, body
-from neuron_operator import names
-from neuron_operator.errors import FieldNotSupported, InvalidSpec
-from neuron_operator.manifest import is_paused, parse
-from neuron_operator.model_status import MAX_MESSAGE
+from neuron_operator.api import names
+from neuron_operator.api.errors import FieldNotSupported, InvalidSpec
+from neuron_operator.api.manifest import is_paused, parse
+from neuron_operator.api.model_status import MAX_MESSAGE
 
 CRD = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
 

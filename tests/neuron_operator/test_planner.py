@@ -17,17 +17,17 @@ from kubernetes.utils.quantity import parse_quantity
 
 from helpers.manifests import CASES
 from helpers.operator_worlds import SETTINGS, body
-from neuron_operator import names
-from neuron_operator.catalog import INSTANCE_TYPES
-from neuron_operator.config_document import config_document
-from neuron_operator.errors import InvalidSpec, OperatorError, Unplaceable
-from neuron_operator.manifest import parse
-from neuron_operator.objects import number_of
-from neuron_operator.placement import legal_sizes
-from neuron_operator.planner import Choice, Held, Supply, choose
-from neuron_operator.reasons import Reason
-from neuron_operator.records import Facts
-from neuron_operator.world import DEVICE_MODES, DeviceMode, FreeDevices, GroupSettings, NodeDevices, Provisionable
+from neuron_operator.api import names
+from neuron_operator.api.errors import InvalidSpec, OperatorError, Unplaceable
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.reasons import Reason
+from neuron_operator.place.catalog import INSTANCE_TYPES
+from neuron_operator.place.planner import Choice, Held, Supply, choose
+from neuron_operator.place.sizes import legal_sizes
+from neuron_operator.read.objects import number_of
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, GroupSettings, NodeDevices, Provisionable
+from neuron_operator.render.config_document import config_document
 
 FILE: Path = CASES / "sizing" / "models.yaml"
 MODELS = {name: msgspec.convert(facts, Facts) for name, facts in yaml.safe_load(FILE.read_text()).items()}

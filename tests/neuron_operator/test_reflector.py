@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from helpers import virtual_time
 from helpers.fake_cluster import FakeCluster
 from helpers.operator_worlds import NOW, SETTINGS
-from neuron_operator.client import (
+from neuron_operator.api.names import FIELD_MANAGER, GROUP_LABEL, KIND, MODEL_LABEL, STATUS_FIELD_MANAGER
+from neuron_operator.cluster.client import (
     CHILDREN,
     LEADER_WORKER_SETS,
     NEURON_MODELS,
@@ -25,10 +26,7 @@ from neuron_operator.client import (
     Page,
     Resource,
 )
-from neuron_operator.names import FIELD_MANAGER, GROUP_LABEL, KIND, MODEL_LABEL, STATUS_FIELD_MANAGER
-from neuron_operator.objects import name_of
-from neuron_operator.reconcile import Reconciler
-from neuron_operator.reflector import (
+from neuron_operator.cluster.reflector import (
     FIRST_LOOK_SECONDS,
     LOOK_SECONDS,
     SETTLE_SECONDS,
@@ -41,8 +39,10 @@ from neuron_operator.reflector import (
     trimmed,
     version_of,
 )
-from neuron_operator.upgrades import Turns
-from neuron_operator.world import Decision
+from neuron_operator.read.objects import name_of
+from neuron_operator.read.world import Decision
+from neuron_operator.run.reconcile import Reconciler
+from neuron_operator.run.upgrades import Turns
 
 BY_KIND = {resource.kind: resource for resource in (*CHILDREN, LEADER_WORKER_SETS, REPLICA_SETS, PODS)}
 CONFIG_MAPS = BY_KIND["ConfigMap"]

@@ -30,9 +30,10 @@ from helpers.operator_worlds import (
     unscheduled_pod,
 )
 from helpers.operator_worlds import settle as at_rest
-from neuron_operator import names
-from neuron_operator.decide import decide
-from neuron_operator.world import Decision, FreeDevices, Need, NodeDevices, Object, World
+from neuron_operator.api import names
+from neuron_operator.api.needs import Need
+from neuron_operator.decide.course import decide
+from neuron_operator.read.world import Decision, FreeDevices, NodeDevices, Object, World
 
 DEVICES = SPEC["accelerator"]["devices"]
 

@@ -13,9 +13,18 @@ from hypothesis import strategies as st
 
 from helpers.manifests import CASES
 from helpers.operator_worlds import FACTS
-from neuron_operator.catalog import FAMILIES, GIB, INSTANCE_TYPES, MIB
-from neuron_operator.records import Facts
-from neuron_operator.sizing import Cores, Load, Memory, Widths, cached_heads, host_bytes, memory_of, weights_bytes
+from neuron_operator.place.catalog import FAMILIES, GIB, INSTANCE_TYPES, MIB
+from neuron_operator.place.sizing import (
+    Cores,
+    Load,
+    Memory,
+    Widths,
+    cached_heads,
+    host_bytes,
+    memory_of,
+    weights_bytes,
+)
+from neuron_operator.read.records import Facts
 
 PUBLIC = yaml.safe_load((CASES / "sizing" / "models.yaml").read_text())
 LLAMA_8B = msgspec.convert(

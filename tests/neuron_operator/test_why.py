@@ -33,17 +33,18 @@ from helpers.operator_worlds import (
     settle,
     unscheduled_pod,
 )
-from neuron_operator import status
-from neuron_operator.catalog import INSTANCE_TYPES
-from neuron_operator.decide import PROGRESS_SECONDS, decide
-from neuron_operator.errors import Unplaceable
-from neuron_operator.manifest import parse
-from neuron_operator.placement import place
-from neuron_operator.reasons import CONDITIONS, Finding, Reason
-from neuron_operator.status import MAX_MESSAGE
-from neuron_operator.views import observe
+from neuron_operator.api.errors import Unplaceable
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.needs import LogOf, Need
+from neuron_operator.api.reasons import CONDITIONS, Finding, Reason
+from neuron_operator.decide.course import PROGRESS_SECONDS, decide
+from neuron_operator.place.catalog import INSTANCE_TYPES
+from neuron_operator.place.sizes import place
+from neuron_operator.read.views import observe
+from neuron_operator.read.world import DEVICE_MODES, Decision, FreeDevices, NodeDevices, Object, Settings
+from neuron_operator.why import status
 from neuron_operator.why.pods import UNEXPLAINED_POD_SECONDS
-from neuron_operator.world import DEVICE_MODES, Decision, FreeDevices, LogOf, Need, NodeDevices, Object, Settings
+from neuron_operator.why.status import MAX_MESSAGE
 
 INSUFFICIENT = (
     "0/3 nodes are available: 1 node(s) didn't match Pod's node affinity/selector, 2 Insufficient "

@@ -12,13 +12,13 @@ from typing import Any
 
 import aiohttp
 
-from neuron_operator import names
-from neuron_operator.answers import Refused, error_message, stream
+from neuron_operator.api import names
 from neuron_operator.kubectl import why
 from neuron_operator.kubectl.cluster import Address, Kubectl, KubectlFailed
-from neuron_operator.objects import dig, is_owned, name_of, text
-from neuron_operator.views import Observed, observe
-from neuron_operator.world import World
+from neuron_operator.local.answers import Refused, error_message, stream
+from neuron_operator.read.objects import dig, is_owned, name_of, text
+from neuron_operator.read.views import Observed, observe
+from neuron_operator.read.world import World
 
 PROGRAM = "kubectl neuron"
 EXIT_OK, EXIT_FAILED = 0, 1
@@ -29,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 for success, 1 for a fault; wrong usage exits with 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["plan"]:
-        from neuron_operator import plan_command  # noqa: PLC0415 - the other subcommands do not need its imports
+        from neuron_operator.local import plan  # noqa: PLC0415 - the other subcommands do not need its imports
 
-        return plan_command.main(arguments[1:])
+        return plan.main(arguments[1:])
     options = parsed(arguments)
     kubectl = Kubectl(tuple(f"--{flag}={value}" for flag in _FLAGS for value in _values(options, flag)))
     run: Callable[[Kubectl, argparse.Namespace], int] = options.run
