@@ -40,7 +40,7 @@ OTHER_REASONS = {
     "Compiling": "cluster/test_story_neuron.py",
     "CrashLoop": "cluster/test_story_faults.py",
     "DeviceFailed": "neuron_operator/test_groups.py",
-    "DeviceUnhealthy": "neuron_operator/test_node_health.py",
+    "DeviceUnhealthy": "neuron_operator/test_nodes.py",
     "Draining": "cluster/test_story_faults.py",
     "DriverIncompatible": "neuron_runtime/test_nxdi_loading.py",
     "Evicted": "neuron_operator/test_why.py",
