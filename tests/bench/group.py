@@ -22,8 +22,8 @@ from helpers.groups import Unwatched
 from neuron_runtime.backend.base import Backend, ProgressCallback, StepTime
 from neuron_runtime.backend.simulated.clock import WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
-from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
-from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Sampling, StepOutput
+from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
+from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepKind, StepOutput
 from neuron_runtime.distributed.control import LeaderControl
 from neuron_runtime.distributed.group import Following
 from neuron_runtime.distributed.layout import Layout, read_secret
@@ -125,7 +125,9 @@ def measure(num_ranks: int, num_steps: int) -> GroupCost:
         engine = Engine(whole)
         for number in range(ROWS):
             engine.add(Request(f"cmpl-{number:032x}", (number,) * 64, Sampling(max_tokens=900)))
-        while engine.stats.num_waiting or engine.stats.last_step is None or engine.stats.last_step.kind != Kind.DECODE:
+        while (
+            engine.stats.num_waiting or engine.stats.last_step is None or engine.stats.last_step.kind != StepKind.DECODE
+        ):
             engine.step()
         added = []
         for _ in range(num_steps):
@@ -137,7 +139,7 @@ def measure(num_ranks: int, num_steps: int) -> GroupCost:
 
 
 def simulated() -> SimulatedBackend:
-    phase = Phase(constant(STEP_SECONDS))
+    phase = PhaseTimes(constant(STEP_SECONDS))
     return SimulatedBackend(LIMITS, StepTimes(decode=phase, prefill=phase), WallClock())
 
 
