@@ -24,6 +24,20 @@ from neuron_runtime.not_built import Surface, refuse
 DEFAULT_BACKEND = "torch"
 NEURON_BACKEND = "nxdi"
 """The default on a machine with Neuron devices. It serves compiled graphs only."""
+BACKENDS_WITHOUT_BUCKETS = ("torch", "simulated")
+BUCKET_VARIABLES = {
+    "NEURON_CONTEXT_LENGTH_BUCKETS": "context_buckets",
+    "NEURON_TOKEN_GEN_BUCKETS": "token_generation_buckets",
+}
+"""Arguments by the variable that sets them, as in vLLM's guides for Neuron."""
+FRAMEWORK_VARIABLE = "VLLM_NEURON_FRAMEWORK"
+FRAMEWORKS = {
+    "neuronx-distributed-inference": NEURON_BACKEND,
+    "optimum-neuron": "optimum",
+    "transformers-neuronx": "transformers-neuronx",
+}
+"""Backends by vLLM's names of them, which this variable has."""
+
 FIELDS = tuple(fields_of(RuntimeConfig))
 
 BY_ARGUMENT = {field.argument: field for field in FIELDS if field.argument}
@@ -88,7 +102,7 @@ def on_this_machine(
     dev: Path = DEV,
 ) -> dict[str, Any]:
     """Arguments as vLLM's scripts and commands for Neuron mean them, with what this machine says where they are silent.
-    What the devices decide is logged.
+    What the environment and the devices decide is logged.
 
     Args:
         given: values by the names in `BY_ARGUMENT`.
@@ -98,7 +112,7 @@ def on_this_machine(
         dev: folder of device nodes.
 
     Raises:
-        InvalidConfig: names the argument with a wrong value.
+        InvalidConfig: names the argument or variable with a wrong value.
     """
     found = dict(given)
     problems = ConfigProblems()
@@ -111,6 +125,7 @@ def on_this_machine(
             backend = _backend(device, written, dev)
             if backend is not None:
                 found.setdefault("backend", backend)
+        found |= _of_environment(found)
     problems.check()
     if found.get("backend") == NEURON_BACKEND:
         found.setdefault("compile", True)
@@ -126,6 +141,26 @@ def _has_one_block_per_request(given: Mapping[str, Any]) -> bool:
     """vLLM's guides for Neuron require a block size of the model's length for the contiguous cache."""
     decides = ("layout", "enable_prefix_caching", "num_gpu_blocks_override")
     return "block_size" in given and given["block_size"] == given.get("max_model_len") and not given.keys() & {*decides}
+
+
+def _of_environment(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The buckets of a backend that has some, by variables. Raises InvalidConfig."""
+    found: dict[str, Any] = {}
+    backend = given.get("backend", DEFAULT_BACKEND)
+    for variable, name in BUCKET_VARIABLES.items():
+        value = os.environ.get(variable)
+        if not value:
+            continue
+        if name in given or backend in BACKENDS_WITHOUT_BUCKETS:
+            why = f"{BY_ARGUMENT[name].option} is set" if name in given else f"the {backend} backend has no buckets"
+            say(f"{variable} has no effect: {why}")
+            continue
+        try:
+            found[name] = BY_ARGUMENT[name].read(value)
+        except ValueError as error:
+            raise InvalidConfig(variable, str(error)) from error
+        say(f"{variable}: {BY_ARGUMENT[name].option} {value}")
+    return found
 
 
 @contextmanager
@@ -238,10 +273,10 @@ def _backend(device: str | None, written: Callable[[str], str], dev: Path) -> st
     nodes, name = device_nodes(dev), written("device")
     match device:
         case None | "auto":
-            if not nodes:
-                return None
-            say(f"backend {NEURON_BACKEND} by default: this machine has Neuron devices ({nodes[0]})")
-            return NEURON_BACKEND
+            backend = _neuron_backend() if nodes else None
+            if backend is not None:
+                say(f"backend {backend} by default: this machine has Neuron devices ({nodes[0]})")
+            return backend
         case "cpu":
             return DEFAULT_BACKEND
         case "neuron":
@@ -251,8 +286,17 @@ def _backend(device: str | None, written: Callable[[str], str], dev: Path) -> st
                     f"'neuron', but this machine has no Neuron device ({dev}/neuron0): leave `{name}` out to run on "
                     "the CPU, or run this on an Inf2 or Trn instance with the Neuron driver",
                 )
-            return NEURON_BACKEND
+            return _neuron_backend()
     raise InvalidConfig(name, f"must be 'cpu' or 'neuron', got {device!r}")
+
+
+def _neuron_backend() -> str:
+    framework = os.environ.get(FRAMEWORK_VARIABLE)
+    if not framework:
+        return NEURON_BACKEND
+    if framework not in FRAMEWORKS:
+        raise InvalidConfig(FRAMEWORK_VARIABLE, f"must be one of {', '.join(FRAMEWORKS)}, got {framework!r}")
+    return FRAMEWORKS[framework]
 
 
 def _with_revision(uri: str, revision: str | None) -> str:

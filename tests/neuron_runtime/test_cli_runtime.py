@@ -151,7 +151,9 @@ def test_a_machine_with_neuron_devices_serves_compiled_models_by_default(
     assert capsys.readouterr().err == ""
 
 
-def test_commands_of_guides_for_neuron_are_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_guides_for_neuron_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "neuron0").touch()
     inside = {"override-neuron-config": {"fused_qkv": True}}
     given = {"block_size": 128, "max_model_len": 128}
@@ -162,6 +164,33 @@ def test_commands_of_guides_for_neuron_are_understood(tmp_path: Path, capsys: py
     shared = {**given, "enable_prefix_caching": True}
     assert on_this_machine(shared, device="neuron", dev=tmp_path)["block_size"] == 128
     assert on_this_machine(given, device="cpu", dev=tmp_path) == {**given, "backend": "torch"}
+    monkeypatch.setenv("VLLM_NEURON_FRAMEWORK", "neuronx-distributed-inference")
+    assert on_this_machine({}, device="neuron", dev=tmp_path)["backend"] == "nxdi"
+    monkeypatch.setenv("VLLM_NEURON_FRAMEWORK", "optimum-neuron")
+    assert on_this_machine({}, dev=tmp_path)["backend"] == "optimum"
+    monkeypatch.setenv("VLLM_NEURON_FRAMEWORK", "other")
+    with pytest.raises(InvalidConfig, match="VLLM_NEURON_FRAMEWORK: must be one of neuronx-distributed-inference, "):
+        on_this_machine({}, device="neuron", dev=tmp_path)
+
+
+def test_variables_set_buckets_that_no_flag_sets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NEURON_CONTEXT_LENGTH_BUCKETS", "128,1024")
+    monkeypatch.setenv("NEURON_TOKEN_GEN_BUCKETS", "[2048]")
+    given = {"backend": "nxdi", "compile": True}
+    assert on_this_machine(given) == {**given, "context_buckets": [128, 1024], "token_generation_buckets": [2048]}
+    assert capsys.readouterr().err.splitlines() == [
+        "neuron-runtime: NEURON_CONTEXT_LENGTH_BUCKETS: --context-buckets 128,1024",
+        "neuron-runtime: NEURON_TOKEN_GEN_BUCKETS: --token-generation-buckets [2048]",
+    ]
+    assert on_this_machine({**given, "context_buckets": "64"})["context_buckets"] == "64"
+    assert "NEURON_CONTEXT_LENGTH_BUCKETS has no effect: --context-buckets is set" in capsys.readouterr().err
+    assert on_this_machine({"backend": "torch"}) == {"backend": "torch"}
+    assert "has no effect: the torch backend has no buckets" in capsys.readouterr().err
+    monkeypatch.setenv("NEURON_TOKEN_GEN_BUCKETS", "many")
+    with pytest.raises(InvalidConfig, match="NEURON_TOKEN_GEN_BUCKETS: must be numbers with commas"):
+        on_this_machine(given)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest_asyncio
 from jsonschema import Draft202012Validator
 
 from helpers.front_end import Serving, make_model, serving
+from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
 from neuron_runtime.config import TextOptions
 from neuron_runtime.not_built import Surface, rows
-from neuron_runtime.requests.bodies import ChatBody, CompletionBody
 from neuron_runtime.requests.parameters import parameters_of
 
 MESSAGES = [{"role": "user", "content": "What is a device?"}]
@@ -171,7 +171,9 @@ async def test_every_example_body_is_served(served: Serving, document: dict[str,
             assert answer.status_code == 200, (path, answer.text)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/alias", "/version", "/health", "/live", "/ping", "/load"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/alias", "/version", "/health", "/live", "/ping", "/load", "/server_info"]
+)
 async def test_responses_without_a_body_match_the_document(
     served: Serving, document: dict[str, Any], path: str
 ) -> None:

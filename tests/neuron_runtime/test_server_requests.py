@@ -180,8 +180,10 @@ async def test_an_invocation_is_a_chat_or_a_completion(served: Serving) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
-async def test_load_and_health_are_reported_as_other_platforms_ask(served: Serving) -> None:
+async def test_load_and_configuration_are_reported(served: Serving) -> None:
     assert set((await served.http.get("/load")).json()) == {"server_load"}
+    config = (await served.http.get("/server_info")).json()["vllm_config"]
+    assert config["servedNames"] == [MODEL, "alias"]
     assert (await served.http.get("/ping")).json() == {"status": "ok"}
 
 

@@ -5,12 +5,29 @@ The routes create them, and `server.openapi` publishes their schemas.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from neuron_runtime.apis.objects import Count, Created, ModelName, Positive, TokenId
+
+
+class ModelPermission(msgspec.Struct, kw_only=True):
+    """Permissions of a model, for older clients."""
+
+    id: Annotated[str, "Id of the permission."]
+    object: Annotated[Literal["model_permission"], "The kind of object."] = "model_permission"
+    created: Created
+    allow_create_engine: Annotated[bool, "Always false."] = False
+    allow_sampling: Annotated[bool, "Always true."] = True
+    allow_logprobs: Annotated[bool, "Always true."] = True
+    allow_search_indices: Annotated[bool, "Always false."] = False
+    allow_view: Annotated[bool, "Always true."] = True
+    allow_fine_tuning: Annotated[bool, "Always false."] = False
+    organization: Annotated[str, "Always `*`."] = "*"
+    group: Annotated[None, "Always null."] = None
+    is_blocking: Annotated[bool, "Always false."] = False
 
 
 class ModelSampling(msgspec.Struct, kw_only=True):
@@ -34,6 +51,7 @@ class Model(msgspec.Struct, kw_only=True):
     owned_by: Annotated[str, "Always `neuron-serving`."] = "neuron-serving"
     root: ModelName
     parent: Annotated[None, "Always null."] = None
+    permission: Annotated[list[ModelPermission], "One entry."]
     max_model_len: Annotated[
         Positive | UnsetType, "Maximum tokens of prompt plus output; absent until the model is ready."
     ] = UNSET
@@ -76,6 +94,12 @@ class Load(msgspec.Struct):
     """How busy the server is."""
 
     server_load: Annotated[Count, "Running requests of the front end that answers."]
+
+
+class ServerInfo(msgspec.Struct):
+    """How the server is configured."""
+
+    vllm_config: Annotated[dict[str, Any], "The configuration document, under vLLM's name."]
 
 
 class Health(msgspec.Struct):

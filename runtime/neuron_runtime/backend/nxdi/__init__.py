@@ -18,22 +18,8 @@ from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, sp
 
 if TYPE_CHECKING:
     from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
-    from neuron_runtime.backend.nxdi.graph_plan import Plan
+    from neuron_runtime.backend.nxdi.graph_plan import GraphPlan
     from neuron_runtime.config import RuntimeConfig
-
-__all__ = [
-    "ALWAYS_COMPILES",
-    "FREED_BY_EXIT",
-    "PROCESS_PER_RANK",
-    "check_config",
-    "check_model",
-    "compiler",
-    "compiler_reads_weights",
-    "load_backend",
-    "needs_weights",
-    "plan",
-    "versions",
-]
 
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
@@ -92,7 +78,7 @@ def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
     return nxdi_compiler(config, model_dir)
 
 
-def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> Plan:
+def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> GraphPlan:
     """See `PlanningPackage.plan`."""
     from neuron_runtime.backend.nxdi.devices import find_target  # noqa: PLC0415
     from neuron_runtime.backend.nxdi.graph_plan import plan_of  # noqa: PLC0415

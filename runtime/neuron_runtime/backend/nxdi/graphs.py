@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from neuron_runtime.backend.base import Graph, Needs, Rank
+from neuron_runtime.backend.base import CompileUnit, Needs, Rank
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import Prefill, all_graphs
 from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of, environment_of_group, find_target
@@ -109,9 +109,9 @@ class NxdiCompiler:
     def tools(self) -> Mapping[str, str]:
         return {library.COMPILER: library.compiler_version()}
 
-    def graphs(self) -> Sequence[Graph]:
+    def graphs(self) -> Sequence[CompileUnit]:
         names = tuple(graph.name for graph in all_graphs(self._settings))
-        return [Graph(self._settings.application, self._compile, names, self._ready)]
+        return [CompileUnit(self._settings.application, self._compile, names, self._ready)]
 
     def check(self, folder: Path) -> None:
         """Loading graphs takes a device, so this looks for the files that loading will read."""

@@ -17,7 +17,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from neuron_runtime.backend.base import Graph, Needs
+from neuron_runtime.backend.base import CompileUnit, Needs
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config
 from neuron_runtime.backend.torch.choices import block_size_of, dtype_of
 from neuron_runtime.checkpoint import read_whole_checkpoint
@@ -34,7 +34,7 @@ SOURCES = ("step_module", "artifact", "decoder", "attention", "rotary", "linear"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepGraph:
     """A step that is compiled. num_rows: None for every number above one."""
 
     name: str
@@ -42,8 +42,8 @@ class Step:
     num_rows: int | None
 
 
-ONE_ROW = Step("decode of one row", "decode-one.so", 1)
-SEVERAL_ROWS = Step("decode of several rows", "decode-several.so", None)
+ONE_ROW = StepGraph("decode of one row", "decode-one.so", 1)
+SEVERAL_ROWS = StepGraph("decode of several rows", "decode-several.so", None)
 STEPS = (ONE_ROW, SEVERAL_ROWS)
 
 
@@ -69,8 +69,8 @@ class TorchCompiler:
     def tools(self) -> Mapping[str, str]:
         return {"c++": _version_of(cxx())}
 
-    def graphs(self) -> Sequence[Graph]:
-        return [Graph(step.name, partial(self._compile, step)) for step in STEPS]
+    def graphs(self) -> Sequence[CompileUnit]:
+        return [CompileUnit(step.name, partial(self._compile, step)) for step in STEPS]
 
     def check(self, folder: Path) -> None:
         from neuron_runtime.backend.torch.compiled import load_library  # noqa: PLC0415 - torch
@@ -78,7 +78,7 @@ class TorchCompiler:
         for step in STEPS:
             load_library(folder / step.file)
 
-    def _compile(self, step: Step, folder: Path) -> None:
+    def _compile(self, step: StepGraph, folder: Path) -> None:
         import torch  # noqa: PLC0415
 
         from neuron_runtime.backend.torch.artifact import compile_step  # noqa: PLC0415 - torch
