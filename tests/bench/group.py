@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.report import Load, Meter, Row, at_most
+from helpers.groups import Unwatched
 from neuron_runtime.backend.base import Backend, ProgressCallback, StepTime
 from neuron_runtime.backend.simulated.clock import WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
@@ -157,7 +158,7 @@ def replicated(backend: Backend, num_ranks: int) -> Iterator[Backend]:
             stack.callback(follower.kill)
         channel = StepChannel(layout, Keys(read_secret(layout)))
         stack.callback(channel.close)
-        control = LeaderControl(layout, FACTS, channel.addresses, on_end=_end)
+        control = LeaderControl(layout, FACTS, channel.addresses, on_end=_end, lifeline=Unwatched())
         control.start()
         stack.callback(control.finish, None)
         control.wait_joined()

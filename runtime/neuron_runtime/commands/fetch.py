@@ -21,7 +21,7 @@ from neuron_runtime.console import AmountLine, bytes_text, say, seconds_text
 from neuron_runtime.uris import FORMS, parse_uri
 
 if TYPE_CHECKING:
-    from neuron_runtime.weights.fetching import Fetched, Supplied
+    from neuron_runtime.weights.fetching import Fetched
     from neuron_runtime.weights.transfer import Amount
 
 
@@ -61,14 +61,14 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
     return record.success("fetch", seconds=seconds, weights=stored)
 
 
-def _to_folder(uri: str, options: argparse.Namespace) -> Fetched | Supplied:
+def _to_folder(uri: str, options: argparse.Namespace) -> Fetched:
     from neuron_runtime.weights.fetching import fetch  # noqa: PLC0415
     from neuron_runtime.weights.store import Store  # noqa: PLC0415
 
     return fetch(uri, Store(Path(options.store)), _shown(uri), options.digest)
 
 
-def _to_remote(uri: str, options: argparse.Namespace) -> Fetched | Supplied:
+def _to_remote(uri: str, options: argparse.Namespace) -> Fetched:
     from neuron_runtime.weights.fetching import open_remote, supply  # noqa: PLC0415
     from neuron_runtime.weights.store import Store  # noqa: PLC0415
 

@@ -21,20 +21,6 @@ if TYPE_CHECKING:
     from neuron_runtime.backend.nxdi.graph_plan import GraphPlan
     from neuron_runtime.config import RuntimeConfig
 
-__all__ = [
-    "ALWAYS_COMPILES",
-    "FREED_BY_EXIT",
-    "PROCESS_PER_RANK",
-    "check_config",
-    "check_model",
-    "compiler",
-    "compiler_reads_weights",
-    "load_backend",
-    "needs_weights",
-    "plan",
-    "versions",
-]
-
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False

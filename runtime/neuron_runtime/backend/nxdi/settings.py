@@ -445,7 +445,7 @@ class _Derivation:
         cost = bucket_plan.decode_cost(self._model, rows)
         multiple = math.lcm(bucket_plan.STEP, block_size) if blocks else bucket_plan.STEP
         most = bucket_plan.MAX_TOKEN_BUCKETS
-        return bucket_plan.choose(contexts, length, most, cost, least=2 * SMALLEST_BUCKET, multiple=multiple).buckets
+        return bucket_plan.choose(contexts, length, most, cost, least=2 * SMALLEST_BUCKET, multiple=multiple)
 
     def _row_buckets(self, rows: int, blocks: bool, asynchronous: bool) -> tuple[int, ...]:
         path = "$.buckets.sequences"
@@ -535,7 +535,7 @@ def context_sizes(lengths: bucket_plan.Lengths, largest: int, *, blocks: bool, l
     most = bucket_plan.MAX_SEGMENT_BUCKETS if blocks else bucket_plan.MAX_CONTEXT_BUCKETS
     never = RECOMPUTED if blocks else (0, 0)
     cost = bucket_plan.prefill_cost
-    return bucket_plan.choose(lengths, largest, most, cost, least=least, strict=not blocks, never=never).buckets
+    return bucket_plan.choose(lengths, largest, most, cost, least=least, strict=not blocks, never=never)
 
 
 def _segment(length: int, least: int) -> int:
