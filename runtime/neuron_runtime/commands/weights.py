@@ -17,7 +17,7 @@ from neuron_runtime.console import AmountLine, bytes_text, printable, say
 from neuron_runtime.errors import FatalError
 
 if TYPE_CHECKING:
-    from neuron_runtime.weights.store import AnyStore, Kind, Row
+    from neuron_runtime.weights.store import AnyStore, EntryKind, ListedEntry
 
 DEFAULT_UNUSED_DAYS = 30.0
 
@@ -48,7 +48,7 @@ def _artifacts(address: str) -> AnyStore:
     return _opened(address, ARTIFACTS)
 
 
-def _opened(address: str, kind: Kind) -> AnyStore:
+def _opened(address: str, kind: EntryKind) -> AnyStore:
     if "://" in address:
         from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415
 
@@ -111,7 +111,7 @@ def _ls(options: argparse.Namespace, store: AnyStore) -> None:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: ListedEntry) -> dict[str, Any]:
     shown = {"name": row.name, "state": row.state, "bytes": row.num_bytes, "used": _time(row.used), "uri": row.uri}
     return shown | ({"problem": row.problem} if row.problem else {})
 
