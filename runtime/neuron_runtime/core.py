@@ -69,7 +69,7 @@ class Acts(Enum):
     HOST = "host"
     """The host, which then samples the row from its logits."""
     DRAW = "draw"
-    """The same, if the row is not greedy: only the host's random numbers can be chosen."""
+    """The host, but only for a row that is not greedy: random numbers of a device cannot be chosen."""
     PROMPT = "prompt"
     """The host, from the logits of every position of a prompt, which no compiled Neuron graph returns."""
     TOKENS = "tokens"

@@ -39,7 +39,7 @@ _WHERE: dict[Acts | None, tuple[Where, Where, Where]] = {
     Acts.PROMPT: (Where.REFUSED, Where.REFUSED, Where.HOST),
     Acts.TOKENS: (Where.HOST, Where.HOST, Where.HOST),
 }
-"""In each of MODES."""
+"""What acts on a parameter in each of MODES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Parameter:
 
 
 class Names(dict[str, str]):
-    """For errors: what the client's API calls a field, by our name; the same name if it is not listed."""
+    """What the client's API calls a field, by our name, for errors. A field that is not listed has our name."""
 
     def __missing__(self, name: str) -> str:
         return name

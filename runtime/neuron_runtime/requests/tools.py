@@ -90,7 +90,7 @@ def named_by(choice: ToolChoice) -> str | None:
 
 
 def callable_functions(functions: Sequence[Function], choice: ToolChoice, names: Names) -> list[Function]:
-    """Those of a request that its answer may call. Raises InvalidRequest."""
+    """Returns the functions of a request that its answer may call. Raises InvalidRequest."""
     if len(functions) > MAX_TOOLS:
         raise InvalidRequest(f"`tools` must have at most {MAX_TOOLS} tools, got {len(functions)}", field="tools")
     known = set[str]()

@@ -118,7 +118,7 @@ def num_input_tokens(admission: Admission, body: CountTokensBody) -> int:
 
 
 def chat_of(body: CountTokensBody, **options: Any) -> Chat:
-    """What admission gets. Raises InvalidRequest.
+    """Returns the chat that admission gets. Raises InvalidRequest.
 
     options: those that the body has beyond the chat.
     """

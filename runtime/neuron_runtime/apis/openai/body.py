@@ -196,7 +196,7 @@ def tokens_of(admission: Admission, body: TokenizeBody) -> tuple[int, ...]:
 
 
 def chat_of(body: ChatBody) -> Chat:
-    """What admission gets. Raises InvalidRequest."""
+    """Returns the chat that admission gets. Raises InvalidRequest."""
     if body.max_completion_tokens is None:
         return _chat(body, body)
     if body.max_tokens not in (None, body.max_completion_tokens):

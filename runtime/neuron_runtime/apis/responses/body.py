@@ -152,7 +152,7 @@ def admitted(admission: Admission, body: ResponsesBody) -> Ask:
 
 
 def chat_of(body: ResponsesBody) -> Chat:
-    """What admission gets. Raises InvalidRequest."""
+    """Returns the chat that admission gets. Raises InvalidRequest."""
     turns = list[ChatTurn]()
     if body.instructions is not None:
         turns.append(ChatTurn("system", body.instructions, "instructions"))
