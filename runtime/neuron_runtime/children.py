@@ -1,7 +1,7 @@
 """Child processes of a serving command or of `LLM`: how one is started, watched and ended, and why it ended.
 
 Each is a command of this package, never a fork, so it does not import the caller's program. The supervisor has an
-engine process and front ends, `LLM` an engine process if its backend wants one; they decide what happens afterwards.
+engine process and a front end, `LLM` an engine process if its backend wants one; they decide what happens afterwards.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ ENGINE_NAME = "engine process"
 ENGINE_MODULE = "neuron_runtime.engine.process"
 CONFIG_FILE = "config.json"
 """The configuration of all children, in their common folder."""
+FRONT_END_DEADLINE = "front-end"
+"""The name of the front end's deadline in that folder."""
 MIN_CHECKS = 2
 """A process hangs if this many checks in a row find it overdue; one is not enough after a freeze of the machine."""
 STOP_SECONDS = 10.0

@@ -82,6 +82,7 @@ _LLM = Surface.LLM | _FLAG
 _MESSAGES, _RESPONSES = Surface.MESSAGES, Surface.RESPONSES
 
 ROWS = (
+    Row("api_server_count", _FLAG, (1,), cure="add replicas: a server has one front end"),
     Row("audio", _BODY),
     Row("audio", _MESSAGE, ([],)),
     Row("background", _RESPONSES, (False,)),

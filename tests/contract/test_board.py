@@ -197,7 +197,7 @@ def bad_model(num_stalls: int) -> str:
     for _ in range(num_stalls):
         metrics.tokens(1, 3.0)
     metrics.step(Step((), (), EngineStats(num_preemptions_total=num_stalls, stream_gap_bound_seconds=0.1 * num_stalls)))
-    return metrics.render().decode()
+    return metrics.render(metrics.export()).decode()
 
 
 def somebody_elses(num_waiting: int) -> str:
@@ -216,7 +216,9 @@ def of_neuron_devices(folder: Path, num_scrapes: int) -> list[str]:
     texts: list[str] = []
 
     def is_reported() -> bool:
-        text = "".join(line for line in metrics.render().decode().splitlines(keepends=True) if "_neuron_" in line)
+        text = "".join(
+            line for line in metrics.render(metrics.export()).decode().splitlines(keepends=True) if "_neuron_" in line
+        )
         if "neuron_executions_total{" in text and text not in texts:
             texts.append(text)
         return len(texts) == num_scrapes
@@ -308,7 +310,7 @@ def test_the_board_shows_the_load(load: ScriptedLoad, scraped: list[Scraped], re
     shares = {labels["code"]: value for labels, value in results["Error rate / A"].samples if value}
     assert shares == {code: pytest.approx(count / expected.responses.total()) for code, count in errors.items()}
     assert results["Error rate / B"].numbers == [pytest.approx(1 / sum(expected.finished.values()))]
-    assert {labels["process"] for labels, _ in results["Memory / A"].samples} == {"supervisor", "engine", "front-end-0"}
+    assert {labels["process"] for labels, _ in results["Memory / A"].samples} == {"supervisor", "engine", "front-end"}
     assert rates("Preemptions") == {"chat-0": expected.preemptions}
     assert results["Ready replicas / A"].numbers == [1]
     assert results["Missing replicas / A"].value(namespace="team", name="chat") == 0

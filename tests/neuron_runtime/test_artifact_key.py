@@ -38,7 +38,7 @@ def test_fields_that_graphs_do_not_depend_on_are_no_part_of_what_is_compiled() -
         plain,
         served_names=("a", "b"),
         text=TextOptions(reasoning_parser="qwen3"),
-        server=ServerOptions(num_front_ends=3),
+        server=ServerOptions(max_choices=3),
         limits=msgspec.structs.replace(plain.limits, max_queued_requests=7),
     )
     assert other != plain

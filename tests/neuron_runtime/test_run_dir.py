@@ -111,5 +111,5 @@ def test_a_run_directory_too_long_for_socket_addresses_is_refused(
                 pass
         else:
             with made_run_dir() as made, zmq.Context() as context:
-                messages.socket(context, zmq.PULL, made, messages.outbox_of(999), 10_000).close()
+                messages.socket(context, zmq.PULL, made, messages.ENGINE_OUTBOX, 10_000).close()
         assert list(folder.iterdir()) == []
