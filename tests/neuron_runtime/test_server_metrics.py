@@ -225,7 +225,7 @@ class Post:
         self._pass(self.WAIT if wait else self.LOOK)
         return [self._mail.pop()] if wait else []
 
-    def send_step(self, step: Step) -> None:
+    def send(self, step: Step) -> None:
         self.steps.append(cast(Step, messages.decode_from_engine(messages.encoder.encode(step))))
         self._pass(self.SEND)
 
@@ -242,7 +242,7 @@ def test_idle_time_and_device_time_do_not_count_as_host_time(monkeypatch: pytest
         clock,
     )
     engine = Engine(backend, clock=clock.now)
-    post = Post(clock, [Add(Request(f"0-{number}", (1, 2, 3), Sampling(max_tokens=5))) for number in range(2)])
+    post = Post(clock, [Add(Request(f"{number}", (1, 2, 3), Sampling(max_tokens=5))) for number in range(2)])
     with Deadline(tmp_path / "deadline") as deadline:
         worker = Worker(engine, cast(Any, post), deadline)
         for _ in range(2):
@@ -267,7 +267,7 @@ def test_a_step_counts_once_when_messages_follow_it(tmp_path: Path) -> None:
     clock = VirtualClock()
     times = StepTimes(decode=Phase(constant(0.01)), prefill=Phase(constant(0.03)))
     engine = Engine(SimulatedBackend(replace(LIMITS, vocabulary_size=512), times, clock), clock=clock.now)
-    mail: list[ToEngine] = [Abort(("0-0",)), Add(Request("0-0", (1, 2, 3), Sampling(max_tokens=2)))]
+    mail: list[ToEngine] = [Abort(("0",)), Add(Request("0", (1, 2, 3), Sampling(max_tokens=2)))]
     post, metrics = Post(clock, mail), started()
     with Deadline(tmp_path / "deadline") as deadline:
         worker = Worker(engine, cast(Any, post), deadline)

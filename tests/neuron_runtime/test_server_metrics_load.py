@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 DOCUMENTED = {
     name: kind
     for name, kind in re.findall(r"^\| `([a-z0-9_:]+)` \| (counter|gauge|histogram) \|", DOCS.read_text(), re.MULTILINE)
-    # The latter exist only where neuron-monitor runs; test_neuron_monitor.py has a fake one.
+    # The latter exist only on a device.
     if not name.startswith(("neuron_operator_", "neuron_serving_neuron_"))
 }
 

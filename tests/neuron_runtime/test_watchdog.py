@@ -188,10 +188,9 @@ class OneRequest:
     def stop_at_sigterm(self) -> Callable[[], bool]:
         return lambda: self._stops
 
-    def send(self, message: FromEngine) -> None: ...
-
-    def send_step(self, step: Step) -> None:
-        self._stops = any(news.finish_reason for news in step.updates)
+    def send(self, message: FromEngine) -> None:
+        if isinstance(message, Step):
+            self._stops = any(news.finish_reason for news in message.updates)
 
     def receive(self, wait: bool) -> list[ToEngine]:
         mail, self._mail = self._mail, []
@@ -214,7 +213,7 @@ def test_the_engine_process_knows_warmed_up_shapes_from_the_start(
     for module in (process, loading):
         monkeypatch.setattr(module, "backend_package", lambda config: package)
     armed = ArmedDeadline()
-    asked = Request("0-1", (5, 6, 7), Sampling(max_tokens=1))
+    asked = Request("1", (5, 6, 7), Sampling(max_tokens=1))
     try:
         settings = LocalSettings(weights_dir=tmp_path, artifacts_dir=tmp_path)
         process.serve(

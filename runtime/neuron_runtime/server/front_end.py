@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,7 +33,7 @@ from neuron_runtime.engine.messages import Ready
 from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidConfig
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
-from neuron_runtime.server import control, neuron_monitor
+from neuron_runtime.server import control
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
@@ -122,7 +121,6 @@ class FrontEnd:
         self._edge = Edge(config.server, api_key_file, (ExchangeCounter(self.metrics),))
         self._processes = Processes()
         self.metrics.read_at_scrape(self._processes.read)
-        self.metrics.read_at_scrape(partial(neuron_monitor.readings, run_dir))
         self.metrics.read_at_scrape(lambda: [(LOG_LINES_LOST, (), self._edge.num_log_lines_lost)])
         self._deadline = Deadline(run_dir / FRONT_END_DEADLINE)
         self._url = url

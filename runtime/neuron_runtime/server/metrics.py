@@ -291,8 +291,6 @@ PROCESS = (
 )
 """As in the library, by process: supervisor, engine, front-end."""
 
-_monitor_gauge, _monitor_counter = (partial(_family, kind, "scrape") for kind in ("gauge", "counter"))
-
 CORE_MEMORY = (
     _engine_gauge(
         "neuron_serving_neuron_logical_core_memory_used_bytes",
@@ -307,52 +305,6 @@ CORE_MEMORY = (
     ),
 )
 """In the order of `DeviceMemory`. There are no series until a step has reported it."""
-
-NEURON = (
-    _monitor_gauge(
-        "neuron_serving_neuron_memory_used_bytes",
-        "Memory that the Neuron runtime of this server uses: host, neuron_device (of all its cores).",
-        labels=("memory",),
-    ),
-    _monitor_gauge(
-        "neuron_serving_neuron_core_memory_used_bytes",
-        "Device memory of each NeuronCore: constants (weights), model_code, model_shared_scratchpad, runtime_memory, "
-        "tensors (with the KV cache).",
-        labels=("neuroncore", "use"),
-    ),
-    _monitor_gauge(
-        "neuron_serving_neuron_device_memory_size_bytes", "Memory of one Neuron device.", use="with the used bytes"
-    ),
-    _monitor_gauge(
-        "neuron_serving_neuron_core_utilization",
-        "Fraction of the last seconds in which a NeuronCore was busy, 0 to 1.",
-        labels=("neuroncore",),
-        use="utilization",
-    ),
-    _monitor_counter(
-        "neuron_serving_neuron_executions_total",
-        "Executions of graphs by outcome, such as completed, completed_with_err, timed_out.",
-        labels=("outcome",),
-    ),
-    _monitor_counter(
-        "neuron_serving_neuron_execution_errors_total",
-        "Errors of executions by type, such as transient, runtime, hardware.",
-        labels=("error",),
-        use="should stay 0",
-    ),
-    _monitor_gauge(
-        "neuron_serving_neuron_execution_seconds",
-        "Device time of the executions of the last seconds, by percentile, such as p50, p99.",
-        labels=("percentile",),
-    ),
-    _monitor_counter(
-        "neuron_serving_neuron_ecc_events_total",
-        "Memory errors of each Neuron device of the node, corrected and uncorrected.",
-        labels=("neuron_device", "event"),
-        use="replace a node with uncorrected ones",
-    ),
-)
-"""From `neuron-monitor`, if it is on PATH."""
 
 ENGINE = "0"
 """The label of vLLM's engines; a process has one."""
@@ -422,7 +374,7 @@ class Metrics:
 
     def export(self) -> Exported:
         """The numbers now, for `render` and for a successor to continue."""
-        for family in (*PROCESS, *NEURON):
+        for family in PROCESS:
             # Processes that have ended.
             self._book.forget(family)
         for read in self._at_scrape:

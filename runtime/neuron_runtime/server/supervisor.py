@@ -39,7 +39,6 @@ from neuron_runtime.distributed.layout import ALONE, Layout
 from neuron_runtime.distributed.ranks import NodeRanks
 from neuron_runtime.errors import ExitCode, InvalidConfig, ServingError
 from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.server import neuron_monitor
 from neuron_runtime.server.control import Control, EngineEnded, EngineStalled, EngineStarted, StartDrain, encode_line
 from neuron_runtime.server.restarts import (
     CURED_BY_REPLACEMENT,
@@ -161,7 +160,6 @@ class Supervisor:
     def run(self) -> None:
         """Returns after a drain. Raises ServingError if serving cannot continue."""
         raise_open_files()
-        monitor = neuron_monitor.start(self._run_dir) if self._config.backend == "nxdi" else None
         self._front_end = self._start_front_end()
         self._start_engine()
         self._ranks = NodeRanks(self._layout, self._settings, self._run_dir, self._engine)
@@ -173,9 +171,6 @@ class Supervisor:
             self._end_front_end()
             self._engine.end()
             self._ranks.end(at_once=not served)
-            if monitor is not None:
-                monitor.kill()
-                monitor.wait()
 
     def _serve(self) -> None:
         while not self._signals.num_stops:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ LOGICAL_CORE_VARIABLES = (LOGICAL_CORE_VARIABLE, "NEURON_RT_VIRTUAL_CORE_SIZE")
 """Of NxD Inference, and of the Neuron runtime."""
 VISIBLE_CORES_VARIABLE = "NEURON_RT_VISIBLE_CORES"
 NUM_CORES_VARIABLE = "NEURON_RT_NUM_CORES"
+PROCESS_TAG_VARIABLE = "NEURON_PROCESS_TAG"
+"""By which AWS's exporter names a process; the board of the chart compares it with names of pods."""
 EXEC_TIMEOUT_VARIABLE = "NEURON_RT_EXEC_TIMEOUT"
 
 ROOT_VARIABLE = "NEURON_RT_ROOT_COMM_ID"
@@ -209,6 +212,7 @@ def environment_of(
         **dict.fromkeys(LOGICAL_CORE_VARIABLES, str(target.logical_core)),
         PLATFORM_VARIABLE: target.platform.name,
         EXEC_TIMEOUT_VARIABLE: str(EXEC_TIMEOUT_SECONDS),
+        PROCESS_TAG_VARIABLE: socket.gethostname(),
     }
     if scratch is not None:
         wanted["BASE_COMPILE_WORK_DIR"] = f"{scratch}/"
