@@ -22,9 +22,9 @@ from bench_tables import published_step_times
 from metric_tables import model_metrics
 from neuron_operator import schema
 from neuron_operator.reasons import CONDITIONS, TROUBLESHOOTING
+from neuron_runtime.apis.anthropic.body import MessagesBody
+from neuron_runtime.apis.responses.body import ResponsesBody
 from neuron_runtime.not_built import Surface
-from neuron_runtime.requests.anthropic import MessagesBody
-from neuron_runtime.requests.responses import ResponsesBody
 from request_tables import (
     as_json,
     fields,

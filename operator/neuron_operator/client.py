@@ -149,10 +149,6 @@ class Throttled(ClusterFault):
         self.retry_after_seconds = retry_after_seconds
 
 
-class Protected(ClusterFault):
-    """429 on an eviction: a PodDisruptionBudget does not allow it now."""
-
-
 class Unreachable(ClusterFault):
     """No response: the network or the API server is down."""
 
@@ -261,11 +257,7 @@ class Cluster(Protocol):
 
     async def patch(self, resource: Resource, live: Object, patch: Object, *, unchanged: bool = True) -> Object: ...
 
-    async def delete(
-        self, resource: Resource, live: Object, *, unchanged: bool = False, at_once: bool = False
-    ) -> None: ...
-
-    async def evict(self, pod: Object) -> None: ...
+    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False) -> None: ...
 
     async def log(
         self, namespace: str, pod: str, container: str, *, tail_lines: int, limit_bytes: int, timeout_seconds: float
@@ -470,29 +462,17 @@ class Client:
         body = {**patch, "metadata": {**patch.get("metadata", {}), **{key: live["metadata"][key] for key in exactly}}}
         return await self._patch(resource, resource.path_of(live), "strategic-merge-patch+json", body)
 
-    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False, at_once: bool = False) -> None:
+    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False) -> None:
         """Deletes exactly `live`, its dependents in the background; raises Conflict if another object has its name, or,
-        with `unchanged`, if it was modified since. `at_once`: a pod's object is gone before its node has ended it."""
+        with `unchanged`, if it was modified since."""
         exactly = ("uid", "resourceVersion") if unchanged else ("uid",)
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "propagationPolicy": "Background",
             "preconditions": {key: live["metadata"][key] for key in exactly},
-            **({"gracePeriodSeconds": 0} if at_once else {}),
         }
         await self._request("delete", resource, resource.path_of(live), body=body)
-
-    async def evict(self, pod: Object) -> None:
-        """Ends exactly this pod if every PodDisruptionBudget allows it; raises Protected if one does not."""
-        metadata = pod["metadata"]
-        body = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {key: metadata[key] for key in ("name", "namespace")},
-            "deleteOptions": {"preconditions": {"uid": metadata["uid"]}},
-        }
-        await self._request("create", PODS, PODS.path_of(pod, "eviction"), body=body)
 
     async def log(
         self, namespace: str, pod: str, container: str, *, tail_lines: int, limit_bytes: int, timeout_seconds: float
@@ -591,8 +571,6 @@ def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> Clus
     message = f"{what}: {status.get('message') or f'HTTP {code}'}"
     retry_after = headers.get("Retry-After") or details.get("retryAfterSeconds")
     causes = {cause.get("reason") for cause in details.get("causes") or ()}
-    if code == 429 and "DisruptionBudget" in causes:
-        return Protected(message, retriable=True, status=code)
     if code == 429 or (retry_after and code >= 500):
         seconds = float(str(retry_after)) if str(retry_after).isdigit() else 1.0
         return Throttled(message, status=code, retry_after_seconds=seconds)

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from neuron_operator import breaker, groups, manifest, names, node_health, nudge, revision, rollout, status
+from neuron_operator import breaker, groups, manifest, names, nudge, revision, rollout, status
 from neuron_operator.breaker import Allowed
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.model_status import ArtifactStatus, GroupStatus, PastRevision, Status
-from neuron_operator.node_health import Plan
 from neuron_operator.nudge import Nudge
 from neuron_operator.objects import dig, instant, is_owned, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
@@ -82,8 +81,6 @@ class Course:
     """Whether and when controllers try again to make refused pods."""
     groups: groups.Plan | None = None
     """None: every replica is one pod, or what is wanted is not known in this pass."""
-    moving: Plan = node_health.NOBODY
-    """Replicas that leave failed nodes."""
     upgrade: Upgrade | None = None
     """See `Decision`."""
 
@@ -98,19 +95,12 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         course = _paused(course)
     elif is_terminating:
         course = replace(course, desired=(), changes=(), delete=())
-    else:
-        limit = settings.node_failures.max_moves_per_minute
-        moving = node_health.plan(observed, _num_wanted(observed, course), world.moves_left, limit)
-        names_of_revisions = (known.name for known in _distinct(course.wanted, course.served))
-        cordons = node_health.cordons(observed, names_of_revisions, world.cordons_left)
-        course = replace(course, moving=replace(moving, now=(*moving.now, *cordons)))
     findings = status.complete((*course.findings, *_explain_serving(world, observed, course)))
     whole_status = _status(observed, course, findings, is_held=is_terminating or manifest.is_paused(world.body))
     return Decision(
         desired=course.desired,
         changes=course.changes,
         delete=course.delete,
-        moves=course.moving.now,
         status=whole_status,
         follows=not course.is_told or _differs(whole_status, world.body),
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
@@ -422,7 +412,6 @@ def _explain_serving(world: World, observed: Observed, course: Course) -> tuple[
             observed,
             _num_wanted(observed, course),
             course.served,
-            course.moving.words,
             course.groups.findings if course.groups else (),
         ),
         *_explain_revision(world, observed, course),
@@ -573,7 +562,7 @@ def _requeue_after(
     starting = (unexplained_from(pod) for pod in observed.live)
     of_groups = course.groups.due if course.groups else None
     nudges = (nudged.due for nudged in course.nudged)
-    times = (*attempts, *starting, *nudges, rollout.surge_due(observed), course.deadline, course.moving.due, of_groups)
+    times = (*attempts, *starting, *nudges, rollout.surge_due(observed), course.deadline, of_groups)
     wait = _seconds_not_ready(observed)
     is_awaiting = any(isinstance(need, Exists) for finding in findings for need in finding.needs)
     delays = (

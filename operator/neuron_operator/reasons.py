@@ -388,17 +388,16 @@ class Reason(StrEnum):
     NODE_LOST = Row(
         "NodeLost",
         ("Available",),
-        "The pod's node does not answer, or is shutting down. The operator has a new pod made elsewhere at once; "
-        "without the right to watch nodes (`watchNamespaces`), Kubernetes does so after five minutes",
+        "The pod's node does not answer, or is shutting down. Kubernetes makes a new pod elsewhere 30 s after it has "
+        "noticed",
         "Delete the Node if the machine no longer exists; see [troubleshooting](troubleshooting.md#failed-nodes)",
     )
     DEVICE_UNHEALTHY = Row(
         "DeviceUnhealthy",
         ("Available",),
         "The pod's node reports a fault of its Neuron devices (`NeuronHealth`, `AcceleratedHardwareReady`, or fewer "
-        "allocatable devices than the pod holds); the message quotes it. The operator has a new pod made and ends this "
-        "one",
-        "Replace or reboot the node, and cordon it until then; see [troubleshooting](troubleshooting.md#failed-nodes)",
+        "allocatable devices than the pod holds); the message quotes it",
+        "Drain the node, then replace or reboot it; see [troubleshooting](troubleshooting.md#failed-nodes)",
     )
     INSUFFICIENT_NEURON = Row(
         "InsufficientNeuron",

@@ -21,7 +21,6 @@ from neuron_operator import names
 from neuron_operator.client import (
     EVENTS,
     NEURON_MODELS,
-    NODES,
     PODS,
     SECRETS,
     AlreadyExists,
@@ -30,7 +29,6 @@ from neuron_operator.client import (
     Forbidden,
     Invalid,
     NotFound,
-    Protected,
     Resource,
     Terminating,
     Throttled,
@@ -39,7 +37,6 @@ from neuron_operator.client import (
 from neuron_operator.containment import Contained, needs_apply
 from neuron_operator.errors import ClusterFault, TermOver
 from neuron_operator.metrics import Metrics, PassResult
-from neuron_operator.move_budget import MoveBudget
 from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
 from neuron_operator.objects import is_orphan, is_owned, is_shared, labels_of, name_of, owners_of
 from neuron_operator.on_demand import OnDemand
@@ -52,7 +49,6 @@ from neuron_operator.world import (
     Decision,
     Exists,
     LogOf,
-    Move,
     Need,
     Needed,
     Object,
@@ -118,7 +114,6 @@ class Reconciler:
         self._check_term = check_term
         self._on_demand = OnDemand(cluster)
         self._contained = Contained()
-        self._budget = MoveBudget(settings.node_failures.max_moves_per_minute, time.monotonic)
 
     async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
         """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
@@ -161,9 +156,6 @@ class Reconciler:
             is_final = True
             world = self._observe(world, key)
         self._turns.tell(key, decision.upgrade)
-        for move in decision.moves:
-            if await writes.move(move, self._budget):
-                await self._announce(body, move.announcement)
         is_more_due = writes.number > num_before
         if decision.status is not None and needs_apply({"status": decision.status}, body, "status"):
             await writes.status(body, decision.status)
@@ -186,8 +178,6 @@ class Reconciler:
             pods=pods,
             shared=caches.shared(key[0]),
             nodes=caches.nodes_of(pods),
-            moves_left=self._budget.left,
-            cordons_left=self._settings.node_failures.max_cordoned_nodes - caches.num_cordoned,
             has_turn=self._turns.take(key),
         )
 
@@ -364,29 +354,6 @@ class _Writes:
             logger.debug("already deleted: %s", gone)
         except Forbidden as fault:
             raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
-
-    async def move(self, move: Move, budget: MoveBudget) -> bool:
-        """Whether the pod is ending, or the node cordoned, because of this."""
-        live = move.live
-        is_counted = move.how in ("Evict", "Delete")
-        if is_counted and not budget.take(live["metadata"]["uid"]):
-            return False
-        try:
-            match move.how:
-                case "Evict":
-                    await self._next().evict(live)
-                case "Cordon":
-                    annotations = {names.CORDONED_ANNOTATION: move.announcement.message}
-                    cordoned = {"metadata": {"annotations": annotations}, "spec": {"unschedulable": True}}
-                    self._observe_written(NODES, await self._next().patch(NODES, live, cordoned))
-                case _:
-                    await self._next().delete(PODS, live, at_once=move.how == "Remove")
-        except (NotFound, Conflict, Protected, Forbidden) as fault:
-            logger.warning("%s stays: %s", name_of(live), fault)
-            if is_counted:
-                budget.give_back()
-            return False
-        return True
 
     async def status(self, body: Object, status: Object) -> None:
         try:

@@ -36,7 +36,6 @@ from neuron_operator.client import (
 from neuron_operator.containment import own_entries
 from neuron_operator.errors import ClusterFault
 from neuron_operator.names import (
-    CORDONED_ANNOTATION,
     CORE_RESOURCE,
     DEVICE_RESOURCE,
     GROUP_LABEL,
@@ -71,12 +70,10 @@ def trimmed_node(node: Object) -> Object:
     """What `views.node_view` reads: kubelets report the rest often, and it is long."""
     status, metadata = node.get("status") or {}, node["metadata"]
     said = [found for found in status.get("conditions") or () if found["type"] in node_health.CONDITIONS]
-    ours = {key: value for key, value in (metadata.get("annotations") or {}).items() if key == CORDONED_ANNOTATION}
     return {
         "apiVersion": node["apiVersion"],
         "kind": node["kind"],
-        "metadata": {key: metadata[key] for key in ("name", "uid", "resourceVersion")} | {"annotations": ours},
-        "spec": {"unschedulable": bool((node.get("spec") or {}).get("unschedulable"))},
+        "metadata": {key: metadata[key] for key in ("name", "uid", "resourceVersion")},
         "status": {
             "conditions": said,
             **{part: _devices(status.get(part) or {}) for part in ("capacity", "allocatable")},
@@ -311,7 +308,6 @@ class Caches:
         self._children = tuple(children)
         self._failed_nodes: dict[str, NodeView] = {}
         """As they were when they last woke a model."""
-        self._cordoned: set[str] = set()
         if None in namespaces:  # the right to watch nodes is one for the whole cluster
             nodes = Reflector(
                 cluster,
@@ -374,17 +370,9 @@ class Caches:
         found = (self.find(NODES, "", name) for name in sorted(wanted))
         return tuple(node for node in found if node is not None)
 
-    @property
-    def num_cordoned(self) -> int:
-        """Nodes that the operator cordoned, and nobody uncordoned since."""
-        return len(self._cordoned)
-
     def _wake_replicas_of(self, node: Object, version: Version | None) -> None:
         """If the node failed, recovered, or says something else about its failure."""
         view = node_view(node)
-        self._cordoned.discard(view.name)
-        if version is not None and view.is_cordoned and view.cordoned:
-            self._cordoned.add(view.name)
         before, now = self._failed_nodes.pop(view.name, None), view if node_health.has_failed(view) else None
         if now is not None:
             self._failed_nodes[view.name] = now

@@ -72,7 +72,7 @@ def pace_of(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
     if deployment.revision != revision.name:
         return _by_room(model, observed, revision)
     due = surge_due(observed)
-    is_over = due is not None and due <= observed.now and not any(pod.is_deleting for pod in observed.replicas)
+    is_over = due is not None and due <= observed.now
     return _surge() if deployment.surges and not is_over else _one_by_one(model, observed)
 
 
@@ -87,12 +87,18 @@ def _of_groups(model: NeuronModel, strategy: str) -> Pace:
 
 
 def surge_due(observed: Observed) -> datetime | None:
-    """When a surge that found no node ends; None: it found one. Devices of a replica that ends are free soon."""
+    """When a surge that found no node ends; None: it found one.
+
+    Devices of a replica that ends are free soon. One on a lost node never reports its end.
+    """
     deployment = observed.deployment
     if deployment is None or not deployment.surges:
         return None
     waiting = (pod for pod in observed.live if pod.revision == deployment.revision and pod.unscheduled is not None)
-    return min((pod.created + SURGE_PATIENCE for pod in waiting if pod.created), default=None)
+    since = min((pod.created for pod in waiting if pod.created), default=None)
+    if since is None:
+        return None
+    return max((since, *(pod.should_be_gone for pod in observed.replicas if pod.should_be_gone))) + SURGE_PATIENCE
 
 
 def _surge(needs: frozenset[Need] = frozenset()) -> Pace:

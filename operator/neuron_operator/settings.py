@@ -24,7 +24,6 @@ from neuron_operator.world import (
     CaBundle,
     GroupSettings,
     JobSettings,
-    NodeFailures,
     Object,
     Provisionable,
     Settings,
@@ -99,10 +98,6 @@ def _provisionable(value: str) -> Provisionable:
     return msgspec.json.decode(value, type=Provisionable)
 
 
-def _node_failures(value: str) -> NodeFailures:
-    return msgspec.json.decode(value, type=NodeFailures)
-
-
 def _groups(value: str) -> GroupSettings:
     return msgspec.json.decode(value, type=GroupSettings)
 
@@ -163,13 +158,6 @@ SETTINGS = (
         _provisionable,
         "{}",
         'JSON: instance types that an autoscaler can add, e.g. {"instanceTypes": ["inf2.8xlarge", "trn2.48xlarge"]}',
-    ),
-    _Setting(
-        "node_failures",
-        _node_failures,
-        "{}",
-        "JSON: how many replicas leave failed nodes, and how many nodes that refuse pods are cordoned (0: none), e.g. "
-        '{"maxMovesPerMinute": 10, "maxCordonedNodes": 0}',
     ),
     _Setting(
         "runtime_upgrade",

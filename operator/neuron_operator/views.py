@@ -6,7 +6,7 @@ A view has only the fields that are used. Missing and wrongly typed parts read a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -289,10 +289,6 @@ class NodeView:
     """Neuron devices and cores that the device plugin has registered."""
     allocatable: Mapping[str, int]
     """Those of them that are healthy; none while the plugin is away."""
-    is_cordoned: bool
-    cordoned: str
-    """Why the operator cordoned it, also if somebody has uncordoned it since; empty: it did not."""
-    live: Object = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -547,9 +543,6 @@ def node_view(node: Object) -> NodeView:
         conditions=_conditions(node),
         capacity=_neuron(dig(node, "status", "capacity")),
         allocatable=_neuron(dig(node, "status", "allocatable")),
-        is_cordoned=bool(dig(node, "spec", "unschedulable")),
-        cordoned=text(node, "metadata", "annotations", names.CORDONED_ANNOTATION),
-        live=node,
     )
 
 

@@ -146,10 +146,6 @@ class World:
     """None: not read in this pass."""
     nodes: tuple[Object, ...] = ()
     """The nodes of this model's pods (`reflector.trimmed_node`); none if they may not be watched."""
-    moves_left: int = 0
-    """How many replicas of all models together may leave failed nodes now."""
-    cordons_left: int = 0
-    """How many more nodes the operator may cordon now."""
     has_turn: bool = False
     """Whether the model may begin to move to a newer runtime image."""
     events: tuple[Object, ...] | None = None
@@ -184,19 +180,6 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Move:
-    """A replica that leaves a failed node: its ReplicaSet makes another one as soon as this one is being deleted. Or a
-    node to which no more of them go."""
-
-    live: Object
-    """A pod, or a node (`reflector.trimmed_node`)."""
-    how: Literal["Evict", "Delete", "Remove", "Cordon"]
-    """Evict: the node lives, so that every PodDisruptionBudget counts. Delete: the node is lost. Remove: and the time
-    to end has passed, so that only the object is left."""
-    announcement: Announcement
-
-
-@dataclass(frozen=True)
 class Decision:
     """The next single step of one NeuronModel."""
 
@@ -206,7 +189,6 @@ class Decision:
     """Of shared objects; before anything is deleted."""
     delete: tuple[Object, ...] = ()
     """Live objects to prune."""
-    moves: tuple[Move, ...] = ()
     status: Object | None = None
     """The whole status; None: leave it unchanged, because the model is being deleted."""
     follows: bool = True
@@ -306,15 +288,6 @@ class Provisionable(Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     instance_types: tuple[str, ...] = ()
 
 
-class NodeFailures(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """Chart values `nodeFailures.*`."""
-
-    max_moves_per_minute: Annotated[int, Meta(ge=0, le=1000)] = 10
-    """Replicas of all models together that leave failed nodes; 0: none."""
-    max_cordoned_nodes: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """Nodes that stay cordoned by the operator at the same time; 0: it cordons none."""
-
-
 class GroupSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """Chart values `groups.*`: replicas on several nodes."""
 
@@ -347,7 +320,6 @@ class Settings:
     ca_bundle: CaBundle = field(default_factory=CaBundle)
     storage: StorageSettings = field(default_factory=StorageSettings)
     provisionable: Provisionable = field(default_factory=Provisionable)
-    node_failures: NodeFailures = field(default_factory=NodeFailures)
     runtime_upgrade: RuntimeUpgrade = "OnEdit"
     """Whether running models move to another `runtime_image` by themselves, or with their next edit."""
     groups: GroupSettings = field(default_factory=GroupSettings)

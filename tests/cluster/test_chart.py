@@ -31,7 +31,7 @@ from helpers.operators import BY_KIND, Namespace, client_of, eventually, operati
 from helpers.rendered_cases import FILES, render
 from neuron_operator import names, settings
 from neuron_operator.render.pods import serving_pod_template
-from neuron_operator.world import CaBundle, ClaimTemplate, GroupSettings, JobSettings, KeyRef, NodeFailures, ObjectStore
+from neuron_operator.world import CaBundle, ClaimTemplate, GroupSettings, JobSettings, KeyRef, ObjectStore
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -63,7 +63,6 @@ EVERYTHING: dict[str, Any] = {
     },
     "caBundle": {"configMap": {"name": "private-ca", "key": "ca.crt"}},
     "provisionable": {"instanceTypes": ["inf2.8xlarge", "trn2.48xlarge"]},
-    "nodeFailures": {"maxMovesPerMinute": 3, "maxCordonedNodes": 1},
     "runtimeUpgrade": "Rolling",
     "groups": {
         "restartSeconds": 30,
@@ -258,10 +257,8 @@ def test_an_unknown_value_is_refused_by_name(helm: Helm) -> None:
 
 def test_the_chart_grants_the_rights_that_the_operator_uses(helm: Helm) -> None:
     """Other tests check `CLUSTER_RULES` and `LEASE_RULES` against the operator's requests to an API server."""
-    documents, cordoning = helm.render(IMAGES), helm.render(merged(IMAGES, {"nodeFailures": {"maxCordonedNodes": 1}}))
-    rights, most = (granted(one(found, "ClusterRole", "neuron-operator")["rules"]) for found in (documents, cordoning))
-    assert most == granted(CLUSTER_RULES)
-    assert {(right[1], right[3]) for right in most - rights} == {("nodes", "patch")}
+    documents = helm.render(IMAGES)
+    assert granted(one(documents, "ClusterRole", "neuron-operator")["rules"]) == granted(CLUSTER_RULES)
     assert granted(one(documents, "Role")["rules"]) == granted(LEASE_RULES)
 
 
@@ -458,7 +455,6 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     assert seen.models.storage.artifacts.object_store == ObjectStore("s3://bucket/artifacts")
     assert seen.models.storage.keep_days == 7
     assert seen.models.provisionable.instance_types == ("inf2.8xlarge", "trn2.48xlarge")
-    assert seen.models.node_failures == NodeFailures(max_moves_per_minute=3, max_cordoned_nodes=1)
     assert seen.models.runtime_upgrade == "Rolling"
     assert seen.models.groups == GroupSettings(
         restart_seconds=30,

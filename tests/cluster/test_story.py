@@ -35,7 +35,6 @@ RIGHTS_FOR_FAULTS = {
     ("", "configmaps", "delete"),
     *(("", "persistentvolumeclaims", verb) for verb in ("get", "create")),
     ("", "pods", "delete"),
-    ("", "pods/eviction", "create"),
     ("", "pods/log", "get"),
     ("apps", "controllerrevisions", "delete"),
     *(("apps", "statefulsets", verb) for verb in ("get", "create", "delete")),

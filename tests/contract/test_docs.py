@@ -29,6 +29,7 @@ from helpers.rendered_cases import FILES, render
 from neuron_operator import metrics as operator_metrics
 from neuron_operator import placement
 from neuron_operator.__main__ import USAGE
+from neuron_operator.__main__ import main as operator
 from neuron_operator.catalog import FAMILIES as FAMILIES_OF_DEVICES
 from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.errors import InvalidSpec
@@ -68,6 +69,7 @@ SAMPLING = (DOCS / "sampling.md").read_text()
 TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
 VLLM_METRICS: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "cases" / "vllm_metrics.yaml").read_text())
 CHART_README = (CHART / "README.md").read_text()
+EKS = DOCS / "eks.md"
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/*.md", "charts/*/*.md", "examples/**/*.md")
@@ -149,9 +151,12 @@ def refused_at(document: Mapping[str, Any]) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_shown_manifest_is_accepted(page: Path) -> None:
-    # The first example of the README uses the Neuron backend, which this version refuses.
-    allowed = {"", "spec.engine.backend"} if page == ROOT / "README.md" else {""}
-    assert {refused_at(document) for document in shown_manifests(page)} <= allowed
+    assert {refused_at(document) for document in shown_manifests(page)} <= {""}
+
+
+def test_the_list_of_pages_names_every_page() -> None:
+    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "README.md").read_text()))
+    assert listed | {"README.md"} == {page.name for page in DOCS.glob("*.md")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -387,15 +392,66 @@ def test_the_docs_list_exactly_the_values_of_the_chart_with_defaults() -> None:
             assert yaml.safe_load(words(default)[0]) == actual, first
 
 
-def test_every_shown_chart_value_exists() -> None:
+def valid_values(given: Mapping[str, Any]) -> None:
+    """Check values as helm does; the images, which have no default, are set."""
     jsonschema = pytest.importorskip("jsonschema")
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     rules = json.loads((CHART / "values.schema.json").read_text())
-    shown = [yaml.safe_load(block) for block in fenced(CHART / "README.md", "yaml")]
-    assert shown
     images = {"image": {**values["image"], "operator": "operator:1", "runtime": "runtime:1"}}
-    for value in shown:
-        jsonschema.validate({**values, **images, **value}, rules)
+    jsonschema.validate({**values, **images, **given}, rules)
+
+
+@pytest.mark.parametrize("page", [CHART / "README.md", EKS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_shown_chart_value_exists(page: Path) -> None:
+    documents = [document for block in fenced(page, "yaml") for document in yaml.safe_load_all(block)]
+    shown = [document for document in documents if "apiVersion" not in document]
+    assert shown
+    for values in shown:
+        valid_values(values)
+
+
+def shown_commands(page: Path) -> list[str]:
+    """The commands of console blocks; one that goes on after a backslash is one line."""
+    lines = "\n".join(fenced(page, "console")).replace("\\\n", " ").splitlines()
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+def test_every_value_that_a_command_sets_exists_in_the_chart() -> None:
+    commands = [
+        line for page in PAGES for line in shown_commands(page) if line.startswith("helm ") and "charts/" in line
+    ]
+    names = {name for line in commands for name in re.findall(r"--set ([\w.]+)=", line)}
+    assert names >= {"image.operator", "image.runtime"}
+    assert names <= set(value_names(yaml.safe_load((CHART / "values.yaml").read_text())))
+
+
+# docs/eks.md
+
+
+@pytest.mark.parametrize("manifest", shown_manifests(EKS), ids=lambda manifest: str(manifest["metadata"]["name"]))
+def test_the_shown_plans_are_what_the_operator_prints(
+    manifest: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, facts = tmp_path / f"{manifest['metadata']['name']}.yaml", tmp_path / "facts.json"
+    model.write_text(json.dumps(manifest))
+    uri = manifest["spec"]["model"]["uri"].removeprefix("hf://")
+    facts.write_text(json.dumps(yaml.safe_load((ROOT / "tests/cases/sizing/models.yaml").read_text())[uri]))
+    blocks = [block.splitlines() for block in fenced(EKS, "console")]
+    ((command, *lines),) = (
+        one for one in blocks if one[0].startswith(f"$ neuron-operator plan -f {model.name}") and one[1:]
+    )
+    monkeypatch.chdir(tmp_path)
+    assert operator([*shlex.split(command)[2:], "--facts", str(facts)]) == 0
+    assert set(lines) <= set(capsys.readouterr().out.splitlines())
+
+
+def test_the_instance_types_are_in_the_catalog_with_the_shown_prices() -> None:
+    text = EKS.read_text()
+    assert set(re.findall(r"\b(?:inf|trn)\d\w*\.\w+large\b", text)) <= set(INSTANCE_TYPES)
+    for name, devices, *prices in rows(section(text, "What an idle model costs")):
+        known = INSTANCE_TYPES[name]
+        assert devices == str(known.devices)
+        assert prices == [f"${known.price:,.2f}", f"${known.price * 24:,.0f}", f"${known.price * 730:,.0f}"]
 
 
 def test_every_object_of_a_model_is_in_the_table_of_created_objects() -> None:

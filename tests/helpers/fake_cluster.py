@@ -86,10 +86,7 @@ class FakeCluster:
     async def patch(self, resource: Resource, live: Object, patch: Object, *, unchanged: bool = True) -> Object:
         raise NotImplementedError("merging needs the real server: use tests/helpers/operators.py")
 
-    async def evict(self, pod: Object) -> None:
-        raise NotImplementedError("budgets need the real server: use tests/helpers/operators.py")
-
-    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False, at_once: bool = False) -> None:
+    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False) -> None:
         await self._call("delete")
         metadata = live["metadata"]
         found = self._find(resource, metadata.get("namespace"), metadata["name"])

@@ -29,8 +29,7 @@ def _rules() -> list[list[dict[str, Any]]]:
 
 
 CLUSTER_RULES, LEASE_RULES = _rules()
-OF_NODES = (["nodes"], ["pods/eviction"])
-NAMESPACED_RULES = [rule for rule in CLUSTER_RULES if rule["resources"] not in OF_NODES]
+NAMESPACED_RULES = [rule for rule in CLUSTER_RULES if rule["resources"] != ["nodes"]]
 """With `watchNamespaces`, in a Role of each namespace. Nothing is granted in the whole cluster."""
 
 

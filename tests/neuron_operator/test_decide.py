@@ -292,6 +292,29 @@ def test_a_revision_of_another_format_is_ignored() -> None:
     assert from_object({**keeper, "data": None}) is None
 
 
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ([], [("not-ready", 30), ("unreachable", 30)]),
+        ([{"key": "spot", "operator": "Exists"}], [("not-ready", 30), ("unreachable", 30)]),
+        (
+            [{"key": "node.kubernetes.io/unreachable", "operator": "Exists", "tolerationSeconds": 600}],
+            [("unreachable", 600), ("not-ready", 30)],
+        ),
+        ([{"operator": "Exists"}], []),
+        ([{"operator": "Exists", "effect": "NoSchedule"}], [("not-ready", 30), ("unreachable", 30)]),
+    ],
+    ids=["none", "another", "a time of its own", "everything", "to be scheduled"],
+)
+def test_a_replica_leaves_a_lost_node_after_30_seconds_unless_its_manifest_says_otherwise(
+    own: list[Object], expected: list[tuple[str, int]]
+) -> None:
+    _, decision = resolved_world(spec={**SPEC, "podTemplate": {"spec": {"tolerations": own}}})
+    tolerations = find(decision.desired, "Deployment")["spec"]["template"]["spec"]["tolerations"]
+    of_nodes = [one for one in tolerations if one.get("key", "").startswith("node.kubernetes.io/")]
+    assert [(one["key"].partition("/")[2], one["tolerationSeconds"]) for one in of_nodes] == expected
+
+
 def test_the_terms_of_an_affinity_are_kept_and_an_empty_one_still_matches_no_node() -> None:
     wanted = {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}
     terms = [wanted, {}, {"matchExpressions": []}]

@@ -140,6 +140,8 @@ def test_a_surge_that_finds_no_node_for_half_a_minute_becomes_one_by_one(
         ]
         late = replace(world, pods=(*draining, *world.pods[1:]), now=NOW + timedelta(seconds=300))
         assert limits(decide(late, SETTINGS)) == SURGE, "the devices of a replica that ends are free soon"
+        lost = replace(late, now=NOW + timedelta(seconds=330))
+        assert limits(decide(lost, SETTINGS)) == ONE_BY_ONE, "nobody reports the end of a pod on a lost node"
     else:
         assert limits(settle(world)[1]) == ONE_BY_ONE, "until the rollout is over"
 

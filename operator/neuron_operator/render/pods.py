@@ -11,7 +11,7 @@ from typing import Any
 from neuron_operator import names
 from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.fields import as_json
-from neuron_operator.model import ApiKeySecret, NeuronModel
+from neuron_operator.model import ApiKeySecret, NeuronModel, Toleration
 from neuron_operator.placement import Placement, Target, size_rule
 from neuron_operator.render.objects import without_empty
 from neuron_operator.render.resources import Requests, overlaid
@@ -43,7 +43,7 @@ SOON_OFF_A_LOST_NODE = tuple(
     {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
     for taint in ("not-ready", "unreachable")
 )
-"""Instead of Kubernetes' five minutes: what a Job did is resumed elsewhere."""
+"""Instead of Kubernetes' five minutes: what a Job did is resumed elsewhere, and a replica has only to load again."""
 TMP = Mount("tmp", names.TMP_DIR, {"emptyDir": {}})
 SHM = Mount(names.SHM_VOLUME, names.SHM_DIR, {"emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}})
 """Where the ranks of a node exchange data; it counts as memory of the pod."""
@@ -133,6 +133,7 @@ def serving_pod_template(
                 "tolerations": [
                     *([{"key": names.NEURON_TAINT, "operator": "Exists"}] if placement.resources else []),
                     *as_json(overlay.spec.tolerations),
+                    *_soon_off_a_lost_node(overlay.spec.tolerations),
                 ],
                 "affinity": _affinity(_spread(model), placement, _node_rules(placement, target, settings.device_mode)),
                 "topologySpreadConstraints": as_json(overlay.spec.topology_spread_constraints),
@@ -143,6 +144,13 @@ def serving_pod_template(
             }
         ),
     }
+
+
+def _soon_off_a_lost_node(tolerations: Iterable[Toleration]) -> Iterator[Object]:
+    """Without the taints for which the manifest has a time of its own: of several, Kubernetes takes the shortest."""
+    keys = {one.key for one in tolerations if one.effect in (None, "NoExecute")}
+    if None not in keys:
+        yield from (one for one in SOON_OFF_A_LOST_NODE if one["key"] not in keys)
 
 
 def step_pod_template(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from neuron_operator import node_health
 from neuron_operator.disruption import num_promised
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.revision import Revision
@@ -16,18 +17,16 @@ def explain_replicas(
     observed: Observed,
     num_wanted: int,
     served: Revision,
-    leaving: Sequence[str] = (),
     of_groups: Sequence[Finding] = (),
 ) -> tuple[Finding, ...]:
     """A Finding for Available, those that pods of the served revision give for other conditions, and one for Ready if
-    replicas are missing although Available is true. `leaving`: what is said of replicas that leave failed nodes;
-    `of_groups`: why groups are missing that have no pods."""
+    replicas are missing although Available is true. `of_groups`: why groups are missing that have no pods."""
     num_answering = sum(pod.is_answering for pod in observed.replicas)
     counted = f"{num_answering} of {num_wanted} replicas answer"
     if num_wanted == 0:
         return (met("Available", "spec.replicas is 0", "ScaledToZero"),)
     if num_answering >= num_wanted:
-        return (met("Available", "; ".join((counted, *leaving))),)
+        return (met("Available", "; ".join((counted, *_on_failed_nodes(observed)))),)
     missing = [pod for pod in _current(observed.replicas) if not pod.is_answering]
     silent = {pod.group for pod in missing if pod.group}
     missing += [pod for pod in _current(observed.followers) if pod.group in silent and not pod.is_running]
@@ -49,6 +48,13 @@ def explain_replicas(
         return (*elsewhere.values(), unmet("Available", reason, text, worst.needs))
     text = f"{counted}, at least {promised} promised; {worst.message}{others}"
     return (*elsewhere.values(), met("Available", text), unmet("Ready", reason, text, worst.needs))
+
+
+def _on_failed_nodes(observed: Observed) -> Iterator[str]:
+    """What is wrong with the nodes of replicas that answer, or of members of their groups."""
+    for pod in (*observed.live, *observed.followers):
+        if pod.is_running and (signal := node_health.signal_of(pod, observed)) is not None:
+            yield f"pod {pod.name} is on node {pod.node}, which {signal.said}"
 
 
 def _reason(finding: Finding) -> Reason:

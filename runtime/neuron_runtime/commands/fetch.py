@@ -36,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scratch",
         type=Path,
         metavar="DIR",
-        help="Folder on the way to a store in S3; kept, so that a killed fetch resumes there (default: a temporary "
-        "one; the store keeps what a killed fetch has read)",
+        help="Folder on the way to a store in S3; kept, so that a killed fetch resumes (default: a temporary one)",
     )
     parser.add_argument(
         "--digest", default="", metavar="DIGEST", help="Fetch this version, as found by `inspect` (default: today's)"
@@ -77,15 +76,7 @@ def _to_remote(uri: str, options: argparse.Namespace) -> Fetched | Supplied:
     with ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(TemporaryDirectory(prefix="neuron-fetch-")))
         upload = _shown(f"{uri} to {remote.uri}")
-        return supply(
-            uri,
-            remote,
-            Store(scratch),
-            _shown(uri),
-            upload,
-            digest=options.digest,
-            is_scratch_kept=options.scratch is not None,
-        )
+        return supply(uri, remote, Store(scratch), _shown(uri), upload, digest=options.digest)
 
 
 def _shown(title: str) -> Callable[[Amount], None]:

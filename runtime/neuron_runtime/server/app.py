@@ -19,31 +19,38 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from neuron_runtime.apis.anthropic.body import CountTokensBody, MessagesBody, num_input_tokens
+from neuron_runtime.apis.anthropic.body import admitted as admitted_messages
+from neuron_runtime.apis.anthropic.objects import MessageAnswer, MessagesEvent, TokenCount
+from neuron_runtime.apis.anthropic.writer import MessagesWriter
+from neuron_runtime.apis.failures import Failure
+from neuron_runtime.apis.generation import Generation, Writer
+from neuron_runtime.apis.openai.errors import ErrorObject
+from neuron_runtime.apis.openai.objects import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
+from neuron_runtime.apis.openai.writer import CHAT, COMPLETION, OpenAIWriter
+from neuron_runtime.apis.responses.body import ResponsesBody
+from neuron_runtime.apis.responses.body import admitted as admitted_response
+from neuron_runtime.apis.responses.objects import ResponseObject, ResponsesEvent
+from neuron_runtime.apis.responses.writer import ResponsesWriter
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.errors import InvalidRequest, ServingError
-from neuron_runtime.requests import anthropic, responses
 from neuron_runtime.requests.admission import Admission, Ask
-from neuron_runtime.requests.anthropic import CountTokensBody, MessagesBody
 from neuron_runtime.requests.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from neuron_runtime.requests.responses import ResponsesBody
-from neuron_runtime.server.answers import CHAT, COMPLETION, OpenAIWriter
-from neuron_runtime.server.anthropic import MessageAnswer, MessagesEvent, MessagesWriter, TokenCount
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
 from neuron_runtime.server.exposition import VARY, chosen_format, encoded
 from neuron_runtime.server.gate import Gate
+<<<<<<< HEAD
 from neuron_runtime.server.generation import Generation
 from neuron_runtime.server.kept_metrics import KeptMetrics
+=======
+from neuron_runtime.server.generation import LiveGeneration
+>>>>>>> origin/main
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.objects import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    CompletionChunk,
     Detokenized,
-    ErrorObject,
     Health,
     Load,
     Model,
@@ -55,9 +62,15 @@ from neuron_runtime.server.objects import (
     Version,
 )
 from neuron_runtime.server.openapi import Operation, application
+<<<<<<< HEAD
 from neuron_runtime.server.responding import GenerationResponse, Writer
 from neuron_runtime.server.responses import ResponseObject, ResponsesEvent, ResponsesWriter
 from neuron_runtime.server.wire import Failure, error_answer, failure_answer, parse_body
+=======
+from neuron_runtime.server.responding import GenerationResponse
+from neuron_runtime.server.summed_metrics import SummedMetrics
+from neuron_runtime.server.wire import error_answer, failure_answer, parse_body
+>>>>>>> origin/main
 
 Made = TypeVar("Made")
 
@@ -65,8 +78,8 @@ EXAMPLE_MESSAGE = {"role": "user", "content": "What is a token?"}
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of generation: how its body is parsed and admitted, and how its answer is written."""
+class Api:
+    """How a body is parsed and admitted, and how its answer is written."""
 
     body: type[msgspec.Struct]
     admit: Callable[[Admission, Any], Ask]
@@ -74,12 +87,12 @@ class Kind:
     """From the model's name, the generation and the body."""
 
 
-COMPLETIONS = Kind(
+COMPLETIONS = Api(
     CompletionBody, Admission.completion, lambda model, generation, body: OpenAIWriter(COMPLETION, model, generation)
 )
-RESPONSES = Kind(ResponsesBody, responses.admitted, ResponsesWriter)
-MESSAGES = Kind(MessagesBody, anthropic.admitted, MessagesWriter)
-CHATS = Kind(ChatBody, Admission.chat, lambda model, generation, body: OpenAIWriter(CHAT, model, generation))
+RESPONSES = Api(ResponsesBody, admitted_response, ResponsesWriter)
+MESSAGES = Api(MessagesBody, admitted_messages, MessagesWriter)
+CHATS = Api(ChatBody, Admission.chat, lambda model, generation, body: OpenAIWriter(CHAT, model, generation))
 
 
 class State(Protocol):
@@ -228,7 +241,7 @@ class Routes:
         admission = self._state.admission()
 
         def answer(body: CountTokensBody) -> Response:
-            return _json(TokenCount(anthropic.num_input_tokens(admission, body)))
+            return _json(TokenCount(num_input_tokens(admission, body)))
 
         return await self._parsed(request, CountTokensBody, answer)
 
@@ -308,18 +321,18 @@ class Routes:
         body, headers = encoded(text, request.headers.get("accept-encoding", ""))
         return Response(body, headers={"content-type": form.content_type, "vary": VARY, **headers})
 
-    async def _generate(self, request: Request, kind_of: Callable[[bytes], Kind]) -> Response:
+    async def _generate(self, request: Request, api_of: Callable[[bytes], Api]) -> Response:
         state = self._state
         state.gate.check_admits()
         admission = state.admission()
         state.client.check_ready()
 
-        def answer(raw: bytes) -> tuple[Generation, Writer]:
-            kind = kind_of(raw)
-            body = parse_body(raw, kind.body)
-            ask = kind.admit(admission, body)
-            generation = Generation(ask, state.client, state.metrics, admission.tokenizer)
-            return generation, kind.writer(state.served_names[0], generation, body)
+        def answer(raw: bytes) -> tuple[LiveGeneration, Writer]:
+            api = api_of(raw)
+            body = parse_body(raw, api.body)
+            ask = api.admit(admission, body)
+            generation = LiveGeneration(ask, state.client, state.metrics, admission.tokenizer)
+            return generation, api.writer(state.served_names[0], generation, body)
 
         with state.gate.running():
             generation, writer = await self._read(request, answer)
@@ -354,7 +367,7 @@ class Routes:
             return await self._state.bodies.use(raw, use)
 
 
-def _invoked(raw: bytes) -> Kind:
+def _invoked(raw: bytes) -> Api:
     """Which generation a body asks for. Raises InvalidRequest."""
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])

@@ -18,8 +18,8 @@ from neuron_runtime.core import FinishReason
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from neuron_runtime.apis.generation import Generation
     from neuron_runtime.errors import ServingError
-    from neuron_runtime.server.generation import Generation
     from neuron_runtime.server.metrics import Metrics
     from neuron_runtime.text.tokenizer import Tokenizer
 

@@ -1,6 +1,6 @@
 """Runs one HTTP request on the engine: requests in, pieces of text per choice out.
 
-Stop 8 of a request, together with `text.choice_text`. `server.answers` turns the pieces into bytes. If it ends early,
+Stop 8 of a request, together with `text.choice_text`. A writer of `apis` turns the pieces into bytes. If it ends early,
 for any reason, the running requests are aborted.
 """
 
@@ -9,140 +9,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
-from neuron_runtime.core import FinishReason, Request, Sampling, TokenLogprobs
+from neuron_runtime.apis.generation import Choice, Generation, Piece
+from neuron_runtime.core import FinishReason, Request, Sampling
 from neuron_runtime.engine.messages import Update
 from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
 from neuron_runtime.requests.admission import Ask
-from neuron_runtime.requests.prompts import Echo
 from neuron_runtime.server.engine_client import EngineClient
-from neuron_runtime.server.logprobs import Located
 from neuron_runtime.server.metrics import Metrics
-from neuron_runtime.text.choice_text import ChoiceText
 from neuron_runtime.text.tokenizer import Tokenizer
-from neuron_runtime.text.tool_calls import CallPiece
 
 
-@dataclass(slots=True)
-class TokenDetails:
-    """Details of the tokens of a piece besides their text."""
-
-    token_ids: list[int] = field(default_factory=list)
-    located: list[Located] = field(default_factory=list)
-    """The tokens with log-probabilities, after those of an echoed prompt; empty unless requested."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Only in the first piece of a prompt's first choice, if requested."""
-
-    def add(self, later: TokenDetails) -> None:
-        """Append the details of a later piece."""
-        self.token_ids += later.token_ids
-        self.located += later.located
-        self.prompt_logprobs += later.prompt_logprobs
-
-
-@dataclass(slots=True)
-class Piece:
-    """The new text of one choice."""
-
-    index: int
-    text: str
-    num_tokens: int
-    """Tokens of the choice so far."""
-    finish_reason: FinishReason | None
-    reasoning: str = ""
-    calls: list[CallPiece] = field(default_factory=list)
-    """Behind the text."""
-    details: TokenDetails | None = None
-    """None if only text is requested."""
-
-
-class Choice(ChoiceText):
-    """One answer, with data for metrics."""
-
-    def __init__(
-        self,
-        ask: Ask,
-        prompt: tuple[int, ...],
-        sampling: Sampling,
-        tokenizer: Tokenizer,
-        *,
-        arrived: float,
-        echo: Echo | None,
-    ) -> None:
-        self._details = ask.details
-        locates = ask.details is not None and ask.details.logprobs is not None
-        super().__init__(
-            tokenizer,
-            prompt,
-            stop=ask.stop,
-            include_stop=ask.include_stop,
-            skip_special_tokens=ask.skip_special_tokens,
-            min_tokens=sampling.min_tokens,
-            splitter=ask.make_splitter and ask.make_splitter(),
-            calls=ask.make_calls and ask.make_calls(),
-            locates=locates,
-        )
-        self.has_details = ask.details is not None or echo is not None
-        """Whether `add_details` must be called."""
-        self.prompt_token_ids = prompt
-        self.num_prompt_tokens = len(prompt)
-        self.stop_token_id: int | None = None
-        """The token that ended the answer, if one did."""
-        self._locates = locates
-        self._echo = echo
-        self._num_echoed_characters = 0
-        self.num_cached_tokens = 0
-        self.arrived = arrived
-        self.queue_seconds: float | None = None
-        """Queue time; None before its first token."""
-        self.ended: FinishReason | None = None
-        """Finish reason for the client; None while it runs, or if the engine refused it."""
-        self.first_token_at: float | None = None
-        self.last_token_at = arrived
-
-    def add_details(self, piece: Piece, update: Update, num_tokens: int) -> None:
-        """Add the details of an update to a piece; `num_tokens` of its tokens belong to the answer."""
-        if piece.details is None:
-            piece.details = TokenDetails()
-        details, first = piece.details, self.num_tokens - num_tokens
-        if self._echo is not None:
-            self._repeat_prompt(self._echo, piece, details, update)
-            self._echo = None
-        token_ids = update.token_ids[:num_tokens]
-        details.token_ids += token_ids
-        if self._locates:
-            offsets = (self._num_echoed_characters + one for one in self.text_offsets[first:])
-            details.located += map(Located, token_ids, update.logprobs, offsets)
-        if self._details is not None and self._details.prompt_logprobs is not None:
-            details.prompt_logprobs += update.prompt_logprobs
-
-    def _repeat_prompt(self, echo: Echo, piece: Piece, details: TokenDetails, update: Update) -> None:
-        piece.text = echo.text + piece.text
-        self._num_echoed_characters = len(echo.text)
-        if self._locates:
-            details.located += map(Located, self.prompt_token_ids, (None, *update.prompt_logprobs), echo.text_offsets)
-
-
-class RepeatedPrompt(Choice):
-    """An answer that consists of the prompt only: the one computed token is dropped."""
-
-    def feed(self, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> str:
-        self.finish_reason = FinishReason.LENGTH
-        return ""
-
-
-class Generation:
-    """All choices of one HTTP request."""
+class LiveGeneration(Generation):
+    """Runs the choices of one HTTP request."""
 
     def __init__(self, ask: Ask, client: EngineClient, metrics: Metrics, tokenizer: Tokenizer) -> None:
-        now = time.monotonic()
-        self.ask = ask
-        self.choices: list[Choice] = []
+        super().__init__(ask, tokenizer)
         self._client = client
         self._metrics = metrics
-        self.tokenizer = tokenizer
         self._requests: list[Callable[[str], Request]] = []
         self._ids: list[str] = []
         self._running: set[int] = set()
@@ -150,37 +36,13 @@ class Generation:
         self._show: Callable[[list[Piece]], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        choice = Choice if ask.generates else RepeatedPrompt
-        echoes = ask.echoes or (None,) * len(ask.prompts)
-        locates = ask.details is not None and ask.details.logprobs is not None
-        for prompt, sampling, echo in zip(ask.prompts, ask.sampling, echoes, strict=True):
+        echoes = ask.details is not None and ask.details.logprobs is not None and bool(ask.echoes)
+        for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
             # Prompt logprobs are computed for the first answer only, unless each answer echoes them.
-            later = sampling if echo is not None and locates else replace(sampling, prompt_logprobs=None)
+            later = sampling if echoes else replace(sampling, prompt_logprobs=None)
             for number in range(ask.num_choices):
-                self.choices.append(choice(ask, prompt, sampling, tokenizer, arrived=now, echo=echo))
                 chosen = replace(later if number else sampling, choice=number)
                 self._requests.append(partial(_request, prompt=prompt, sampling=chosen, ask=ask))
-
-    @property
-    def stop_reasons(self) -> list[int | str | None]:
-        """For each choice, the stop string or stop token that ended it; None for the tokenizer's end token."""
-        own = self.tokenizer.eos_token_id
-        return [
-            choice.stop_string or (None if choice.stop_token_id == own else choice.stop_token_id)
-            for choice in self.choices
-        ]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices)
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return sum(choice.num_reasoning_tokens for choice in self.choices)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return sum(choice.num_cached_tokens for choice in self.choices[:: self.ask.num_choices])
 
     async def begin(self) -> None:
         """Send the requests and wait for the first update. Raises the engine's ServingErrors."""

@@ -16,7 +16,8 @@ from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from neuron_runtime.server.wire import OPENAI, Failure
+from neuron_runtime.apis.failures import Failure
+from neuron_runtime.apis.openai.errors import OPENAI
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line plus headers; also trailers, and data between two chunks."""

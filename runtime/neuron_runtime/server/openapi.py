@@ -23,10 +23,11 @@ from fastapi_offline import FastAPIOffline
 from starlette.requests import Request
 from starlette.responses import Response
 
+from neuron_runtime.apis.failures import ErrorFormat
 from neuron_runtime.not_built import Surface, rows
 from neuron_runtime.requests.parameters import Parameter, parameters_of
 from neuron_runtime.server.auth import needs_key
-from neuron_runtime.server.wire import ErrorFormat, error_format
+from neuron_runtime.server.wire import error_format
 
 Struct = type[msgspec.Struct] | UnionType
 """One type, or one of several."""

@@ -1,26 +1,23 @@
 """Responds to generation requests in any API: runs the generation, and sends what a writer makes of its pieces.
 
 Stop 9 of a request, as plain ASGI: one write per wake-up. Headers are sent with the first message of the engine, so
-that a refusal still gets its status. The formats are the writers of `server.answers` and of its siblings.
+that a refusal still gets its status. The formats are the writers of `apis`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from neuron_runtime.apis.generation import Answer, Piece, Writer
 from neuron_runtime.errors import ServingError
 from neuron_runtime.server.exchange import exchange_of
-from neuron_runtime.server.generation import Generation, Piece, TokenDetails
+from neuron_runtime.server.generation import LiveGeneration
 from neuron_runtime.server.http_protocol import body_writer
 from neuron_runtime.server.wire import error_answer
-from neuron_runtime.text.tool_calls import CallPiece, whole_calls
 
 MANY_TOKENS = 256
 """Responses with log-probabilities of more tokens are formatted on a thread."""
@@ -30,52 +27,6 @@ class ClientGone(Exception):
     """The client disconnected."""
 
 
-@dataclass(slots=True)
-class Answer:
-    """All of one choice."""
-
-    texts: list[str] = field(default_factory=list)
-    reasonings: list[str] = field(default_factory=list)
-    call_pieces: list[CallPiece] = field(default_factory=list)
-    details: TokenDetails = field(default_factory=TokenDetails)
-
-    def add(self, piece: Piece) -> None:
-        self.texts.append(piece.text)
-        self.reasonings.append(piece.reasoning)
-        self.call_pieces += piece.calls
-        if piece.details is not None:
-            self.details.add(piece.details)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self.reasonings)
-
-    @property
-    def calls(self) -> list[CallPiece]:
-        """The calls of tools, each as one piece."""
-        return whole_calls(self.call_pieces)
-
-
-class Writer(Protocol):
-    """Writes the answer to one request in the format of its API: either `whole`, or `pieces` until `end`."""
-
-    def pieces(self, pieces: list[Piece]) -> bytes:
-        """The events of all pieces of one wake-up; may be empty."""
-
-    def end(self) -> bytes:
-        """The events behind the last piece."""
-
-    def failure(self, error: ServingError) -> bytes:
-        """The events that end a stream which has begun."""
-
-    def whole(self, answers: Sequence[Answer]) -> bytes:
-        """The body of a response that is not streamed."""
-
-
 class GenerationResponse(Response):
     """The ASGI response of one generation request.
 
@@ -83,7 +34,7 @@ class GenerationResponse(Response):
         running: entered while the request runs, so that a drain can wait for it.
     """
 
-    def __init__(self, writer: Writer, generation: Generation, running: AbstractContextManager[None]) -> None:
+    def __init__(self, writer: Writer, generation: LiveGeneration, running: AbstractContextManager[None]) -> None:
         super().__init__()
         self._writer = writer
         self._generation = generation

@@ -35,7 +35,7 @@ from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.uris import FolderModel, HubModel, ImageModel, ModelInPlace, S3Model, parse_uri
 from neuron_runtime.weights.disk import writing
-from neuron_runtime.weights.journal import Claims, Journal
+from neuron_runtime.weights.journal import Journal
 from neuron_runtime.weights.selection import (
     graph_files,
     is_part,
@@ -50,7 +50,6 @@ from neuron_runtime.weights.transfer import LIMITS, Amount, Transfer, TransferLi
 
 if TYPE_CHECKING:
     from neuron_runtime.weights.remote import RemoteStore
-    from neuron_runtime.weights.staging import Staging
 
 CLAIMS_DIR_VARIABLE = "NEURON_SERVING_CLAIMS_DIR"
 DEFAULT_CLAIMS_DIR = Path("/mnt/claims")
@@ -119,7 +118,6 @@ def fetch(
     with_weights: bool = True,
     check: SmallCheck = no_check,
     tools: Tools | None = None,
-    staging: Staging | None = None,
 ) -> Fetched:
     """The model as a complete entry of the store, copied from its source unless it is there. Folders stay in place.
 
@@ -130,7 +128,6 @@ def fetch(
         on_miss: whether a model that is in neither store is copied from its source, or is an error.
         with_weights: False for the small files alone.
         check: called before weights are copied from the source.
-        staging: where chunks are kept meanwhile, in case this machine does not end the fetch.
 
     Raises:
         InvalidConfig: the URI is malformed.
@@ -174,7 +171,7 @@ def fetch(
         if entry := store.sound(key, replace=True):
             return _fetched(entry, check)
         manifest, read_bytes = _copy(
-            attempts, listing, work, report, with_weights=with_weights, check=check, tools=tools, staging=staging
+            attempts, listing, work, report, with_weights=with_weights, check=check, tools=tools
         )
         return _fetched(store.publish(key, work, manifest), check, read_bytes)
 
@@ -189,15 +186,11 @@ def supply(
     digest: str = "",
     source: Source | None = None,
     tools: Tools | None = None,
-    is_scratch_kept: bool = False,
 ) -> Supplied:
     """The model as a complete entry of a remote store, by way of a local one. Arguments and errors as of `fetch`.
 
-    Nothing is read from the source if the remote store has the digest. A damaged entry is replaced. A killed fetch
-    resumes from the local store if it `is_scratch_kept`, otherwise from what it staged in the remote one.
+    Nothing is read from the source if the remote store has the digest. A damaged entry is replaced.
     """
-    from neuron_runtime.weights.staging import Staging  # noqa: PLC0415  (as of `open_remote`)
-
     model = parse_uri(uri)
     if isinstance(model, ModelInPlace):
         raise InvalidConfig("URI", f"{uri} is read in place; only models of a hub or of S3 are copied to a store")
@@ -207,12 +200,9 @@ def supply(
         digest = Attempts(source, tools.sleep)(source.listing).digest
     if KEY.fullmatch(digest) and (present := remote.intact(digest)):
         return Supplied(remote.uri_of(digest), digest, present.manifest.num_bytes)
-    with contextlib.nullcontext() if is_scratch_kept else Staging(remote, digest) as staging:
-        found = fetch(uri, scratch, report, digest, source, tools=tools, staging=staging)
-        if entry := scratch.find(found.digest):
-            remote.upload(entry, report_upload, staging)
-        if staging is not None:
-            staging.clear()
+    found = fetch(uri, scratch, report, digest, source, tools=tools)
+    if entry := scratch.find(found.digest):
+        remote.upload(entry, report_upload)
     return Supplied(remote.uri_of(found.digest), found.digest, found.num_bytes, found.read_bytes)
 
 
@@ -407,24 +397,20 @@ def _copy(
     with_weights: bool,
     check: SmallCheck,
     tools: Tools,
-    staging: Staging | None,
 ) -> tuple[Manifest, int]:
     """Copy the files of a model, the small ones first: the index among them names the others."""
     folder, uri = work / "files", attempts.source.uri
     small = small_files(listing.files)
     with writing(work):
         journal = Journal(work / "journal", listing.digest)
-    claims: Claims = journal
 
     def transfer(names: list[str], report: Callable[[Amount], None]) -> tuple[dict[str, str], int]:
         copy = Transfer(
-            attempts, listing, names, folder=folder, journal=claims, limits=tools.limits, free_bytes=tools.free_bytes
+            attempts, listing, names, folder=folder, journal=journal, limits=tools.limits, free_bytes=tools.free_bytes
         )
         return copy.run(report), copy.amount.read_bytes
 
     try:
-        if staging is not None:
-            claims = staging.follow(journal, folder, listing.files, report)
         sums, read_bytes = transfer(small, lambda amount: None)
         with _naming(folder, uri):
             read_config(folder)
@@ -439,8 +425,6 @@ def _copy(
             sums, read_bytes = sums | more, read_bytes + more_bytes
             with _naming(folder, uri):
                 read_checkpoint(folder)
-        if staging is not None:
-            staging.settle()
     finally:
         journal.close()
     files = tuple(StoredFile(name, listing.files[name].num_bytes, sums[name]) for name in sorted(sums))

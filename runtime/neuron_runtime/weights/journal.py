@@ -1,16 +1,14 @@
 """The journal of a transfer: which chunks of which files are on the disk, so that a killed transfer resumes.
 
-Written by `transfer`, and by `staging` for what it restores. A line is a claim, with a checksum: whoever resumes reads
-the chunk and believes the bytes, not the line. So nothing needs to be synced before its line is written.
+Written by `transfer` only. A line is a claim, with a checksum: whoever resumes reads the chunk and believes the bytes,
+not the line. So nothing needs to be synced before its line is written.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -57,19 +55,6 @@ def parse(raw: bytes, digest: str) -> tuple[dict[tuple[str, int], Claim], int]:
     return claims, begin
 
 
-class Claims(Protocol):
-    """What a transfer needs of a journal. Used by several threads."""
-
-    @property
-    def claims(self) -> Mapping[tuple[str, int], Claim]:
-        """By name and first byte."""
-
-    def add(self, claim: Claim) -> None: ...
-
-    def drop(self, name: str) -> None:
-        """Withdraw all claims about a file."""
-
-
 class Journal:
     """Appends claims to a file. Used by several threads; raises OSError."""
 
@@ -77,20 +62,16 @@ class Journal:
         self._lock = threading.Lock()
         self._fd = open_file(path, os.O_RDWR | os.O_CREAT)
         with open(self._fd, "rb", closefd=False) as file:
-            self._claims, self._end = parse(file.read(), digest)
+            self.claims, self._end = parse(file.read(), digest)
         os.ftruncate(self._fd, self._end)
         if not self._end:
             self._append(Header(VERSION, digest))
 
-    @property
-    def claims(self) -> Mapping[tuple[str, int], Claim]:
-        return self._claims
-
     def add(self, claim: Claim) -> None:
         self._append(claim)
-        self._claims[claim.name, claim.begin] = claim
 
     def drop(self, name: str) -> None:
+        """Withdraw all claims about a file."""
         self._append(Claim(name, 0, 0, 0))
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
     PREFIX/KEY/CONTENT/NAME        the files of an entry; CONTENT is a hash of their names and contents
     PREFIX/KEY/.manifest.json      written last, and only if there is none: it makes the entry complete
     PREFIX/KEY/.used               empty, replaced when the entry is used
-    PREFIX/KEY/.partial/           chunks of an unfinished fetch, see `staging`
 
 Called by `fetching` and the commands, and for compiled artifacts. Nothing is loaded from here: a download ends in a
 local store, with each file checked against the manifest. It knows neither models nor sources.
@@ -14,32 +13,28 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import os
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from boto3.s3.transfer import TransferConfig, create_transfer_manager
 from botocore.exceptions import ClientError
 from s3transfer.subscribers import BaseSubscriber
-from s3transfer.utils import ReadFileChunk
 
 from neuron_runtime.console import say
-from neuron_runtime.errors import ServingError
 from neuron_runtime.uris import S3Model, store_address
-from neuron_runtime.weights.disk import open_file, read_blocks, write_all, writing
+from neuron_runtime.weights.disk import read_blocks, writing
 from neuron_runtime.weights.hashing import FileHash
 from neuron_runtime.weights.journal import Journal
 from neuron_runtime.weights.s3 import S3Place, S3Source
-from neuron_runtime.weights.source import BLOCK_BYTES, Attempts, BrokenAnswer, Check, Listing, SourceFile, one_line
+from neuron_runtime.weights.source import Attempts, BrokenAnswer, Check, Listing, SourceFile
 from neuron_runtime.weights.store import (
     ABANDONED_SECONDS,
     DAY_SECONDS,
@@ -61,9 +56,6 @@ from neuron_runtime.weights.store import (
     check_manifest,
 )
 from neuron_runtime.weights.transfer import LIMITS, Amount, Transfer, TransferLimits, free_bytes
-
-if TYPE_CHECKING:
-    from neuron_runtime.weights.staging import Staging
 
 RIGHTS = (
     "listing the bucket, and reading, writing and deleting its objects (s3:ListBucket, s3:GetObject, s3:PutObject, "
@@ -255,11 +247,8 @@ class RemoteStore:
                 journal.close()
             return store.publish(into, work, msgspec.structs.replace(manifest, files=files))
 
-    def upload(self, entry: Entry, report: Callable[[Amount], None], staging: Staging | None = None) -> None:
+    def upload(self, entry: Entry, report: Callable[[Amount], None]) -> None:
         """Add an entry of a local store, unless there is an intact one. Objects that a killed upload left are used.
-
-        Args:
-            staging: the chunks of the entry that are in this store already.
 
         Raises:
             Damaged: the local entry differs from its manifest.
@@ -284,8 +273,6 @@ class RemoteStore:
             or item.num_bytes != file.bytes
             or self._stated(folder, file) != file.crc32
         ]
-        if staging is not None:
-            left = [file for file in left if not self._assemble(f"{folder}/{file.name}", file, staging)]
         self._send(entry.folder, folder, left, manifest.num_bytes, report)
         if self._publish(key, manifest):
             return
@@ -542,7 +529,7 @@ class RemoteStore:
                         str(source / file.name),
                         self._model.bucket,
                         self._key(f"{folder}/{file.name}"),
-                        extra_args={"ChecksumCRC32": _base64(file.crc32)},
+                        extra_args={"ChecksumCRC32": base64.b64encode(bytes.fromhex(file.crc32)).decode()},
                         subscribers=[sent],
                     )
                     for file in files
@@ -561,80 +548,6 @@ class RemoteStore:
         # The library repeats parts; this repeats an upload that failed for good, once.
         Attempts(place, self._sleep, pauses=(1.0,))(send)
         report(Amount(total_bytes, total_bytes, total_bytes))
-
-    def send_range(self, name: str, path: Path, begin: int, end: int, crc32: int) -> None:
-        """Write bytes of a file as an object. The store refuses bytes with another CRC-32. Errors as of `upload`, and
-        FileNotFoundError."""
-
-        with ReadFileChunk.from_filename(str(path), begin, end - begin) as body:
-
-            def send() -> None:
-                body.seek(0)
-                self._place.client.put_object(
-                    Bucket=self._model.bucket, Key=self._key(name), Body=body, ChecksumCRC32=_base64(f"{crc32:08x}")
-                )
-
-            self._attempts(send)
-
-    def copy_into(self, name: str, path: Path, position: int) -> int | None:
-        """Write an object into a file, and return its CRC-32; None if it does not exist. Errors as of `download`."""
-
-        def copy() -> int | None:
-            try:
-                answer = self._place.client.get_object(Bucket=self._model.bucket, Key=self._key(name))
-            except self._place.client.exceptions.NoSuchKey:
-                return None
-            crc32, end = 0, position
-            with closing(answer["Body"]) as body:
-                for block in body.iter_chunks(BLOCK_BYTES):
-                    with writing(path):
-                        write_all(fd, memoryview(block), end)
-                    crc32 = zlib.crc32(block, crc32)
-                    end += len(block)
-            return crc32
-
-        with writing(path):
-            fd = open_file(path, os.O_RDWR | os.O_CREAT)
-        try:
-            return self._attempts(copy)
-        finally:
-            os.close(fd)
-
-    def _assemble(self, name: str, file: RemoteFile, staging: Staging) -> bool:
-        """Whether S3 made the object from its staged chunks, which have not to be sent again then."""
-        parts, client = staging.parts(file.name, file.bytes), self._place.client
-        if not parts:
-            return False
-        where = {"Bucket": self._model.bucket, "Key": self._key(name)}
-        checksum = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}
-
-        def copy(upload: str, number: int) -> dict[str, Any]:
-            source = {"Bucket": self._model.bucket, "Key": self._key(parts[number - 1])}
-            result = self._attempts(
-                lambda: client.upload_part_copy(**where, UploadId=upload, PartNumber=number, CopySource=source)
-            )["CopyPartResult"]
-            return {"PartNumber": number, **{key: result[key] for key in ("ETag", "ChecksumCRC32") if key in result}}
-
-        failures: tuple[type[BaseException], ...] = (*self._place.failures, ServingError)
-        upload = ""
-        try:
-            upload = client.create_multipart_upload(**where, **checksum)["UploadId"]
-            with ThreadPoolExecutor(NUM_UPLOADS, thread_name_prefix="assemble") as pool:
-                made = list(pool.map(partial(copy, upload), range(1, len(parts) + 1)))
-            client.complete_multipart_upload(
-                **where,
-                UploadId=upload,
-                MultipartUpload={"Parts": made},
-                ChecksumCRC32=_base64(file.crc32),
-                ChecksumType="FULL_OBJECT",
-            )
-        except failures as error:
-            say(f"{self._place.place} cannot put {file.name} together ({one_line(error)}): sending it")
-            with contextlib.suppress(*self._place.failures):
-                if upload:
-                    client.abort_multipart_upload(**where, UploadId=upload)
-            return False
-        return True
 
     def _key(self, name: str) -> str:
         return f"{self._model.prefix}/{name}" if self._model.prefix else name
@@ -696,10 +609,6 @@ def _summed(folder: Path, file: StoredFile, kind: Kind) -> RemoteFile:
     if (num_bytes, sha256.hexdigest()) != (file.bytes, file.sha256):
         raise Damaged(folder, f"{file.name} differs from the manifest", kind)
     return RemoteFile(file.name, file.bytes, file.sha256, f"{crc32:08x}")
-
-
-def _base64(crc32: str) -> str:
-    return base64.b64encode(bytes.fromhex(crc32)).decode()
 
 
 def _used(items: Iterable[RemoteObject]) -> float | None:

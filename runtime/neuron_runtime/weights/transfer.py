@@ -20,7 +20,7 @@ from pathlib import Path
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.disk import make_folder, open_file, read_blocks, write_all, writing
 from neuron_runtime.weights.hashing import FileHash
-from neuron_runtime.weights.journal import Claim, Claims
+from neuron_runtime.weights.journal import Claim, Journal
 from neuron_runtime.weights.source import (
     BLOCK_BYTES,
     TIMEOUT_SECONDS,
@@ -172,7 +172,7 @@ class Transfer:
         names: Sequence[str],
         *,
         folder: Path,
-        journal: Claims,
+        journal: Journal,
         limits: TransferLimits,
         free_bytes: Callable[[Path], int] = free_bytes,
     ) -> None:

@@ -14,12 +14,11 @@ from typing import Any
 import msgspec
 import orjson
 
-from neuron_runtime.core import FinishReason
-from neuron_runtime.errors import ServingError
-from neuron_runtime.requests.admission import Details
-from neuron_runtime.server.generation import Choice, Generation, Piece, TokenDetails
-from neuron_runtime.server.logprobs import Located, Speller
-from neuron_runtime.server.objects import (
+from neuron_runtime.apis.failures import failure_of
+from neuron_runtime.apis.generation import Answer, Choice, Generation, Piece, TokenDetails
+from neuron_runtime.apis.logprobs import Located, Speller
+from neuron_runtime.apis.openai.errors import OPENAI
+from neuron_runtime.apis.openai.objects import (
     ChatAnswer,
     ChatChoice,
     ChatCompletion,
@@ -33,8 +32,9 @@ from neuron_runtime.server.objects import (
     ToolCallPart,
     Usage,
 )
-from neuron_runtime.server.responding import Answer
-from neuron_runtime.server.wire import OPENAI, failure_of
+from neuron_runtime.core import FinishReason
+from neuron_runtime.errors import ServingError
+from neuron_runtime.requests.admission import Details
 from neuron_runtime.text.tool_calls import CallPiece
 
 SSE_END = b"data: [DONE]\n\n"

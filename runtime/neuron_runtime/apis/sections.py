@@ -1,7 +1,7 @@
-"""The parts of one answer in the order in which they come: reasoning, text, calls of tools.
+"""The sections of one answer in the order in which they come: reasoning, text, calls of tools.
 
-Used by the writers of APIs with typed parts. `BlockWriter` tells where a part begins, grows and ends; a subclass has
-the events and objects of its API. No I/O.
+Used by the writers of APIs with typed parts. `SectionWriter` tells where a section begins, grows and ends; a subclass
+has the events and objects of its API. No I/O.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from typing import Literal
 
 import msgspec
 
-from neuron_runtime.server.generation import Generation, Piece
-from neuron_runtime.server.logprobs import Located
-from neuron_runtime.server.responding import Answer
+from neuron_runtime.apis.generation import Answer, Generation, Piece
+from neuron_runtime.apis.logprobs import Located
 from neuron_runtime.text.tool_calls import CallPiece
 
-BlockKind = Literal["reasoning", "text", "call"]
+SectionKind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(slots=True)
-class Block:
-    """One part."""
+class Section:
+    """One section."""
 
     index: int
-    kind: BlockKind
+    kind: SectionKind
     id: str
     name: str = ""
     """Of the called function."""
@@ -42,42 +41,42 @@ class Block:
         return "".join(self.parts)
 
 
-class BlockWriter(ABC):
+class SectionWriter(ABC):
     """Writes the only choice of a request; a `Writer`."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
-        self.blocks: list[Block] = []
+        self.sections: list[Section] = []
         self._begun = False
-        self._open: Block | None = None
+        self._open: Section | None = None
         self._located: list[Located] = []
-        """Tokens that no block has yet."""
+        """Tokens that no section has yet."""
         self._num_skipped = 0
         """Tokens of reasoning that were left out."""
 
     @abstractmethod
     def started(self) -> bytes:
-        """Events before the first block."""
+        """Events before the first section."""
 
     @abstractmethod
-    def opened(self, block: Block) -> bytes:
-        """Events of a block that begins; it has no text yet."""
+    def opened(self, section: Section) -> bytes:
+        """Events of a section that begins; it has no text yet."""
 
     @abstractmethod
-    def grown(self, block: Block, delta: str, located: Sequence[Located]) -> bytes:
-        """Events of new text, which the block has already."""
+    def grown(self, section: Section, delta: str, located: Sequence[Located]) -> bytes:
+        """Events of new text, which the section has already."""
 
     @abstractmethod
-    def closed(self, block: Block) -> bytes:
-        """Events of a block that is complete."""
+    def closed(self, section: Section) -> bytes:
+        """Events of a section that is complete."""
 
     @abstractmethod
     def ended(self) -> bytes:
-        """Events behind the last block."""
+        """Events behind the last section."""
 
     @abstractmethod
     def answer(self) -> msgspec.Struct:
-        """The whole answer with all blocks."""
+        """The whole answer with all sections."""
 
     def pieces(self, pieces: list[Piece]) -> bytes:
         out = [] if self._begun else [self.started()]
@@ -111,27 +110,27 @@ class BlockWriter(ABC):
             if call.arguments:
                 yield from self._add("call", call.arguments)
 
-    def _add(self, kind: BlockKind, delta: str) -> Iterator[bytes]:
+    def _add(self, kind: SectionKind, delta: str) -> Iterator[bytes]:
         if self._open is None or self._open.kind != kind:
             yield from self._begin(kind)
-        block = self.blocks[-1]
-        block.parts.append(delta)
+        section = self.sections[-1]
+        section.parts.append(delta)
         located = self._take() if kind == "text" else []
-        block.located += located
-        yield self.grown(block, delta, located)
+        section.located += located
+        yield self.grown(section, delta, located)
 
-    def _begin(self, kind: BlockKind, call: CallPiece | None = None) -> Iterator[bytes]:
+    def _begin(self, kind: SectionKind, call: CallPiece | None = None) -> Iterator[bytes]:
         yield from self._close()
-        self._open = Block(len(self.blocks), kind, secrets.token_hex(16))
+        self._open = Section(len(self.sections), kind, secrets.token_hex(16))
         if call is not None:
             self._open.name, self._open.call_id = call.name, call.id
-        self.blocks.append(self._open)
+        self.sections.append(self._open)
         yield self.opened(self._open)
 
     def _close(self) -> Iterator[bytes]:
-        block, self._open = self._open, None
-        if block is not None:
-            yield self.closed(block)
+        section, self._open = self._open, None
+        if section is not None:
+            yield self.closed(section)
 
     def _take(self) -> list[Located]:
         """The tokens since the last text, without those of the reasoning before it."""

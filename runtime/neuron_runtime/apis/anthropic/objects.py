@@ -1,23 +1,13 @@
-"""Answers of /v1/messages: Anthropic's objects and events, and the writer that makes them.
-
-The routes use it for a body of `requests.anthropic`; `server.openapi` publishes the schemas. No I/O.
-"""
+"""Answers of /v1/messages: Anthropic's objects and events. The writer creates them; `server.openapi` publishes them."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from neuron_runtime.core import FinishReason
-from neuron_runtime.errors import ServingError
-from neuron_runtime.server.blocks import Block, BlockKind, BlockWriter, event
-from neuron_runtime.server.generation import Generation
-from neuron_runtime.server.logprobs import Located
-from neuron_runtime.server.objects import Count, MessagesErrorObject, ModelName, RequestId
-from neuron_runtime.server.wire import ANTHROPIC, failure_of
+from neuron_runtime.apis.anthropic.errors import MessagesErrorObject
+from neuron_runtime.apis.objects import Count, ModelName, RequestId
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 BlockIndex = Annotated[Count, "Index of the block in `content`."]
@@ -148,88 +138,3 @@ class TokenCount(msgspec.Struct):
     """The length of a prompt."""
 
     input_tokens: Annotated[Count, "Tokens of the prompt."]
-
-
-_STOP_REASONS: dict[FinishReason | None, StopReason] = {FinishReason.LENGTH: "max_tokens"}
-
-
-class MessagesWriter(BlockWriter):
-    """Writes the answers of /v1/messages."""
-
-    def __init__(self, model: str, generation: Generation, body: Any) -> None:
-        super().__init__(generation)
-        self._id = f"msg_{secrets.token_hex(16)}"
-        self._model = model
-
-    def started(self) -> bytes:
-        return event(MessageStart(message=self._message([], None, None)))
-
-    def opened(self, block: Block) -> bytes:
-        return event(ContentBlockStart(index=block.index, content_block=_block(block)))
-
-    def grown(self, block: Block, delta: str, located: Sequence[Located]) -> bytes:
-        return event(ContentBlockDelta(index=block.index, delta=_DELTAS[block.kind](delta)))
-
-    def closed(self, block: Block) -> bytes:
-        return event(ContentBlockStop(index=block.index))
-
-    def ended(self) -> bytes:
-        reason, sequence = self._stop
-        end = MessageEnd(stop_reason=reason, stop_sequence=sequence)
-        return event(MessageDelta(delta=end, usage=self._usage)) + event(MessageStop())
-
-    def failure(self, error: ServingError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % ANTHROPIC.body(failure_of(error), "")
-
-    def answer(self) -> MessageAnswer:
-        return self._message([_block(block) for block in self.blocks], *self._stop)
-
-    @property
-    def _stop(self) -> tuple[StopReason, str | None]:
-        text = self.generation.stop_reasons[0]
-        if isinstance(text, str):
-            return "stop_sequence", text
-        choice = self.generation.choices[0]
-        natural: StopReason = "tool_use" if choice.calls_tools else "end_turn"
-        return _STOP_REASONS.get(choice.finish_reason, natural), None
-
-    @property
-    def _usage(self) -> MessagesUsage:
-        generation = self.generation
-        cached = generation.num_cached_tokens
-        return MessagesUsage(generation.ask.num_prompt_tokens - cached, cached, 0, generation.num_tokens)
-
-    def _message(self, content: list[AnswerBlock], reason: StopReason | None, sequence: str | None) -> MessageAnswer:
-        return MessageAnswer(
-            id=self._id,
-            model=self._model,
-            content=content,
-            stop_reason=reason,
-            stop_sequence=sequence,
-            usage=self._usage,
-        )
-
-
-_DELTAS: dict[BlockKind, Callable[[str], TextDelta | ThinkingDelta | InputJsonDelta]] = {
-    "text": lambda delta: TextDelta(text=delta),
-    "reasoning": lambda delta: ThinkingDelta(thinking=delta),
-    "call": lambda delta: InputJsonDelta(partial_json=delta),
-}
-
-
-def _block(block: Block) -> AnswerBlock:
-    match block.kind:
-        case "text":
-            return TextBlock(text=block.text)
-        case "reasoning":
-            return ThinkingBlock(thinking=block.text)
-        case "call":
-            return ToolUseBlock(id=block.call_id, name=block.name, input=_input(block.text))
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(arguments) if arguments else {}
-    except (msgspec.DecodeError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}

@@ -1,6 +1,6 @@
 """Formats log-probabilities for responses: OpenAI's two formats, and vLLM's for prompts.
 
-Called by `server.answers`. It converts tokens to text; `server.generation` collects tokens and text offsets.
+Called by the writers. It converts tokens to text; `apis.generation` collects tokens and text offsets.
 """
 
 from __future__ import annotations

@@ -1,0 +1,212 @@
+"""What one HTTP request has generated: its choices, and the pieces of text, reasoning, calls and details that are new.
+
+`server.generation` feeds the choices from the engine; the writers of the APIs turn the pieces into bytes. No I/O.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from neuron_runtime.apis.logprobs import Located
+from neuron_runtime.core import FinishReason, Sampling, TokenLogprobs
+from neuron_runtime.engine.messages import Update
+from neuron_runtime.errors import ServingError
+from neuron_runtime.requests.admission import Ask
+from neuron_runtime.requests.prompts import Echo
+from neuron_runtime.text.choice_text import ChoiceText
+from neuron_runtime.text.tokenizer import Tokenizer
+from neuron_runtime.text.tool_calls import CallPiece, whole_calls
+
+
+@dataclass(slots=True)
+class TokenDetails:
+    """Details of the tokens of a piece besides their text."""
+
+    token_ids: list[int] = field(default_factory=list)
+    located: list[Located] = field(default_factory=list)
+    """The tokens with log-probabilities, after those of an echoed prompt; empty unless requested."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Only in the first piece of a prompt's first choice, if requested."""
+
+    def add(self, later: TokenDetails) -> None:
+        """Append the details of a later piece."""
+        self.token_ids += later.token_ids
+        self.located += later.located
+        self.prompt_logprobs += later.prompt_logprobs
+
+
+@dataclass(slots=True)
+class Piece:
+    """The new text of one choice."""
+
+    index: int
+    text: str
+    num_tokens: int
+    """Tokens of the choice so far."""
+    finish_reason: FinishReason | None
+    reasoning: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
+    """Behind the text."""
+    details: TokenDetails | None = None
+    """None if only text is requested."""
+
+
+class Choice(ChoiceText):
+    """One answer, with data for metrics."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        tokenizer: Tokenizer,
+        *,
+        arrived: float,
+        echo: Echo | None,
+    ) -> None:
+        self._details = ask.details
+        locates = ask.details is not None and ask.details.logprobs is not None
+        super().__init__(
+            tokenizer,
+            prompt,
+            stop=ask.stop,
+            include_stop=ask.include_stop,
+            skip_special_tokens=ask.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
+            splitter=ask.make_splitter and ask.make_splitter(),
+            calls=ask.make_calls and ask.make_calls(),
+            locates=locates,
+        )
+        self.has_details = ask.details is not None or echo is not None
+        """Whether `add_details` must be called."""
+        self.prompt_token_ids = prompt
+        self.num_prompt_tokens = len(prompt)
+        self.stop_token_id: int | None = None
+        """The token that ended the answer, if one did."""
+        self._locates = locates
+        self._echo = echo
+        self._num_echoed_characters = 0
+        self.num_cached_tokens = 0
+        self.arrived = arrived
+        self.queue_seconds: float | None = None
+        """Queue time; None before its first token."""
+        self.ended: FinishReason | None = None
+        """Finish reason for the client; None while it runs, or if the engine refused it."""
+        self.first_token_at: float | None = None
+        self.last_token_at = arrived
+
+    def add_details(self, piece: Piece, update: Update, num_tokens: int) -> None:
+        """Add the details of an update to a piece; `num_tokens` of its tokens belong to the answer."""
+        if piece.details is None:
+            piece.details = TokenDetails()
+        details, first = piece.details, self.num_tokens - num_tokens
+        if self._echo is not None:
+            self._repeat_prompt(self._echo, piece, details, update)
+            self._echo = None
+        token_ids = update.token_ids[:num_tokens]
+        details.token_ids += token_ids
+        if self._locates:
+            offsets = (self._num_echoed_characters + one for one in self.text_offsets[first:])
+            details.located += map(Located, token_ids, update.logprobs, offsets)
+        if self._details is not None and self._details.prompt_logprobs is not None:
+            details.prompt_logprobs += update.prompt_logprobs
+
+    def _repeat_prompt(self, echo: Echo, piece: Piece, details: TokenDetails, update: Update) -> None:
+        piece.text = echo.text + piece.text
+        self._num_echoed_characters = len(echo.text)
+        if self._locates:
+            details.located += map(Located, self.prompt_token_ids, (None, *update.prompt_logprobs), echo.text_offsets)
+
+
+class RepeatedPrompt(Choice):
+    """An answer that consists of the prompt only: the one computed token is dropped."""
+
+    def feed(self, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> str:
+        self.finish_reason = FinishReason.LENGTH
+        return ""
+
+
+class Generation:
+    """All choices of one HTTP request."""
+
+    def __init__(self, ask: Ask, tokenizer: Tokenizer) -> None:
+        now = time.monotonic()
+        self.ask = ask
+        self.tokenizer = tokenizer
+        choice = Choice if ask.generates else RepeatedPrompt
+        echoes = ask.echoes or (None,) * len(ask.prompts)
+        self.choices: list[Choice] = [
+            choice(ask, prompt, sampling, tokenizer, arrived=now, echo=echo)
+            for prompt, sampling, echo in zip(ask.prompts, ask.sampling, echoes, strict=True)
+            for _ in range(ask.num_choices)
+        ]
+
+    @property
+    def stop_reasons(self) -> list[int | str | None]:
+        """For each choice, the stop string or stop token that ended it; None for the tokenizer's end token."""
+        own = self.tokenizer.eos_token_id
+        return [
+            choice.stop_string or (None if choice.stop_token_id == own else choice.stop_token_id)
+            for choice in self.choices
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self.ask.num_choices])
+
+
+@dataclass(slots=True)
+class Answer:
+    """All of one choice."""
+
+    texts: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    call_pieces: list[CallPiece] = field(default_factory=list)
+    details: TokenDetails = field(default_factory=TokenDetails)
+
+    def add(self, piece: Piece) -> None:
+        self.texts.append(piece.text)
+        self.reasonings.append(piece.reasoning)
+        self.call_pieces += piece.calls
+        if piece.details is not None:
+            self.details.add(piece.details)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasonings)
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        """The calls of tools, each as one piece."""
+        return whole_calls(self.call_pieces)
+
+
+class Writer(Protocol):
+    """Writes the answer to one request in the format of its API: either `whole`, or `pieces` until `end`."""
+
+    def pieces(self, pieces: list[Piece]) -> bytes:
+        """The events of all pieces of one wake-up; may be empty."""
+
+    def end(self) -> bytes:
+        """The events behind the last piece."""
+
+    def failure(self, error: ServingError) -> bytes:
+        """The events that end a stream which has begun."""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        """The body of a response that is not streamed."""

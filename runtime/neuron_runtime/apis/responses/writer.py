@@ -1,0 +1,200 @@
+"""Writes the answers of /v1/responses, as one object or as events. Called by `server.responding`. No I/O."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from neuron_runtime.apis.failures import failure_of
+from neuron_runtime.apis.generation import Generation
+from neuron_runtime.apis.logprobs import Located, Speller
+from neuron_runtime.apis.responses.body import ReasoningOptions, ResponsesBody, TextConfig
+from neuron_runtime.apis.responses.objects import (
+    CallArgumentsDelta,
+    CallArgumentsDone,
+    ContentOfItem,
+    ContentPartAdded,
+    ContentPartDone,
+    ErrorEvent,
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputItem,
+    OutputItemAdded,
+    OutputItemDone,
+    OutputMessage,
+    OutputText,
+    OutputTextDelta,
+    OutputTextDone,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseError,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+    _Event,
+    _OfItem,
+    _OfPart,
+)
+from neuron_runtime.apis.sections import Section, SectionWriter, event
+from neuron_runtime.core import FinishReason
+from neuron_runtime.errors import ServingError
+
+
+class ResponsesWriter(SectionWriter):
+    """Writes the answers of /v1/responses."""
+
+    def __init__(self, model: str, generation: Generation, body: ResponsesBody) -> None:
+        super().__init__(generation)
+        sampling = generation.ask.sampling[0]
+        self._number = -1
+        self._speller = Speller(generation.tokenizer, False)
+        self._response = ResponseObject(
+            id=f"resp_{secrets.token_hex(16)}",
+            created_at=int(time.time()),
+            status="in_progress",
+            model=model,
+            output=[],
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_logprobs=body.top_logprobs or 0,
+            reasoning=body.reasoning or ReasoningOptions(),
+            text=TextConfig(body.text_format, body.text.verbosity if body.text else None),
+            tools=body.tools or [],
+            tool_choice=body.tool_choice or "auto",
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            metadata=body.metadata or {},
+        )
+
+    def started(self) -> bytes:
+        return self._event(ResponseCreated, response=self._response) + self._event(
+            ResponseInProgress, response=self._response
+        )
+
+    def opened(self, section: Section) -> bytes:
+        added = self._item_event(OutputItemAdded, section, item=self._item(section, "in_progress"))
+        if section.kind == "call":
+            return added
+        return added + self._part_event(ContentPartAdded, section, part=self._part(section))
+
+    def grown(self, section: Section, delta: str, located: Sequence[Located]) -> bytes:
+        match section.kind:
+            case "call":
+                return self._item_event(CallArgumentsDelta, section, item_id=_item_id(section), delta=delta)
+            case "reasoning":
+                return self._part_event(ReasoningTextDelta, section, delta=delta)
+            case "text":
+                return self._part_event(OutputTextDelta, section, delta=delta, logprobs=self._logprobs(located))
+
+    def closed(self, section: Section) -> bytes:
+        match section.kind:
+            case "call":
+                done = self._item_event(
+                    CallArgumentsDone, section, item_id=_item_id(section), name=section.name, arguments=section.text
+                )
+            case "reasoning":
+                done = self._part_event(ReasoningTextDone, section, text=section.text)
+            case "text":
+                logprobs = self._logprobs(section.located)
+                done = self._part_event(OutputTextDone, section, text=section.text, logprobs=logprobs)
+        if section.kind != "call":
+            done += self._part_event(ContentPartDone, section, part=self._part(section))
+        return done + self._item_event(OutputItemDone, section, item=self._item(section, self._status_of(section)))
+
+    def ended(self) -> bytes:
+        response = self.answer()
+        return self._event(
+            ResponseCompleted if response.status == "completed" else ResponseIncomplete, response=response
+        )
+
+    def failure(self, error: ServingError) -> bytes:
+        failure = failure_of(error)
+        failed = msgspec.structs.replace(
+            self._response, status="failed", error=ResponseError("server_error", failure.message)
+        )
+        return self._event(ErrorEvent, code=failure.code, message=failure.message) + self._event(
+            ResponseFailed, response=failed
+        )
+
+    def answer(self) -> ResponseObject:
+        is_cut = self._is_cut
+        return msgspec.structs.replace(
+            self._response,
+            status="incomplete" if is_cut else "completed",
+            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            output=[self._item(section, self._status_of(section)) for section in self.sections],
+            usage=self._usage,
+        )
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.generation.choices[0].finish_reason is FinishReason.LENGTH
+
+    @property
+    def _usage(self) -> ResponseUsage:
+        generation = self.generation
+        prompt, output = generation.ask.num_prompt_tokens, generation.num_tokens
+        return ResponseUsage(
+            input_tokens=prompt,
+            input_tokens_details=InputTokensDetails(generation.num_cached_tokens),
+            output_tokens=output,
+            output_tokens_details=OutputTokensDetails(generation.num_reasoning_tokens),
+            total_tokens=prompt + output,
+        )
+
+    def _status_of(self, section: Section) -> Status:
+        return "incomplete" if self._is_cut and section is self.sections[-1] else "completed"
+
+    def _item(self, section: Section, status: Status) -> OutputItem:
+        begins, identity = status == "in_progress", _item_id(section)
+        match section.kind:
+            case "call":
+                return FunctionCallItem(
+                    id=identity, status=status, call_id=section.call_id, name=section.name, arguments=section.text
+                )
+            case "reasoning":
+                reasoning = [] if begins else [ReasoningText(text=section.text)]
+                return ReasoningItem(id=identity, status=status, content=reasoning)
+            case "text":
+                return OutputMessage(id=identity, status=status, content=[] if begins else [self._text(section)])
+
+    def _part(self, section: Section) -> ContentOfItem:
+        return self._text(section) if section.kind == "text" else ReasoningText(text=section.text)
+
+    def _text(self, section: Section) -> OutputText:
+        return OutputText(text=section.text, logprobs=self._logprobs(section.located))
+
+    def _logprobs(self, located: Sequence[Located]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._speller.chat(located, self._response.top_logprobs)["content"]
+        return found
+
+    def _part_event(self, kind: type[_OfPart], section: Section, **fields: Any) -> bytes:
+        return self._item_event(kind, section, item_id=_item_id(section), **fields)
+
+    def _item_event(self, kind: type[_OfItem], section: Section, **fields: Any) -> bytes:
+        return self._event(kind, output_index=section.index, **fields)
+
+    def _event(self, kind: type[_Event], **fields: Any) -> bytes:
+        self._number += 1
+        return event(kind(sequence_number=self._number, **fields))
+
+
+_ID_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
+
+
+def _item_id(section: Section) -> str:
+    return _ID_PREFIXES[section.kind] + section.id
