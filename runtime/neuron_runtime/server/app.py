@@ -42,12 +42,8 @@ from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
 from neuron_runtime.server.exposition import VARY, chosen_format, encoded
 from neuron_runtime.server.gate import Gate
-<<<<<<< HEAD
-from neuron_runtime.server.generation import Generation
-from neuron_runtime.server.kept_metrics import KeptMetrics
-=======
 from neuron_runtime.server.generation import LiveGeneration
->>>>>>> origin/main
+from neuron_runtime.server.kept_metrics import KeptMetrics
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.objects import (
     Detokenized,
@@ -62,15 +58,8 @@ from neuron_runtime.server.objects import (
     Version,
 )
 from neuron_runtime.server.openapi import Operation, application
-<<<<<<< HEAD
-from neuron_runtime.server.responding import GenerationResponse, Writer
-from neuron_runtime.server.responses import ResponseObject, ResponsesEvent, ResponsesWriter
-from neuron_runtime.server.wire import Failure, error_answer, failure_answer, parse_body
-=======
 from neuron_runtime.server.responding import GenerationResponse
-from neuron_runtime.server.summed_metrics import SummedMetrics
 from neuron_runtime.server.wire import error_answer, failure_answer, parse_body
->>>>>>> origin/main
 
 Made = TypeVar("Made")
 
