@@ -39,13 +39,16 @@ def serving(model_dir: Path) -> Iterator[ServeCommand]:
         yield command
 
 
-def stream(url: str) -> http.client.HTTPResponse:
+@contextlib.contextmanager
+def stream(url: str) -> Iterator[http.client.HTTPResponse]:
     """A started stream of minutes."""
     address = urlsplit(url)
     assert address.hostname
     connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps(BODY | {"max_tokens": 4000, "stream": True}))
-    return connection.getresponse()
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", json.dumps(BODY | {"max_tokens": 4000, "stream": True}))
+        with connection.getresponse() as answer:
+            yield answer
 
 
 def connect(url: str) -> socket.socket:
