@@ -21,20 +21,23 @@ def as_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def refused(where: Surface, title: str, spelled: Callable[[Any], str]) -> str:
-    """The refused names of one surface, with their neutral values."""
-    return table(
-        (title, "Accepted values"),
-        (
-            (f"`{row.name}`{cure(row)}", ", ".join(f"`{spelled(value)}`" for value in row.neutral))
-            for row in rows(where)
-            if row.has_effect
-        ),
+def refused(where: Surface, spelled: Callable[[Any], str]) -> str:
+    """The refused names of one surface as a paragraph, with the values that are accepted and the cure in brackets."""
+    return paragraph(
+        with_notes(f"`{row.name}`", (f"`{spelled(value)}`" for value in row.neutral), row)
+        for row in rows(where)
+        if row.has_effect
     )
 
 
+def with_notes(name: str, accepted: Iterable[str], row: Row) -> str:
+    """A refused name with its accepted values and its cure."""
+    notes = [text for text in (", ".join(accepted), "" if row.cure == LEAVE_OUT else row.cure) if text]
+    return f"{name} ({'; '.join(notes)})" if notes else name
+
+
 def fields() -> str:
-    """The body fields of both completion routes."""
+    """The body fields of both completion routes, without the sampling parameters, which have a page of their own."""
     both = (parameters_of(CompletionBody), parameters_of(ChatBody))
     completions, chat = both
     lines = []
@@ -43,6 +46,8 @@ def fields() -> str:
         if completions.get(name) == chat.get(name):
             rows = [("both", completions[name])]
         for routes, row in rows:
+            if row.modes:
+                continue
             required = name in ("prompt", "messages")
             default = "required" if required else "" if row.default is None else f"`{as_json(row.default)}`"
             lines.append((f"`{name}`", routes, row.description, row.range, default))
@@ -121,7 +126,3 @@ def names(where: Surface, *, has_effect: bool) -> str:
 
 def paragraph(words: Iterable[str]) -> str:
     return textwrap.fill(", ".join(words), 120, break_long_words=False, break_on_hyphens=False)
-
-
-def cure(row: Row) -> str:
-    return "" if row.cure == LEAVE_OUT else f" ({row.cure})"

@@ -15,7 +15,7 @@ from neuron_runtime import not_built
 from neuron_runtime.arguments import BY_ARGUMENT, FIELDS, LLM_ARGUMENTS
 from neuron_runtime.commands import serve
 from neuron_runtime.flags import Field
-from request_tables import cure, paragraph
+from request_tables import paragraph, with_notes
 
 
 def command_flags() -> str:
@@ -29,9 +29,9 @@ def command_flags() -> str:
 
 
 def refused_flags() -> str:
-    """The flags of vLLM that are refused, with the values that are accepted."""
-    rows = (row for row in not_built.rows(not_built.Surface.FLAG) if row.has_effect)
-    return table(("Flag", "Accepted values"), ((f"`{serve.flag_of(row)}`{cure(row)}", _accepted(row)) for row in rows))
+    """The flags of vLLM that are refused as a paragraph, with the values that are accepted and the cure in brackets."""
+    refused = (row for row in not_built.rows(not_built.Surface.FLAG) if row.has_effect)
+    return paragraph(with_notes(f"`{serve.flag_of(row)}`", _accepted(row), row) for row in refused)
 
 
 def ignored_flags() -> str:
@@ -40,8 +40,9 @@ def ignored_flags() -> str:
     return paragraph(f"`{serve.flag_of(row)}`" for row in rows)
 
 
-def _accepted(row: not_built.Row) -> str:
-    return f"`--no-{serve.flag_of(row)[2:]}`" if row.is_switch else _texts(row.neutral)
+def _accepted(row: not_built.Row) -> tuple[str, ...]:
+    values = (f"--no-{serve.flag_of(row)[2:]}",) if row.is_switch else row.neutral
+    return tuple(f"`{value}`" for value in values if value != "")
 
 
 def document_keys() -> str:

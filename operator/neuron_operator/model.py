@@ -270,7 +270,7 @@ class Serving(SpecPart, frozen=True):
     reasoning_parser: Annotated[
         Literal["deepseek_r1", "qwen3"] | None,
         "The format of the model's reasoning, which is then [separated from the answer]"
-        "(runtime.md#reasoning-models). By default it stays in the answer.",
+        "(api.md#reasoning-models). By default it stays in the answer.",
         ConfigKey("text.reasoningParser"),
     ] = None
     tool_call_parser: Annotated[

@@ -62,6 +62,7 @@ CHART = ROOT / "charts" / "neuron-serving"
 NEURONMODEL = (DOCS / "neuronmodel.md").read_text()
 MODELS = (DOCS / "models.md").read_text()
 RUNTIME = (DOCS / "runtime.md").read_text()
+API = (DOCS / "api.md").read_text()
 SERVER = (DOCS / "server.md").read_text()
 METRICS = (DOCS / "metrics.md").read_text()
 OFFLINE = (DOCS / "offline.md").read_text()
@@ -179,12 +180,12 @@ def test_every_shown_runtime_command_parses(page: Path) -> None:
     [
         (RUNTIME, "Flags", f"{DRAIN_ON_THE_COMMAND_LINE['seconds']:.0f} s"),
         (RUNTIME, "Limits and their defaults", f"{sizing.SHARE_OF_MEMORY * 100:.0f} %"),
-        (RUNTIME, "Errors", f"1 to {MAX_RETRY_SECONDS} s"),
-        (RUNTIME, "Limits of a request", f"{config.ServerOptions().max_body_bytes // 2**20} MiB"),
-        (RUNTIME, "Limits of a request", f"{config.ServerOptions().max_choices} answers"),
-        (RUNTIME, "Limits of a request", f"{sampling_fields.MAX_STOP_STRINGS} stop"),
-        (RUNTIME, "Limits of a request", f"{sampling_fields.MAX_STOP_CHARACTERS} characters"),
-        (RUNTIME, "Limits of a request", f"{sampling_fields.MAX_STOP_TOKEN_IDS} stop"),
+        (API, "Errors", f"1 to {MAX_RETRY_SECONDS} s"),
+        (API, "Limits of a request", f"{config.ServerOptions().max_body_bytes // 2**20} MiB"),
+        (API, "Limits of a request", f"{config.ServerOptions().max_choices} answers"),
+        (API, "Limits of a request", f"{sampling_fields.MAX_STOP_STRINGS} stop"),
+        (API, "Limits of a request", f"{sampling_fields.MAX_STOP_CHARACTERS} characters"),
+        (API, "Limits of a request", f"{sampling_fields.MAX_STOP_TOKEN_IDS} stop"),
         (RUNTIME, "Restarts and drain", f"{restarts.MAX_RESTARTS} restarts"),
         (RUNTIME, "Restarts and drain", f"{restarts.RESTART_WINDOW_SECONDS / 60:.0f} minutes"),
         (RUNTIME, "Restarts and drain", f"{MIN_STEP_SECONDS:.0f} s"),
@@ -240,6 +241,10 @@ def test_the_newest_sdk_of_a_family_is_that_of_the_docs() -> None:
     assert {name: family.last_sdk for name, family in FAMILIES_OF_DEVICES.items()}.items() <= shown.items()
 
 
+def test_the_docs_list_exactly_the_commands_of_the_runtime() -> None:
+    assert sorted(words(first)[0] for first, *_ in rows(RUNTIME.partition("\n## ")[0])) == sorted(COMMANDS)
+
+
 def test_the_runtime_reads_the_shown_configuration_document() -> None:
     text = section(RUNTIME, "The configuration document")
     (example,) = re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -266,17 +271,17 @@ def test_the_defaults_of_the_limits_are_those_of_the_torch_backend() -> None:
 
 def test_every_refused_message_part_is_documented() -> None:
     of_messages = {row.name for surface in (Surface.MESSAGE, Surface.ROLE) for row in not_built.rows(surface)}
-    below_the_table = section(RUNTIME, "Unsupported fields").partition("<!-- end -->")[2]
-    assert of_messages <= set(words(below_the_table))
+    below_the_list = section(API, "Unsupported fields").partition("<!-- end -->")[2]
+    assert of_messages <= set(words(below_the_list))
 
 
 def test_every_route_is_documented() -> None:
     app = build_app(SimpleNamespace(has_keys=False, config=SimpleNamespace(backend="torch")))  # type: ignore[arg-type]
     routes = {re.sub(r"\{.*\}", "NAME", path) for path in app.openapi()["paths"]} | {app.openapi_url, "/docs"}
-    documented = {word.partition(" ")[2] for word in words(section(RUNTIME, "HTTP API")) if " /" in word}
+    documented = {word.partition(" ")[2] for word in words(API) if " /" in word}
     assert routes == documented
     fields_of_bodies = {*bodies.TokenizeBody.__struct_fields__, *bodies.DetokenizeBody.__struct_fields__} - {"model"}
-    assert fields_of_bodies <= set(words(section(RUNTIME, "Other routes")))
+    assert fields_of_bodies <= set(words(section(API, "Other routes")))
 
 
 # docs/server.md
