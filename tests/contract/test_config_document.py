@@ -24,11 +24,11 @@ from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
 from neuron_operator.revision import pin
 from neuron_operator.world import ClaimFolder, ObjectStore, Place, StorageSettings
 from neuron_runtime import config as runtime
-from neuron_runtime.__main__ import build_parser
 from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
 from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, PLATFORMS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
+from neuron_runtime.commands.command_line import build_parser
 
 KNOWN = msgspec.convert(FACTS, Facts)
 LIMITS = {

@@ -20,7 +20,7 @@ import httpx
 
 READY = re.compile(r"ready after [\d.]+ s: (http://\S+)/v1")
 AT = re.compile(r" at (http://\S+)")
-FRONT_END, ENGINE = "neuron_runtime.server.front_end", "neuron_runtime.engine.process"
+FRONT_END, ENGINE = "neuron_runtime.processes.front_end", "neuron_runtime.processes.engine"
 PATIENCE_SECONDS = 60.0
 """Time limit of a response on a busy machine."""
 END_SECONDS = 240.0

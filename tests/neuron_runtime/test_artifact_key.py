@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.key import compiled_part, covered, differences, key_of
 from neuron_runtime.backend import simulated
-from neuron_runtime.backend.base import Needs
+from neuron_runtime.backend_protocol import Needs
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig, ServerOptions, TextOptions, parse_config
 
 NEEDS = Needs(

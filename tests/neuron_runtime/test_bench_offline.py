@@ -13,11 +13,11 @@ from typing import cast
 import pytest
 
 from helpers.torch_models import random_model as small_model
-from neuron_runtime.__main__ import main
 from neuron_runtime.bench import model as models
 from neuron_runtime.bench.model import SHAPES, byte_level_vocabulary, model_folder_or_uri, random_model
 from neuron_runtime.bench.offline import OfflineEngine, Timing, measure, measure_prefill, random_prompts
 from neuron_runtime.checkpoint import read_checkpoint
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.core import Request
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.text.tokenizer import load_tokenizer

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from neuron_runtime.__main__ import main
 from neuron_runtime.bench import command, report
 from neuron_runtime.bench.report import Load, Meter, Report, Row, Table, at_least, at_most
+from neuron_runtime.commands.command_line import main
 
 QUIET = Load(wall_seconds=2.0, own_cpu_seconds=1.5, foreign_cpu_share=0.03)
 TABLE = Table(
@@ -157,7 +157,7 @@ def test_a_plot_without_matplotlib_names_the_package_to_install(
 
 def test_parsing_the_commands_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from neuron_runtime.__main__ import build_parser; build_parser(); "
+        "import sys; from neuron_runtime.commands.command_line import build_parser; build_parser(); "
         "sys.exit(bool({'torch', 'matplotlib', 'numpy', 'zmq', 'asyncio', 'starlette'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

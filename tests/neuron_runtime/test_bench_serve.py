@@ -18,11 +18,11 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from helpers.ports import free_ports
-from neuron_runtime.__main__ import main
 from neuron_runtime.bench.client import Ask, Run, Sample, Server, run_clients
 from neuron_runtime.bench.report import Load
 from neuron_runtime.bench.serve import Workload, first_model, outcome_of
 from neuron_runtime.bench.spawned import SpawnedServer
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.errors import ServingError
 
 Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]

@@ -14,12 +14,12 @@ from helpers.engine_driver import request
 from helpers.strict_backend import StrictBackend, neuron_limits
 from helpers.torch_models import runtime_config
 from neuron_runtime.core import BackendLimits, Batch, PrefillBucket
-from neuron_runtime.engine import process
 from neuron_runtime.engine.backends import warn_of_limits
-from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Add, FromEngine, Joined, Step, ToEngine
-from neuron_runtime.engine.process import Border, Worker
+from neuron_runtime.processes import engine as process
+from neuron_runtime.processes.engine import Border, Worker
+from neuron_runtime.processes.lifeline import Deadline
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import pytest
 from neuron_runtime.core import BackendLimits, FinishReason, Request, Sampling
 from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.messages import Add, Ready, Step, ToEngine, Update
-from neuron_runtime.engine.process import Border
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import BackendFailed, Overloaded
+from neuron_runtime.processes.engine import Border
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.metrics import Metrics
 

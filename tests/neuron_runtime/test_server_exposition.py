@@ -14,10 +14,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_families
 
 from helpers.front_end import MODEL, Serving, make_model, serving
-from neuron_runtime.server.control import EngineEnded, EngineStarted
+from neuron_runtime.processes.control import EngineEnded, EngineStarted
+from neuron_runtime.processes.usage import Processes
 from neuron_runtime.server.exposition import OPENMETRICS, TEXT, Format, chosen_format, encoded
 from neuron_runtime.server.metrics import GENERATION_ROUTES, RESPONSE_CODES
-from neuron_runtime.server.processes import Processes
 
 PROMETHEUS_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"

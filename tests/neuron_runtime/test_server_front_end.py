@@ -16,8 +16,8 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from helpers.serve_command import ENGINE, FRONT_END, ServeCommand, alive, get, metric, post, serve, stop
-from neuron_runtime.children import FRONT_END_DEADLINE
-from neuron_runtime.engine.lifeline import Deadline
+from neuron_runtime.processes.children import FRONT_END_DEADLINE
+from neuron_runtime.processes.lifeline import Deadline
 
 pytestmark = pytest.mark.slow
 

@@ -23,12 +23,12 @@ from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, consta
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits, DeviceMemory, FinishReason, GraphUse, Kind, Request, Sampling
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, Step, ToEngine
-from neuron_runtime.engine.process import Worker
 from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
+from neuron_runtime.processes.engine import Worker
+from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.server.exchange import Exchange, ExchangeCounter
 from neuron_runtime.server.metrics import (
     CORE_MEMORY,
@@ -235,7 +235,7 @@ class Post:
 
 def test_idle_time_and_device_time_do_not_count_as_host_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = VirtualClock()
-    monkeypatch.setattr("neuron_runtime.engine.process.time", SimpleNamespace(monotonic=clock.now))
+    monkeypatch.setattr("neuron_runtime.processes.engine.time", SimpleNamespace(monotonic=clock.now))
     backend = SimulatedBackend(
         replace(LIMITS, vocabulary_size=512, steps_in_flight=1, token_feedback="host"),
         StepTimes(decode=Phase(constant(0.01)), prefill=Phase(constant(0.03))),

@@ -27,8 +27,8 @@ from helpers.serve_command import ENGINE, FRONT_END, ServeCommand, children, get
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.messages import First, Step, Update
 from neuron_runtime.engine.stats import EngineStats
+from neuron_runtime.processes.supervisor import listen, url_of
 from neuron_runtime.server.bodies import BODIES_AT_ONCE
-from neuron_runtime.server.supervisor import listen, url_of
 
 LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
 

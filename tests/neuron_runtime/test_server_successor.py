@@ -8,7 +8,7 @@ from pathlib import Path
 from helpers.front_end import make_model, serving, until_healthy
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats
-from neuron_runtime.server.control import EngineStarted
+from neuron_runtime.processes.control import EngineStarted
 from neuron_runtime.server.engine_client import MAX_IDS
 from neuron_runtime.server.metrics import Metrics
 

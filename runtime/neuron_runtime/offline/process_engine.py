@@ -18,7 +18,6 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from neuron_runtime.children import CONFIG_FILE, ENGINE_MODULE, ENGINE_NAME, Child, Failures, start_child
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import BackendLimits, Request, TokenEvent
 from neuron_runtime.engine import messages
@@ -26,7 +25,8 @@ from neuron_runtime.engine.messages import Abort, Add, ModelFound, Ready, Step
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, InvalidRequest, ServingError
 from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.run_dir import made_run_dir
+from neuron_runtime.processes.children import CONFIG_FILE, ENGINE_MODULE, ENGINE_NAME, Child, Failures, start_child
+from neuron_runtime.processes.run_dir import made_run_dir
 
 CHECK_MILLISECONDS = 1000
 """While it waits for a message, the caller checks this often that the engine process lives."""

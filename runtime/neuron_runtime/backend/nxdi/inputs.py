@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.nxdi.buckets import Decode, Graph, Prefill, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.sampling_rows import DeviceParameters, FloatArray, IntArray
 from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Rows
 
 NO_SLOT = -1

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.torch.cache import IntArray, StepRows
+from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch
 
 

@@ -13,9 +13,9 @@ from typing import Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, Part
 from neuron_runtime.backend.torch.read_ahead import LOADING
+from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo
 
 READABLE_DTYPES = ("F32", "BF16", "F16")

@@ -25,18 +25,19 @@ import uvicorn
 import uvloop
 
 from neuron_runtime import record
-from neuron_runtime.children import FRONT_END_DEADLINE
 from neuron_runtime.config import RuntimeConfig, TextOptions, load_config
 from neuron_runtime.console import say
-from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.messages import Ready
 from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidConfig
+from neuron_runtime.processes import control
+from neuron_runtime.processes.children import FRONT_END_DEADLINE
+from neuron_runtime.processes.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
+from neuron_runtime.processes.lifeline import Deadline, die_with_parent
+from neuron_runtime.processes.usage import Processes
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
-from neuron_runtime.server import control
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
-from neuron_runtime.server.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
 from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import ExchangeCounter
@@ -44,7 +45,6 @@ from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
 from neuron_runtime.server.kept_metrics import KeptMetrics
 from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
-from neuron_runtime.server.processes import Processes
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 from neuron_runtime.text.tool_calls import TOOL_PARSERS, ToolFormat, recognized
@@ -278,7 +278,7 @@ async def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="neuron_runtime.server.front_end")
+    parser = argparse.ArgumentParser(prog="neuron_runtime.processes.front_end")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--listener-fd", type=int, required=True)

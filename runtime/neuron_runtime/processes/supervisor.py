@@ -23,7 +23,12 @@ from types import FrameType
 
 import msgspec
 
-from neuron_runtime.children import (
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.console import say
+from neuron_runtime.distributed.layout import ALONE, Layout
+from neuron_runtime.errors import ExitCode, InvalidConfig, ServingError
+from neuron_runtime.local_settings import LocalSettings
+from neuron_runtime.processes.children import (
     CONFIG_FILE,
     ENGINE_MODULE,
     ENGINE_NAME,
@@ -33,14 +38,9 @@ from neuron_runtime.children import (
     Failures,
     start_child,
 )
-from neuron_runtime.config import RuntimeConfig
-from neuron_runtime.console import say
-from neuron_runtime.distributed.layout import ALONE, Layout
-from neuron_runtime.distributed.ranks import NodeRanks
-from neuron_runtime.errors import ExitCode, InvalidConfig, ServingError
-from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.server.control import Control, EngineEnded, EngineStalled, EngineStarted, StartDrain, encode_line
-from neuron_runtime.server.restarts import (
+from neuron_runtime.processes.control import Control, EngineEnded, EngineStalled, EngineStarted, StartDrain, encode_line
+from neuron_runtime.processes.ranks import NodeRanks
+from neuron_runtime.processes.restarts import (
     CURED_BY_REPLACEMENT,
     CURED_BY_RESTART,
     RestartBudget,
@@ -268,7 +268,7 @@ class Supervisor:
         fd = self._listener.fileno()
         return start_child(
             "front end",
-            "neuron_runtime.server.front_end",
+            "neuron_runtime.processes.front_end",
             [f"--listener-fd={fd}", f"--url={url_of(self._listener)}", *self._keys],
             self._run_dir,
             FRONT_END_DEADLINE,

@@ -22,6 +22,7 @@ from typing import NoReturn
 import zmq
 
 from neuron_runtime import record
+from neuron_runtime.artifacts.loading import Places, check_artifact, load_backend
 from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
@@ -29,14 +30,16 @@ from neuron_runtime.distributed.layout import Layout
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backends import backend_package, warn_of_limits
 from neuron_runtime.engine.backpressure import queue_limits
-from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, FromEngine, Joined, ModelFound, Ready, Refused, Step, ToEngine
 from neuron_runtime.engine.stats import EngineStats
-from neuron_runtime.engine.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
+from neuron_runtime.processes.group import leading, place_of
+from neuron_runtime.processes.lifeline import Deadline, die_with_parent
+from neuron_runtime.processes.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
+from neuron_runtime.weights.fetching import materialize
 
 PROGRESS_PERIOD_SECONDS = 0.2
 IDLE_MILLISECONDS = 1000
@@ -222,10 +225,6 @@ def serve(
     ending: Ending,
 ) -> None:
     """Load, warm up, then serve until SIGTERM. Raises FatalError or exceptions of the backend."""
-    from neuron_runtime.artifacts.loading import Places, check_artifact, load_backend  # noqa: PLC0415
-    from neuron_runtime.distributed.group import leading, place_of  # noqa: PLC0415
-    from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415  (may bring a hub client)
-
     report = StartReport(border)
     package = backend_package(config)
     places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
@@ -266,7 +265,7 @@ def serve(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="neuron_runtime.engine.process")
+    parser = argparse.ArgumentParser(prog="neuron_runtime.processes.engine")
     parser.add_argument("--config", type=Path, required=True)
     add_local_flags(parser)
     parser.add_argument("--run-dir", type=Path, required=True)

@@ -18,13 +18,13 @@ from pathlib import Path
 import msgspec
 
 from neuron_runtime.console import say
-from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, ServingError
 from neuron_runtime.host import LIMIT_OF_A_POD, gib, memory_limit, num_oom_kills
+from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.record import GENERAL_FAILURE, Record
 
 ENGINE_NAME = "engine process"
-ENGINE_MODULE = "neuron_runtime.engine.process"
+ENGINE_MODULE = "neuron_runtime.processes.engine"
 CONFIG_FILE = "config.json"
 """The configuration of all children, in their common folder."""
 FRONT_END_DEADLINE = "front-end"
