@@ -1,7 +1,7 @@
 # Commands for developers and CI; `make` lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format generate lint check test test-long test-neuron-versions bench bench-operator programs clients cluster cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve format generate lint check test all-tests test-long test-neuron-versions bench bench-operator programs clients cluster cluster-images cluster-down cluster-deps clean-cache
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -39,22 +39,27 @@ lint: setup
 	@$(BIN)/python scripts/generate.py --check
 
 check: lint  ## run lint, type checks, import contracts and fast tests (two minutes)
-	@$(TWO) $(BIN)/pytest -q -n 2 -m "$(FAST)"
+	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "$(FAST)"
+
+# Files in the order of tests/conftest.py. A test that needs a program waits until it is built.
+IN_ORDER := --dist loadscope --no-loadscope-reorder
 
 test: cluster-deps  ## run all tests, with a cluster if this machine supports it
-	@$(MAKE) --no-print-directory -j 2 programs clients lint .venv-neuron/.ready
-	@$(MAKE) --no-print-directory test-neuron-versions
-	@$(TWO) $(BIN)/pytest -q -n 2 --dist loadscope -m "not long"
+	@$(MAKE) --no-print-directory -j 3 programs clients all-tests
 
-test-long: setup cluster-deps  ## run long tests: 100,000 random loads, the test cluster under faults
-	@NEURON_SERVING_PROPERTY_EXAMPLES=100000 $(TWO) $(BIN)/pytest -q -n 2 --dist loadscope \
-	  tests/neuron_runtime/test_engine_property.py
-	@$(TWO) $(BIN)/pytest -q -n 2 --dist loadscope -m long
+all-tests: setup
+	@$(MAKE) --no-print-directory lint test-neuron-versions
+	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "not long"
 
-# Tests that name one of the libraries or a model made with them.
-VERSIONED = $(shell grep -lE "torch|transformers|tokenizers|safetensors|(chat|tiny)_model" tests/neuron_runtime/test_*.py)
+test-long: setup cluster-deps  ## run long tests: 100,000 random loads, many examples of each property, the test cluster under faults
+	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "long or hypothesis" --hypothesis-profile=many
+
+# Tests that import one of the libraries, or what is written around one. The fake NxD Inference is tested once.
+IMPORTS := torch|transformers|tokenizers|safetensors|neuron_runtime\.(backend\.torch|text\.detokenizer|weights\.hub)
+VERSIONED = $(filter-out %/test_nxdi_fake.py,$(shell grep -lE "^ *(import|from) ($(IMPORTS))" tests/neuron_runtime/test_*.py)) \
+  tests/neuron_runtime/test_offline.py
 test-neuron-versions: .venv-neuron/.ready  ## run the tests that library versions affect, with those of AWS's Neuron images
-	@$(TWO) .venv-neuron/bin/pytest -q -n 2 -m "$(FAST)" $(VERSIONED)
+	@$(TWO) .venv-neuron/bin/pytest -q -n 2 $(IN_ORDER) -m "$(FAST)" $(VERSIONED)
 
 bench: setup  ## measure the figures into bench-results/; QUICK=1: rough figures, PAGES="docs/benchmarks.md": update these pages
 	@PYTHONPATH=tests $(BIN)/python -m bench.suite --folder bench-results $(if $(QUICK),--quick) $(if $(PAGES),--markdown $(PAGES))
@@ -63,7 +68,7 @@ bench-operator: setup  ## measure the operator with 10, 100 and 500 models on a 
 	@PYTHONPATH=tests $(BIN)/python -m bench.operator_scale --folder bench-results $(if $(PAGES),--markdown $(PAGES))
 
 programs:  # build programs for tests from Go modules, once, in minutes; a test that lacks one reports why
-	-@PYTHONPATH=tests $(PYTHON) -m cluster.rig.binaries
+	-@PYTHONPATH=tests nice $(PYTHON) -m cluster.rig.binaries
 
 clients: setup  # install programs of other makers for tests, once, in seconds; a test that lacks one reports why
 	-@PYTHONPATH=tests $(BIN)/python -m helpers.foreign_clients

@@ -20,8 +20,8 @@ import runtime_tables
 import sizing_tables
 from bench_tables import published_step_times
 from metric_tables import model_metrics
-from neuron_operator import schema
-from neuron_operator.reasons import CONDITIONS, TROUBLESHOOTING
+from neuron_operator.api import schema
+from neuron_operator.api.reasons import CONDITIONS, TROUBLESHOOTING
 from neuron_runtime.apis.anthropic.body import MessagesBody
 from neuron_runtime.apis.responses.body import ResponsesBody
 from neuron_runtime.not_built import Surface

@@ -13,11 +13,12 @@ import yaml
 from msgspec import NODEFAULT
 
 from markdown_table import table
-from neuron_operator.fields import Field, SpecPart, Supported, description_of, fields_of, unwrapped
-from neuron_operator.model import Spec
-from neuron_operator.model_status import Status
-from neuron_operator.reasons import TROUBLESHOOTING, Condition, Reason
-from neuron_operator.schema import COLUMNS, schema_of
+from neuron_operator.api.fields import Field, SpecPart, Supported, description_of, fields_of, unwrapped
+from neuron_operator.api.model import Spec
+from neuron_operator.api.model_status import Status
+from neuron_operator.api.reasons import TROUBLESHOOTING, Condition, Reason
+from neuron_operator.api.schema import COLUMNS, schema_of
+from request_tables import paragraph
 
 FAILURES = Path(__file__).resolve().parents[1] / "tests" / "cases" / "failures.yaml"
 
@@ -149,15 +150,11 @@ def shown(value: Any) -> str:
 
 
 def reasons(condition: Condition) -> str:
-    """The reasons of one condition by weight, reserved ones last."""
+    """The reasons of one condition by weight as a paragraph, reserved ones last."""
     declared = [reason for reason in Reason if condition in reason.row.conditions]
-    return table(
-        ("Reason", "Meaning"),
-        (
-            *((f"[`{reason}`]({Path(reason.link).name})", reason.row.means) for reason in declared if reason.row.means),
-            *((f"`{reason}`", "*reserved*") for reason in declared if not reason.row.means),
-        ),
-    )
+    given = (f"[`{reason}`]({Path(reason.link).name})" for reason in declared if reason.row.means)
+    reserved = (f"`{reason}` (reserved)" for reason in declared if not reason.row.means)
+    return paragraph((*given, *reserved))
 
 
 def sections() -> str:
@@ -166,11 +163,16 @@ def sections() -> str:
 
 
 def _section(reason: Reason) -> str:
-    lines = [(one["what"], f"`{one['says'].strip()}`", one["ends"]) for one in _failures() if one["reason"] == reason]
-    shown = table(("Failure", "The message says", "What ends it"), lines) if lines else ""
-    return _in_troubleshooting(
-        f"### {reason}\n\n{reason.row.means}.\n\nWhat to do: {reason.row.do}.\n\n{shown}"
-    ).strip()
+    failures = "\n".join(
+        f"- {one['what']}: {code(one['says'].strip())}. What ends it: {one['ends'][0].lower()}{one['ends'][1:]}."
+        for one in _failures()
+        if one["reason"] == reason
+    )
+    return _in_troubleshooting(f"### {reason}\n\n{reason.row.means}. **Cure:** {reason.row.do}.\n\n{failures}").strip()
+
+
+def code(text: str) -> str:
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def _failures() -> list[dict[str, str]]:

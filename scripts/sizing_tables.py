@@ -12,13 +12,13 @@ import msgspec
 import yaml
 
 from markdown_table import table
-from neuron_operator.catalog import FAMILIES, GIB, INSTANCE_TYPES
-from neuron_operator.errors import Unplaceable
-from neuron_operator.model import ModelSource, NeuronModel, Spec
-from neuron_operator.planner import Option, choose
-from neuron_operator.records import Facts
-from neuron_operator.sizing import Cores, Load, Memory, Widths, memory_of
-from neuron_operator.world import FreeDevices, Provisionable, Settings
+from neuron_operator.api.errors import Unplaceable
+from neuron_operator.api.model import ModelSource, NeuronModel, Spec
+from neuron_operator.place.catalog import FAMILIES, GIB, INSTANCE_TYPES
+from neuron_operator.place.planner import Option, choose
+from neuron_operator.place.sizing import Cores, Load, Memory, Widths, memory_of
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import FreeDevices, Provisionable, Settings
 
 CASES = Path(__file__).resolve().parents[1] / "tests" / "cases" / "sizing"
 GB = 10**9

@@ -1,7 +1,8 @@
 """Settings for every test: with CI=true no test may skip, torch uses two threads, and with `--dist loadscope` the tests
-that use the cluster stay in one test process.
+of a file stay in one test process.
 
-Properties have no deadline and no limit on the time to draw examples: both would only measure the machine.
+A property is tried with a few examples; `make test-long` tries many (`--hypothesis-profile=many`). Properties have no
+deadline and no limit on the time to draw examples: both would only measure the machine.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling, Scheduling
 
-settings.register_profile("untimed", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", parent=UNTIMED, max_examples=10)
+settings.register_profile("many", parent=UNTIMED, max_examples=300)
+settings.load_profile("few")
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,17 +36,29 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-class ClusterScheduling(LoadScopeScheduling):
-    """Tests that use the cluster run one after another. Every other file of its folder starts its own servers and stays
-    together. All other tests go to any free process."""
+def scope_of(path: PurePath) -> str:
+    """The tests of one scope run in one process, one after another: those that use the cluster, and those of any other
+    file, so that what a file starts is started once."""
+    uses_the_cluster = path.parent.name == "cluster" and path.name.startswith(("test_rig_", "test_story"))
+    return "cluster" if uses_the_cluster else f"{path.parent.name}/{path.name}"
 
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Scopes that take long begin first: the cluster, then files with slow tests."""
+    slow = {scope_of(item.path) for item in items if item.get_closest_marker("slow")}
+    for item in items:
+        # Building programs takes minutes, once, and must not count towards the limit of a test.
+        if item.get_closest_marker("slow") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(float(config.getini("timeout")), func_only=True))
+    items.sort(key=lambda item: (scope_of(item.path) != "cluster", scope_of(item.path) not in slow))
+
+
+class ScopeScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        file = PurePath(nodeid.partition("::")[0])
-        if "cluster" not in file.parts:
-            return nodeid
-        return "cluster" if file.name.startswith(("test_rig_", "test_story")) else file.name
+        return scope_of(PurePath(nodeid.partition("::")[0]))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
-    return ClusterScheduling(config, log) if config.getvalue("dist") == "loadscope" else None
+    return ScopeScheduling(config, log) if config.getvalue("dist") == "loadscope" else None

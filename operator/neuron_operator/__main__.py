@@ -23,19 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     match arguments[:1]:
         case ["run"]:
-            from neuron_operator import run  # noqa: PLC0415 - kopf and the client are not needed by `local`
+            from neuron_operator.run import process  # noqa: PLC0415 - kopf and the client are not needed by `local`
 
-            return run.main(arguments[1:])
+            return process.main(arguments[1:])
         case ["local"]:
             from neuron_operator import local  # noqa: PLC0415
 
             return local.main(arguments[1:])
         case ["plan"]:
-            from neuron_operator import plan_command  # noqa: PLC0415
+            from neuron_operator.local import plan  # noqa: PLC0415
 
-            return plan_command.main(arguments[1:])
+            return plan.main(arguments[1:])
         case ["crd"]:
-            from neuron_operator import schema  # noqa: PLC0415
+            from neuron_operator.api import schema  # noqa: PLC0415
 
             print(schema.to_yaml(), end="")
             return 0

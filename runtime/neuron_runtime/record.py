@@ -1,7 +1,7 @@
 """The record: the outcome of `inspect`, `fetch`, `compile`, or a failed `serve`, for the operator.
 
 JSON of at most 2 KiB with a closed list of fields, written to the container's termination message by `__main__`.
-`neuron_operator.records` reads it; a contract test compares the fields of both.
+`neuron_operator.read.records` reads it; a contract test compares the fields of both.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from typing import Self
 import numpy as np
 import torch
 
+from bench import offline
+from bench.report import Meter
 from neuron_runtime.backend.host_sampling.drawing import best
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.backend import TorchBackend
@@ -25,8 +27,6 @@ from neuron_runtime.backend.torch.choices import stored_dtype
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
-from neuron_runtime.bench import offline
-from neuron_runtime.bench.report import Meter
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.core import BackendLimits
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.bare_step import BareDecoder
+from bench.report import Load, Meter
 from neuron_runtime.arguments import default_artifacts_dir
 from neuron_runtime.artifacts.compiling import make, wanted_artifact
 from neuron_runtime.artifacts.store import artifact_store
-from neuron_runtime.bench.report import Load, Meter
 from neuron_runtime.config import ModelSource, RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.report import Load, Meter
 from helpers.grown import grow
 from helpers.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, serving
 from helpers.weights import size, write_model
-from neuron_runtime.bench.report import Load, Meter
 
 PREFIX = "model"
 PART_BYTES = 64 * 2**20

@@ -30,7 +30,7 @@ import msgspec
 import orjson
 import zmq
 
-from neuron_runtime.bench.report import Meter, Row, at_most
+from bench.report import Meter, Row, at_most
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.engine import messages
@@ -189,9 +189,10 @@ class Readers:
 
 @contextlib.contextmanager
 def reading_clients(url: str, num_streams: int) -> Iterator[Readers]:
-    command = [sys.executable, __file__, url, str(num_streams)]
+    command = [sys.executable, "-m", "bench.front_end", url, str(num_streams)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     # Unbuffered, so that a round is reported when it ends.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, env=env) as process:
         try:
             yield Readers(process)
         finally:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from bench import host
-from neuron_runtime.bench.report import Load, Meter, Row, at_most
+from bench.report import Load, Meter, Row, at_most
 from neuron_runtime.core import Form, Request, Sampling
 from neuron_runtime.engine.guides import Guide, Masks
 from neuron_runtime.grammars.guides import GrammarGuides

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from bench.report import Load, Meter, Row, at_most
 from neuron_runtime.backend.simulated.clock import WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
 from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
-from neuron_runtime.bench.report import Load, Meter, Row, at_most
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Sampling, StepOutput
 from neuron_runtime.distributed.control import LeaderControl
 from neuron_runtime.distributed.layout import Layout, read_secret

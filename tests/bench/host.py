@@ -15,9 +15,9 @@ from statistics import median
 from typing import get_args
 
 from bench.cpu_clock import CpuClock
+from bench.report import Load, Meter, Row, at_least, at_most
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
-from neuron_runtime.bench.report import Load, Meter, Row, at_least, at_most
 from neuron_runtime.core import BackendLimits, Batch, Form, Kind, Late, Request, Sampling, StepOutput, TokenFeedback
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.guides import Guides

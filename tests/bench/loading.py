@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from neuron_runtime.bench.report import Load, Meter
+from bench.report import Load, Meter
 
 READ_BYTES = 8 * 2**20
 

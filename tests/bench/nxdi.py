@@ -19,7 +19,9 @@ from typing import Any
 
 from bench.cpu_clock import CpuClock
 from bench.host import STEP_MILLISECONDS, STEP_TARGETS
+from bench.report import Load, Meter, Row, at_most
 from helpers.nxdi import fake_nxdi
+from helpers.random_model import model_config, write_random_model
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.library import NxdApplication, application
@@ -27,8 +29,6 @@ from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
-from neuron_runtime.backend.torch.random_model import model_config, write_random_model
-from neuron_runtime.bench.report import Load, Meter, Row, at_most
 from neuron_runtime.config import Buckets, EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits, Kind, Late, Request, Sampling, StepOutput
 from neuron_runtime.engine.loop import Engine

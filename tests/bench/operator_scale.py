@@ -25,28 +25,16 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from bench.report import Load, Meter, Row, Table, at_most, cells, machine_line
 from bench.suite import replaced
 from cluster.rig.needs import NotPossibleHere
 from helpers.apiserver import ApiServer
 from helpers.operator_process import Process
 from helpers.operators import BY_KIND, FACTS, OPERATOR_USER, SPEC, served
 from helpers.ports import free_ports
-from neuron_operator.client import CHILDREN, NEURON_MODELS, PODS
-from neuron_operator.names import MODEL_LABEL
-from neuron_runtime.bench.report import (
-    Load,
-    Meter,
-    Report,
-    Row,
-    Table,
-    add_output_arguments,
-    at_most,
-    cells,
-    check_outputs,
-    deliver,
-    machine_line,
-    percentile,
-)
+from neuron_operator.api.names import MODEL_LABEL
+from neuron_operator.cluster.client import CHILDREN, NEURON_MODELS, PODS
+from neuron_runtime.bench.report import Report, add_output_arguments, check_outputs, deliver, percentile
 from neuron_runtime.console import say
 from neuron_runtime.errors import ServingError
 
@@ -665,17 +653,18 @@ def run(options: argparse.Namespace) -> None:
         began = time.monotonic()
         found.append(asyncio.run(measure(size, with_foreign=size == max(options.sizes))))
         say(f"{size} models: {time.monotonic() - began:.0f} s")
+    printed = table(found)
     report = Report(
         command="bench.operator_scale",
         options={"sizes": options.sizes},
-        tables=(table(found),),
+        tables=(printed,),
         data={str(f.num_models): {"scale": f.scale_seconds, "revision": f.revision_seconds} for f in found},
         draw=lambda figure: draw(figure, found),
         size_inches=(16.0, 4.0),
     )
     deliver(report, options)
     for page in options.markdown:
-        page.write_text(replaced(page, markdown(report.tables[0])), encoding="utf-8")
+        page.write_text(replaced(page, markdown(printed)), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.report import Meter, Row, at_most
 from neuron_runtime.backend.host_sampling.sampler import HostSampler
 from neuron_runtime.backend.torch.allocation import set_up_allocation
-from neuron_runtime.bench.report import Meter, Row, at_most
 from neuron_runtime.core import Added, Sampling
 
 VOCABULARY = 151_936

@@ -18,21 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from neuron_runtime.bench.model import model_folder_or_uri, random_model
-from neuron_runtime.bench.report import (
-    Load,
-    Meter,
-    Report,
-    Row,
-    Table,
-    add_output_arguments,
-    at_least,
-    at_most,
-    cells,
-    check_outputs,
-    deliver,
-    machine_line,
-)
+from bench.model import model_folder_or_uri, random_model
+from bench.report import Load, Meter, Row, Table, at_least, at_most, cells, machine_line
+from neuron_runtime.bench.report import Report, add_output_arguments, check_outputs, deliver
 from neuron_runtime.console import say
 from neuron_runtime.errors import FatalError, InvalidConfig, ServingError
 
@@ -40,8 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from bench.loading import Loading
-    from neuron_runtime.bench.client import Server
-    from neuron_runtime.bench.offline import OfflineEngine
+    from bench.offline import OfflineEngine
 
 Result = TypeVar("Result")
 
@@ -218,8 +205,7 @@ def front_end_section(effort: Effort) -> Found:
 
 def engine_section(effort: Effort) -> Found:
     """The engine in process compared with bare steps and with memory bandwidth."""
-    from bench import bare_step
-    from neuron_runtime.bench import offline
+    from bench import bare_step, offline
 
     reads: list[tuple[float, Load]] = []
     points: dict[int, list[bare_step.Point]] = {concurrency: [] for concurrency in effort.concurrency}
@@ -329,18 +315,17 @@ def _milliseconds(seconds: Iterable[float]) -> str:
 
 def http_section(effort: Effort) -> Found:
     """The server compared with the same engine in process, in turns; clients and server share the machine."""
-    from neuron_runtime.bench.client import Server
-    from neuron_runtime.bench.spawned import SpawnedServer
+    from bench.spawned import SpawnedServer
 
     flags = ["--max-num-seqs", str(MAX_ROWS), "--max-model-len", str(MAX_MODEL_LENGTH), "--served-model-name", "m"]
     turns: dict[int, list[_Turn]] = {streams: [] for streams in effort.http_streams}
     for number in range(effort.num_iters):
         with _engine() as engine, SpawnedServer([model_folder_or_uri(MODEL), *flags]) as spawned:
-            server = Server(spawned.base_url, "/v1/completions")
-            _http_turn(engine, server, streams=4, output_len=8, seed=99)
+            url = spawned.base_url
+            _http_turn(engine, url, streams=4, output_len=8, seed=99)
             for streams, found in turns.items():
                 for seed in range(number * effort.num_turns, (number + 1) * effort.num_turns):
-                    found.append(_http_turn(engine, server, streams=streams, output_len=effort.output_len, seed=seed))
+                    found.append(_http_turn(engine, url, streams=streams, output_len=effort.output_len, seed=seed))
     rows = tuple(_http_row(streams, found) for streams, found in turns.items())
     data = {str(streams): [one.ratio for one in found] for streams, found in turns.items()}
 
@@ -366,19 +351,18 @@ class _Turn:
     load: Load
 
 
-def _http_turn(engine: OfflineEngine, server: Server, *, streams: int, output_len: int, seed: int) -> _Turn:
-    from neuron_runtime.bench import offline, serve
+def _http_turn(engine: OfflineEngine, url: str, *, streams: int, output_len: int, seed: int) -> _Turn:
+    from bench import client, offline
 
     size = engine.backend.limits.vocabulary_size
     meter = Meter()
     alone = engine.generate(offline.random_prompts(streams, INPUT_LEN, seed, size), output_len)
-    body = {"model": "m", "temperature": 0, "ignore_eos": True}
-    workload = serve.Workload(streams, INPUT_LEN, output_len, vocabulary_size=size, seed=1000 + seed, body=body)
-    outcome = serve.apply_load(server, workload, streams)
+    requests = client.bodies(streams, INPUT_LEN, output_len, model="m", vocabulary_size=size, seed=1000 + seed)
+    outcome = client.send(url, requests)
     return _Turn(
-        ratio=outcome.output_rate * alone.seconds / (streams * output_len),
+        ratio=outcome.output_rate * alone / (streams * output_len),
         rate=outcome.output_rate,
-        first_token_seconds=statistics.median(outcome.first_token),
+        first_token_seconds=statistics.median(outcome.first_token_seconds),
         load=meter.read(),
     )
 
@@ -398,7 +382,7 @@ def _http_row(streams: int, turns: Sequence[_Turn]) -> Row:
 
 def prefix_section(effort: Effort) -> Found:
     """Time to first token of a prompt with a cached prefix, compared with a new one."""
-    from neuron_runtime.bench import offline
+    from bench import offline
 
     shared = int(PREFIX_LEN * PREFIX_SHARED)
     new, hit = [], []
@@ -408,8 +392,8 @@ def prefix_section(effort: Effort) -> Found:
         for number in range(effort.num_iters):
             (begin,) = offline.random_prompts(1, shared, 2 * number, size)
             ends = offline.random_prompts(2, PREFIX_LEN - shared, 2 * number + 1, size)
-            new.append(engine.generate([begin + ends[0]], 1).seconds)
-            hit.append(engine.generate([begin + ends[1]], 1).seconds)
+            new.append(engine.generate([begin + ends[0]], 1))
+            hit.append(engine.generate([begin + ends[1]], 1))
         cached = engine.engine.stats.num_prefix_hits_total / effort.num_iters
     before, after = statistics.median(new), statistics.median(hit)
     note = f"{1000 * before:.0f} to {1000 * after:.0f} ms; {cached:.0f} of {PREFIX_LEN} tokens cached"
@@ -483,7 +467,7 @@ def fetching_section(effort: Effort) -> Found:
 
 def ready_section(effort: Effort) -> Found:
     """Time from the start of the command to the first 200 of /health."""
-    from neuron_runtime.bench.spawned import SpawnedServer
+    from bench.spawned import SpawnedServer
 
     rows, data = [], {}
     for shape in ("4M", SHAPE):
@@ -531,7 +515,7 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
 
 
 def _engine(**arguments: Any) -> OfflineEngine:
-    from neuron_runtime.bench.offline import OfflineEngine
+    from bench.offline import OfflineEngine
 
     return OfflineEngine(MODEL, {"max_num_seqs": MAX_ROWS, "max_model_len": MAX_MODEL_LENGTH} | arguments)
 

@@ -29,9 +29,17 @@ from helpers.operator_rights import (
 )
 from helpers.operators import BY_KIND, Namespace, client_of, eventually, operating, served
 from helpers.rendered_cases import FILES, render
-from neuron_operator import names, settings
+from neuron_operator.api import names
+from neuron_operator.read.world import (
+    CaBundle,
+    ClaimTemplate,
+    GroupSettings,
+    JobSettings,
+    KeyRef,
+    ObjectStore,
+)
 from neuron_operator.render.pods import serving_pod_template
-from neuron_operator.world import CaBundle, ClaimTemplate, GroupSettings, JobSettings, KeyRef, ObjectStore
+from neuron_operator.run import settings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -795,7 +803,7 @@ async def test_an_upgrade_that_changes_every_value_restarts_no_pod_of_50_models(
                 namespace.finish_resolve()
                 await eventually(lambda: deployments().keys() == set(models))
             running = deployments()
-            monkeypatch.setattr("neuron_operator.revision.serving_pod_template", later_template)
+            monkeypatch.setattr("neuron_operator.decide.pin.serving_pod_template", later_template)
             async with operating(client, after):
                 peers = list(after.models.network_policy_ingress_from)
 

@@ -21,10 +21,10 @@ from helpers.operator_rights import ensure_namespace
 from helpers.operator_worlds import body, condition, resolved_world
 from helpers.operators import CRD_FILE, served
 from helpers.rendered_cases import FILES, render
-from neuron_operator.client import NEURON_MODELS, resource_of
-from neuron_operator.fields import Rule, SpecPart, broken_rules, fields_of, unwrapped
-from neuron_operator.model import Spec
-from neuron_operator.names import MAX_MODEL_NAME
+from neuron_operator.api.fields import Rule, SpecPart, broken_rules, fields_of, unwrapped
+from neuron_operator.api.model import Spec
+from neuron_operator.api.names import MAX_MODEL_NAME
+from neuron_operator.cluster.client import NEURON_MODELS, resource_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -96,15 +96,12 @@ async def test_why_reads_the_cluster_of_the_kubeconfig_and_the_namespace_of_its_
         assert refused.code == 1
         assert refused.err.startswith("kubectl neuron: Error from server (Forbidden)")
 
-        for command in ("chat", "bench"):
-            done = shell(command, "chat", "-n", namespace.name)
-            assert (done.code, done.out) == (1, "")
-            assert re.fullmatch(
-                r"kubectl neuron: no replica answers \(.+\): kubectl neuron why chat says why", done.err
-            )
+        done = shell("chat", "chat", "-n", namespace.name)
+        assert (done.code, done.out) == (1, "")
+        assert re.fullmatch(r"kubectl neuron: no replica answers \(.+\): kubectl neuron why chat says why", done.err)
 
 
-async def test_chat_and_bench_reach_a_model_through_the_api_servers_proxy(server: ApiServer, shell: Shell) -> None:
+async def test_chat_reaches_a_model_through_the_api_servers_proxy(server: ApiServer, shell: Shell) -> None:
     namespace = Namespace(server)
     flags = ("--host", "0.0.0.0", "--port", "0", "--served-model-name", "chat", "--max-model-len", "512")
     with serve(str(ROOT / "examples" / "demo-model"), *flags) as command:
@@ -128,17 +125,8 @@ async def test_chat_and_bench_reach_a_model_through_the_api_servers_proxy(server
         assert asked.out.startswith(ANSWERS[question])
         assert re.search(r"first token after \d+ ms, \d+ tokens in \d", asked.out)
 
-        load = ("-n", namespace.name, "--requests", "8", "--concurrency", "2", "--max-tokens", "16")
-        print(shell("bench", "chat", *load, "--prompt-words", "20").out)
-        done = shell("bench", "chat", *load, "--prompt-words", "20", "-o", "json")
-        figures = json.loads(done.out)
-        assert (done.code, figures["failed"], figures["answer_tokens"]) == (0, 0, 16)
-        assert 0 < figures["first_token_ms"]["p50"] <= figures["first_token_ms"]["p99"]
-        assert figures["tokens_per_second"] * figures["seconds"] == pytest.approx(8 * 16, rel=0.01)
-
-        too_long = shell("bench", "chat", *load, "--prompt-words", "2000")
+        too_long = shell("chat", "chat", "word " * 2000, "-n", namespace.name)
         assert too_long.code == 1
-        assert "no request succeeded" in too_long.out
         assert too_long.err.startswith("kubectl neuron: HTTP 400: This model's maximum context length is 512 tokens")
 
 

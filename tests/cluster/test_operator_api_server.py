@@ -43,9 +43,10 @@ from helpers.operators import (
     without_versions,
 )
 from helpers.quotas import delete_quota, set_quota
-from neuron_operator import names
 from neuron_operator.__main__ import main
-from neuron_operator.client import (
+from neuron_operator.api import names
+from neuron_operator.api.model import Rollout
+from neuron_operator.cluster.client import (
     EVENTS,
     LEASES,
     NEURON_MODELS,
@@ -56,14 +57,13 @@ from neuron_operator.client import (
     Resource,
     Unreachable,
 )
-from neuron_operator.decide import decide
-from neuron_operator.lease import LeaseTimings
-from neuron_operator.model import Rollout
-from neuron_operator.objects import is_shared, owners_of
-from neuron_operator.on_demand import EVENTS_SECONDS, EXISTS_SECONDS, LOG_SECONDS
-from neuron_operator.reflector import Caches, Key
-from neuron_operator.run import check_installed
-from neuron_operator.world import Decision, Settings, World
+from neuron_operator.cluster.lease import LeaseTimings
+from neuron_operator.cluster.on_demand import EVENTS_SECONDS, EXISTS_SECONDS, LOG_SECONDS
+from neuron_operator.cluster.reflector import Caches, Key
+from neuron_operator.decide.course import decide
+from neuron_operator.read.objects import is_shared, owners_of
+from neuron_operator.read.world import Decision, Settings, World
+from neuron_operator.run.process import check_installed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -416,7 +416,7 @@ async def test_children_without_an_owner_are_adopted(server: ApiServer, namespac
 async def test_a_rejected_child_does_not_stop_a_scale(
     server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuron_operator.decide.RECHECK_SECONDS", 1.0)
+    monkeypatch.setattr("neuron_operator.decide.course.RECHECK_SECONDS", 1.0)
     denied = {"kind": "Status", "code": 422, "reason": "Invalid", "message": "denied by policy no-budgets"}
 
     def deny(request: web.Request) -> web.Response | None:
@@ -443,7 +443,7 @@ async def test_a_rejected_child_does_not_stop_a_scale(
 async def test_a_rejected_object_is_tried_again_without_a_change(
     server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuron_operator.decide.RECHECK_SECONDS", 1.0)
+    monkeypatch.setattr("neuron_operator.decide.course.RECHECK_SECONDS", 1.0)
     policy = {"kind": "Status", "code": 422, "reason": "Invalid", "message": "denied by policy no-budgets"}
 
     denied: list[str] = []
@@ -893,7 +893,7 @@ async def test_an_admission_policy_is_reported_as_such(server: ApiServer, namesp
 async def test_nothing_is_created_in_a_namespace_that_is_being_deleted(
     server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuron_operator.decide.RECHECK_SECONDS", 0.5)
+    monkeypatch.setattr("neuron_operator.decide.course.RECHECK_SECONDS", 0.5)
     namespace.put_model()
     namespace.patch(NEURON_MODELS, "chat", {"metadata": {"finalizers": ["example.com/kept"]}})
     server.call("DELETE", f"/api/v1/namespaces/{namespace.name}", {})
@@ -952,9 +952,9 @@ async def test_a_model_that_keeps_failing_costs_at_most_four_requests_a_minute(
     server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It needs more devices than the two nodes have. Thirty times as fast: a minute is two seconds."""
-    monkeypatch.setattr("neuron_operator.decide.RECHECK_SECONDS", 1.0)
-    monkeypatch.setattr("neuron_operator.decide.MAX_RECHECK_SECONDS", 10.0)
-    monkeypatch.setattr("neuron_operator.on_demand.FREE_DEVICES_SECONDS", 0.1)
+    monkeypatch.setattr("neuron_operator.decide.course.RECHECK_SECONDS", 1.0)
+    monkeypatch.setattr("neuron_operator.decide.course.MAX_RECHECK_SECONDS", 10.0)
+    monkeypatch.setattr("neuron_operator.cluster.on_demand.FREE_DEVICES_SECONDS", 0.1)
     merge, devices = "application/merge-patch+json", {"aws.amazon.com/neuron": "1"}
     for number in range(2):
         name = f"{namespace.name}-{number}"
@@ -1032,7 +1032,7 @@ async def test_pods_that_stay_refused_cost_at_most_four_requests_a_minute(
 ) -> None:
     """The failure is two hours old. Six times as fast: a minute is ten seconds. Attempts differ by whole seconds."""
     for name, seconds in (("LEAST", 2), ("MOST", 20)):
-        monkeypatch.setattr(f"neuron_operator.nudge.{name}", timedelta(seconds=seconds / 6))
+        monkeypatch.setattr(f"neuron_operator.decide.nudge.{name}", timedelta(seconds=seconds / 6))
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model()
         await namespace.settle()
@@ -1054,10 +1054,10 @@ async def test_a_secret_that_stays_away_costs_at_most_four_requests_a_minute(
 ) -> None:
     """The model has waited for two hours. Thirty times as fast: a minute is two seconds."""
     for name, value in {"MIN_RECHECK": 2, "AWAITED": 40, "RECHECK": 30, "MAX_RECHECK": 300}.items():
-        monkeypatch.setattr(f"neuron_operator.decide.{name}_SECONDS", value / 30)
+        monkeypatch.setattr(f"neuron_operator.decide.course.{name}_SECONDS", value / 30)
     monkeypatch.setattr("neuron_operator.why.pods.UNEXPLAINED_POD_SECONDS", 0)
-    monkeypatch.setattr("neuron_operator.on_demand.EVENTS_SECONDS", EVENTS_SECONDS / 30)
-    monkeypatch.setattr("neuron_operator.on_demand.EXISTS_SECONDS", EXISTS_SECONDS / 30)
+    monkeypatch.setattr("neuron_operator.cluster.on_demand.EVENTS_SECONDS", EVENTS_SECONDS / 30)
+    monkeypatch.setattr("neuron_operator.cluster.on_demand.EXISTS_SECONDS", EXISTS_SECONDS / 30)
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model()
         await namespace.settle()
@@ -1110,7 +1110,7 @@ def warning(reason: str, note: str, about: dict[str, str]) -> dict[str, Any]:
 async def test_pods_that_a_node_refused_pause_the_deployment_until_the_next_attempt(
     server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuron_operator.breaker.FIRST_DELAY", timedelta(seconds=4))
+    monkeypatch.setattr("neuron_operator.why.attempts.FIRST_DELAY", timedelta(seconds=4))
 
     def replicas() -> int:
         return int(namespace.get(BY_KIND["Deployment"], "chat")["spec"]["replicas"])
@@ -1455,7 +1455,8 @@ async def test_a_lease_edited_by_others_is_still_renewed(server: ApiServer, name
 async def test_a_leader_without_connection_stops_before_another_leads(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as first, client_of(server, "admin") as second:
         cut = CutOff(first)
-        async with operating(cut, only(namespace, identity="a", lease=LEASE)) as a:
+        settings = only(namespace, identity="a", lease=LEASE)
+        async with operating(cut, settings, configuration=first.configuration) as a:
             await eventually(lambda: a.is_leading)
             async with operating(second, only(namespace, identity="b", lease=LEASE)) as b:
                 await asyncio.sleep(0.5)

@@ -27,7 +27,7 @@ from helpers.operators import (
     served,
     shape,
 )
-from neuron_operator.client import LEASES, NEURON_MODELS, Client, Resource
+from neuron_operator.cluster.client import LEASES, NEURON_MODELS, Client, Resource
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -26,8 +26,8 @@ from helpers.operators import (
     served,
 )
 from helpers.quotas import delete_quota, set_quota
-from neuron_operator import names
-from neuron_operator.objects import instant, text
+from neuron_operator.api import names
+from neuron_operator.read.objects import instant, text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

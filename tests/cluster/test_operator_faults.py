@@ -32,9 +32,9 @@ from helpers.operators import (
     served,
     shape,
 )
-from neuron_operator import names
-from neuron_operator.client import LEASES, NEURON_MODELS, PODS
-from neuron_operator.lease import LeaseTimings
+from neuron_operator.api import names
+from neuron_operator.cluster.client import LEASES, NEURON_MODELS, PODS
+from neuron_operator.cluster.lease import LeaseTimings
 from neuron_operator.render.jobs import CHECK
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -63,9 +63,10 @@ async def storm(proxy: ApiProxy, _: Namespace) -> None:
 
 async def silent_watches(proxy: ApiProxy, _: Namespace) -> None:
     """Watches go silent again and again, and their versions have expired."""
+    gone = {"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}}
 
     def expired(request: web.Request) -> web.Response | None:
-        return refusal(410, "Expired") if "watch" in request.query and next(number) % 2 else None
+        return web.json_response(gone) if "watch" in request.query and next(number) % 2 else None
 
     number = itertools.count()
     proxy.answer = expired
@@ -147,7 +148,8 @@ async def live(server: ApiServer, fault: Fault | None) -> Any:
         for user, identity in ((OPERATOR_USER, "a"), (OPERATOR_USER, "b")):
             client = await stack.enter_async_context(client_of(server, user, proxy.url, watch_silence_seconds=2.0))
             settings = run_settings(*flags, identity=identity, lease=LEASE)
-            replicas.append(await stack.enter_async_context(operating(client, settings, **options)))
+            replica = operating(client, settings, silence_seconds=2.0, **options)
+            replicas.append(await stack.enter_async_context(replica))
         await eventually(lambda: any(replica.is_leading for replica in replicas))
         for name in ("chat", "other"):
             namespace.put_model(name)

@@ -16,10 +16,10 @@ from helpers.controllers import controlling, kubelet
 from helpers.operator_rights import CLUSTER_RULES, grant
 from helpers.operators import BY_KIND, Namespace, client_of, eventually, is_ready, operating, run_settings, served
 from helpers.quotas import delete_quota, set_quota
-from neuron_operator import names
-from neuron_operator.client import LEADER_WORKER_SETS, NEURON_MODELS, PODS
-from neuron_operator.errors import ClusterFault
-from neuron_operator.run import Operator
+from neuron_operator.api import names
+from neuron_operator.api.errors import ClusterFault
+from neuron_operator.cluster.client import LEADER_WORKER_SETS, NEURON_MODELS, PODS
+from neuron_operator.run.process import Operator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -24,7 +24,7 @@ from helpers.operators import (
     serves_models,
 )
 from helpers.ports import free_ports
-from neuron_operator.client import CHILDREN, LEASES, NEURON_MODELS, NODES, PODS, REPLICA_SETS
+from neuron_operator.cluster.client import CHILDREN, LEASES, NEURON_MODELS, NODES, PODS, REPLICA_SETS
 
 LEASE_SECONDS = 15
 """Long enough that no replica loses it when the machine stalls for some seconds."""

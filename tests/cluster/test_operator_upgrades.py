@@ -15,9 +15,9 @@ import pytest
 from helpers.apiserver import ApiServer
 from helpers.controllers import Status, controlling, ended_twice, finished_or_ready, kubelet
 from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, client_of, eventually, operating, run_settings, served
-from neuron_operator import names
-from neuron_operator.client import NEURON_MODELS
-from neuron_operator.run import Operator
+from neuron_operator.api import names
+from neuron_operator.cluster.client import NEURON_MODELS
+from neuron_operator.run.process import Operator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -35,8 +35,8 @@ from helpers.operator_rights import OPERATOR_NAMESPACE
 from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, served
 from helpers.ports import free_ports
 from helpers.serve_command import ENGINE, ServeCommand, post, serve
-from neuron_operator import names
-from neuron_operator.client import NEURON_MODELS, PODS
+from neuron_operator.api import names
+from neuron_operator.cluster.client import NEURON_MODELS, PODS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -134,7 +134,7 @@ def scraping(
 
 MEETS_A_BUG = "meets-a-bug"
 FAULTY = f"""
-import neuron_operator.decide as module
+import neuron_operator.decide.course as module
 
 decide, met = module.decide, set()
 

@@ -16,7 +16,7 @@ from cluster.rig.rig import Rig
 if TYPE_CHECKING:
     from cluster.conftest import Pods
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 def _allocatable(rig: Rig, node: str, resource: str) -> str | None:

@@ -15,7 +15,7 @@ from cluster.rig.rig import Rig
 if TYPE_CHECKING:
     from cluster.conftest import Pods
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 def _seen_devices(pods: Pods, name: str) -> dict[str, int]:

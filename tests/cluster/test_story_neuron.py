@@ -32,7 +32,7 @@ from cluster.stories import (
     uninstall,
 )
 from helpers.failures import check_says
-from neuron_operator import names
+from neuron_operator.api import names
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
 

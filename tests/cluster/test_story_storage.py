@@ -43,7 +43,7 @@ from cluster.stories import (
 )
 from helpers.failures import check_says
 from helpers.s3_server import ACCESS_KEY, SECRET_KEY
-from neuron_operator.names import ARTIFACT_VARIABLE, ARTIFACTS_DIR
+from neuron_operator.api.names import ARTIFACT_VARIABLE, ARTIFACTS_DIR
 from neuron_runtime.weights.store import MANIFEST
 from neuron_runtime.weights.transfer import TransferLimits
 

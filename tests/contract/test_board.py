@@ -21,8 +21,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from cluster.rig.needs import NotPossibleHere
 from helpers.promql import Answer, Result, Scraped, evaluate
 from helpers.scripted_load import ScriptedLoad, run_against_a_server
-from neuron_operator.metrics import Metrics as OperatorMetrics
-from neuron_operator.reasons import Reason
+from neuron_operator.api.reasons import Reason
+from neuron_operator.run.metrics import Metrics as OperatorMetrics
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats

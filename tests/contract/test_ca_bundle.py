@@ -14,8 +14,8 @@ import pytest
 from helpers.hub import Shelf, serving
 from helpers.operator_worlds import SETTINGS, body, find, fresh, resolved_world, settle
 from helpers.tiny_model import write_tiny_model
-from neuron_operator import names
-from neuron_operator.world import CaBundle, KeyRef, Object, Settings
+from neuron_operator.api import names
+from neuron_operator.read.world import CaBundle, KeyRef, Object, Settings
 
 KEY = KeyRef("private-ca", "bundle.pem")
 BUNDLES = {

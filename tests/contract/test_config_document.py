@@ -8,21 +8,21 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import FACTS, SETTINGS, SPEC, body
-from neuron_operator import config_document as operator
-from neuron_operator import names
-from neuron_operator.catalog import FAMILIES
-from neuron_operator.manifest import parse
-from neuron_operator.model import Serving
-from neuron_operator.placement import Target
-from neuron_operator.records import Facts
+from neuron_operator.api import names
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.model import Serving
+from neuron_operator.decide.pin import pin
+from neuron_operator.place.catalog import FAMILIES
+from neuron_operator.place.target import Target
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import ClaimFolder, ObjectStore, Place, StorageSettings
+from neuron_operator.render import config_document as operator
 from neuron_operator.render.jobs import compile_jobs, fetch_job, resolve_job
 from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
-from neuron_operator.revision import pin
-from neuron_operator.world import ClaimFolder, ObjectStore, Place, StorageSettings
 from neuron_runtime import config as runtime
 from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
@@ -56,7 +56,6 @@ def rendered(spec: dict[str, Any]) -> runtime.RuntimeConfig:
     return runtime.parse_config(operator.to_json(document).encode())
 
 
-@settings(deadline=None)
 @given(
     st.fixed_dictionaries({}, optional=SERVING),
     st.integers(0, 600),
@@ -97,7 +96,6 @@ def test_the_runtime_reads_the_document_of_a_manifest(
     assert config.server == runtime.ServerOptions(access_log=serving.get("accessLog") != "Disabled")
 
 
-@settings(deadline=None)
 @given(
     st.fixed_dictionaries({}, optional=SERVING),
     st.sampled_from(["torch", "simulated", "nxdi"]),

@@ -26,16 +26,16 @@ import yaml
 from helpers.failures import FAILURES, Failure
 from helpers.operator_worlds import FACTS, body
 from helpers.rendered_cases import FILES, render
-from neuron_operator import metrics as operator_metrics
-from neuron_operator import placement
 from neuron_operator.__main__ import USAGE
 from neuron_operator.__main__ import main as operator
-from neuron_operator.catalog import FAMILIES as FAMILIES_OF_DEVICES
-from neuron_operator.catalog import INSTANCE_TYPES
-from neuron_operator.errors import InvalidSpec
-from neuron_operator.manifest import parse
-from neuron_operator.reasons import Reason
+from neuron_operator.api.errors import InvalidSpec
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.reasons import Reason
+from neuron_operator.place.catalog import FAMILIES as FAMILIES_OF_DEVICES
+from neuron_operator.place.catalog import INSTANCE_TYPES
+from neuron_operator.place.sizes import _ranges
 from neuron_operator.render import jobs as render_jobs
+from neuron_operator.run import metrics as operator_metrics
 from neuron_runtime import config, not_built, offline
 from neuron_runtime.backend.host_sampling.drawing import NUMBERS_OF_CANDIDATES
 from neuron_runtime.backend.host_sampling.likeliest import GROUP
@@ -225,9 +225,7 @@ def test_reserved_reasons_are_the_unused_ones() -> None:
 
 def test_the_table_of_sizes_matches_the_catalog() -> None:
     tables = attrgetter("plain_devices", "extension_devices", "plain_cores", "extension_cores")
-    expected = [
-        [known.name, *(placement._ranges(list(sizes)) for sizes in tables(known))] for known in INSTANCE_TYPES.values()
-    ]
+    expected = [[known.name, *(_ranges(list(sizes)) for sizes in tables(known))] for known in INSTANCE_TYPES.values()]
     assert rows(section(NEURONMODEL, "Devices and cores")) == expected
 
 

@@ -1,6 +1,6 @@
 """The exit codes of runtime and operator are equal: both sides declare them."""
 
-from neuron_operator.reasons import Reason
+from neuron_operator.api.reasons import Reason
 from neuron_runtime.errors import ExitCode
 
 

@@ -12,15 +12,23 @@ import pytest
 from helpers.group_commands import DEMO
 from helpers.nxdi import fake_nxdi, installed
 from helpers.operator_worlds import FACTS, SETTINGS, body
-from neuron_operator import names
-from neuron_operator.config_document import to_json
-from neuron_operator.manifest import parse
-from neuron_operator.objects import dig, items
-from neuron_operator.records import Facts
+from neuron_operator.api import names
+from neuron_operator.api.manifest import parse
+from neuron_operator.decide.pin import pin
+from neuron_operator.read.objects import dig, items
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import (
+    FreeDevices,
+    GroupSettings,
+    Object,
+    ObjectStore,
+    Place,
+    Provisionable,
+    StorageSettings,
+)
+from neuron_operator.render.config_document import to_json
 from neuron_operator.render.groups import Attempt, group_owner, rest_of
 from neuron_operator.render.jobs import compile_jobs
-from neuron_operator.revision import pin
-from neuron_operator.world import FreeDevices, GroupSettings, Object, ObjectStore, Place, Provisionable, StorageSettings
 from neuron_runtime.artifacts.compiling import wanted_artifact
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target, check_cores
 from neuron_runtime.commands.command_line import build_parser

@@ -5,11 +5,11 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from neuron_operator import names
-from neuron_operator.records import VERSION, Facts, Record, StoredArtifact, StoredWeights, parse_record
+from neuron_operator.api import names
+from neuron_operator.read.records import VERSION, Facts, Record, StoredArtifact, StoredWeights, parse_record
 from neuron_runtime import console
 from neuron_runtime import record as runtime
 from neuron_runtime.errors import ExitCode, FatalError
@@ -37,7 +37,6 @@ FACTS = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(FACTS, st.floats(min_value=0, max_value=1e6))
 def test_the_operator_reads_the_facts_that_the_runtime_wrote(facts: runtime.ModelFacts, seconds: float) -> None:
     read = parse_record(runtime.encode(runtime.success("inspect", facts, seconds)).decode())
@@ -46,7 +45,6 @@ def test_the_operator_reads_the_facts_that_the_runtime_wrote(facts: runtime.Mode
     assert msgspec.to_builtins(read.facts) == msgspec.to_builtins(facts)
 
 
-@settings(deadline=None)
 @given(st.builds(runtime.StoredWeights, digest=st.text(max_size=80), bytes=COUNT, read_bytes=COUNT))
 def test_the_operator_reads_what_fetch_stored(weights: runtime.StoredWeights) -> None:
     read = parse_record(runtime.encode(runtime.success("fetch", weights=weights)).decode())
@@ -54,7 +52,6 @@ def test_the_operator_reads_what_fetch_stored(weights: runtime.StoredWeights) ->
     assert msgspec.to_builtins(read.weights) == msgspec.to_builtins(weights)
 
 
-@settings(deadline=None)
 @given(
     st.builds(
         runtime.StoredArtifact,
@@ -71,7 +68,6 @@ def test_the_operator_reads_what_compile_stored(artifact: runtime.StoredArtifact
     assert msgspec.to_builtins(read.artifact) == msgspec.to_builtins(artifact)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(ExitCode), st.text(max_size=5000))
 def test_a_failure_keeps_code_and_reason_with_a_message_of_any_length(code: ExitCode, message: str) -> None:
     read = parse_record(runtime.encode(runtime.failure("serve", FatalError(code, message))).decode())
@@ -113,14 +109,12 @@ def test_unknown_fields_of_a_newer_runtime_are_ignored() -> None:
     assert parse_record(json.dumps({**whole, "colour": "blue"})) is not None
 
 
-@settings(deadline=None)
 @given(FACTS, st.integers(min_value=0))
 def test_a_truncated_record_reads_as_none(facts: runtime.ModelFacts, cut: int) -> None:
     text = runtime.encode(runtime.success("inspect", facts)).decode()
     assert parse_record(text[: cut % len(text)]) is None
 
 
-@settings(deadline=None)
 @given(TEXT | st.binary(max_size=50).map(lambda raw: raw.decode(errors="surrogateescape")))
 def test_no_message_crashes_the_reader(message: str) -> None:
     assert parse_record(message) is None or message.lstrip().startswith("{")

@@ -7,16 +7,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import FACTS, body
-from neuron_operator import sizing
-from neuron_operator.catalog import FAMILIES
-from neuron_operator.manifest import parse
-from neuron_operator.records import Facts
+from neuron_operator.api.manifest import parse
+from neuron_operator.place import sizing
+from neuron_operator.place.catalog import FAMILIES
+from neuron_operator.place.sizing import Cores, Load, Widths, memory_of
+from neuron_operator.read.records import Facts
 from neuron_operator.render.resources import _weights_bytes
-from neuron_operator.sizing import Cores, Load, Widths, memory_of
 from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.devices import Target
 from neuron_runtime.backend.nxdi.graph_plan import DTYPE_BYTES, plan_of
@@ -64,7 +64,6 @@ def test_operator_and_runtime_have_the_same_constants() -> None:
     assert sizing.SHORTEST_PREFIX == MIN_KERNEL_TOKENS
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.fixed_dictionaries(
         {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from neuron_operator.field_types import URI_SCHEMES, Uri
-from neuron_operator.fields import broken_rules
+from neuron_operator.api.field_types import URI_SCHEMES, Uri
+from neuron_operator.api.fields import broken_rules
 from neuron_runtime.uris import parse_uri
 
 PIECES = ("a", "b9", "A", "0", "/", "/", ".", "..", "...", "-", "--", "_", "@", "#", "?", "%2e", "é", ":", "org/name")

@@ -27,7 +27,7 @@ from cluster.rig import binaries
 from cluster.rig.machine import WAIT_SECONDS
 from helpers import kubeconfigs
 from helpers.ports import free_ports
-from neuron_operator.client import as_yaml
+from neuron_operator.cluster.client import as_yaml
 
 GROUPS = ("system:serviceaccounts", "system:authenticated")
 """Token of every user except `admin`."""

@@ -13,8 +13,8 @@ from typing import Any
 from cluster.rig import binaries
 from helpers.apiserver import ApiServer
 from helpers.operators import FACTS, Namespace
-from neuron_operator import names
-from neuron_operator.client import PODS
+from neuron_operator.api import names
+from neuron_operator.cluster.client import PODS
 
 CONTROLLERS = (
     "deployment-controller",

@@ -11,13 +11,32 @@ from helpers.guides import FORM, Rule, RuleGuides, no_rule
 from helpers.step_counts import StepCounts
 from helpers.strict_backend import StrictBackend, next_token
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, Sampling, StepOutput
-from neuron_runtime.engine.bounds import max_steps
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.prefix_cache import Keys
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.engine.sequence import Phase
 
 VOCABULARY_SIZE = 31
+
+
+def max_steps(limits: BackendLimits, requests: Iterable[Request], max_consecutive_prefills: int = 1) -> int:
+    """Maximum number of steps until all of `requests` end, for any order of arrival, preemptions and aborts.
+
+    The running sequence that is first in order is never preempted and advances in every step that its phase allows.
+    Another sequence becomes first at most twice per request (one ends, or an earlier one is admitted), and each time
+    it may have to recompute all its tokens.
+    """
+    requests = list(requests)
+    beside = limits.max_rows - 1 if limits.mixes_phases else 0
+    # With buckets, the largest fits beside the rows of all others.
+    part = min(limits.longest_prefill, limits.max_step_tokens - beside) if limits.chunks_prefill else None
+    lengths = [len(r.prompt_token_ids) + r.sampling.max_tokens - 1 for r in requests]
+    prefills = max((-(-length // part) if part else 1 for length in lengths), default=0)
+    advances = sum(r.sampling.max_tokens for r in requests) + 2 * len(requests) * prefills
+    turns = 1 if limits.mixes_phases else 1 + max_consecutive_prefills
+    # With several tokens per row, a sequence skips a step if its row in flight may be its last. A request that ends
+    # unexpectedly leaves one unneeded step in flight.
+    return advances * turns * (2 if limits.max_tokens_per_row > 1 else 1) + len(requests)
 
 
 def request(name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0, **sampling: object) -> Request:

@@ -10,8 +10,17 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from neuron_operator.client import AlreadyExists, Conflict, Gone, NotFound, Page, Resource, Unreachable, WatchEvent
-from neuron_operator.world import Object
+from neuron_operator.cluster.client import (
+    AlreadyExists,
+    Conflict,
+    Gone,
+    NotFound,
+    Page,
+    Resource,
+    Unreachable,
+    WatchEvent,
+)
+from neuron_operator.read.world import Object
 
 
 class FakeCluster:

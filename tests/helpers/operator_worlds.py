@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from neuron_operator.decide import decide
-from neuron_operator.objects import is_shared, owners_of
-from neuron_operator.reasons import TROUBLESHOOTING
-from neuron_operator.steps import STEPS, Step
-from neuron_operator.world import Decision, JobSettings, Object, Settings, StorageSettings, World
+from neuron_operator.api.reasons import TROUBLESHOOTING
+from neuron_operator.decide.course import decide
+from neuron_operator.decide.steps import STEPS, Step
+from neuron_operator.read.objects import is_shared, owners_of
+from neuron_operator.read.world import Decision, JobSettings, Object, Settings, StorageSettings, World
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 SETTINGS = Settings(runtime_image="registry.example/neuron-serving-runtime:1")

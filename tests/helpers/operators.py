@@ -7,37 +7,41 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import threading
 import time
 import urllib.error
 import uuid
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import yaml
+from kubernetes.aio.client import Configuration
 
 from cluster.rig.machine import WAIT_SECONDS, wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers import apiserver
 from helpers.apiserver import ApiServer
 from helpers.operator_rights import OPERATOR_ACCOUNT, OPERATOR_NAMESPACE, ensure_namespace, grant
-from neuron_operator import names
-from neuron_operator import settings as settings_module
-from neuron_operator.client import (
+from neuron_operator.api import names
+from neuron_operator.cluster.client import (
     CHILDREN,
     NEURON_MODELS,
     PODS,
+    WATCH_SILENCE_SECONDS,
     Client,
     Cluster,
     Resource,
     connect,
 )
-from neuron_operator.lease import LeaseTimings
-from neuron_operator.metrics import Metrics
-from neuron_operator.run import Operator
-from neuron_operator.settings import RunSettings
+from neuron_operator.cluster.lease import LeaseTimings
+from neuron_operator.run import settings as settings_module
+from neuron_operator.run.handlers import Poster, run_kopf
+from neuron_operator.run.metrics import Metrics
+from neuron_operator.run.process import Operator
+from neuron_operator.run.settings import RunSettings
 
 CRD_FILE = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
 OPERATOR_USER = apiserver.service_account(OPERATOR_NAMESPACE, OPERATOR_ACCOUNT)
@@ -332,13 +336,59 @@ def _abort_closing_connections() -> None:
 
 
 @contextlib.asynccontextmanager
-async def operating(cluster: Cluster, settings: RunSettings, **options: Any) -> AsyncIterator[Operator]:
-    """A running replica, shut down cleanly at the end."""
-    operator = Operator(cluster, settings, Metrics(), **options)
+async def operating(
+    cluster: Cluster,
+    settings: RunSettings,
+    *,
+    configuration: Configuration | None = None,
+    silence_seconds: float = WATCH_SILENCE_SECONDS,
+    **options: Any,
+) -> AsyncIterator[Operator]:
+    """A running replica, shut down cleanly at the end. `configuration` is kopf's; None: that of `cluster`, a client."""
+    poster = Poster()
+    operator = Operator(cluster, settings, Metrics(), post=poster.post, **options)
+    connection = configuration or cast(Client, cluster).configuration
     task = asyncio.create_task(operator.run())
     try:
-        yield operator
+        async with delivering(operator, settings, connection, poster, silence_seconds):
+            yield operator
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+@contextlib.asynccontextmanager
+async def delivering(
+    operator: Operator, settings: RunSettings, configuration: Configuration, poster: Poster, silence_seconds: float
+) -> AsyncIterator[None]:
+    """Kopf on a thread of its own: at its end it cancels all tasks of its event loop that are younger than itself."""
+    loop, ended = asyncio.get_running_loop(), threading.Event()
+
+    def deliver(kind: str | None, model: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the test is over
+            loop.call_soon_threadsafe(operator.caches.deliver, kind, model)
+
+    async def wait() -> None:
+        while not ended.is_set():
+            await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        await run_kopf(
+            wait,
+            configuration,
+            deliver=deliver,
+            poster=poster,
+            namespaces=settings.watch_namespaces,
+            identity=settings.identity,
+            silence_seconds=silence_seconds,
+        )
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="kopf")
+    thread.start()
+    try:
+        yield
+        assert thread.is_alive(), "kopf has ended"
+    finally:
+        ended.set()
+        await asyncio.to_thread(thread.join)

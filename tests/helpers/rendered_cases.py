@@ -14,7 +14,7 @@ import yaml
 
 from helpers.manifests import CASES
 from helpers.operator_worlds import NOW, body, settings, settle, stepped, stored
-from neuron_operator.world import FreeDevices, NodeDevices, World
+from neuron_operator.read.world import FreeDevices, NodeDevices, World
 
 FULL = CASES / "rendered" / "cpu-demo.yaml"
 FILES = sorted((CASES / "rendered").glob("*.yaml"))

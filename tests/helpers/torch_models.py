@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from helpers.random_model import model_config, write_random_model
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.loader import load
-from neuron_runtime.backend.torch.random_model import model_config, write_random_model
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.host import FreeMemory
 

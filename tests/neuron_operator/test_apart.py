@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from neuron_operator.apart import run_apart, run_on
+from neuron_operator.cluster.apart import run_apart, run_on
 
 
 async def forever() -> None:

@@ -23,8 +23,8 @@ from helpers.operator_worlds import (
     settle,
 )
 from helpers.operator_worlds import SETTINGS as USING
-from neuron_operator.decide import decide
-from neuron_operator.world import Object
+from neuron_operator.decide.course import decide
+from neuron_operator.read.world import Object
 
 REVISION = "neuron-serving.dev/revision"
 HOUR = 3600

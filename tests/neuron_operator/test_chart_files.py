@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import yaml
 
-from neuron_operator.settings import load
+from neuron_operator.run.settings import load
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "neuron-serving"

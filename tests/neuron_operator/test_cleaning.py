@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from helpers.operator_worlds import RESULTS, SETTINGS, SPEC, body, carried_out, fresh, patched, resolved_world, settle
-from neuron_operator.decide import decide
-from neuron_operator.objects import name_of, owners_of
-from neuron_operator.render import cleaning
-from neuron_operator.world import (
+from neuron_operator.decide.course import decide
+from neuron_operator.read.objects import name_of, owners_of
+from neuron_operator.read.world import (
     ClaimFolder,
     ClaimTemplate,
     Decision,
@@ -24,6 +23,7 @@ from neuron_operator.world import (
     StorageSettings,
     World,
 )
+from neuron_operator.render import cleaning
 
 CLAIM = Place(persistent_volume_claim=ClaimFolder(claim_name="models", sub_path="weights"))
 OTHER = {"name": "other", "uid": "uid-other"}

@@ -14,8 +14,9 @@ import pytest
 from aiohttp import web
 
 from helpers import kubeconfigs
-from neuron_operator import client as module
-from neuron_operator.client import (
+from neuron_operator.api.errors import ClusterFault
+from neuron_operator.cluster import client as module
+from neuron_operator.cluster.client import (
     CHILDREN,
     NEURON_MODELS,
     NODES,
@@ -30,7 +31,6 @@ from neuron_operator.client import (
     Unreachable,
     connect,
 )
-from neuron_operator.errors import ClusterFault
 
 CONFIG_MAPS = next(resource for resource in CHILDREN if resource.kind == "ConfigMap")
 

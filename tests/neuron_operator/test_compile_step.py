@@ -31,13 +31,12 @@ from helpers.operator_worlds import (
     stepped,
     stored,
 )
-from neuron_operator.decide import decide
-from neuron_operator.manifest import parse
-from neuron_operator.objects import labels_of, name_of
-from neuron_operator.records import Facts
-from neuron_operator.render.jobs import compile_jobs as render_compile_jobs
-from neuron_operator.revision import pin
-from neuron_operator.world import (
+from neuron_operator.api.manifest import parse
+from neuron_operator.decide.course import decide
+from neuron_operator.decide.pin import pin
+from neuron_operator.read.objects import labels_of, name_of
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import (
     ClaimFolder,
     Decision,
     JobSettings,
@@ -48,6 +47,7 @@ from neuron_operator.world import (
     StorageSettings,
     World,
 )
+from neuron_operator.render.jobs import compile_jobs as render_compile_jobs
 
 PLACE = Place(persistent_volume_claim=ClaimFolder(claim_name="compiled", sub_path="models"))
 USING = replace(

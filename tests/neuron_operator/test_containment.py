@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from neuron_operator import containment
-from neuron_operator.containment import Contained, needs_apply
-from neuron_operator.names import FIELD_MANAGER
+from neuron_operator.api.names import FIELD_MANAGER
+from neuron_operator.cluster import containment
+from neuron_operator.cluster.containment import Contained, needs_apply
 
 Edit = Callable[[dict[str, Any]], object]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import (
@@ -37,16 +36,15 @@ from helpers.operator_worlds import (
     stored,
     unscheduled_pod,
 )
-from neuron_operator import names
-from neuron_operator.decide import MIN_RECHECK_SECONDS, RECHECK_SECONDS, decide
-from neuron_operator.reasons import CONDITIONS
-from neuron_operator.revision import from_object
-from neuron_operator.why.pods import UNEXPLAINED_SECONDS
-from neuron_operator.world import (
+from neuron_operator.api import names
+from neuron_operator.api.needs import Need
+from neuron_operator.api.reasons import CONDITIONS
+from neuron_operator.decide.course import MIN_RECHECK_SECONDS, RECHECK_SECONDS, decide
+from neuron_operator.read.revision import from_object
+from neuron_operator.read.world import (
     ClaimFolder,
     Decision,
     FreeDevices,
-    Need,
     Object,
     Place,
     Refusal,
@@ -54,6 +52,7 @@ from neuron_operator.world import (
     StorageSettings,
     World,
 )
+from neuron_operator.why.pods import UNEXPLAINED_SECONDS
 
 KINDS_BEFORE = ["Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"]
 
@@ -632,7 +631,6 @@ EDITS = st.fixed_dictionaries(
 )
 
 
-@hypothesis_settings(deadline=None)
 @given(st.lists(EDITS, max_size=3), st.lists(POD_STATES, max_size=4), st.booleans())
 def test_decide_converges_from_any_state_and_stays_stable(
     edits: list[dict[str, Any]], states: list[dict[str, Any]], paused: bool
@@ -652,7 +650,6 @@ def test_decide_converges_from_any_state_and_stays_stable(
     assert {c["reason"] for c in again.status["conditions"]} >= {c["reason"] for c in decision.status["conditions"]}  # type: ignore[index]
 
 
-@hypothesis_settings(deadline=None)
 @given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
 def test_no_manifest_makes_decide_raise(spec: object, annotations: object, old_status: object) -> None:
     raw: Object = {"metadata": {"name": "chat", "annotations": annotations}, "spec": spec, "status": old_status}
@@ -697,7 +694,6 @@ def spoiled(raw: dict[str, Any], changes: list[tuple[tuple[Any, ...], object]]) 
 
 
 @pytest.mark.parametrize("world", worlds_to_spoil(), ids=["resolving", "compiling", "serving"])
-@hypothesis_settings(deadline=None)
 @given(data=st.data())
 def test_no_garbage_in_an_object_makes_decide_raise(world: World, data: st.DataObject) -> None:
     raw = {

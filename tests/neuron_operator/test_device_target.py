@@ -9,15 +9,16 @@ import msgspec
 import pytest
 
 from helpers.operator_worlds import FACTS, SETTINGS, body, condition, find, fresh, settle, stepped
-from neuron_operator import names
-from neuron_operator.decide import decide
-from neuron_operator.errors import InvalidSpec, OperatorError, Unplaceable
-from neuron_operator.manifest import parse
-from neuron_operator.objects import items
-from neuron_operator.placement import Target
-from neuron_operator.planner import choose
-from neuron_operator.records import Facts
-from neuron_operator.world import ClaimFolder, FreeDevices, Need, NodeDevices, Object, Place, StorageSettings
+from neuron_operator.api import names
+from neuron_operator.api.errors import InvalidSpec, OperatorError, Unplaceable
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.needs import Need
+from neuron_operator.decide.course import decide
+from neuron_operator.place.planner import choose
+from neuron_operator.place.target import Target
+from neuron_operator.read.objects import items
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import ClaimFolder, FreeDevices, NodeDevices, Object, Place, StorageSettings
 
 USING = replace(
     SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=ClaimFolder(claim_name="compiled")))

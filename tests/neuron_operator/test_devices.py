@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from neuron_operator.devices import node_devices, requested
-from neuron_operator.world import NodeDevices
+from neuron_operator.cluster.devices import node_devices, requested
+from neuron_operator.read.world import NodeDevices
 
 NEURON = "aws.amazon.com/neuron"
 

@@ -26,10 +26,11 @@ from helpers.operator_worlds import (
     stepped,
     successful_pod,
 )
-from neuron_operator import names
-from neuron_operator.decide import decide
-from neuron_operator.objects import items, name_of, owners_of
-from neuron_operator.world import Decision, Need, Object, Settings, World
+from neuron_operator.api import names
+from neuron_operator.api.needs import Need
+from neuron_operator.decide.course import decide
+from neuron_operator.read.objects import items, name_of, owners_of
+from neuron_operator.read.world import Decision, Object, Settings, World
 
 CLAIM = {"weights": {"persistentVolumeClaim": {"claimName": "models", "subPath": "llm"}}}
 STORE = {"weights": {"objectStore": {"uri": "s3://bucket/weights"}}}

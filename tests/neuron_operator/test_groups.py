@@ -25,11 +25,12 @@ from helpers.operator_worlds import (
     stored,
 )
 from helpers.rendered_cases import Plain
-from neuron_operator import names
-from neuron_operator.decide import decide
-from neuron_operator.objects import name_of
+from neuron_operator.api import names
+from neuron_operator.api.needs import Need
+from neuron_operator.decide.course import decide
+from neuron_operator.read.objects import name_of
+from neuron_operator.read.world import Decision, FreeDevices, GroupSettings, NodeDevices, Object, World
 from neuron_operator.render.groups import follow_command
-from neuron_operator.world import Decision, FreeDevices, GroupSettings, Need, NodeDevices, Object, World
 
 CPU: dict[str, Any] = {
     "model": {"uri": "hf://acme/tiny"},

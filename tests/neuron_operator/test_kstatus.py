@@ -24,10 +24,10 @@ from helpers.operator_worlds import (
     serving_pod,
     settle,
 )
-from neuron_operator import names
-from neuron_operator.decide import decide
-from neuron_operator.schema import definition
-from neuron_operator.world import Object, Refusal, Refused, World
+from neuron_operator.api import names
+from neuron_operator.api.schema import definition
+from neuron_operator.decide.course import decide
+from neuron_operator.read.world import Object, Refusal, Refused, World
 
 
 def computed(model: Object) -> str:

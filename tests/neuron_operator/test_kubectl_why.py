@@ -21,12 +21,13 @@ from helpers.operator_worlds import (
     settle,
     unscheduled_pod,
 )
-from neuron_operator import names, plan_command
-from neuron_operator.decide import decide
+from neuron_operator.api import names
+from neuron_operator.api.reasons import Reason
+from neuron_operator.decide.course import decide
 from neuron_operator.kubectl import command, why
-from neuron_operator.reasons import Reason
-from neuron_operator.views import observe
-from neuron_operator.world import Object, World
+from neuron_operator.local import plan
+from neuron_operator.read.views import observe
+from neuron_operator.read.world import Object, World
 
 CRASH = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
 INSUFFICIENT = "0/2 nodes are available: 2 Insufficient aws.amazon.com/neuron."
@@ -189,5 +190,5 @@ def test_plan_is_the_operators_command(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="0"):
         command.main(["--help"])
     assert re.search(r"\bplan +show where", capsys.readouterr().out)
-    assert command.main(["plan", "-f", "/does/not/exist"]) == plan_command.EXIT_USAGE
+    assert command.main(["plan", "-f", "/does/not/exist"]) == plan.EXIT_USAGE
     assert "cannot read /does/not/exist" in capsys.readouterr().err

@@ -11,8 +11,8 @@ import pytest
 
 from helpers import virtual_time
 from helpers.fake_cluster import FakeCluster
-from neuron_operator.client import LEASES, Unreachable
-from neuron_operator.lease import LeaderLease, LeaseTimings
+from neuron_operator.cluster.client import LEASES, Unreachable
+from neuron_operator.cluster.lease import LeaderLease, LeaseTimings
 
 
 class Replica:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 
 from helpers.manifests import REFUSED, spec_with
 from helpers.operator_worlds import JSON_VALUES, body
-from neuron_operator import names
-from neuron_operator.errors import FieldNotSupported, InvalidSpec
-from neuron_operator.manifest import is_paused, parse
-from neuron_operator.model_status import MAX_MESSAGE
+from neuron_operator.api import names
+from neuron_operator.api.errors import FieldNotSupported, InvalidSpec
+from neuron_operator.api.manifest import is_paused, parse
+from neuron_operator.api.model_status import MAX_MESSAGE
 
 CRD = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
 
@@ -145,7 +145,6 @@ def test_status_fields_are_not_encoded_strings() -> None:
     assert "phase" not in _schema()["properties"]["status"]["properties"]
 
 
-@settings(deadline=None)
 @given(JSON_VALUES)
 def test_no_body_crashes_the_parser(value: object) -> None:
     for candidate in ({"metadata": value, "spec": value}, body(spec=None) | {"spec": value}):

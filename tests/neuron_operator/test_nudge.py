@@ -20,10 +20,10 @@ from helpers.operator_worlds import (
     serving_pod,
     settle,
 )
-from neuron_operator import names
-from neuron_operator.decide import decide
-from neuron_operator.objects import text
-from neuron_operator.world import Object, World
+from neuron_operator.api import names
+from neuron_operator.decide.course import decide
+from neuron_operator.read.objects import text
+from neuron_operator.read.world import Object, World
 
 FAILURE = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "exceeded quota: few"}
 

@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 
 from helpers import virtual_time
-from neuron_operator.client import EVENTS, NODES, AlreadyExists, Forbidden, NotFound, Page, Resource, Unreachable
-from neuron_operator.on_demand import (
+from neuron_operator.api.needs import Exists
+from neuron_operator.cluster.client import (
+    EVENTS,
+    NODES,
+    AlreadyExists,
+    Forbidden,
+    NotFound,
+    Page,
+    Resource,
+    Unreachable,
+)
+from neuron_operator.cluster.on_demand import (
     EVENTS_SECONDS,
     EXISTS_SECONDS,
     FREE_DEVICES_SECONDS,
@@ -17,7 +27,7 @@ from neuron_operator.on_demand import (
     UNREADABLE_LOG_SECONDS,
     OnDemand,
 )
-from neuron_operator.world import Exists, FreeDevices
+from neuron_operator.read.world import FreeDevices
 
 NEURON = "aws.amazon.com/neuron"
 FORBIDDEN = Forbidden("no", retriable=False, status=403)

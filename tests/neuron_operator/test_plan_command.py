@@ -14,11 +14,11 @@ import yaml
 from helpers.manifests import CASES
 from helpers.tiny_model import write_tiny_model
 from neuron_operator.__main__ import main
-from neuron_operator.manifest import parse
-from neuron_operator.plan_command import SETTINGS
-from neuron_operator.records import Facts
-from neuron_operator.revision import pin
-from neuron_operator.world import FreeDevices, Provisionable
+from neuron_operator.api.manifest import parse
+from neuron_operator.decide.pin import pin
+from neuron_operator.local.plan import SETTINGS
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import FreeDevices, Provisionable
 from neuron_runtime.commands.command_line import main as runtime_main
 from neuron_runtime.inspection import facts_as_json, inspect_model
 

@@ -11,23 +11,23 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.utils.quantity import parse_quantity
 
 from helpers.manifests import CASES
 from helpers.operator_worlds import SETTINGS, body
-from neuron_operator import names
-from neuron_operator.catalog import INSTANCE_TYPES
-from neuron_operator.config_document import config_document
-from neuron_operator.errors import InvalidSpec, OperatorError, Unplaceable
-from neuron_operator.manifest import parse
-from neuron_operator.objects import number_of
-from neuron_operator.placement import legal_sizes
-from neuron_operator.planner import Choice, Held, Supply, choose
-from neuron_operator.reasons import Reason
-from neuron_operator.records import Facts
-from neuron_operator.world import DEVICE_MODES, DeviceMode, FreeDevices, GroupSettings, NodeDevices, Provisionable
+from neuron_operator.api import names
+from neuron_operator.api.errors import InvalidSpec, OperatorError, Unplaceable
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.reasons import Reason
+from neuron_operator.place.catalog import INSTANCE_TYPES
+from neuron_operator.place.planner import Choice, Held, Supply, choose
+from neuron_operator.place.sizes import legal_sizes
+from neuron_operator.read.objects import number_of
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, GroupSettings, NodeDevices, Provisionable
+from neuron_operator.render.config_document import config_document
 
 FILE: Path = CASES / "sizing" / "models.yaml"
 MODELS = {name: msgspec.convert(facts, Facts) for name, facts in yaml.safe_load(FILE.read_text()).items()}
@@ -320,7 +320,6 @@ SERVING: Mapping[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(deadline=None, max_examples=80)
 @given(
     st.sampled_from(sorted(MODELS)),
     st.sets(st.sampled_from(sorted(INSTANCE_TYPES)), min_size=1).map(lambda types: tuple(sorted(types))),
@@ -354,7 +353,6 @@ COUNTS = [name for name in Facts.__struct_fields__ if name.startswith("num_")]
 NUMBERS = st.integers(0, 2**53) | st.integers(0, 300)
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.fixed_dictionaries(dict.fromkeys(COUNTS, NUMBERS)))
 def test_no_numbers_of_a_record_make_it_raise_anything_else(numbers: dict[str, int]) -> None:
     facts = msgspec.structs.replace(LLAMA, **numbers)

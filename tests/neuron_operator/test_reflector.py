@@ -13,9 +13,36 @@ from hypothesis import strategies as st
 
 from helpers import virtual_time
 from helpers.fake_cluster import FakeCluster
-from neuron_operator.client import CHILDREN, LEADER_WORKER_SETS, PODS, REPLICA_SETS, Forbidden, Page, Resource
-from neuron_operator.names import FIELD_MANAGER, GROUP_LABEL, MODEL_LABEL, STATUS_FIELD_MANAGER
-from neuron_operator.reflector import Caches, Key, Reflector, key_of_child, trimmed
+from helpers.operator_worlds import NOW, SETTINGS
+from neuron_operator.api.names import FIELD_MANAGER, GROUP_LABEL, KIND, MODEL_LABEL, STATUS_FIELD_MANAGER
+from neuron_operator.cluster.client import (
+    CHILDREN,
+    LEADER_WORKER_SETS,
+    NEURON_MODELS,
+    PODS,
+    REPLICA_SETS,
+    Forbidden,
+    NotFound,
+    Page,
+    Resource,
+)
+from neuron_operator.cluster.reflector import (
+    FIRST_LOOK_SECONDS,
+    LOOK_SECONDS,
+    SETTLE_SECONDS,
+    Caches,
+    Key,
+    Models,
+    Reflector,
+    key_of_child,
+    key_of_model,
+    trimmed,
+    version_of,
+)
+from neuron_operator.read.objects import name_of
+from neuron_operator.read.world import Decision
+from neuron_operator.run.reconcile import Reconciler
+from neuron_operator.run.upgrades import Turns
 
 BY_KIND = {resource.kind: resource for resource in (*CHILDREN, LEADER_WORKER_SETS, REPLICA_SETS, PODS)}
 CONFIG_MAPS = BY_KIND["ConfigMap"]
@@ -328,5 +355,118 @@ def test_a_cached_object_takes_little_more_memory_than_its_json() -> None:
         taken, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert taken < 2 * sum(map(len, texts))
+
+    virtual_time.run(main())
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["put", "delete", "list"]), st.sampled_from("abc"), st.booleans()), max_size=25
+    )
+)
+def test_the_models_match_the_server_whatever_kopf_misses(steps: list[tuple[str, str, bool]]) -> None:
+    """Kopf delivers some events only, and now and then lists the models that exist."""
+
+    async def main() -> None:
+        cluster, woken = FakeCluster(), list[Key]()
+        models = Models(cluster, None, wake=lambda obj, _: woken.append(key_of_model(obj)))
+        there: dict[str, dict[str, Any]] = {}
+        task = asyncio.create_task(models.run())
+        for kind, name, is_delivered in [*steps, ("list", "", True)]:
+            match kind:
+                case "put":
+                    there[name] = await put_model(cluster, there.get(name), name)
+                    if is_delivered:
+                        models.deliver("MODIFIED", there[name])
+                case "delete" if name in there:
+                    gone = there.pop(name)
+                    await cluster.delete(NEURON_MODELS, gone)
+                    if is_delivered:
+                        models.deliver("DELETED", {**gone, "metadata": {**gone["metadata"], "resourceVersion": "999"}})
+                case "list":
+                    for one in there.values():
+                        models.deliver(None, one)
+                    await asyncio.sleep(SETTLE_SECONDS * 2 if is_delivered else 0.0)
+        await asyncio.sleep(LOOK_SECONDS * 2)
+        assert models.synced.is_set()
+        assert {name_of(one): version_of(one) for one in models.objects()} == {
+            name: version_of(one) for name, one in there.items()
+        }
+        assert {key_of_model(one) for one in there.values()} <= set(woken)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+async def put_model(cluster: FakeCluster, live: dict[str, Any] | None, name: str) -> dict[str, Any]:
+    metadata = {"namespace": "ns", "name": name} if live is None else live["metadata"]
+    model = {"apiVersion": NEURON_MODELS.api_version, "kind": KIND, "metadata": metadata}
+    return await (cluster.create if live is None else cluster.replace)(NEURON_MODELS, model)
+
+
+def test_the_models_are_complete_once_kopf_has_delivered_all_that_exist() -> None:
+    async def main() -> None:
+        cluster = FakeCluster()
+        models = Models(cluster, None, wake=lambda obj, _: None)
+        made = [await put_model(cluster, None, name) for name in "abc"]
+        models.deliver(None, made[0])
+        task = asyncio.create_task(models.run())
+        await asyncio.sleep(1.0)
+        models.deliver(None, made[1])
+        assert not models.synced.is_set()
+        await cluster.delete(NEURON_MODELS, made[2])  # before kopf lists it
+        await asyncio.sleep(FIRST_LOOK_SECONDS + SETTLE_SECONDS)
+        assert models.synced.is_set()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+def test_names_are_listed_rarely_while_nothing_is_lost() -> None:
+    async def main() -> None:
+        cluster = FakeCluster()
+        models = Models(cluster, None, wake=lambda obj, _: None)
+        live = await put_model(cluster, None, "a")
+        task = asyncio.create_task(models.run())
+        models.deliver(None, live)
+        for _ in range(36):
+            await asyncio.sleep(100.0)
+            live = await put_model(cluster, live, "a")
+            models.deliver("MODIFIED", live)
+        assert cluster.calls.count("list") <= 3600 / LOOK_SECONDS + 2
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+class WithoutModels(FakeCluster):
+    """Every model has been deleted."""
+
+    async def apply_status(self, resource: Resource, live: dict[str, Any], status: dict[str, Any]) -> dict[str, Any]:
+        raise NotFound("neuronmodels not found", retriable=False, status=404)
+
+
+def test_a_pass_forgets_a_model_whose_status_cannot_be_written_because_it_was_deleted() -> None:
+    async def main() -> None:
+        cluster, woken = WithoutModels(), list[Key]()
+        caches = Caches(cluster, (None,), wake=lambda key, _: woken.append(key))
+        reconciler = Reconciler(
+            cluster,
+            caches,
+            SETTINGS,
+            lambda world, _: Decision(status={"replicas": 1}),
+            post=lambda model, announcement: None,
+            now=lambda: NOW,
+            check_term=lambda: None,
+            turns=Turns(lambda key: None),
+        )
+        caches.deliver("ADDED", await put_model(cluster, None, "chat"))
+        woken.clear()
+        await reconciler.reconcile(("ns", "chat"))
+        assert caches.model(("ns", "chat")) is None
+        assert woken == [("ns", "chat")]
 
     virtual_time.run(main())

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from neuron_operator.errors import InvalidSpec
-from neuron_operator.manifest import parse
-from neuron_operator.model import NeuronModel
-from neuron_operator.remembered import remembered
+from neuron_operator.api.errors import InvalidSpec
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.read.remembered import remembered
 
 BODY: dict[str, Any] = {
     "metadata": {"name": "chat", "namespace": "ns", "uid": "u", "resourceVersion": "1"},

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from helpers.rendered_cases import FILES, FULL, Plain, differences, render
-from neuron_operator import names
-from neuron_operator.objects import is_shared
-from neuron_operator.world import Object
+from neuron_operator.api import names
+from neuron_operator.read.objects import is_shared
+from neuron_operator.read.world import Object
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -12,10 +12,10 @@ from kubernetes.utils.quantity import parse_quantity
 
 from helpers.manifests import spec_with
 from helpers.operator_worlds import FACTS, SETTINGS, body, find, fresh, resolved_world, settle
-from neuron_operator.manifest import parse
-from neuron_operator.records import Facts
+from neuron_operator.api.manifest import parse
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import JobSettings, Object
 from neuron_operator.render.resources import compile_requests, overlaid, serving_requests
-from neuron_operator.world import JobSettings, Object
 
 GIB = 2**30
 EIGHT_B = {

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import (
@@ -31,9 +30,10 @@ from helpers.operator_worlds import (
     unscheduled_pod,
 )
 from helpers.operator_worlds import settle as at_rest
-from neuron_operator import names
-from neuron_operator.decide import decide
-from neuron_operator.world import Decision, FreeDevices, Need, NodeDevices, Object, World
+from neuron_operator.api import names
+from neuron_operator.api.needs import Need
+from neuron_operator.decide.course import decide
+from neuron_operator.read.world import Decision, FreeDevices, NodeDevices, Object, World
 
 DEVICES = SPEC["accelerator"]["devices"]
 
@@ -240,7 +240,6 @@ def test_an_edit_of_the_strategy_replaces_no_pod() -> None:
     assert condition(decision.status, "Ready")["status"] == "True"
 
 
-@hypothesis_settings(deadline=None)
 @given(
     st.sampled_from(["Auto", "Surge", "Replace"]),
     st.integers(1, 4),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_operator import settings
-from neuron_operator.settings import SETTINGS, InvalidSetting, load
-from neuron_operator.world import JobSettings
+from neuron_operator.read.world import JobSettings
+from neuron_operator.run import settings
+from neuron_operator.run.settings import SETTINGS, InvalidSetting, load
 
 IMAGE = ["--runtime-image", "example.com/runtime:1"]
 

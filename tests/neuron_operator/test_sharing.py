@@ -27,12 +27,12 @@ from helpers.operator_worlds import (
     serving_pod,
     settle,
 )
-from neuron_operator import names
-from neuron_operator.decide import decide
-from neuron_operator.objects import name_of, owners_of
-from neuron_operator.revision import from_object, from_running
-from neuron_operator.steps import STEPS, Step
-from neuron_operator.world import JobSettings, Object, World
+from neuron_operator.api import names
+from neuron_operator.decide.course import decide
+from neuron_operator.decide.steps import STEPS, Step
+from neuron_operator.read.objects import name_of, owners_of
+from neuron_operator.read.revision import from_object, from_running
+from neuron_operator.read.world import JobSettings, Object, World
 
 OTHER = {"name": "other", "uid": "uid-other"}
 

@@ -8,14 +8,23 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.manifests import CASES
 from helpers.operator_worlds import FACTS
-from neuron_operator.catalog import FAMILIES, GIB, INSTANCE_TYPES, MIB
-from neuron_operator.records import Facts
-from neuron_operator.sizing import Cores, Load, Memory, Widths, cached_heads, host_bytes, memory_of, weights_bytes
+from neuron_operator.place.catalog import FAMILIES, GIB, INSTANCE_TYPES, MIB
+from neuron_operator.place.sizing import (
+    Cores,
+    Load,
+    Memory,
+    Widths,
+    cached_heads,
+    host_bytes,
+    memory_of,
+    weights_bytes,
+)
+from neuron_operator.read.records import Facts
 
 PUBLIC = yaml.safe_load((CASES / "sizing" / "models.yaml").read_text())
 LLAMA_8B = msgspec.convert(
@@ -76,7 +85,6 @@ FAMILY = st.sampled_from(sorted(FAMILIES))
 DEGREE = st.sampled_from(sorted({d for family in FAMILIES.values() for d in family.degrees}))
 
 
-@settings(deadline=None)
 @given(MODELS, LOADS, FAMILY, DEGREE, st.tuples(st.integers(0, 2**16), st.integers(0, 64), st.integers(0, 64)))
 def test_longer_and_more_sequences_never_take_less(
     facts: Facts, load: Load, family: str, tensor: int, more: tuple[int, int, int]
@@ -92,7 +100,6 @@ def test_longer_and_more_sequences_never_take_less(
     assert after.fits <= before.fits
 
 
-@settings(deadline=None)
 @given(MODELS, LOADS, FAMILY, DEGREE)
 def test_the_cores_together_hold_the_whole_model_and_the_whole_cache(
     facts: Facts, load: Load, family: str, tensor: int

@@ -27,19 +27,19 @@ from helpers.operator_worlds import (
     settle,
     uid_of_job,
 )
-from neuron_operator import names
-from neuron_operator.decide import decide
-from neuron_operator.errors import FieldNotSupported
-from neuron_operator.manifest import parse
-from neuron_operator.objects import name_of
-from neuron_operator.reasons import CONDITIONS, Finding, Reason, met, unmet
-from neuron_operator.records import Facts, Record
+from neuron_operator.api import names
+from neuron_operator.api.errors import FieldNotSupported
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.reasons import CONDITIONS, Finding, Reason, met, unmet
+from neuron_operator.decide.course import decide
+from neuron_operator.decide.pin import pin
+from neuron_operator.decide.steps import STEPS, Known, Step, Task
+from neuron_operator.read.objects import name_of
+from neuron_operator.read.records import Facts, Record
+from neuron_operator.read.world import ClaimFolder, Decision, Object, Place, StorageSettings, World
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.jobs import check_job, compile_jobs, fetch_job, resolve_job
 from neuron_operator.render.objects import shared
-from neuron_operator.revision import pin
-from neuron_operator.steps import STEPS, Known, Step, Task
-from neuron_operator.world import ClaimFolder, Decision, Object, Place, StorageSettings, World
 
 JOB_NAME = "chat-fetch-1234567890"
 

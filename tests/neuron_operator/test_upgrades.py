@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from helpers.operator_worlds import SETTINGS, SPEC, condition, find, resolved_world, serving_pod
 from helpers.operator_worlds import settle as at_rest
 from helpers.operator_worlds import stepped as after_jobs
-from neuron_operator.decide import decide
-from neuron_operator.upgrades import Key, Turns, Upgrade
-from neuron_operator.world import Decision, Object, Settings, World
+from neuron_operator.decide.course import decide
+from neuron_operator.read.world import Decision, Object, Settings, Upgrade, World
+from neuron_operator.run.upgrades import Key, Turns
 
 A, B, C = ("ns", "a"), ("ns", "b"), ("ns", "c")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import (
@@ -33,17 +33,18 @@ from helpers.operator_worlds import (
     settle,
     unscheduled_pod,
 )
-from neuron_operator import status
-from neuron_operator.catalog import INSTANCE_TYPES
-from neuron_operator.decide import PROGRESS_SECONDS, decide
-from neuron_operator.errors import Unplaceable
-from neuron_operator.manifest import parse
-from neuron_operator.placement import place
-from neuron_operator.reasons import CONDITIONS, Finding, Reason
-from neuron_operator.status import MAX_MESSAGE
-from neuron_operator.views import observe
+from neuron_operator.api.errors import Unplaceable
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.needs import LogOf, Need
+from neuron_operator.api.reasons import CONDITIONS, Finding, Reason
+from neuron_operator.decide.course import PROGRESS_SECONDS, decide
+from neuron_operator.place.catalog import INSTANCE_TYPES
+from neuron_operator.place.sizes import place
+from neuron_operator.read.views import observe
+from neuron_operator.read.world import DEVICE_MODES, Decision, FreeDevices, NodeDevices, Object, Settings
+from neuron_operator.why import status
 from neuron_operator.why.pods import UNEXPLAINED_POD_SECONDS
-from neuron_operator.world import DEVICE_MODES, Decision, FreeDevices, LogOf, Need, NodeDevices, Object, Settings
+from neuron_operator.why.status import MAX_MESSAGE
 
 INSUFFICIENT = (
     "0/3 nodes are available: 1 node(s) didn't match Pod's node affinity/selector, 2 Insufficient "
@@ -742,7 +743,6 @@ def test_only_the_log_of_a_running_job_is_read_and_often() -> None:
 
 
 @given(started=st.booleans(), ready=st.booleans(), state=st.sampled_from([None, RUNNING, CRASH, ended(1)]))
-@settings(max_examples=20)
 def test_the_log_of_a_serving_pod_is_never_read(started: bool, ready: bool, state: Object | None) -> None:
     decision = seen(pod(started=started, ready=ready, state=state))
     assert not [need for need in decision.needs if isinstance(need, LogOf)]
@@ -851,7 +851,6 @@ def test_every_exit_code_maps_to_one_reason() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(CONDITIONS), st.sampled_from(["True", "False", "Unknown"])), max_size=10))
-@settings(deadline=None)
 def test_ready_is_the_first_condition_that_is_not_true(given: list[tuple[Any, Any]]) -> None:
     findings = [Finding(kind, state, f"{kind}{state}", "m") for kind, state in given]
     found = status.complete(findings)
@@ -863,7 +862,6 @@ def test_ready_is_the_first_condition_that_is_not_true(given: list[tuple[Any, An
 
 
 @given(JSON_VALUES, JSON_VALUES, st.text(max_size=3000))
-@settings(deadline=None)
 def test_every_status_uses_declared_reasons_and_stays_small(state: object, last: object, text: str) -> None:
     odd = pod(state={"waiting": {"reason": text[:9], "message": text}}, restarts=1)
     world, _ = resolved_world()

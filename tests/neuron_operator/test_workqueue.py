@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import virtual_time
-from neuron_operator.workqueue import Backoff, WorkQueue
+from neuron_operator.cluster.workqueue import Backoff, WorkQueue
 
 
 async def work_until_idle(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.chat_model import write_chat_model
@@ -225,7 +225,6 @@ some_fields = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
 @given(limits=some_limits, fields=some_fields, cuts=st.booleans())
 def test_an_admitted_request_can_run(tokenizer: Tokenizer, limits: BackendLimits, fields: Any, cuts: bool) -> None:
     admits = replace(admission(tokenizer, limits), cuts_max_tokens=cuts)

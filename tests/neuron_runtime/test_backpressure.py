@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from neuron_runtime.core import BackendLimits
@@ -170,7 +170,6 @@ class Flood:
             self.queue.turn(works, now)
 
 
-@settings(deadline=None, max_examples=30)
 @given(
     per_second=st.floats(0.5, 100.0, allow_subnormal=False),
     capacity=st.integers(1, 50),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.batching import compare
+
+pytestmark = pytest.mark.long
 
 
 def test_an_answer_that_differs_is_counted_with_its_first_different_token() -> None:

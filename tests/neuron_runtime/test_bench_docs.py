@@ -6,8 +6,6 @@ import argparse
 import re
 from pathlib import Path
 
-import pytest
-
 from neuron_runtime.backend.simulated.device import ShapeUse
 from neuron_runtime.backend.simulated.options import Options
 from neuron_runtime.bench import simulated_tables
@@ -32,9 +30,9 @@ def test_the_docs_list_exactly_the_settings_of_the_simulated_backend() -> None:
     ]
 
 
-def bench_parser(command: str) -> argparse.ArgumentParser:
+def simulate_parser() -> argparse.ArgumentParser:
     parser = build_parser()
-    for name in ("bench", command):
+    for name in ("bench", "simulate"):
         commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         parser = commands.choices[name]
     return parser
@@ -44,7 +42,7 @@ def test_the_docs_list_exactly_the_flags_of_simulate_with_defaults() -> None:
     documented = {
         flag: row for row in table("Flags of bench simulate") for flag in re.findall(r"`(--?[a-z-]+)`", row[0])
     }
-    actions = {option: action for action in bench_parser("simulate")._actions for option in action.option_strings}
+    actions = {option: action for action in simulate_parser()._actions for option in action.option_strings}
     assert sorted(documented) == sorted(actions)
     for flag, action in actions.items():
         defaults = action.default if isinstance(action.default, list) else [action.default]
@@ -52,25 +50,6 @@ def test_the_docs_list_exactly_the_flags_of_simulate_with_defaults() -> None:
             assert " ".join(
                 f"{value:g}" if isinstance(value, float) else str(value) for value in defaults
             ) in documented[flag][2].replace("`", ""), flag
-
-
-@pytest.mark.parametrize(
-    ("title", "command"),
-    [("A server under load", "serve"), ("A model in this process", "offline")],
-)
-def test_the_docs_list_exactly_the_flags_of_the_other_commands_with_defaults(title: str, command: str) -> None:
-    documented = {flag: row for row in table(title) for flag in re.findall(r"`(--[a-z-]+)`", row[0])}
-    actions = {
-        option: action
-        for action in bench_parser(command)._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    }
-    assert sorted(documented) == sorted(actions.keys() - {"--help", "--json", "--plot"})
-    for flag, row in documented.items():
-        default = actions[flag].default
-        if isinstance(default, int | float) and not isinstance(default, bool):
-            assert f"{default:g}" in row[2], flag
 
 
 def test_the_example_has_the_rows_that_the_command_prints() -> None:

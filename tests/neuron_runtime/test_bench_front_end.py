@@ -13,6 +13,8 @@ from bench import front_end
 from bench.front_end import cpu_seconds, reading_clients
 from neuron_runtime.processes.supervisor import listen, url_of
 
+pytestmark = pytest.mark.long
+
 NUM_STREAMS, NUM_STEPS = 64, 100
 NUM_ROUNDS = 10
 EVENT = b"data: " + b"x" * 160 + b"\n\n"
@@ -39,7 +41,6 @@ def bare_write_microseconds() -> float:
         return (cpu_seconds(os.getpid()) - began) / (NUM_STEPS * NUM_STREAMS) * 1e6
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs the kernel's count of CPU time")
 def test_a_streamed_token_costs_a_few_bare_writes() -> None:
     found = []

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench import grammar
+
+pytestmark = pytest.mark.long
 
 
 def test_each_figure_is_measured_and_the_step_has_a_bound() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from bench import group
-from neuron_runtime.bench.report import at_most
+from bench.report import at_most
+
+pytestmark = pytest.mark.long
 
 
-@pytest.mark.slow
 def test_a_group_is_measured_with_real_followers() -> None:
     costs = [group.measure(num_ranks, 10) for num_ranks in (1, 2)]
     rows = group.figures(costs)

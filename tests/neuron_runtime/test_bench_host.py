@@ -9,13 +9,15 @@ from typing import Any, get_args
 import pytest
 
 from bench import host
+from bench.report import at_least, at_most
 from neuron_runtime.backend.simulated.clock import VirtualClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
-from neuron_runtime.bench.report import at_least, at_most
 from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput, TokenFeedback
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.scheduler import Scheduler
+
+pytestmark = pytest.mark.long
 
 
 class LoggingBackend(SimulatedBackend):

@@ -6,8 +6,9 @@ import pytest
 
 from bench import nxdi
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.slow
+
 def test_the_device_idles_less_when_it_runs_a_step_ahead() -> None:
     alone, ahead = (
         nxdi.measure(4, "slots", asynchronous=asynchronous, num_rounds=2, round_steps=20)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench import sampling
-from neuron_runtime.bench.report import Table
+from bench.report import Table
+
+pytestmark = pytest.mark.long
 
 
 def test_every_sampling_case_gives_a_figure_and_one_has_a_bound() -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from bench import loading, suite
+from bench.model import SHAPES
+from bench.report import Load, Row, Table, at_least
 from bench.suite import main
 from helpers.torch_models import random_model as small_model
-from neuron_runtime.bench.model import SHAPES
-from neuron_runtime.bench.report import Load, Row, Table, at_least
 from neuron_runtime.errors import InvalidConfig
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture
@@ -50,7 +52,6 @@ def test_sections_run_in_process_fill_every_declared_row(
     assert all(name in capsys.readouterr().out or name in text for name in values)
 
 
-@pytest.mark.slow
 def test_fetching_is_compared_with_curl_and_the_disk() -> None:
     found = suite.fetching_section(replace(suite.QUICK, fetch_bytes=2 * 10**7))
     stream, disk = found.rows
@@ -61,7 +62,6 @@ def test_fetching_is_compared_with_curl_and_the_disk() -> None:
     assert "CPU per GB" in disk.note
 
 
-@pytest.mark.slow
 def test_sections_with_a_server_fill_every_declared_row(small: None, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     assert main(["--quick", "--only", "http", "ready", "--folder", str(folder)]) == 0

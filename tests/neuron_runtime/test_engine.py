@@ -12,12 +12,22 @@ from typing import Any
 
 import pytest
 
-from helpers.engine_driver import VOCABULARY_SIZE, RecordingBackend, Run, alone, even_only, request, serve, start
+from helpers.engine_driver import (
+    VOCABULARY_SIZE,
+    RecordingBackend,
+    Run,
+    alone,
+    even_only,
+    max_steps,
+    request,
+    serve,
+    start,
+)
 from helpers.guides import Rule, RuleGuide, RuleGuides
 from helpers.step_counts import StepCounts
 from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Kind, Late, PrefillBucket, Request, StepOutput
-from neuron_runtime.engine.bounds import max_steps, stream_gap_bound
+from neuron_runtime.engine.bounds import stream_gap_bound
 from neuron_runtime.engine.guides import Guide
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import InvalidRequest, Overloaded

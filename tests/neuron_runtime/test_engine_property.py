@@ -7,7 +7,6 @@ driver checks the engine's state after each step.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -15,15 +14,15 @@ from random import Random
 import msgspec
 import pytest
 
-from helpers.engine_driver import Run, even_only, start
+from helpers.engine_driver import Run, even_only, max_steps, start
 from helpers.random_loads import some_limits, some_requests
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import Added, Kind, Request, Sampling, needs_host
-from neuron_runtime.engine.bounds import max_steps, stream_gap_bound
+from neuron_runtime.engine.bounds import stream_gap_bound
 
 NUM_EXAMPLES = 200
-NUM_RUNS = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "2000"))
+NUM_LONG_RUNS = 100_000
 EACH_IN = 100
 """Number of runs in which every event must occur at least once; else the loads are too easy."""
 
@@ -102,9 +101,9 @@ def test_a_row_sampled_with_the_parameters_of_another_is_found(monkeypatch: pyte
         check_runs(range(5))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(0)
 def test_many_random_runs_give_the_solo_tokens() -> None:
-    happened = check_runs(range(NUM_RUNS))
-    rare = {what: count for what, count in happened.items() if count * EACH_IN < NUM_RUNS}
+    happened = check_runs(range(NUM_LONG_RUNS))
+    rare = {what: count for what, count in happened.items() if count * EACH_IN < NUM_LONG_RUNS}
     assert not rare

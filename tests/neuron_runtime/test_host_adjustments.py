@@ -74,7 +74,7 @@ def changed(adjustments: Adjustments, logits: np.ndarray, sequences: Any, late: 
     return out
 
 
-@settings(max_examples=300, derandomize=True, database=None)
+@settings(derandomize=True, database=None)
 @given(sequences=st.lists(sequence, min_size=1, max_size=5), data=st.data())
 def test_each_row_is_adjusted_as_defined_in_any_batch_and_after_preemption(
     sequences: list[Any], data: st.DataObject
@@ -161,7 +161,6 @@ def test_tokens_outside_the_vocabulary_are_never_sampled() -> None:
     assert (out[0, 3:] == -math.inf).all()
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=200), st.lists(st.integers(0, 400), max_size=400))
 def test_incremental_counts_equal_those_of_the_whole_answer(prompt: list[int], answer: list[int]) -> None:
     seen = Seen(prompt, ())

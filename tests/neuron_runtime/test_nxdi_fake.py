@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from inspect import signature
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,14 +50,15 @@ KEYS = {
     "Qwen3ForCausalLM": "qwen3",
 }
 GREEDY = [1.0, 1.0, 1.0]
+OLDER = [pytest.param(version, marks=pytest.mark.long) for version in ("0.7", "0.8")]
 EACH = [
-    *(pytest.param(version, "strict", marks=pytest.mark.slow) for version in ("0.7", "0.8")),
-    *(pytest.param(version, "damage", marks=pytest.mark.slow) for version in ("0.8",)),
-    ("0.7", "damage"),
     ("0.9", "strict"),
-    ("0.9", "damage"),
+    *(
+        pytest.param(version, mode, marks=pytest.mark.long)
+        for version, mode in (("0.9", "damage"), *product(("0.7", "0.8"), ("strict", "damage")))
+    ),
 ]
-"""Releases and modes. What the strict mode refuses of an older release alone has tests of its own."""
+"""Releases and modes. Our own tests use the newest release in strict mode; `make test-long` tries the others."""
 
 
 class Model:
@@ -269,7 +271,7 @@ def prompts(count: int, lengths: tuple[int, ...] = (5, 23, 40, 9), seed: int = 0
     return [torch.randint(0, 256, (lengths[i % len(lengths)],), generator=generator).tolist() for i in range(count)]
 
 
-@pytest.fixture(params=["0.7", pytest.param("0.8", marks=pytest.mark.slow), "0.9"])
+@pytest.fixture(params=["0.9", *OLDER])
 def version(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -851,7 +853,7 @@ def test_an_active_bucket_below_128_is_no_prefill(model: Model, tmp_path: Path, 
         assert type(raised.value).__name__ == error
 
 
-@pytest.mark.parametrize("mode", ["strict", "damage"])
+@pytest.mark.parametrize("mode", ["strict", pytest.param("damage", marks=pytest.mark.long)])
 def test_fewer_rows_take_a_smaller_graph_if_their_lines_are_the_first(model: Model, tmp_path: Path, mode: Any) -> None:
     with library("0.9", mode) as fake:
         lines = Lines(built(model, tmp_path, token_generation_batches=[1, 2]))
@@ -870,7 +872,7 @@ def test_fewer_rows_take_a_smaller_graph_if_their_lines_are_the_first(model: Mod
         assert lines.answer(0) == model.continuation(given[0], 6)
 
 
-@pytest.mark.parametrize("mode", ["strict", "damage"])
+@pytest.mark.parametrize("mode", ["strict", pytest.param("damage", marks=pytest.mark.long)])
 def test_free_lines_below_a_live_one_are_filled_with_copies(model: Model, tmp_path: Path, mode: Any) -> None:
     with library("0.9", mode):
         lines = Lines(built(model, tmp_path, token_generation_batches=[2]))

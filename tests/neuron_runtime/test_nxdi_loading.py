@@ -177,8 +177,7 @@ def test_what_a_version_does_not_have_is_refused_before_compiling(model: Path, t
     with library_of("0.7"), pytest.raises(InvalidConfig) as caught:
         compiled(config_of(model, buckets={"sequences": [1]}), model, tmp_path / "artifact")
     assert dict(caught.value.parts) == {
-        "$.buckets.sequences": "NxD Inference 0.7.0 does not have `token_generation_batches`, but 0.8 and newer have: "
-        "leave it out"
+        "$.buckets.sequences": "NxD Inference 0.7.0 does not have `token_generation_batches`: leave it out"
     }
 
 
@@ -189,13 +188,12 @@ def test_what_a_version_does_not_have_is_refused_before_compiling(model: Path, t
         (
             {"weights_to_skip_layout_optimization": ["lm_head"]},
             "$.overrideNeuronConfig.weights_to_skip_layout_optimization",
-            "NxD Inference 0.7.0 ignores `weights_to_skip_layout_optimization`, but 0.8 and newer take it: "
-            "leave it out",
+            "NxD Inference 0.7.0 ignores `weights_to_skip_layout_optimization`: leave it out",
         ),
         (
             {"on_device_sampling_config": {"sampling_dp_degree": 2}},
             "$.overrideNeuronConfig.on_device_sampling_config.sampling_dp_degree",
-            "NxD Inference 0.7.0 ignores `sampling_dp_degree`, but 0.8 and newer take it: leave it out",
+            "NxD Inference 0.7.0 ignores `sampling_dp_degree`: leave it out",
         ),
     ],
 )
@@ -446,16 +444,10 @@ def test_our_own_errors_are_not_reclassified() -> None:
     assert classified(error) is error
 
 
-def test_the_log_says_where_support_ends() -> None:
+def test_the_log_names_the_neuron_sdk() -> None:
     assert library.sdk_of("0.9.17334+abc") == "2.29"
     assert library.sdk_of("0.10.18399") == "2.31"
     assert library.sdk_of("") == ""
-    (line,) = library.support_notes(PLATFORMS["trn2"], {"neuronx-distributed-inference": "0.9.17334"})
-    assert "2.34" in line
-    old = library.support_notes(PLATFORMS["inf2"], {"neuronx-distributed-inference": "0.8", "neuron-sdk": "2.28"})
-    new = library.support_notes(PLATFORMS["inf2"], {"neuronx-distributed-inference": "0.9", "neuron-sdk": "2.29"})
-    assert len(old) == 1
-    assert "pin SDK 2.28" in new[1]
 
 
 def test_steps_report_the_memory_of_a_core_as_the_runtime_does(model: Path, tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ Every request must get the tokens that it gets alone with its own sampling param
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
+
+import pytest
 
 from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
@@ -28,7 +29,7 @@ from neuron_runtime.core import (
 )
 from neuron_runtime.engine.loop import Engine
 
-NUM_EXAMPLES = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "150"))
+NUM_EXAMPLES, NUM_LONG_EXAMPLES = 50, 10_000
 
 
 def some_settings(random: Random) -> Settings:
@@ -179,9 +180,14 @@ def run(random: Random) -> list[str]:
 HAPPENINGS = {"preempted", "hit", "after a prefix", "one token", "rows of host and device"}
 
 
-def test_every_request_gets_its_own_tokens_under_random_loads() -> None:
+@pytest.mark.parametrize(
+    "num_examples",
+    [NUM_EXAMPLES, pytest.param(NUM_LONG_EXAMPLES, marks=[pytest.mark.long, pytest.mark.timeout(0)])],
+    ids=str,
+)
+def test_every_request_gets_its_own_tokens_under_random_loads(num_examples: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(NUM_EXAMPLES):
+    for seed in range(num_examples):
         with reported(seed):
             seen.update(run(Random(seed)))
     assert set(seen) == HAPPENINGS | {"slots", "blocks", "Device", "DeviceWithLogits", "Host"}, seen

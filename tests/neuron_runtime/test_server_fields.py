@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.front_end import MODEL, Serving, make_model, serving
@@ -181,7 +181,6 @@ def as_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-@settings(max_examples=120)
 @given(path=st.sampled_from([COMPLETIONS, CHATS, "/tokenize", "/detokenize"]), body=bodies() | values)
 async def test_every_body_gets_an_answer_or_a_readable_error(served: Serving, path: str, body: Any) -> None:
     answer = await served.http.post(path, content=as_json(body))
@@ -193,7 +192,6 @@ async def test_every_body_gets_an_answer_or_a_readable_error(served: Serving, pa
     assert served.engine.error is None
 
 
-@settings(max_examples=40)
 @given(path=st.sampled_from([COMPLETIONS, CHATS, "/tokenize", "/detokenize"]), raw=st.binary(max_size=60))
 async def test_invalid_json_gets_a_readable_error(served: Serving, path: str, raw: bytes) -> None:
     answer = await served.http.post(path, content=raw)

@@ -161,8 +161,6 @@ def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
 
 @pytest.mark.usefixtures("strict_draws_as_simulated")
 @settings(
-    max_examples=150,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     database=None,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.tool_templates import ANSWERS, FIRST, SECOND
@@ -46,7 +46,6 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-@settings(max_examples=20, deadline=None)
 @given(sizes=SIZES)
 def test_each_family_writes_the_same_two_calls_in_its_own_way(parser: str, sizes: list[int]) -> None:
     text, calls = read(parser, cut(ANSWERS[parser], sizes))
@@ -71,7 +70,6 @@ _TEXTS = st.lists(st.sampled_from(_SNIPPETS) | st.text(max_size=3), max_size=24)
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-@settings(max_examples=60, deadline=None)
 @given(text=_TEXTS, sizes=SIZES, whole=st.booleans())
 def test_any_text_gives_the_same_for_any_split(parser: str, text: str, sizes: list[int], whole: bool) -> None:
     text = ANSWERS[parser][: len(text) * 8] + text if whole else text
@@ -141,7 +139,6 @@ def test_arguments_are_shown_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-@settings(max_examples=20, deadline=None)
 @given(sizes=SIZES)
 def test_reasoning_ends_before_calls_begin(parser: str, sizes: list[int]) -> None:
     thinks = ReasoningSplitter(REASONING_PARSERS["qwen3"], "")

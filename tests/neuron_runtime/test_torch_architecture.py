@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from helpers.random_model import model_type
 from neuron_runtime.backend.torch.architecture import FAMILIES, Rope, decoder_config, tensor_shapes
-from neuron_runtime.backend.torch.random_model import model_type
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.errors import ExitCode, FatalError
 

@@ -100,7 +100,7 @@ def same(some: Sequence[TokenLogprobs], others: Sequence[TokenLogprobs]) -> bool
     )
 
 
-@settings(max_examples=40, derandomize=True, database=None)
+@settings(derandomize=True, database=None)
 @given(st.lists(st.tuples(prompts, parameters), min_size=1, max_size=6), st.sampled_from([9, 12, 64]))
 def test_a_request_gets_its_solo_result_in_any_batch_and_after_preemption(
     asked: list[tuple[tuple[int, ...], Sampling]], num_blocks: int

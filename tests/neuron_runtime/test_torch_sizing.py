@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from helpers.random_model import model_config
 from helpers.torch_models import runtime_config
 from neuron_runtime.backend.torch.architecture import decoder_config
-from neuron_runtime.backend.torch.random_model import model_config
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig

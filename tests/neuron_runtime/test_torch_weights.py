@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from bench.distant_files import mounted
 from bench.loading import cached_share, drop_from_cache
+from helpers.random_model import model_config, write_random_model
 from helpers.tiny_model import write_tiny_model
 from helpers.torch_models import load_backend, random_model, runtime_config
 from neuron_runtime.backend import torch as torch_backend
 from neuron_runtime.backend.torch.linear import linear
 from neuron_runtime.backend.torch.loader import load
-from neuron_runtime.backend.torch.random_model import model_config, write_random_model
 from neuron_runtime.backend.torch.read_ahead import STEP_BYTES, ReadAhead
 from neuron_runtime.checkpoint import InvalidModel, read_checkpoint
 from neuron_runtime.host import FreeMemory

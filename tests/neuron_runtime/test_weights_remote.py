@@ -371,9 +371,6 @@ class TestCare:
         put(server, remote, f"{unused}/{MANIFEST}", b"{}")
         for name in (f"{abandoned}/x/config.json", rival, "other/x"):
             put(server, remote, name, b"{}")
-        key = f"{remote.uri.removeprefix(f's3://{BUCKET}/')}/{abandoned}/x/model.safetensors"
-        parts = server.client().create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
-        server.client().upload_part(Bucket=BUCKET, Key=key, UploadId=parts, PartNumber=1, Body=b"123")
         before = all_objects(server, remote)
         assert pruned(remote, [entry.key], 9, days=0.9, dry_run=True) == []
 
@@ -381,14 +378,12 @@ class TestCare:
             (unused, 2, "unused for 10 days"),
             (entry.key, 2, "abandoned upload"),
             (abandoned, 2, "abandoned upload"),
-            (f"{abandoned}/x/model.safetensors", 3, "abandoned upload"),
         ]
         assert sorted(pruned(remote, [entry.key], 9, days=10, dry_run=True)) == sorted(expected)
         assert all_objects(server, remote) == before
         assert sorted(pruned(remote, [entry.key], 9, days=10, dry_run=False)) == sorted(expected)
         left = all_objects(server, remote)
         assert left == {name for name in before if name.startswith((f"{entry.key}/", "other/"))} - {rival}
-        assert not server.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads")
         served(remote, tmp_path / "server", entry.key)
         assert main(["weights", "prune", remote.uri, "--unused-days", "0"]) == 0
         assert "deleted " + entry.key in capsys.readouterr().out

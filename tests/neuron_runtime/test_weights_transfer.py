@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.file_faults import FileFaults
@@ -396,7 +396,6 @@ class TestBookkeeping:
             assert own[-1].end == num_bytes
             assert all(chunk.end - chunk.begin <= limits.chunk_bytes for chunk in own)
 
-    @settings(deadline=None, max_examples=60)
     @given(
         sizes=SIZES,
         limits=SMALL_LIMITS,

@@ -21,9 +21,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from neuron_operator import names
-from neuron_operator.names import GROUP, PLURAL
-from neuron_operator.objects import items, name_of, text
+from neuron_operator.api import names
+from neuron_operator.api.names import GROUP, PLURAL
+from neuron_operator.read.objects import items, name_of, text
 
 START_SECONDS = 30.0
 """How long kubectl may take to open a connection."""

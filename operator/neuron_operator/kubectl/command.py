@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,13 +12,13 @@ from typing import Any
 
 import aiohttp
 
-from neuron_operator import names
-from neuron_operator.answers import Refused, error_message, stream
-from neuron_operator.kubectl import bench, why
+from neuron_operator.api import names
+from neuron_operator.kubectl import why
 from neuron_operator.kubectl.cluster import Address, Kubectl, KubectlFailed
-from neuron_operator.objects import dig, is_owned, name_of, text
-from neuron_operator.views import Observed, observe
-from neuron_operator.world import World
+from neuron_operator.local.answers import Refused, error_message, stream
+from neuron_operator.read.objects import dig, is_owned, name_of, text
+from neuron_operator.read.views import Observed, observe
+from neuron_operator.read.world import World
 
 PROGRAM = "kubectl neuron"
 EXIT_OK, EXIT_FAILED = 0, 1
@@ -30,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 for success, 1 for a fault; wrong usage exits with 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["plan"]:
-        from neuron_operator import plan_command  # noqa: PLC0415 - the other subcommands do not need its imports
+        from neuron_operator.local import plan  # noqa: PLC0415 - the other subcommands do not need its imports
 
-        return plan_command.main(arguments[1:])
+        return plan.main(arguments[1:])
     options = parsed(arguments)
     kubectl = Kubectl(tuple(f"--{flag}={value}" for flag in _FLAGS for value in _values(options, flag)))
     run: Callable[[Kubectl, argparse.Namespace], int] = options.run
@@ -96,12 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", default="", metavar="TEXT", help="system message")
     chat.add_argument("--max-tokens", type=_natural, metavar="N", help="per answer (default: what fits)")
     chat.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
-    load = command("bench", _bench, "send a short load; print first token, gap between tokens and tokens per second")
-    load.add_argument("--requests", type=_natural, default=32, metavar="N", help="default %(default)s")
-    load.add_argument("--concurrency", type=_natural, default=4, metavar="N", help="at a time (default %(default)s)")
-    load.add_argument("--prompt-words", type=_natural, default=100, metavar="N", help="default %(default)s")
-    load.add_argument("--max-tokens", type=_natural, default=64, metavar="N", help="per answer (default %(default)s)")
-    load.add_argument("-o", "--output", choices=("table", "json"), default="table", help="default %(default)s")
     commands.add_parser("plan", add_help=False, help="show where a manifest's model would run, and why")
     return parser
 
@@ -203,26 +196,6 @@ async def _turn(
     speed = f"first token after {1000 * answer.first_seconds:.0f} ms, {answer.num_tokens} tokens"
     print(f"\n\n{speed} in {answer.last_seconds:.2f} s", flush=True)
     return [*asked, {"role": "assistant", "content": answer.text}]
-
-
-def _bench(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    model = kubectl.model(options.name)
-    load = bench.Load(options.requests, options.concurrency, options.prompt_words, options.max_tokens)
-
-    async def measure() -> tuple[bench.Measured, str]:
-        async with kubectl.connected(model) as address:
-            await _need_answer(address, options.name)
-            return await bench.measure(address.session, address.url, served_name(model), load), address.way
-
-    measured, way = asyncio.run(measure())
-    if options.output == "json":
-        print(json.dumps(bench.figures(measured)))
-    else:
-        print(f"{load.num_requests} requests to {options.name}, {load.num_at_once} at a time, through {way}")
-        print(bench.table(measured))
-    for failure in dict.fromkeys(measured.failures):
-        print(f"{PROGRAM}: {failure}", file=sys.stderr)
-    return EXIT_FAILED if measured.failures else EXIT_OK
 
 
 def served_name(model: Any) -> str:

@@ -12,17 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_operator import names, node_health
-from neuron_operator.objects import dig, items, labels_of, name_of, printable, text, whole
-from neuron_operator.reasons import CONDITIONS, Reason
-from neuron_operator.views import ContainerView, Observed, PodView
+from neuron_operator.api import names
+from neuron_operator.api.reasons import CONDITIONS, Reason
+from neuron_operator.read.objects import dig, items, labels_of, name_of, printable, text, whole
+from neuron_operator.read.views import ContainerView, Observed, PodView
+from neuron_operator.why import nodes
 from neuron_operator.why.pods import MAX_LINE, how_it_ended, last_words
 
 LOG_LINES = 200
 """Lines of a log that are searched for the last error."""
 _ERROR = re.compile(r"error\b|exception\b|\b(fail(ed|ure|s)?|fatal|cannot|refused|denied|killed|out of memory)\b", re.I)
 _OF_KUBERNETES = ("MemoryPressure", "DiskPressure", "PIDPressure", "NetworkUnavailable")
-_GOOD_NODE = {**node_health.HEALTHY, **dict.fromkeys(_OF_KUBERNETES, "False")}
+_GOOD_NODE = {**nodes.HEALTHY, **dict.fromkeys(_OF_KUBERNETES, "False")}
 
 
 @dataclass(frozen=True)

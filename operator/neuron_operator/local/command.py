@@ -29,10 +29,11 @@ import aiohttp
 import msgspec
 import yaml
 
-from neuron_operator import manifest, names
-from neuron_operator.answers import Refused, stream
-from neuron_operator.decide import decide
-from neuron_operator.errors import InvalidSpec
+from neuron_operator.api import manifest, names
+from neuron_operator.api.errors import InvalidSpec
+from neuron_operator.api.reasons import CONDITIONS
+from neuron_operator.decide.course import decide
+from neuron_operator.local.answers import Refused, stream
 from neuron_operator.local.machine import Machine, timestamp
 from neuron_operator.local.pods import (
     LOOPBACK,
@@ -44,9 +45,16 @@ from neuron_operator.local.pods import (
     instance_type,
     too_few_devices,
 )
-from neuron_operator.objects import is_shared
-from neuron_operator.reasons import CONDITIONS
-from neuron_operator.world import ClaimTemplate, FreeDevices, GroupSettings, Place, Settings, StorageSettings, World
+from neuron_operator.read.objects import is_shared
+from neuron_operator.read.world import (
+    ClaimTemplate,
+    FreeDevices,
+    GroupSettings,
+    Place,
+    Settings,
+    StorageSettings,
+    World,
+)
 
 DEMO = Path(str(files("neuron_operator"))) / "data" / "neuronmodel-local.yaml"
 """Its model is in the same folder. In a checkout both are links into `examples`."""

@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from neuron_operator.local.pods import LOOPBACK, CannotRunHere, Host, interpret
-from neuron_operator.local.process import PodProcess
-from neuron_operator.names import (
+from neuron_operator.api.names import (
     GROUP_PORT,
     GROUP_PORT_VARIABLE,
     GROUP_SECRET_KEY,
@@ -27,7 +25,9 @@ from neuron_operator.names import (
     POD_INDEX_LABEL,
     REPLICA_LABEL,
 )
-from neuron_operator.world import NodeDevices
+from neuron_operator.local.pods import LOOPBACK, CannotRunHere, Host, interpret
+from neuron_operator.local.process import PodProcess
+from neuron_operator.read.world import NodeDevices
 
 Json = Mapping[str, Any]
 Key = tuple[str, str]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from neuron_operator.names import CLAIMS_DIR_VARIABLE
+from neuron_operator.api.names import CLAIMS_DIR_VARIABLE
 
 Json = Mapping[str, Any]
 

@@ -1,0 +1,1 @@
+"""Pure builders of Kubernetes objects: replicas, Jobs, Services, configuration."""

@@ -12,16 +12,16 @@ from dataclasses import replace
 
 import msgspec
 
-from neuron_operator import names
-from neuron_operator.model import Jobs, NeuronModel
-from neuron_operator.records import Record
+from neuron_operator.api import names
+from neuron_operator.api.model import Jobs, NeuronModel
+from neuron_operator.read.records import Record
+from neuron_operator.read.revision import Revision
+from neuron_operator.read.world import Object, Place, Settings
 from neuron_operator.render.jobs import NEVER_NEURON
 from neuron_operator.render.objects import shared
 from neuron_operator.render.pods import step_pod_template
 from neuron_operator.render.resources import JOB_REQUESTS
 from neuron_operator.render.storage import ARTIFACTS, WEIGHTS, Access, Kept, writing
-from neuron_operator.revision import Revision
-from neuron_operator.world import Object, Place, Settings
 
 DEADLINE_SECONDS = 6 * 3600
 """Deleting many small files on a network file system is slow."""

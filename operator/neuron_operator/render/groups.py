@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_operator import names
-from neuron_operator.model import NeuronModel
-from neuron_operator.objects import dig, labels_of, name_of, text
+from neuron_operator.api import names
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.read.objects import dig, labels_of, name_of, text
+from neuron_operator.read.revision import Revision
+from neuron_operator.read.world import GroupSettings, Object
 from neuron_operator.render.objects import child, without_empty
-from neuron_operator.revision import Revision
-from neuron_operator.world import GroupSettings, Object
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_operator import names
-from neuron_operator.catalog import INSTANCE_TYPES
-from neuron_operator.config_document import compiled_part, to_json
-from neuron_operator.fields import as_json
-from neuron_operator.model import NeuronModel
-from neuron_operator.objects import items, owners_of, text
-from neuron_operator.records import Facts, Record
-from neuron_operator.remembered import remembered
+from neuron_operator.api import names
+from neuron_operator.api.fields import as_json
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.place.catalog import INSTANCE_TYPES
+from neuron_operator.read.objects import items, owners_of, text
+from neuron_operator.read.records import Facts, Record
+from neuron_operator.read.remembered import remembered
+from neuron_operator.read.revision import Compiling, Pinned, Revision
+from neuron_operator.read.world import Object, Place, Settings
 from neuron_operator.render import storage
+from neuron_operator.render.config_document import compiled_part, to_json
 from neuron_operator.render.objects import shared
 from neuron_operator.render.pods import SERVE_COMMAND, compile_image, runtime_image, step_pod_template, target_env
 from neuron_operator.render.resources import CHECK_REQUESTS, JOB_REQUESTS, Requests, compile_requests, fetch_requests
 from neuron_operator.render.storage import Access, fetching, source
 from neuron_operator.render.volumes import Mount
-from neuron_operator.revision import Compiling, Pinned, Revision
-from neuron_operator.world import Object, Place, Settings
 
 KEPT_SECONDS = 600
 """A Job whose record is copied is deleted after this time, so that its log can be read."""
@@ -230,11 +230,6 @@ def shared_job(
     job = shared(model, "batch/v1", "Job", name, component=kind.role, labels={names.ROLE_LABEL: kind.role})
     annotations = {names.RENDERED_ANNOTATION: names.digest(rendered)}
     return {**job, "metadata": {**job["metadata"], "annotations": annotations}, "spec": rendered}
-
-
-def rendered_hash(job: Object) -> str:
-    """Of the spec that the Job was created with; the API server adds to the spec itself."""
-    return text(job, "metadata", "annotations", names.RENDERED_ANNOTATION)
 
 
 def with_owners(desired: Object, live: Object) -> Object:

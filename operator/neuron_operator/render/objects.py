@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from neuron_operator import names
-from neuron_operator.model import NeuronModel
-from neuron_operator.world import Object
+from neuron_operator.api import names
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.read.world import Object
 
 
 def child(

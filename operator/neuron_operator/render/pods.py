@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from neuron_operator import names
-from neuron_operator.catalog import INSTANCE_TYPES
-from neuron_operator.fields import as_json
-from neuron_operator.model import ApiKeySecret, NeuronModel, Toleration
-from neuron_operator.placement import Placement, Target, size_rule
+from neuron_operator.api import names
+from neuron_operator.api.fields import as_json
+from neuron_operator.api.model import ApiKeySecret, NeuronModel, Toleration
+from neuron_operator.place.catalog import INSTANCE_TYPES
+from neuron_operator.place.sizes import size_rule
+from neuron_operator.place.target import Target
+from neuron_operator.read.placement import Placement
+from neuron_operator.read.world import DeviceMode, Object, Place, Settings
 from neuron_operator.render.objects import without_empty
 from neuron_operator.render.resources import Requests, overlaid
 from neuron_operator.render.storage import Access, loading, loading_artifact
 from neuron_operator.render.volumes import Mount
-from neuron_operator.world import DeviceMode, Object, Place, Settings
 
 START_PERIOD_SECONDS = 2
 START_SECONDS = 3600

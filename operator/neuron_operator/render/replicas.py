@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from neuron_operator import names
-from neuron_operator.model import NeuronModel
+from neuron_operator.api import names
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.read.disruption import Pace
+from neuron_operator.read.revision import Revision, beside_template, shared_annotation
+from neuron_operator.read.world import Object
 from neuron_operator.render.objects import child
-from neuron_operator.revision import Revision, beside_template, shared_annotation
-from neuron_operator.rollout import Pace
-from neuron_operator.world import Object
 
 KEPT_REPLICA_SETS = 2
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_operator.model import BACKENDS, NeuronModel
-from neuron_operator.records import Facts
+from neuron_operator.api.model import BACKENDS, NeuronModel
+from neuron_operator.place.sizing import DTYPE_BYTES, TORCH_BYTES, Widths, cached_numbers, host_bytes, width_of
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import Object, Place
 from neuron_operator.render.objects import without_empty
-from neuron_operator.sizing import DTYPE_BYTES, TORCH_BYTES, Widths, cached_numbers, host_bytes, width_of
-from neuron_operator.world import Object, Place
 
 Requests = Mapping[str, str]
 

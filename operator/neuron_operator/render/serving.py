@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuron_operator import names
-from neuron_operator.config_document import to_json
-from neuron_operator.disruption import MAX_UNAVAILABLE
-from neuron_operator.model import NeuronModel
-from neuron_operator.remembered import remembered
+from neuron_operator.api import names
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.read.disruption import MAX_UNAVAILABLE
+from neuron_operator.read.remembered import remembered
+from neuron_operator.read.world import Object, Settings
+from neuron_operator.render.config_document import to_json
 from neuron_operator.render.objects import child, without_empty
-from neuron_operator.world import Object, Settings
 
 
 @remembered

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from neuron_operator import names
-from neuron_operator.errors import NotEnabled
-from neuron_operator.fields import as_json
-from neuron_operator.model import NeuronModel
+from neuron_operator.api import names
+from neuron_operator.api.errors import NotEnabled
+from neuron_operator.api.fields import as_json
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.read.world import ClaimFolder, Object, Place, Settings
 from neuron_operator.render.objects import without_empty
 from neuron_operator.render.volumes import Mount
-from neuron_operator.world import ClaimFolder, Object, Place, Settings
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuron_operator.world import Object
+from neuron_operator.read.world import Object
 
 
 @dataclass(frozen=True)

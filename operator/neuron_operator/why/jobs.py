@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from neuron_operator import names
-from neuron_operator.reasons import Finding, Reason, unmet
+from neuron_operator.api import names
+from neuron_operator.api.needs import LogOf, Need
+from neuron_operator.api.reasons import Finding, Reason, unmet
+from neuron_operator.read.views import JobView, Observed, PodView, Termination
 from neuron_operator.render.jobs import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
-from neuron_operator.views import JobView, Observed, PodView, Termination
 from neuron_operator.why.pods import (
     MAX_LINE,
     OOM_KILLED,
@@ -19,7 +20,6 @@ from neuron_operator.why.pods import (
     last_words,
 )
 from neuron_operator.why.refusals import explain_denial
-from neuron_operator.world import LogOf, Need
 
 AGAIN = f"the operator tries again, first after {MIN_RETRY_SECONDS} s, at last every {MAX_RETRY_SECONDS // 60} minutes"
 

@@ -6,15 +6,17 @@ import re
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from neuron_operator import names, node_health
-from neuron_operator.breaker import next_attempt
-from neuron_operator.objects import instant, items, text
-from neuron_operator.placement import Placement, describe_free, describe_sizes
-from neuron_operator.reasons import Finding, Reason, unmet
+from neuron_operator.api import names
+from neuron_operator.api.needs import Exists, Need
+from neuron_operator.api.reasons import Finding, Reason, unmet
+from neuron_operator.place.sizes import describe_free, describe_sizes
+from neuron_operator.read.objects import instant, items, text
+from neuron_operator.read.placement import Placement
+from neuron_operator.read.revision import Revision
+from neuron_operator.read.views import EVICTED, ContainerView, Observed, PodView, Termination
 from neuron_operator.render.resources import mebibytes
-from neuron_operator.revision import Revision
-from neuron_operator.views import EVICTED, ContainerView, Observed, PodView, Termination
-from neuron_operator.world import Exists, Need
+from neuron_operator.why import nodes
+from neuron_operator.why.attempts import next_attempt
 
 MAX_LINE = 300
 """Characters of a line of a log that are shown."""
@@ -34,7 +36,7 @@ _STARTING = ("", "ContainerCreating", "PodInitializing")
 
 def explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Finding:
     """Why a replica's pod does not answer."""
-    signal = node_health.signal_of(pod, observed)
+    signal = nodes.signal_of(pod, observed)
     if signal is not None:
         return unmet("Available", signal.reason, f"pod {pod.name} is on node {pod.node}, which {signal.said}")
     if pod.disruption == "DeletionByTaintManager" or _is_node_lost(pod):

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from neuron_operator.reasons import Finding, Reason, unmet
-from neuron_operator.world import Refusal, Refused
+from neuron_operator.api.reasons import Finding, Reason, unmet
+from neuron_operator.read.world import Refusal, Refused
 
 
 @dataclass(frozen=True)

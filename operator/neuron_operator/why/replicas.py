@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from neuron_operator import node_health
-from neuron_operator.disruption import num_promised
-from neuron_operator.reasons import Finding, Reason, met, unmet
-from neuron_operator.revision import Revision
-from neuron_operator.views import DeploymentView, Observed, PodView
+from neuron_operator.api.reasons import Finding, Reason, met, unmet
+from neuron_operator.read.disruption import num_promised
+from neuron_operator.read.revision import Revision
+from neuron_operator.read.views import DeploymentView, Observed, PodView
+from neuron_operator.why import nodes
 from neuron_operator.why.pods import explain_pod
 from neuron_operator.why.refusals import explain_denial
 
@@ -53,7 +53,7 @@ def explain_replicas(
 def _on_failed_nodes(observed: Observed) -> Iterator[str]:
     """What is wrong with the nodes of replicas that answer, or of members of their groups."""
     for pod in (*observed.live, *observed.followers):
-        if pod.is_running and (signal := node_health.signal_of(pod, observed)) is not None:
+        if pod.is_running and (signal := nodes.signal_of(pod, observed)) is not None:
             yield f"pod {pod.name} is on node {pod.node}, which {signal.said}"
 
 

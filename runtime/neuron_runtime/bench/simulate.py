@@ -1,7 +1,8 @@
 """`neuron-runtime bench simulate`: predicts the capacity of a deployment, in virtual time.
 
 Builds traffic and a device from the flags, runs our policy and those of other engines, and compares them. Uses
-`traffic`, `device`, `simulation` and, for the report, `simulated_tables`.
+`traffic`, `device`, `simulation` and, for the report, `simulated_tables`. Every start of `neuron-runtime` reads these
+flags, so the module is cheap to import.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+from neuron_runtime import record
 from neuron_runtime.bench.device import Device, add_device_arguments, device_of, value_of
-from neuron_runtime.bench.number_flags import add_number
 from neuron_runtime.bench.planned import shapes_of_plan
-from neuron_runtime.bench.report import Report, check_outputs, deliver
+from neuron_runtime.bench.report import Report, add_output_arguments, check_outputs, deliver
 from neuron_runtime.bench.traffic import Traffic, conversations
 from neuron_runtime.console import say
 from neuron_runtime.errors import InvalidConfig
@@ -37,6 +38,21 @@ GROUP_SECONDS, RANK_SECONDS = 150e-6, 25e-6
 
 POLICY_NAMES = ["prefill-first", "vllm-neuron"]
 """The keys of `simulation.POLICIES`, which brings the engine."""
+
+
+def add_commands(bench: argparse.ArgumentParser) -> None:
+    """Add the parser of `bench simulate`."""
+    commands = bench.add_subparsers(dest="bench", required=True, metavar="COMMAND")
+    meaning = "capacity of a deployment, in virtual time, without a device"
+    parser = commands.add_parser("simulate", help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
+    add_arguments(parser)
+    add_output_arguments(parser)
+    bench.set_defaults(run=_run, record=None)
+
+
+def _run(options: argparse.Namespace, began: float) -> record.Record:
+    run(options)
+    return record.success("bench", seconds=time.monotonic() - began)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +90,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--gap-target", 250.0, "MS", "maximum gap between tokens of a good request", positive=True)
 
 
+def add_number(
+    parser: argparse._ActionsContainer,
+    flag: str,
+    default: float | list[int] | list[float] | None,
+    metavar: str,
+    meaning: str,
+    *,
+    kind: type[int] | type[float] | None = None,
+    positive: bool = False,
+    least: float | None = None,
+) -> None:
+    """A flag that takes a number and refuses one outside the range.
+
+    Args:
+        default: also in the help, unless it is None; a list: the flag takes several numbers.
+        kind: type of the numbers; None: that of the default.
+    """
+    defaults = default if isinstance(default, list) else [default]
+    number = kind or (int if isinstance(defaults[0], int) else float)
+
+    def read(text: str) -> float:
+        value = number(text)
+        if positive and not value > 0:
+            raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+        if least is not None and not value >= least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
+
+    read.__name__ = number.__name__  # argparse names it where the text is no number
+    shown = "" if default is None else f" ({' '.join(map(str, defaults))})"
+    nargs = "+" if isinstance(default, list) else None
+    parser.add_argument(flag, type=read, nargs=nargs, default=default, metavar=metavar, help=meaning + shown)
+
+
 def run(options: argparse.Namespace) -> None:
     from neuron_runtime.bench import simulated_tables  # noqa: PLC0415 - brings the engine
 
@@ -84,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
     _check_policies(options, device)
     runs = [simulated_tables.Run(rate, outcomes_at(rate, options, device)) for rate in options.rate]
     targets = simulated_tables.Targets(options.ttft_target / 1000, options.gap_target / 1000)
-    left_out = {"command", "bench", "run", "measure", "record", "json", "plot", "plan"}
+    left_out = {"command", "bench", "run", "record", "json", "plot", "plan"}
     settings = {name: value for name, value in vars(options).items() if name not in left_out}
     report = Report(
         "bench simulate",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from neuron_runtime import record
-from neuron_runtime.bench import command as bench
+from neuron_runtime.bench import simulate
 from neuron_runtime.commands import compile_model, fetch, follow, inspect, plan_buckets, serve, weights
 from neuron_runtime.console import say
 from neuron_runtime.errors import ServingError
@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "plan-buckets": (plan_buckets.add_arguments, "list the graphs that a model would be compiled to, with estimates"),
     "weights": (weights.add_commands, "list, verify or prune the models of a store"),
     "artifacts": (partial(weights.add_commands, contents=weights.ARTIFACTS), "list, verify or prune compiled models"),
-    "bench": (bench.add_commands, "measure throughput and latency, or simulate a deployment"),
+    "bench": (simulate.add_commands, "simulate a deployment"),
 }
 """By name: the function that adds its arguments, and a line of help."""
 

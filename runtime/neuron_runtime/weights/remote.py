@@ -370,7 +370,6 @@ class RemoteStore:
                 yield Pruned(key, num_bytes, f"unused for {(now() - used) / DAY_SECONDS:.0f} days")
                 continue
             yield from self._prune_abandoned(key, items, dry_run=dry_run, now=now)
-        yield from self._prune_parts(dry_run=dry_run, now=now)
 
     def _prune_abandoned(
         self, key: str, items: list[RemoteObject], *, dry_run: bool, now: Callable[[], float]
@@ -391,32 +390,6 @@ class RemoteStore:
         if not dry_run:
             self.delete(f"{key}/{item.name}" for item in left_over)
         yield Pruned(key, sum(item.num_bytes for item in left_over), "abandoned upload")
-
-    def _prune_parts(self, *, dry_run: bool, now: Callable[[], float]) -> Iterator[Pruned]:
-        """Parts of objects that a killed upload left: nobody sees them, but they are paid for."""
-        client, bucket = self._place.client, self._model.bucket
-        pages = self._attempts(
-            lambda: list(client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=self._key("")))
-        )
-        for upload in [upload for page in pages for upload in page.get("Uploads", [])]:
-            name = upload["Key"].removeprefix(self._key(""))
-            if not KEY.fullmatch(name.partition("/")[0]) or now() - upload["Initiated"].timestamp() < ABANDONED_SECONDS:
-                continue
-            num_bytes = self._attempts(partial(self._end_upload, upload["Key"], upload["UploadId"], dry_run))
-            if num_bytes is not None:
-                yield Pruned(name, num_bytes, "abandoned upload")
-
-    def _end_upload(self, key: str, upload_id: str, dry_run: bool) -> int | None:
-        """Remove the parts of an object and return their size; None if they are gone. Makes one attempt."""
-        client, name = self._place.client, {"Bucket": self._model.bucket, "Key": key, "UploadId": upload_id}
-        try:
-            pages = client.get_paginator("list_parts").paginate(**name)
-            num_bytes: int = sum(part["Size"] for page in pages for part in page.get("Parts", []))
-            if not dry_run:
-                client.abort_multipart_upload(**name)
-        except client.exceptions.NoSuchUpload:
-            return None
-        return num_bytes
 
     def _folders(self) -> dict[str, list[RemoteObject]]:
         """The objects of each key."""

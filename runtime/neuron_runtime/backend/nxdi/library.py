@@ -18,9 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from neuron_runtime.backend.nxdi.devices import Platform
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_config
-from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, PATH, SAMPLING, SAMPLING_FIELDS
+from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, PATH, SAMPLING
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.core import DeviceMemory
@@ -116,20 +115,6 @@ def versions(sys: Path = Path("/sys")) -> dict[str, str]:
     with suppress(OSError):
         found["driver"] = (sys / DRIVER_VERSION).read_text().strip()
     return found
-
-
-def support_notes(platform: Platform, found: Mapping[str, str]) -> list[str]:
-    """What AWS no longer supports, as lines for the log."""
-    release, sdk = found.get(INFERENCE, "an unknown version"), found.get("neuron-sdk", "")
-    if platform.logical_core == 1:
-        lines = [
-            f"NxD Inference on {platform.name} is in maintenance: AWS's notes name SDK 2.28 (NxD Inference 0.8) as the "
-            "last one with full support for it"
-        ]
-        if sdk and sdk not in ("2.27", "2.28"):
-            lines.append(f"{release} on {platform.name} is not verified: pin SDK 2.28 if it fails")
-        return lines
-    return [f"AWS ends support for NxD Inference on {platform.name} with Neuron SDK 2.34; this is {release}"]
 
 
 def platform_target() -> str:
@@ -330,10 +315,7 @@ def _check_known(arguments: Mapping[str, Any], config_class: Any) -> None:
             continue
         with found.collecting():
             at = field.path if field is not None and field.path else f"{PATH}.{name}"
-            since = f", but {field.since} and newer have" if field is not None else ""
-            raise InvalidConfig(
-                at, f"NxD Inference {version_of(INFERENCE)} does not have `{name}`{since}: leave it out"
-            )
+            raise InvalidConfig(at, f"NxD Inference {version_of(INFERENCE)} does not have `{name}`: leave it out")
     found.check()
 
 
@@ -345,21 +327,16 @@ def _check_taken(arguments: Mapping[str, Any], made: Any, defaults: Any) -> None
     """
     found = ConfigProblems()
     sampling = arguments.get(SAMPLING) or {}
-    dropped = {
-        f"{PATH}.{SAMPLING}.{name}": (name, SAMPLING_FIELDS.get(name))
-        for name in sampling
-        if not hasattr(getattr(made, SAMPLING), name)
-    }
+    dropped = {f"{PATH}.{SAMPLING}.{name}": name for name in sampling if not hasattr(getattr(made, SAMPLING), name)}
     for name, value in arguments.items():
         field, before = BY_NAME.get(name), getattr(defaults, name, None)
         plain = isinstance(value, bool | int | float | str | list)
         ours = field is not None and (field.path or field.derived)
         if plain and not ours and getattr(made, name, value) == before != value:
-            dropped[f"{PATH}.{name}"] = (name, field)
-    for at, (name, field) in dropped.items():
+            dropped[f"{PATH}.{name}"] = name
+    for at, name in dropped.items():
         with found.collecting():
-            since = f", but {field.since} and newer take it" if field is not None else ""
-            raise InvalidConfig(at, f"NxD Inference {version_of(INFERENCE)} ignores `{name}`{since}: leave it out")
+            raise InvalidConfig(at, f"NxD Inference {version_of(INFERENCE)} ignores `{name}`: leave it out")
     found.check()
 
 

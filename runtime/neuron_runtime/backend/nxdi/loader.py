@@ -64,8 +64,6 @@ def report(settings: Settings, target: Target) -> None:
         f"{settings.application} on {settings.tensor} logical cores of {target.platform.name}, each of "
         f"{target.logical_core} physical ones"
     )
-    for note in library.support_notes(target.platform, found):
-        say(f"warning: {note}")
     family = BY_APPLICATION.get(settings.application)
     if family is None:
         say(f"warning: {settings.application} is a class of yours: its tokens were never compared with others")

@@ -29,8 +29,6 @@ class Field:
     """A keyword of NeuronConfig."""
 
     name: str
-    since: str = "0.1"
-    """First release that has it; releases before 0.7 are not supported."""
     path: str = ""
     """The field of our configuration that means the same."""
     derived: bool = False
@@ -50,10 +48,11 @@ class Field:
 _Flag, _Number = partial(Field, kind=bool), partial(Field, kind=int)
 _Ours, _Derived = Field, partial(Field, derived=True)
 _SPECULATION, _QUANTIZATION, _DEBUGGING = "speculative decoding", "quantization", "capturing tensors"
+_CHUNKS = "chunked prefill of NxD Inference, which does not work, but segments do"
 
 
-def _free(make: Callable[..., Field], since: str, names: str, **more: Any) -> tuple[Field, ...]:
-    return tuple(make(name, since, **more) for name in names.split())
+def _all(make: Callable[..., Field], names: str, **more: Any) -> tuple[Field, ...]:
+    return tuple(make(name, **more) for name in names.split())
 
 
 FIELDS = (
@@ -61,144 +60,93 @@ FIELDS = (
     _Ours("batch_size", path="$.limits.maxSequences", kind=int),
     _Ours("seq_len", path="$.limits.maxModelLength", kind=int),
     _Ours("tp_degree", path="$.parallelism.tensor", kind=int),
-    _Ours("logical_nc_config", "0.2", path="$.accelerator.logicalNeuronCore", kind=int),
+    _Ours("logical_nc_config", path="$.accelerator.logicalNeuronCore", kind=int),
     _Ours("torch_dtype", path="$.dtype", kind=str),
     _Ours("context_encoding_buckets", path="$.buckets.context", kind=list),
     _Ours("token_generation_buckets", path="$.buckets.tokenGeneration", kind=list),
-    _Ours("prefix_buckets", "0.4", path="$.buckets.prefix", kind=list),
-    _Ours("token_generation_batches", "0.8", path="$.buckets.sequences", kind=list),
-    _Ours("is_block_kv_layout", "0.2", path="$.layout", kind=bool),
-    _Ours("is_prefix_caching", "0.2", path="$.prefixCaching", kind=bool),
+    _Ours("prefix_buckets", path="$.buckets.prefix", kind=list),
+    _Ours("token_generation_batches", path="$.buckets.sequences", kind=list),
+    _Ours("is_block_kv_layout", path="$.layout", kind=bool),
+    _Ours("is_prefix_caching", path="$.prefixCaching", kind=bool),
     _Ours("pa_num_blocks", path="$.limits.numBlocks", kind=int),
     _Ours("pa_block_size", path="$.limits.blockSize", kind=int),
     _Ours("enable_bucketing", path="$.buckets.context", kind=bool),
-    _Ours("async_mode", "0.2", path="$.asyncMode", kind=bool),
+    _Ours("async_mode", path="$.asyncMode", kind=bool),
     _Ours(SAMPLING, path="$.sampling"),
     _Ours("output_logits", path="$.sampling", kind=bool),
     # They follow from others.
-    *_free(
-        _Derived,
-        "0.1",
-        "ctx_batch_size tkg_batch_size max_batch_size max_length n_positions n_active_tokens bucket_n_active_tokens "
-        "is_continuous_batching padding_side world_size start_rank_id local_ranks_size pp_degree "
-        "ep_degree",
-    ),
     _Derived("max_context_length", path="$.buckets.context", kind=int),
-    *_free(_Derived, "0.2", "allow_input_truncation kv_cache_batch_size kv_cache_padding_size skip_sharding"),
+    *_all(
+        _Derived,
+        "ctx_batch_size tkg_batch_size max_batch_size max_length n_positions n_active_tokens bucket_n_active_tokens "
+        "is_continuous_batching padding_side world_size start_rank_id local_ranks_size pp_degree ep_degree "
+        "allow_input_truncation kv_cache_batch_size kv_cache_padding_size skip_sharding",
+    ),
     # Not built.
-    *_free(
+    *_all(
         Field,
-        "0.1",
         "speculation_length spec_batch_size enable_fused_speculation enable_eagle_speculation is_eagle_draft "
-        "enable_eagle_draft_input_norm is_medusa medusa_speculation_length num_medusa_heads medusa_tree",
+        "enable_eagle_draft_input_norm is_eagle3 is_medusa medusa_speculation_length num_medusa_heads medusa_tree "
+        "token_tree_config draft_model_modules_to_not_convert eagle_rolling_buffer_kernel_enabled",
         feature=_SPECULATION,
     ),
-    *_free(Field, "0.2", "token_tree_config draft_model_modules_to_not_convert", feature=_SPECULATION),
-    Field("is_eagle3", "0.7", feature=_SPECULATION),
-    Field("eagle_rolling_buffer_kernel_enabled", "0.8", feature=_SPECULATION),
-    *_free(
+    *_all(
         Field,
-        "0.1",
         "quantized quantized_checkpoints_path quantization_type quantization_dtype kv_cache_quant "
-        "quantized_mlp_kernel_enabled rmsnorm_quantize_kernel_enabled",
+        "quantized_mlp_kernel_enabled rmsnorm_quantize_kernel_enabled modules_to_not_convert "
+        "activation_quantization_type quantize_clamp_bound quantization_block_size quantization_block_axis "
+        "quantization_scale_dtype is_mxfp4_compute is_full_model_shuffled kv_quant_config",
         feature=_QUANTIZATION,
     ),
-    *_free(
-        Field,
-        "0.2",
-        "modules_to_not_convert activation_quantization_type quantize_clamp_bound",
-        feature=_QUANTIZATION,
-    ),
-    *_free(
-        Field,
-        "0.7",
-        "quantization_block_size quantization_block_axis quantization_scale_dtype is_mxfp4_compute "
-        "is_full_model_shuffled",
-        feature=_QUANTIZATION,
-    ),
-    Field("kv_quant_config", "0.8", feature=_QUANTIZATION),
     Field("lora_config", feature="LoRA"),
-    Field("skip_vision", "0.2", feature="multimodal input"),
-    *_free(Field, "0.7", "tensor_replacement_config tensor_capture_config", feature=_DEBUGGING),
-    Field("attention_dp_degree", "0.5", feature="data-parallel attention", neutral=(1,)),
-    Field("windowed_context_encoding_size", "0.7", feature="windowed context encoding"),
-    Field("is_chunked_prefill", feature="chunked prefill of NxD Inference, which does not work, but segments do"),
-    Field(
-        "chunked_prefill_config",
-        "0.4",
-        feature="chunked prefill of NxD Inference, which does not work, but segments do",
-    ),
+    Field("skip_vision", feature="multimodal input"),
+    *_all(Field, "tensor_replacement_config tensor_capture_config", feature=_DEBUGGING),
+    Field("attention_dp_degree", feature="data-parallel attention", neutral=(1,)),
+    Field("windowed_context_encoding_size", feature="windowed context encoding"),
+    *_all(Field, "is_chunked_prefill chunked_prefill_config", feature=_CHUNKS),
     # Free: kernels, parallelism within a step, options of the compiler.
-    *_free(
+    *_all(
         _Flag,
-        "0.1",
         "vocab_parallel fused_qkv sequence_parallel_enabled qk_layernorm flash_decoding_enabled attn_kernel_enabled "
-        "qkv_kernel_enabled mlp_kernel_enabled mlp_kernel_fuse_residual_add save_sharded_checkpoint on_cpu",
+        "qkv_kernel_enabled mlp_kernel_enabled mlp_kernel_fuse_residual_add save_sharded_checkpoint on_cpu "
+        "qkv_kernel_nbsd_layout skip_warmup layer_boundary_markers disable_kv_cache_tiling k_cache_transposed "
+        "fused_rmsnorm_skip_gamma qkv_kernel_fuse_residual_add attn_tkg_nki_kernel_enabled "
+        "attn_tkg_builtin_kernel_enabled attn_block_tkg_nki_kernel_enabled attn_block_tkg_nki_kernel_cache_update "
+        "enable_spill_reload_dge apply_seq_ids_mask attn_block_cte_nki_kernel_enabled moe_fused_nki_kernel_enabled "
+        "router_topk_nki_kernel_enabled expert_mlp_nki_kernel_enabled shared_mlp_nki_kernel_enabled lm_head_pad "
+        "enable_output_completion_notifications enable_cte_modular_flow strided_context_parallel_kernel_enabled "
+        "attn_block_tkg_nki_kernel_cascaded_attention pre_rope_rmsnorm qkv_nki_kernel_enabled "
+        "qkv_cte_nki_kernel_fuse_rope mlp_tkg_nki_kernel_enabled out_proj_kernel_enabled "
+        "attn_block_tkg_nki_kernel_use_online_softmax switch_cc disable_numeric_cc_token disable_argmax_kernel "
+        "attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb enable_ve_data_parallel",
     ),
-    *_free(_Flag, "0.2", "qkv_kernel_nbsd_layout"),
-    _Flag("skip_warmup", "0.2"),
-    *_free(
-        _Flag,
-        "0.3",
-        "layer_boundary_markers disable_kv_cache_tiling k_cache_transposed fused_rmsnorm_skip_gamma "
-        "qkv_kernel_fuse_residual_add attn_tkg_nki_kernel_enabled attn_tkg_builtin_kernel_enabled "
-        "attn_block_tkg_nki_kernel_enabled attn_block_tkg_nki_kernel_cache_update",
+    *_all(
+        _Number,
+        "cc_pipeline_tiling_factor weight_gather_seq_len_threshold cp_degree seq_len_threshold_for_cc_tiling "
+        "lm_head_pad_alignment_size scratchpad_page_size mlp_cp_degree padded_hidden_size padded_intermediate_size",
     ),
-    *_free(_Flag, "0.4", "enable_spill_reload_dge apply_seq_ids_mask"),
-    *_free(
-        _Flag,
-        "0.5",
-        "attn_block_cte_nki_kernel_enabled moe_fused_nki_kernel_enabled router_topk_nki_kernel_enabled "
-        "expert_mlp_nki_kernel_enabled shared_mlp_nki_kernel_enabled lm_head_pad "
-        "enable_output_completion_notifications",
-    ),
-    *_free(
-        _Flag,
-        "0.6",
-        "enable_cte_modular_flow strided_context_parallel_kernel_enabled attn_block_tkg_nki_kernel_cascaded_attention",
-    ),
-    *_free(
-        _Flag,
-        "0.7",
-        "pre_rope_rmsnorm qkv_nki_kernel_enabled qkv_cte_nki_kernel_fuse_rope mlp_tkg_nki_kernel_enabled "
-        "out_proj_kernel_enabled attn_block_tkg_nki_kernel_use_online_softmax switch_cc disable_numeric_cc_token",
-    ),
-    *_free(
-        _Flag,
-        "0.8",
-        "disable_argmax_kernel attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb",
-    ),
-    _Flag("enable_ve_data_parallel", "0.9"),
-    _Number("cc_pipeline_tiling_factor"),
-    _Number("weight_gather_seq_len_threshold", "0.3"),
-    *_free(_Number, "0.4", "cp_degree seq_len_threshold_for_cc_tiling"),
-    *_free(_Number, "0.5", "lm_head_pad_alignment_size scratchpad_page_size"),
-    *_free(_Number, "0.7", "mlp_cp_degree padded_hidden_size padded_intermediate_size"),
-    *_free(Field, "0.1", "rpl_reduce_dtype target attn_cls", kind=str),
-    *_free(Field, "0.4", "cast_type attention_dtype", kind=str),
-    Field("ep_dispatch_cc_option", "0.8", kind=str),
-    Field("weights_to_skip_layout_optimization", "0.8", kind=list),
-    Field("dma_order_config", "0.8", kind=dict),
+    *_all(Field, "rpl_reduce_dtype target attn_cls cast_type attention_dtype ep_dispatch_cc_option", kind=str),
+    Field("weights_to_skip_layout_optimization", kind=list),
+    Field("dma_order_config", kind=dict),
     # Of mixtures of experts.
-    Field("capacity_factor", kind=float, only_experts=True),
-    _Flag("glu_mlp", only_experts=True),
-    *_free(_Flag, "0.4", "early_expert_affinity_modulation fused_shared_experts", only_experts=True),
-    _Flag("disable_normalize_top_k_affinities", "0.4", only_experts=True, attribute=None),
-    *_free(Field, "0.4", "blockwise_matmul_config router_config", kind=dict, only_experts=True),
-    *_free(_Flag, "0.5", "shared_experts_sequence_parallel_enabled return_expert_index", only_experts=True),
-    Field("glu_type", "0.6", kind=str, only_experts=True),
-    *_free(Field, "0.6", "hidden_act_scaling_factor hidden_act_bias", kind=float, only_experts=True),
-    Field("hybrid_sharding_config", "0.6", kind=dict, only_experts=True),
-    *_free(_Number, "0.6", "moe_tp_degree moe_ep_degree", only_experts=True),
-    _Flag("transpose_shared_experts_weights", "0.6", only_experts=True),
-    *_free(
+    *_all(
+        _Flag,
+        "glu_mlp early_expert_affinity_modulation fused_shared_experts shared_experts_sequence_parallel_enabled "
+        "return_expert_index transpose_shared_experts_weights use_index_calc_kernel moe_mask_padded_tokens "
+        "return_router_logits",
+        only_experts=True,
+    ),
+    _Flag("disable_normalize_top_k_affinities", only_experts=True, attribute=None),
+    *_all(_Number, "moe_tp_degree moe_ep_degree", only_experts=True),
+    *_all(
         Field,
-        "0.7",
-        "gate_clamp_upper_limit gate_clamp_lower_limit up_clamp_upper_limit up_clamp_lower_limit",
+        "capacity_factor hidden_act_scaling_factor hidden_act_bias gate_clamp_upper_limit gate_clamp_lower_limit "
+        "up_clamp_upper_limit up_clamp_lower_limit",
         kind=float,
         only_experts=True,
     ),
-    *_free(_Flag, "0.7", "use_index_calc_kernel moe_mask_padded_tokens return_router_logits", only_experts=True),
+    *_all(Field, "blockwise_matmul_config router_config hybrid_sharding_config", kind=dict, only_experts=True),
+    Field("glu_type", kind=str, only_experts=True),
 )
 
 BY_NAME = {field.name: field for field in FIELDS}
@@ -214,8 +162,8 @@ SAMPLING_FIELDS = {
         _Flag("dynamic"),
         _Flag("do_sample"),
         _Flag("on_device_sampling_config"),
-        _Flag("top_k_kernel_enabled", "0.5"),
-        _Number("sampling_dp_degree", "0.8"),
+        _Flag("top_k_kernel_enabled"),
+        _Number("sampling_dp_degree"),
     )
 }
 """Of OnDeviceSamplingConfig, which drops others silently."""

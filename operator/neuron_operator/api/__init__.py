@@ -1,0 +1,1 @@
+"""The contract of NeuronModel: fields, status, schema, parser, names, reasons and errors. It imports no other room."""

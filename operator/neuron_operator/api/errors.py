@@ -1,0 +1,108 @@
+"""The operator's errors: each class says who must act. Raised by the pure middle and by the client.
+
+OperatorError
+├── InvalidSpec          the user: condition Accepted with the field; no retry until an edit
+│   ├── FieldNotSupported    the same, with the cure
+│   ├── NotEnabled           the same, with the chart value
+│   ├── StorageNotConfigured the same, or an administrator, with the chart value
+│   └── Refusals             several of them
+├── Unplaceable          the user: condition Placed with the numbers
+└── ClusterFault         time or an admin: back-off per key if `retriable`, else a condition
+    └── TermOver         this replica: it stops writing until it leads again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from neuron_operator.api.needs import Need
+from neuron_operator.api.reasons import Reason
+
+MAX_REFUSAL = 900
+"""Characters of all refusals of a manifest together: a condition's message holds them and a note."""
+
+
+class OperatorError(Exception):
+    """Base of every error this package raises deliberately. `str(error)` is one sentence for whoever must act."""
+
+
+class InvalidSpec(OperatorError):
+    """The manifest is invalid at `field`, a path such as `spec.model.uri`."""
+
+    reason = Reason.INVALID_SPEC
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class FieldNotSupported(InvalidSpec):
+    """The manifest sets a value that this version does not support; `cure` says what to write instead."""
+
+    reason = Reason.FIELD_NOT_SUPPORTED
+
+    def __init__(self, field: str, value: str, cure: str) -> None:
+        super().__init__(field, f"{value} is not supported by this version; {cure}")
+        self.cure = cure
+
+
+class StorageNotConfigured(InvalidSpec):
+    """Neither manifest nor chart says where compiled artifacts are kept."""
+
+    reason = Reason.STORAGE_NOT_CONFIGURED
+
+    def __init__(self) -> None:
+        cure = "set it, or the chart value storage.artifacts, for example storage.artifacts.pvcTemplate.size=10Gi"
+        super().__init__("spec.storage.artifacts", f"a compiled model needs a place for its artifact; {cure}")
+
+
+class NotEnabled(InvalidSpec):
+    """The manifest sets a value that this installation does not allow; `cure` names the chart value."""
+
+    reason = Reason.FIELD_NOT_SUPPORTED
+
+    def __init__(self, field: str, value: str, cure: str) -> None:
+        super().__init__(field, f"{value} is not enabled in this installation; {cure}")
+
+
+class Refusals(InvalidSpec):
+    """All that is wrong with a manifest, in one message; `field` is that of the first."""
+
+    def __init__(self, refusals: Sequence[InvalidSpec]) -> None:
+        OperatorError.__init__(self, _listed([str(refusal) for refusal in refusals]))
+        self.refusals = tuple(refusals)
+        self.field = refusals[0].field
+        self.reason = refusals[0].reason
+
+
+def _listed(messages: Sequence[str]) -> str:
+    """The messages as sentences of one line, at least one and as many as fit, and the number of the others."""
+    shown, length = 1, len(messages[0])
+    while shown < len(messages) and length + len(messages[shown]) + 2 <= MAX_REFUSAL:
+        length += len(messages[shown]) + 2
+        shown += 1
+    more = [f"{len(messages) - shown} more are refused"] if shown < len(messages) else []
+    return ". ".join([*messages[:shown], *more])
+
+
+class Unplaceable(OperatorError):
+    """No node can hold this model as configured; `reason` is `ModelTooLarge` or `TopologyImpossible`."""
+
+    def __init__(self, reason: Reason, message: str, needs: Iterable[Need] = ()) -> None:
+        """needs: facts with which the answer may be another one."""
+        super().__init__(message)
+        self.reason = reason
+        self.needs = frozenset(needs)
+
+
+class ClusterFault(OperatorError):
+    """The API server or the network failed a request; `retriable`: a retry may succeed."""
+
+    def __init__(self, message: str, *, retriable: bool, status: int | None = None) -> None:
+        super().__init__(message)
+        self.retriable = retriable
+        self.status = status
+
+
+class TermOver(ClusterFault):
+    """This replica's term as leader is over: it may no longer write."""

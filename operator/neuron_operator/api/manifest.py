@@ -1,0 +1,139 @@
+"""Parses a manifest: a NeuronModel, or an error that names every field that is wrong.
+
+Called by `decide` in every pass, also of `neuron-operator local`, where no API server has checked the manifest.
+Everything that the CRD refuses is therefore refused here too, with the same field.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from neuron_operator.api import names
+from neuron_operator.api.errors import FieldNotSupported, InvalidSpec, Refusals
+from neuron_operator.api.field_types import NAME_PATTERN
+from neuron_operator.api.fields import SpecPart, as_json, broken_rules, fields_of, located, supporting, unwrapped, walk
+from neuron_operator.api.model import NeuronModel, Spec
+
+MAX_PARSED = 64
+"""More manifests than there are models in work at a time."""
+
+
+def parse(body: Mapping[str, Any]) -> NeuronModel:
+    """Parse a NeuronModel from the API server or a YAML file.
+
+    Raises:
+        InvalidSpec: names the field, e.g. `spec.serving.maxModelLength`, and what was expected.
+        FieldNotSupported: names a valid field that this version does not support, and the cure.
+        Refusals: several fields are invalid, or valid and not supported.
+    """
+    metadata = body.get("metadata")
+    metadata = metadata if isinstance(metadata, Mapping) else {}
+    annotations = metadata.get("annotations")
+    annotations = annotations if isinstance(annotations, Mapping) else {}
+    return _parsed(
+        msgspec.json.encode(
+            (
+                *map(metadata.get, ("name", "namespace", "uid")),
+                *map(annotations.get, (names.REFRESH_ANNOTATION, names.ROLLBACK_ANNOTATION)),
+                body.get("spec"),
+            )
+        )
+    )
+
+
+@lru_cache(maxsize=MAX_PARSED)
+def _parsed(read: bytes) -> NeuronModel:
+    """What is read of a manifest, as JSON: a pass parses it again after each write, and so does the next one."""
+    name, namespace, uid, refresh, rollback_to, raw = msgspec.json.decode(read)
+    _refuse(*_invalid_name(name), *_invalid(Spec, raw, "spec"))
+    spec = msgspec.convert(raw, Spec)
+    _refuse(*not_supported(spec))
+    return NeuronModel(
+        name=str(name),
+        namespace=str(namespace or "default"),
+        uid=str(uid or ""),
+        refresh=str(refresh or ""),
+        rollback_to=str(rollback_to or ""),
+        spec=spec,
+    )
+
+
+def is_paused(body: Mapping[str, Any]) -> bool:
+    """Whether the pause annotation is set; also works for invalid specs."""
+    metadata = body.get("metadata")
+    annotations = metadata.get("annotations") if isinstance(metadata, Mapping) else None
+    return isinstance(annotations, Mapping) and annotations.get(names.PAUSED_ANNOTATION) == "true"
+
+
+def _refuse(*refusals: InvalidSpec) -> None:
+    """Raises all refusals, if there are any."""
+    if len(refusals) > 1:
+        raise Refusals(refusals)
+    for only in refusals:
+        raise only
+
+
+def _invalid_name(name: object) -> Iterator[InvalidSpec]:
+    if not isinstance(name, str) or len(name) > names.MAX_MODEL_NAME or not re.fullmatch(NAME_PATTERN, name):
+        text = f"must be a DNS label of at most {names.MAX_MODEL_NAME} characters that begins with a letter"
+        yield InvalidSpec("metadata.name", text)
+
+
+def _invalid(kind: Any, raw: object, path: str) -> Iterator[InvalidSpec]:
+    """An error for each part of `raw` that is not as declared. Parts of a valid part are not searched again."""
+    try:
+        value = msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        core, _ = unwrapped(kind)
+        inside = list(_invalid_within(core, raw, path))
+        yield from inside or [_invalid_value(core, raw, path, error)]
+    else:
+        yield from (InvalidSpec(*broken) for broken in broken_rules(kind, value, path))
+
+
+def _invalid_within(core: Any, raw: object, path: str) -> Iterator[InvalidSpec]:
+    """The errors in the fields of an object and in the items of a list."""
+    if isinstance(raw, Mapping) and isinstance(core, type) and issubclass(core, SpecPart):
+        declared = {one.key: one for one in fields_of(core)}
+        yield from (InvalidSpec(path, f"has no field {_shown(key)}") for key in raw if key not in declared)
+        for key, one in declared.items():
+            if key in raw:
+                yield from _invalid(one.kind, raw[key], f"{path}.{key}")
+            elif one.default is msgspec.NODEFAULT:
+                yield InvalidSpec(path, f"lacks the required field {key}")
+    elif isinstance(raw, list) and get_origin(core) is tuple:
+        for index, item in enumerate(raw):
+            yield from _invalid(get_args(core)[0], item, f"{path}[{index}]")
+
+
+def _invalid_value(core: Any, raw: object, path: str, error: msgspec.ValidationError) -> InvalidSpec:
+    if raw is None and path == "spec":
+        return InvalidSpec(path, "is required")
+    if get_origin(core) is Literal:
+        return InvalidSpec(path, f"must be one of {', '.join(map(str, get_args(core)))}, got {_shown(raw)}")
+    if isinstance(core, type) and issubclass(core, SpecPart):
+        return InvalidSpec(path, "must be an object")
+    return InvalidSpec(*located(error, path))
+
+
+def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
+    """An error for each valid value that this version does not support."""
+    walked = walk(spec, "spec", supporting)
+    found = [(path, one, support, value) for path, one, value in walked for support in one.supports]
+    # Fields that others depend on, such as the backend, come first.
+    for path, one, support, value in sorted(found, key=lambda row: row[2].of is None):
+        value_found = support.of(spec) if support.of else value
+        accepted = support.values if support.of else (one.default, *support.values)
+        if value_found not in accepted and spec.backend not in support.backends:
+            yield FieldNotSupported(path, _shown(value_found), support.cure)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(as_json(value), ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

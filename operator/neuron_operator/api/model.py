@@ -1,0 +1,651 @@
+"""NeuronModel as a frozen value: every field of its spec, declared once.
+
+`make generate` writes the CRD and the tables of docs/neuronmodel.md from these declarations; `manifest.py` parses with
+them. A field that this version does not support declares it with `Supported`, and is refused, never ignored.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, field
+
+from neuron_operator.api import names
+from neuron_operator.api.field_types import (
+    SWITCH_WORDS,
+    WITHOUT_OUR_PREFIX,
+    AutoToggle,
+    Buckets,
+    ClaimName,
+    Int64,
+    LabelValue,
+    Length,
+    Name,
+    Quantities,
+    Quantity,
+    ServedName,
+    ShortText,
+    StoreUri,
+    SubPath,
+    Toggle,
+    TopologyKey,
+    Uri,
+)
+from neuron_operator.api.fields import (
+    ConfigKey,
+    Json,
+    NotPinned,
+    OpenPart,
+    Rule,
+    Shape,
+    SpecPart,
+    Supported,
+    exactly_one,
+    unique,
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend of this version."""
+
+    does: str
+    compiles: Literal["never", "on request", "always"] = "never"
+    """Whether it serves compiled models; `on request`: with `engine.compile: Enabled` only."""
+    on_device: bool = False
+    """Whether it computes on the devices of a replica, and so has the fields of a compiled device."""
+
+
+BACKENDS = {
+    "nxdi": Backend("computes on it", compiles="always", on_device=True),
+    "torch": Backend("computes on the host", compiles="on request"),
+    "simulated": Backend("simulates a device", compiles="on request"),
+}
+
+
+COMPILING = tuple(name for name, backend in BACKENDS.items() if backend.compiles != "never")
+COMPILED_IF_ASKED = tuple(name for name, backend in BACKENDS.items() if backend.compiles != "always")
+ON_DEVICE = tuple(name for name, backend in BACKENDS.items() if backend.on_device)
+IN_PARALLEL = (*ON_DEVICE, "torch")
+"""Those that share a model out among ranks, on one or several nodes."""
+
+
+class SecretName(SpecPart, frozen=True):
+    name: Name
+
+
+class SecretKey(SpecPart, frozen=True):
+    name: Name
+    key: Name
+    optional: bool | None = None
+
+
+class ApiKeySecret(SpecPart, frozen=True):
+    """Clients must send one of the keys in this Secret, one per line, as a bearer token. By default no key is needed.
+    See [Credentials](#credentials)."""
+
+    name: Name
+    key: Name
+
+
+class ModelSource(SpecPart, frozen=True):
+    """Where the model comes from and what clients call it."""
+
+    uri: Annotated[
+        Uri,
+        "Where the model comes from. `hf://org/name[@revision]`: a Hugging Face hub; a branch or tag is pinned to its "
+        "commit when the model is resolved. `file:///path`: a folder in the runtime image. `file:./path`, relative to "
+        "the manifest, works with `neuron-operator local` only. `s3://bucket/prefix`: a folder of a bucket. "
+        "`pvc://claim/path`: a folder of a PersistentVolumeClaim in the same namespace, read in place. "
+        "`oci://image[@digest][#path]`: a folder of an image, which the kubelet mounts, if the chart's "
+        "`storage.imageVolumes` allows it. Path segments `..` are refused. See "
+        "[where models come from](storage.md#where-models-come-from).",
+        ConfigKey("model.uri", compiled=True),
+    ]
+    served_names: Annotated[
+        tuple[ServedName, ...],
+        Meta(max_length=16),
+        "Model names that clients may use, without white space. Answers and the metrics' label `model_name` have the "
+        "first one. By default the name of the object.",
+        unique(),
+        ConfigKey("servedNames", {(): None}),
+    ] = ()
+    credentials_secret_ref: Annotated[
+        SecretName | None,
+        "Secret in the same namespace; its keys are given only to pods that download. See [Credentials](#credentials).",
+    ] = None
+
+
+class Accelerator(SpecPart, frozen=True):
+    """The devices of one replica on one node."""
+
+    RULES = (
+        Rule(
+            "set devices or cores, not both",
+            lambda self: self.devices is None or self.cores is None,
+            "!(has(self.devices) && has(self.cores))",
+        ),
+        Rule(
+            "devices and cores require type Neuron",
+            lambda self: self.type != "CPU" or (self.devices is None and self.cores is None),
+            "self.type != 'CPU' || !(has(self.devices) || has(self.cores))",
+        ),
+    )
+
+    type: Annotated[
+        Literal["Neuron", "CPU"],
+        "`Neuron`: each replica holds devices or cores. `CPU`: it holds neither.",
+    ] = "Neuron"
+    instance_types: Annotated[
+        tuple[ShortText, ...],
+        Meta(max_length=16),
+        "Allowed instance types, best first.",
+        Supported("choose nodes with podTemplate.spec.nodeSelector"),
+    ] = ()
+    devices: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        "Neuron devices of one replica, in [legal sizes](#devices-and-cores). By default as many as the model needs, "
+        "see [sizing](sizing.md); 1 if it is computed on the host. Excludes `cores`; not with `CPU`.",
+    ] = None
+    cores: Annotated[
+        Annotated[int, Meta(ge=1, le=512)] | None,
+        "NeuronCores instead of devices; only on nodes labelled "
+        f"`{names.ALLOCATION_LABEL}={names.ALLOCATION_CORES}`. Excludes `devices`; not with `CPU`.",
+    ] = None
+    logical_neuron_core: Annotated[
+        Literal[1, 2] | None,
+        "Physical cores per logical core; by default the instance type's. The nodes must be set up alike.",
+        ConfigKey("accelerator.logicalNeuronCore", compiled=True),
+        Supported("remove it: this backend computes on the host", backends=ON_DEVICE),
+    ] = None
+
+
+class Parallelism(SpecPart, frozen=True):
+    """How one replica is distributed."""
+
+    tensor: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        "Tensor-parallel degree of the whole replica: the NeuronCores that the model runs on. By default the largest "
+        "that is documented for the devices and divides attention heads and feed-forward layers; with `torch` one "
+        "rank on each node. A multiple of `nodes`.",
+        ConfigKey("parallelism.tensor", compiled=True),
+        Supported("remove it: this backend does not compute", values=(1,), backends=IN_PARALLEL),
+    ] = None
+    nodes: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        "Nodes of one replica, which then is a [group](groups.md) of as many pods. By default one; more where one does "
+        "not hold the model and the chart value `groups.maxNodes` allows it.",
+        Supported("remove it: with this backend a replica is one pod", values=(1,), backends=IN_PARALLEL),
+    ] = None
+
+
+class Serving(SpecPart, frozen=True):
+    """Limits and modes of the engine, and how the model is served over HTTP."""
+
+    max_model_length: Annotated[
+        Length | None,
+        "Maximum tokens of a prompt and its answer together. A value above the model's maximum is `InvalidSpec` once "
+        "the model is resolved. On devices by default 4096, or the model's; less if that does not fit.",
+        ConfigKey("limits.maxModelLength", compiled=True),
+    ] = None
+    max_sequences: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        "Maximum requests computed at the same time. On devices by default as many as fit, at most 16.",
+        ConfigKey("limits.maxSequences", compiled=True),
+    ] = None
+    block_size: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        "Tokens of one block of the KV cache. Setting it or `numBlocks` selects the block layout.",
+        ConfigKey("limits.blockSize", compiled=True),
+    ] = None
+    num_blocks: Annotated[
+        Annotated[int, Meta(ge=1, le=16_777_216)] | None,
+        "Blocks of the KV cache.",
+        ConfigKey("limits.numBlocks", compiled=True),
+    ] = None
+    max_queued_requests: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000)] | None,
+        "Maximum waiting requests; further requests get 429.",
+        ConfigKey("limits.maxQueuedRequests"),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        "Number type of weights and activations; by default the model's.",
+        ConfigKey("dtype", compiled=True),
+    ] = None
+    quantization: Annotated[
+        ShortText | None,
+        "How weights are quantized.",
+        Supported("remove it: the model is served in serving.dtype"),
+    ] = None
+    kv_cache_dtype: Annotated[
+        ShortText | None,
+        "Number type of the KV cache.",
+        Supported("remove it: the cache has serving.dtype"),
+    ] = None
+    context_buckets: Annotated[
+        Buckets,
+        "Prompt lengths to compile for, ascending; by default chosen by the backend.",
+        ConfigKey("buckets.context", {(): None}, compiled=True),
+        Supported("remove it: this backend computes any length", backends=ON_DEVICE),
+    ] = ()
+    token_generation_buckets: Annotated[
+        Buckets,
+        "Context lengths to compile token generation for, ascending; by default chosen by the backend.",
+        ConfigKey("buckets.tokenGeneration", {(): None}, compiled=True),
+        Supported("remove it: this backend computes any length", backends=ON_DEVICE),
+    ] = ()
+    prefix_caching: Annotated[
+        AutoToggle,
+        "Whether [common prefixes of prompts are computed once](runtime.md#prefix-caching). `Enabled` selects the "
+        "block layout; `Auto`: enabled with the block layout.",
+        ConfigKey("prefixCaching", SWITCH_WORDS, compiled=True),
+    ] = "Auto"
+    chunked_prefill: Annotated[
+        AutoToggle,
+        "Whether long prompts are computed in chunks while other answers continue. `Disabled`: a prompt longer than "
+        "one step is refused; `Auto`: enabled if the backend supports it.",
+        ConfigKey("chunkedPrefill", SWITCH_WORDS, compiled=True),
+    ] = "Auto"
+    sampling: Annotated[
+        Literal["Device", "DeviceWithLogits", "Host"] | None,
+        "Where tokens are sampled, see [modes](sampling.md#modes); by default `Device` on a device, also on a "
+        "simulated one.",
+        ConfigKey("sampling", compiled=True),
+        Supported("remove it or set Host", values=("Host",), backends=("simulated", *ON_DEVICE)),
+    ] = None
+    generation_config: Annotated[
+        Toggle,
+        "Whether the model's `generation_config.json` sets the sampling defaults. `Disabled`: OpenAI's defaults "
+        "(temperature 1, no cut-off). The model's end tokens apply in both cases.",
+        ConfigKey("text.generationConfig", {"Enabled": None, "Disabled": "vllm"}),
+    ] = "Enabled"
+    # The bound keeps the manifest, however escaped, within the 256 KiB that `kubectl apply` can annotate.
+    chat_template: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=32_768)] | None,
+        "A Jinja template; by default the model's own. A syntax error is `InvalidEngineConfig`, with the line.",
+        ConfigKey("text.chatTemplate"),
+    ] = None
+    reasoning_parser: Annotated[
+        Literal["deepseek_r1", "qwen3"] | None,
+        "The format of the model's reasoning, which is then [separated from the answer]"
+        "(api.md#reasoning-models). By default it stays in the answer.",
+        ConfigKey("text.reasoningParser"),
+    ] = None
+    tool_call_parser: Annotated[
+        Literal["deepseek_v3", "deepseek_v31", "hermes", "llama3_json", "mistral", "pythonic"] | None,
+        "The format in which the model [calls tools](tools.md). By default it follows from the chat template.",
+        ConfigKey("text.toolCallParser"),
+    ] = None
+    access_log: Annotated[
+        Toggle,
+        "Whether each request is logged as [a line of JSON](server.md#access-log), without its content.",
+        ConfigKey("server.accessLog", {"Enabled": None, "Disabled": False}),
+    ] = "Enabled"
+    api_key_secret_ref: ApiKeySecret | None = None
+
+
+class EnvSource(SpecPart, frozen=True):
+    RULES = (exactly_one("secretKeyRef", "configMapKeyRef"),)
+
+    secret_key_ref: SecretKey | None = None
+    config_map_key_ref: SecretKey | None = None
+
+
+class EnvVar(SpecPart, frozen=True):
+    RULES = (exactly_one("value", "valueFrom"),)
+
+    name: Annotated[
+        str,
+        Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"),
+        Rule(
+            "is reserved for the operator; set HF_TOKEN with model.credentialsSecretRef",
+            lambda name: not names.is_reserved_env(name),
+            f"!self.startsWith('{names.RESERVED_ENV_PREFIX}') && !(self in {sorted(names.RESERVED_ENV)})",
+        ),
+    ]
+    value: Annotated[str, Meta(max_length=4096)] | None = None
+    value_from: EnvSource | None = None
+
+
+class Engine(SpecPart, frozen=True):
+    """The backend and the runtime image."""
+
+    backend: Annotated[
+        Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"] | None,
+        "By default `nxdi` on Neuron and `torch` on CPU. `torch` computes on the host. `simulated` "
+        "computes nothing: steps [take as long as on a device]"
+        "(benchmarks.md#a-served-model-without-a-device), for load tests of everything except the model.",
+        ConfigKey("backend", compiled=True),
+        Supported(
+            "set engine.backend: nxdi (the default on Neuron) or torch (computes on the host)",
+            values=tuple(BACKENDS),
+            of=lambda spec: spec.backend,
+        ),
+    ] = None
+    compile: Annotated[
+        AutoToggle,
+        "Whether the model is [compiled](compiling.md#in-a-cluster) before it is served. `Enabled`: a Job compiles it, "
+        "and replicas start with the artifact. `Auto`: only for a backend that cannot serve without, today `nxdi`.",
+        ConfigKey("compile", {"Auto": None, "Enabled": True, "Disabled": None}, compiled=True),
+        Supported("remove it: this backend compiles nothing", values=("Disabled",), backends=COMPILING),
+        Supported(
+            "remove it: this backend serves compiled models only", values=("Enabled",), backends=COMPILED_IF_ASKED
+        ),
+    ] = "Auto"
+    application_class: Annotated[
+        Annotated[
+            str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_]*)?$")
+        ]
+        | None,
+        "The implementation of the model on the device: a name that the backend knows, or `module:Class` of "
+        "`engine.image`; by default by the model's architecture.",
+        ConfigKey("applicationClass", compiled=True),
+        Supported("remove it: this backend has no other implementation", backends=ON_DEVICE),
+    ] = None
+    override_neuron_config: Annotated[
+        Json,
+        Meta(max_length=256),
+        "Settings of the backend: fields of NxD Inference's NeuronConfig for `nxdi`, or those [of a simulated device]"
+        "(benchmarks.md#a-served-model-without-a-device); an unknown setting is `InvalidEngineConfig`.",
+        ConfigKey("overrideNeuronConfig", compiled=True),
+        Supported("remove it: this backend has no settings", backends=("simulated", *ON_DEVICE)),
+    ] = field(default_factory=dict)
+    env: Annotated[
+        tuple[EnvVar, ...],
+        Meta(max_length=64),
+        "Environment variables of the serving pods, with unique names; exactly one of `value` and `valueFrom`, "
+        "and of `secretKeyRef` and `configMapKeyRef`. Names that begin with "
+        f"`{names.RESERVED_ENV_PREFIX}` and {', '.join(f'`{name}`' for name in sorted(names.RESERVED_ENV))} are "
+        "refused. Jobs do not get these variables: set mirrors and proxies in the chart's `jobs.env`.",
+        unique(by="name"),
+    ] = ()
+    image: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^\S+$")] | None,
+        "Runtime image for this model and its Jobs, with a compiler if it is compiled; by default the chart's "
+        "`image.runtime` and `image.compile`.",
+    ] = None
+    image_pull_policy: Annotated[
+        Literal["Always", "IfNotPresent", "Never"] | None,
+        "When a node pulls the image; by default the chart's `image.pullPolicy`.",
+    ] = None
+
+
+class Claim(SpecPart, frozen=True):
+    """A PersistentVolumeClaim in the same namespace, which the pods of several nodes can mount."""
+
+    claim_name: ClaimName
+    sub_path: Annotated[SubPath | None, "Folder of the volume; by default all of it."] = None
+
+
+class EmptyDir(SpecPart, frozen=True):
+    """Each serving pod downloads the weights to its node's disk."""
+
+    size_limit: Quantity | None = None
+
+
+class ObjectStore(SpecPart, frozen=True):
+    """A prefix in S3, which pods read with the keys of `model.credentialsSecretRef` or a service account."""
+
+    uri: Annotated[StoreUri, "`s3://bucket/prefix`"]
+
+
+class WeightsStorage(SpecPart, frozen=True):
+    """Where the weights of an `hf://` or `s3://` model are kept: exactly one of the following; by default as set in the
+    chart. See [storage](storage.md#in-a-cluster)."""
+
+    RULES = (exactly_one("persistentVolumeClaim", "emptyDir", "objectStore"),)
+
+    persistent_volume_claim: Claim | None = None
+    empty_dir: EmptyDir | None = None
+    object_store: ObjectStore | None = None
+
+
+class ArtifactsStorage(SpecPart, frozen=True):
+    """Where compiled artifacts are kept, likewise."""
+
+    RULES = (exactly_one("persistentVolumeClaim", "objectStore"),)
+
+    persistent_volume_claim: Claim | None = None
+    object_store: ObjectStore | None = None
+
+
+class Storage(SpecPart, frozen=True):
+    """Where weights and compiled artifacts are kept."""
+
+    weights: WeightsStorage | None = None
+    artifacts: ArtifactsStorage | None = None
+
+
+class Rollout(SpecPart, frozen=True):
+    """How an edit reaches the replicas, and how a replica ends."""
+
+    strategy: Annotated[
+        Literal["Auto", "Surge", "Replace"],
+        "Whether a new replica starts before an old one ends (`Surge`) or after (`Replace`). `Auto`: before, where the "
+        "devices are free now. See [rollouts](#rollouts).",
+        NotPinned(),
+    ] = "Auto"
+    progress_deadline_seconds: Annotated[
+        int,
+        Meta(ge=60, le=86_400),
+        "A rollout fails when a new replica that has a node is not ready after this long; then the last revision that "
+        "worked [comes back](#a-rollout-that-fails).",
+        NotPinned(),
+    ] = 3600
+    drain_delay_seconds: Annotated[
+        int,
+        Meta(ge=0, le=600),
+        "A replica that shuts down becomes unready at once and admits requests for this long, until every proxy has "
+        "noticed.",
+        ConfigKey("drain.delaySeconds"),
+    ] = 10
+    drain_seconds: Annotated[
+        int,
+        Meta(ge=0, le=7200),
+        "After that, its running answers may continue for this long. The pod's grace period is the sum of both plus "
+        "30 s.",
+        ConfigKey("drain.seconds"),
+    ] = 300
+    revision_history_limit: Annotated[
+        int,
+        Meta(ge=0, le=50),
+        "Number of earlier revisions to keep, besides the last one that worked.",
+        NotPinned(),
+    ] = 5
+
+
+class PodMetadata(SpecPart, frozen=True):
+    """Added to the serving pods; keys below `neuron-serving.dev/` are refused."""
+
+    labels: Annotated[dict[str, LabelValue], Meta(max_length=32), WITHOUT_OUR_PREFIX] = field(default_factory=dict)
+    annotations: Annotated[
+        dict[str, Annotated[str, Meta(max_length=4096)]], Meta(max_length=32), WITHOUT_OUR_PREFIX
+    ] = field(default_factory=dict)
+
+
+class Toleration(SpecPart, frozen=True):
+    """As in a pod."""
+
+    key: TopologyKey | None = None
+    operator: Literal["Exists", "Equal"] | None = None
+    value: LabelValue | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    toleration_seconds: Int64 | None = None
+
+
+class TopologySpread(SpecPart, frozen=True):
+    """As in a pod."""
+
+    max_skew: Annotated[int, Meta(ge=1)]
+    topology_key: Annotated[TopologyKey, Meta(min_length=1)]
+    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
+    min_domains: Annotated[int, Meta(ge=1)] | None = None
+    node_affinity_policy: Literal["Honor", "Ignore"] | None = None
+    node_taints_policy: Literal["Honor", "Ignore"] | None = None
+    match_label_keys: Annotated[tuple[TopologyKey, ...], Meta(max_length=8)] | None = None
+    label_selector: Annotated[Json, Meta(max_length=2)] | None = None
+
+
+class PodSecurity(SpecPart, frozen=True):
+    fs_group: Annotated[Int64, Meta(ge=1, le=2_147_483_647)] | None = None
+
+
+class Resources(SpecPart, frozen=True):
+    """CPU, memory and other resources; request devices with `accelerator`."""
+
+    limits: Quantities = field(default_factory=dict)
+    requests: Quantities = field(default_factory=dict)
+
+
+PassedOn = Annotated[Json, Meta(max_length=16)]
+
+
+class NodeSelectorTerm(OpenPart, frozen=True):
+    match_expressions: Annotated[tuple[PassedOn, ...], Meta(max_length=32)] | None = None
+
+
+class NodeSelector(OpenPart, frozen=True):
+    node_selector_terms: Annotated[tuple[NodeSelectorTerm, ...], Meta(min_length=1, max_length=32)]
+
+
+class NodeAffinity(OpenPart, frozen=True):
+    required: NodeSelector | None = field(default=None, name=names.REQUIRED_AFFINITY)
+
+
+class PodAntiAffinity(OpenPart, frozen=True):
+    required: Annotated[tuple[PassedOn, ...], Meta(max_length=32)] | None = field(
+        default=None, name=names.REQUIRED_AFFINITY
+    )
+
+
+class Affinity(OpenPart, frozen=True):
+    """The parts that the operator adds its own terms to. The API server checks the rest with the pods."""
+
+    node_affinity: NodeAffinity | None = None
+    pod_anti_affinity: PodAntiAffinity | None = None
+
+
+class Jobs(SpecPart, frozen=True):
+    """The Jobs that run before the replicas."""
+
+    resources: Annotated[
+        Resources,
+        "Requests and limits of this model's Jobs. A resource that is named here replaces that of the chart's "
+        "`jobs.resources`, and the default request: 100m CPU and 128Mi memory, more "
+        "[to compile](compiling.md#in-a-cluster).",
+    ] = field(default_factory=Resources)
+
+
+class ServiceMetadata(SpecPart, frozen=True):
+    annotations: Annotated[
+        dict[str, Annotated[str, Meta(max_length=4096)]],
+        Meta(max_length=32),
+        "Annotations of the Service, for example for a load balancer; keys below `neuron-serving.dev/` are refused.",
+        WITHOUT_OUR_PREFIX,
+    ] = field(default_factory=dict)
+
+
+class ServiceSpec(SpecPart, frozen=True):
+    type: Annotated[
+        Literal["ClusterIP", "NodePort", "LoadBalancer"],
+        "How the Service is reached. `NodePort` and `LoadBalancer` reach clients outside the cluster: require "
+        "[API keys](server.md#api-keys), and let the chart's `networkPolicy.ingressFrom` admit them.",
+    ] = "ClusterIP"
+
+
+class ServiceTemplate(SpecPart, frozen=True):
+    """Overlay for the model's Service."""
+
+    metadata: ServiceMetadata = field(default_factory=ServiceMetadata)
+    spec: ServiceSpec = ServiceSpec()
+
+
+class PodSpec(SpecPart, frozen=True):
+    """As in a pod, see [What podTemplate may change](#what-podtemplate-may-change)."""
+
+    node_selector: Annotated[dict[str, LabelValue], Meta(max_length=32)] = field(default_factory=dict)
+    tolerations: Annotated[tuple[Toleration, ...], Meta(max_length=32)] = ()
+    affinity: Annotated[Json, Meta(max_length=3), Shape(Affinity)] = field(default_factory=dict)
+    topology_spread_constraints: Annotated[tuple[TopologySpread, ...], Meta(max_length=8)] = ()
+    priority_class_name: Name | None = None
+    scheduler_name: Name | None = None
+    runtime_class_name: Name | None = None
+    service_account_name: Name | None = None
+    image_pull_secrets: Annotated[tuple[SecretName, ...], Meta(max_length=8), unique(by="name")] = ()
+    security_context: PodSecurity = PodSecurity()
+    resources: Resources = field(default_factory=Resources)
+
+
+class PodTemplate(SpecPart, frozen=True):
+    """Overlay for the serving pods; Jobs use only its imagePullSecrets and serviceAccountName, and with a claim its
+    fsGroup."""
+
+    metadata: PodMetadata = field(default_factory=PodMetadata)
+    spec: PodSpec = field(default_factory=PodSpec)
+
+
+class Spec(SpecPart, frozen=True):
+    """What to serve and how. Only model.uri is required."""
+
+    model: ModelSource
+    replicas: Annotated[int, Meta(ge=0, le=1000), "Number of replicas. Also set by `kubectl scale`.", NotPinned()] = 1
+    accelerator: Accelerator = Accelerator()
+    parallelism: Parallelism = Parallelism()
+    serving: Serving = Serving()
+    engine: Engine = field(default_factory=Engine)
+    storage: Storage = Storage()
+    rollout: Rollout = Rollout()
+    pod_template: PodTemplate = field(default_factory=PodTemplate)
+    jobs: Annotated[Jobs, NotPinned()] = field(default_factory=Jobs)
+    service_template: Annotated[ServiceTemplate, NotPinned()] = field(default_factory=ServiceTemplate)
+
+    @property
+    def backend(self) -> str:
+        return self.engine.backend or ("nxdi" if self.accelerator.type == "Neuron" else "torch")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether replicas need a compiled artifact."""
+        compiles = BACKENDS[self.backend].compiles
+        return compiles == "always" or (compiles == "on request" and self.engine.compile == "Enabled")
+
+    @property
+    def names_artifact(self) -> bool:
+        """Whether replicas load a folder that a variable of the manifest names, or refuse to start."""
+        return any(own.name == names.ARTIFACT_VARIABLE and own.value != "" for own in self.engine.env)
+
+    @property
+    def uri_scheme(self) -> str:
+        return self.model.uri.partition(":")[0]
+
+
+@dataclass(frozen=True)
+class NeuronModel:
+    """One NeuronModel that this version can act on."""
+
+    name: str
+    namespace: str
+    uid: str
+    refresh: str
+    """Value of the refresh annotation; a new token starts a new decision. Empty: none."""
+    spec: Spec
+    rollback_to: str = ""
+    """Value of the rollback annotation: the name of a kept revision to serve instead of the wanted one."""
+    remembered: dict[Callable[..., Any], Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """See the module of this name."""
+
+    @property
+    def backend(self) -> str:
+        return self.spec.backend
+
+    @property
+    def uri_scheme(self) -> str:
+        return self.spec.uri_scheme
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.spec.is_compiled

@@ -1,0 +1,52 @@
+"""Neuron devices of a node, as the scheduler counts them. Called by `on_demand`; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
+
+from neuron_operator.api.names import CORE_RESOURCE, DEVICE_RESOURCE
+from neuron_operator.read.world import NodeDevices, Object
+
+
+def node_devices(node: Object, pods: Iterable[Object]) -> NodeDevices:
+    """A node's devices and cores in total, and without those of `pods`, all unfinished pods on the node."""
+    metadata, status = node["metadata"], node.get("status", {})
+    allocatable = status.get("allocatable", {})
+    devices, cores = (int(parse_quantity(allocatable.get(name, 0))) for name in (DEVICE_RESOURCE, CORE_RESOURCE))
+    pods = tuple(pods)
+    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))
+    return NodeDevices(
+        name=metadata["name"],
+        devices=devices,
+        free_devices=max(0, devices - sum(requested(pod, DEVICE_RESOURCE) for pod in pods)),
+        cores=cores,
+        free_cores=max(0, cores - sum(requested(pod, CORE_RESOURCE) for pod in pods)),
+        labels=metadata.get("labels", {}),
+        schedulable=ready and not node.get("spec", {}).get("unschedulable", False),
+    )
+
+
+def requested(pod: Object, resource: str) -> int:
+    """What the scheduler counts for a pod: the sum over its containers and sidecars, or its largest init container with
+    the sidecars started before it (https://kubernetes.io/docs/concepts/workloads/pods/init-containers/)."""
+
+    def of(container: Object) -> int:
+        resources: dict[str, Any] = container.get("resources", {})
+        return int(parse_quantity((resources.get("requests") or resources.get("limits") or {}).get(resource, 0)))
+
+    spec = pod["spec"]
+    sidecars = largest = 0
+    for container in spec.get("initContainers", ()):
+        if container.get("restartPolicy") == "Always":
+            sidecars += of(container)
+        else:
+            largest = max(largest, sidecars + of(container))
+    return max(largest, sidecars + sum(map(of, spec["containers"])))
+
+
+def has_devices(node: Object) -> bool:
+    offered = node.get("status", {}).get("capacity", {})
+    return DEVICE_RESOURCE in offered or CORE_RESOURCE in offered

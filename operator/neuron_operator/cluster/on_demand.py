@@ -1,0 +1,200 @@
+"""What passes read on demand and keep for seconds: free Neuron devices, events about children, the logs of Jobs' pods.
+
+None of it is watched: a watch would mostly stream changes that concern no NeuronModel. Without the right to read it,
+it is unknown (`FreeDevices(None)`) or empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from neuron_operator.api.errors import ClusterFault
+from neuron_operator.api.names import RUNTIME_CONTAINER
+from neuron_operator.api.needs import Exists
+from neuron_operator.cluster.client import (
+    CONFIG_MAPS,
+    EVENTS,
+    NODES,
+    PODS,
+    SECRETS,
+    AlreadyExists,
+    Cluster,
+    Forbidden,
+    NotFound,
+)
+from neuron_operator.cluster.devices import has_devices, node_devices
+from neuron_operator.cluster.reflector import Key, key_of_model
+from neuron_operator.read.world import FreeDevices, NodeDevices, Object
+
+logger = logging.getLogger(__name__)
+
+FREE_DEVICES_SECONDS = 5.0
+EVENTS_SECONDS = 15.0
+CLAIM_EVENTS_SECONDS = 5.0
+LOG_SECONDS = 4.0
+UNREADABLE_LOG_SECONDS = 30.0
+"""A log that cannot be read, for lack of the right or because its node does not answer, is read again after this."""
+EXISTS_SECONDS = 1.5
+MAX_READS = 8
+"""Concurrent pod lists; there is one for each node with Neuron devices."""
+
+MAX_LOG_LINES = 20
+"""A library may write between two lines of the runtime."""
+MAX_LOG_BYTES = 16384
+LOG_TIMEOUT_SECONDS = 3.0
+"""The kubelet of a broken node does not answer, and a pass waits for it."""
+
+Value = TypeVar("Value")
+
+
+@dataclass
+class _Slot(Generic[Value]):
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the value is read."""
+    kept: tuple[float, Value] | None = None
+    """The value, with the time until which it is kept."""
+
+
+class _Kept(Generic[Value]):
+    """Values that were read, by key. Passes that ask for one at the same time share one read."""
+
+    def __init__(self) -> None:
+        self._slots: dict[object, _Slot[Value]] = {}
+
+    async def get(self, key: object, read: Callable[[], Awaitable[tuple[Value, float]]]) -> Value:
+        """`read` returns the value and for how many seconds it is kept."""
+        now = asyncio.get_running_loop().time()
+        for old, slot in list(self._slots.items()):
+            if not slot.lock.locked() and slot.kept is not None and slot.kept[0] < now:
+                del self._slots[old]
+        slot = self._slots.setdefault(key, _Slot())
+        async with slot.lock:
+            if slot.kept is None or slot.kept[0] < now:
+                value, seconds = await read()
+                slot.kept = asyncio.get_running_loop().time() + seconds, value
+            return slot.kept[1]
+
+
+class OnDemand:
+    """The reads of one process, shared by its passes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._free = _Kept[FreeDevices]()
+        self._events = _Kept[tuple[Object, ...]]()
+        self._claim_events = _Kept[tuple[Object, ...]]()
+        self._logs = _Kept[str]()
+        self._existing = _Kept[bool]()
+
+    async def free_devices(self) -> FreeDevices:
+        """For every node with Neuron devices: allocatable minus requested."""
+        return await self._free.get((), self._read_free)
+
+    async def events(self, key: Key, children: Iterable[Object], pods: Iterable[Object]) -> tuple[Object, ...]:
+        """Warnings about a model's Jobs, ReplicaSets and pods, newest last."""
+        return await self._events.get(key, lambda: self._read_events(key[0], children, pods))
+
+    async def claim_events(self, namespace: str) -> tuple[Object, ...]:
+        """What is said about the namespace's claims, newest last."""
+        return await self._claim_events.get(namespace, lambda: self._read_claim_events(namespace))
+
+    async def log(self, namespace: str, pod: str) -> str:
+        """The end of the log of a pod's runtime container; empty if it cannot be read."""
+        return await self._logs.get((namespace, pod), lambda: self._read_log(namespace, pod))
+
+    async def exists(self, namespace: str, wanted: Exists) -> bool:
+        """Whether a Secret or ConfigMap does; False if nobody says."""
+        return await self._existing.get((namespace, wanted), lambda: self._look_for(namespace, wanted))
+
+    async def _look_for(self, namespace: str, wanted: Exists) -> tuple[bool, float]:
+        """The operator may not read Secrets. It asks whether it could create one of that name, without creating it."""
+        try:
+            if wanted.kind == "ConfigMap":
+                await self._cluster.get(CONFIG_MAPS, namespace, wanted.name)
+                return True, EXISTS_SECONDS
+            about = {"apiVersion": SECRETS.api_version, "kind": SECRETS.kind}
+            named = {"metadata": {"namespace": namespace, "name": wanted.name}}
+            await self._cluster.create(SECRETS, {**about, **named}, dry_run=True)
+        except AlreadyExists:
+            return True, EXISTS_SECONDS
+        except NotFound:
+            return False, EXISTS_SECONDS
+        except ClusterFault as fault:
+            logger.info("cannot tell whether %s %s/%s exists: %s", wanted.kind, namespace, wanted.name, fault)
+        return False, EXISTS_SECONDS
+
+    async def _read_free(self) -> tuple[FreeDevices, float]:
+        turn = asyncio.Semaphore(MAX_READS)
+
+        counted: set[str] = set()
+
+        async def devices_of(node: Object) -> NodeDevices:
+            selector = f"spec.nodeName={node['metadata']['name']},status.phase!=Succeeded,status.phase!=Failed"
+            async with turn:
+                pods = tuple((await self._cluster.list(PODS, None, field_selector=selector)).items)
+            counted.update(pod["metadata"]["uid"] for pod in pods)
+            return node_devices(node, pods)
+
+        try:
+            nodes = [node for node in (await self._cluster.list(NODES, None)).items if has_devices(node)]
+            free = FreeDevices(tuple(await asyncio.gather(*map(devices_of, nodes))), frozenset(counted))
+        except Forbidden:
+            free = FreeDevices(None)
+        return free, FREE_DEVICES_SECONDS
+
+    async def _read_events(
+        self, namespace: str, children: Iterable[Object], pods: Iterable[Object]
+    ) -> tuple[tuple[Object, ...], float]:
+        names = {(obj["kind"], key_of_model(obj)[1]) for obj in (*children, *pods)}
+        found = await self._list_events(namespace, "type=Warning")
+        return tuple(event for event in found if _concerns(event, names)), EVENTS_SECONDS
+
+    async def _read_claim_events(self, namespace: str) -> tuple[tuple[Object, ...], float]:
+        return await self._list_events(namespace, "regarding.kind=PersistentVolumeClaim"), CLAIM_EVENTS_SECONDS
+
+    async def _list_events(self, namespace: str, selector: str) -> tuple[Object, ...]:
+        """Newest last; none without the right to list them."""
+        try:
+            found = (await self._cluster.list(EVENTS, namespace, field_selector=selector)).items
+        except Forbidden:
+            found = ()
+        return tuple(sorted(found, key=_time_of))
+
+    async def _read_log(self, namespace: str, pod: str) -> tuple[str, float]:
+        try:
+            log = await self._cluster.log(
+                namespace,
+                pod,
+                RUNTIME_CONTAINER,
+                tail_lines=MAX_LOG_LINES,
+                limit_bytes=MAX_LOG_BYTES,
+                timeout_seconds=LOG_TIMEOUT_SECONDS,
+            )
+        except ClusterFault as fault:
+            logger.info("cannot read the log of %s/%s: %s", namespace, pod, fault)
+            return "", UNREADABLE_LOG_SECONDS
+        return log, LOG_SECONDS
+
+
+def _concerns(event: Object, names: set[tuple[str, str]]) -> bool:
+    about = event.get("regarding") or {}
+    kind, name = about.get("kind", ""), about.get("name", "")
+    if kind == "ReplicaSet":  # named after its Deployment, with a hash appended
+        kind, name = "Deployment", name.rpartition("-")[0]
+    return (kind, name) in names
+
+
+def _time_of(event: Object) -> str:
+    """When it last happened: RFC 3339 in UTC, which sorts as text."""
+    series = event.get("series") or {}
+    times = (
+        series.get("lastObservedTime"),
+        event.get("deprecatedLastTimestamp"),
+        event.get("eventTime"),
+        event["metadata"].get("creationTimestamp"),
+    )
+    return str(next((time for time in times if time), ""))

@@ -1,0 +1,543 @@
+"""Caches of the objects that passes read. Each change of an object wakes its model.
+
+Kopf delivers the NeuronModels. A reflector lists any other resource, watches from the list's resource version with
+bookmarks, and resumes a watch that ended. When that version has expired (410), it lists again and treats objects
+missing from the new list as deleted. The client cuts a watch without bookmarks, so that a dead connection cannot hide a
+change for long. Objects are kept as JSON, which takes a fifth of the memory, and are decoded when they are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
+
+from neuron_operator.api.errors import ClusterFault
+from neuron_operator.api.names import (
+    API_VERSION,
+    CORE_RESOURCE,
+    DEVICE_RESOURCE,
+    GROUP_LABEL,
+    KIND,
+    LEADER_WORKER_SET,
+    MODEL_LABEL,
+    OWNED_SELECTOR,
+    PLURAL,
+)
+from neuron_operator.cluster.client import (
+    CHILDREN,
+    JOBS,
+    NEURON_MODELS,
+    NODES,
+    PODS,
+    REPLICA_SETS,
+    Cluster,
+    Forbidden,
+    Gone,
+    Resource,
+    Throttled,
+)
+from neuron_operator.cluster.containment import own_entries
+from neuron_operator.cluster.workqueue import Backoff
+from neuron_operator.read.objects import descends, labels_of, name_of, owners_of, text
+from neuron_operator.read.views import NodeView, node_view
+from neuron_operator.read.world import Object
+from neuron_operator.why import nodes
+
+logger = logging.getLogger(__name__)
+
+NAMES = Resource(API_VERSION, KIND, PLURAL, is_only_metadata=True)
+"""NeuronModels, of which a list brings the metadata alone."""
+LOOK_SECONDS = 300.0
+"""Until the next list of names, unless kopf lists the models before."""
+FIRST_LOOK_SECONDS = 5.0
+"""The same until kopf has delivered all: a model may have been deleted before kopf listed it."""
+SETTLE_SECONDS = 1.0
+"""From the first model of a list of kopf to our list of names: the others follow at once."""
+
+Key = tuple[str, str]
+"""Namespace and name of a NeuronModel."""
+Version = tuple[str, str]
+"""UID and resource version of an object."""
+
+
+def trimmed(obj: Object) -> Object:
+    """The object with only our own entries of `managedFields`: the others only cost memory."""
+    metadata = {key: value for key, value in obj["metadata"].items() if key != "managedFields"}
+    ours = [*own_entries(obj), *own_entries(obj, "status")]
+    if ours:
+        metadata["managedFields"] = ours
+    return {**obj, "metadata": metadata}
+
+
+def trimmed_node(node: Object) -> Object:
+    """What `views.node_view` reads: kubelets report the rest often, and it is long."""
+    status, metadata = node.get("status") or {}, node["metadata"]
+    said = [found for found in status.get("conditions") or () if found["type"] in nodes.CONDITIONS]
+    return {
+        "apiVersion": node["apiVersion"],
+        "kind": node["kind"],
+        "metadata": {key: metadata[key] for key in ("name", "uid", "resourceVersion")},
+        "status": {
+            "conditions": said,
+            **{part: _devices(status.get(part) or {}) for part in ("capacity", "allocatable")},
+        },
+    }
+
+
+def trimmed_owner(obj: Object) -> Object:
+    """Whose it is. Its controller reports the rest often, which concerns no model."""
+    metadata = obj["metadata"]
+    kept = {key: metadata[key] for key in ("name", "namespace", "uid", "labels", "ownerReferences") if key in metadata}
+    return {"kind": obj["kind"], "metadata": kept}
+
+
+def _devices(quantities: Object) -> Object:
+    return {name: quantity for name, quantity in quantities.items() if name in (DEVICE_RESOURCE, CORE_RESOURCE)}
+
+
+def key_of_model(obj: Object) -> Key:
+    """The namespace is empty if the object has none."""
+    return obj["metadata"].get("namespace", ""), obj["metadata"]["name"]
+
+
+def key_of_child(obj: Object) -> Key:
+    """The name is empty if the object is shared."""
+    return obj["metadata"]["namespace"], obj["metadata"].get("labels", {}).get(MODEL_LABEL, "")
+
+
+def version_of(obj: Object) -> Version:
+    return obj["metadata"]["uid"], obj["metadata"]["resourceVersion"]
+
+
+def _version(obj: Object) -> int:
+    return int(obj["metadata"]["resourceVersion"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An object in the cache."""
+
+    encoded: bytes
+    version: int
+    key: Key
+    """Of its model."""
+
+    def decode(self) -> Object:
+        return _decoded(self.encoded)
+
+
+@lru_cache(maxsize=256)
+def _decoded(encoded: bytes) -> Object:
+    """The passes over the models of a namespace read the same objects again and again."""
+    found: Object = msgspec.json.decode(encoded)
+    return found
+
+
+class Cache:
+    """The objects of `resource` in `namespace` (None: all), from which passes read. A subclass fills it in `turn`.
+
+    `key_of` returns the model that an object belongs to. `wake` is called with an object and its version on each change
+    of it, without a version if it is gone.
+    """
+
+    def __init__(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        *,
+        key_of: Callable[[Object], Key],
+        wake: Callable[[Object, Version | None], None],
+        trim: Callable[[Object], Object] = trimmed,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self.resource = resource
+        self.namespace = namespace
+        self.synced = asyncio.Event()
+        """Set permanently once the cache has had all objects."""
+        self._key_of = key_of
+        self._wake = wake
+        self._trim = trim
+        self._backoff = backoff or Backoff(max_seconds=30.0)
+        self._num_failures = 0
+        self._objects: dict[Key, _Kept] = {}
+        self._by_model: dict[Key, dict[Key, _Kept]] = defaultdict(dict)
+        self._reached = 0
+        """The latest version that a watch has delivered."""
+
+    def __contains__(self, name: Key) -> bool:
+        return name in self._objects
+
+    def find(self, namespace: str, name: str) -> Object | None:
+        kept = self._objects.get((namespace, name))
+        return None if kept is None else kept.decode()
+
+    def of_model(self, key: Key) -> Iterable[Object]:
+        return [kept.decode() for kept in self._by_model.get(key, {}).values()]
+
+    def objects(self) -> Iterable[Object]:
+        """Not remembered: a walk over all would drive out what the passes read."""
+        return [msgspec.json.decode(kept.encoded) for kept in self._objects.values()]
+
+    def observe_written(self, obj: Object) -> None:
+        """Store the result of a write before the watch delivers it, so that the next pass sees what this one did.
+
+        If the watch has already passed that version, its state is at least as new and may be a deletion: keep it.
+        Versions of one API server compare as numbers
+        (https://kubernetes.io/docs/reference/using-api/api-concepts/#resource-versions).
+        """
+        if _version(obj) > self._reached:
+            self._put(obj)
+
+    async def run(self) -> None:
+        """Keep the cache up to date until cancelled. Raises Forbidden if the first list is refused."""
+        while True:
+            hold_seconds = 0.0
+            try:
+                await self._turn()
+                self._num_failures = 0
+                continue
+            except Gone as fault:
+                logger.debug("%s", fault)
+            except Forbidden:
+                if not self.synced.is_set():
+                    raise
+                logger.warning("permission to watch %s was withdrawn", self.resource.plural)
+            except Throttled as fault:
+                hold_seconds = fault.retry_after_seconds
+            except ClusterFault as fault:
+                logger.info("watch lost: %s", fault)
+            self._num_failures += 1
+            delay_seconds = self._backoff.delay_seconds(self._num_failures, random.random())  # noqa: S311
+            await asyncio.sleep(max(hold_seconds, delay_seconds))
+
+    async def _turn(self) -> None:
+        """List and watch, until another list or watch is due. Raises ClusterFault."""
+        raise NotImplementedError
+
+    def _put(self, obj: Object) -> None:
+        """Keep an object unless it is known in this version or a later one."""
+        name, version = key_of_model(obj), _version(obj)
+        known = self._objects.get(name)
+        if known is not None and known.version >= version:
+            return
+        key = self._key_of(obj)
+        if known is not None and known.key != key:
+            self._drop(name)
+        kept = _Kept(msgspec.json.encode(self._trim(obj)), version, key)
+        self._objects[name] = self._by_model[key][name] = kept
+        if known is None or known.encoded != kept.encoded:
+            self._wake(obj, version_of(obj))
+
+    def _drop(self, name: Key) -> None:
+        """Forget an object, and wake the model that it belonged to when it was stored."""
+        known = self._objects.pop(name, None)
+        if known is None:
+            return
+        of_model = self._by_model[known.key]
+        of_model.pop(name, None)
+        if not of_model:
+            del self._by_model[known.key]
+        self._wake(known.decode(), None)
+
+    def _drop_deleted(self, name: Key, version: int) -> None:
+        """Forget an object that was deleted in this version, unless another one has its name by now."""
+        known = self._objects.get(name)
+        if known is not None and known.version <= version:
+            self._drop(name)
+
+    def _drop_unlisted(self, listed: Set[Key], version: int) -> None:
+        """Forget what a list of this version lacks."""
+        for name in [name for name in self._objects if name not in listed]:
+            self._drop_deleted(name, version)
+
+
+class Reflector(Cache):
+    """Lists and watches the objects that match the selectors.
+
+    `count_start(plural, reason)` is called on each list ("list") and each opened watch ("watch").
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        resource: Resource,
+        namespace: str | None,
+        *,
+        label_selector: str = "",
+        field_selector: str = "",
+        key_of: Callable[[Object], Key],
+        wake: Callable[[Object, Version | None], None],
+        trim: Callable[[Object], Object] = trimmed,
+        count_start: Callable[[str, str], None] = lambda plural, reason: None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        super().__init__(resource, namespace, key_of=key_of, wake=wake, trim=trim, backoff=backoff)
+        self._cluster = cluster
+        self._selectors = {"label_selector": label_selector, "field_selector": field_selector}
+        self._count_start = count_start
+        self._resource_version = ""
+        """Where the next watch begins; empty: with a list."""
+
+    async def _turn(self) -> None:
+        try:
+            if not self._resource_version:
+                await self._list()
+                self._num_failures = 0
+            await self._follow()
+        except (Gone, Forbidden):
+            self._resource_version = ""
+            raise
+
+    async def _list(self) -> None:
+        self._count_start(self.resource.plural, "list")
+        page = await self._cluster.list(self.resource, self.namespace, **self._selectors)
+        self._pass(page.resource_version)
+        listed = set()
+        for obj in page.items:
+            listed.add(key_of_model(obj))
+            self._put(obj)
+        self._drop_unlisted(listed, self._reached)
+        self.synced.set()
+
+    async def _follow(self) -> None:
+        self._count_start(self.resource.plural, "watch")
+        events = self._cluster.watch(
+            self.resource, self.namespace, resource_version=self._resource_version, **self._selectors
+        )
+        async with aclosing(events) as stream:  # type: ignore[type-var]
+            async for event in stream:
+                # Our own writes were stored before the watch delivers them, and the events that preceded them.
+                name, version = (event.namespace, event.name), int(event.resource_version)
+                known = self._objects.get(name)
+                if event.type == "DELETED":
+                    self._drop_deleted(name, version)
+                elif event.type != "BOOKMARK" and (known is None or known.version < version):
+                    self._put(event.object)
+                self._pass(event.resource_version)
+
+    def _pass(self, resource_version: str) -> None:
+        self._resource_version, self._reached = resource_version, int(resource_version)
+
+
+class Models(Cache):
+    """The NeuronModels in `namespace` (None: all), as kopf delivers them. `synced` is set once it has delivered all
+    that a list of names contained.
+
+    Kopf says neither when its first list is complete nor that a model was deleted while its watch was lost. A list of
+    names says both: it is made at the start, after each later list of kopf, and every LOOK_SECONDS.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str | None,
+        *,
+        wake: Callable[[Object, Version | None], None],
+        backoff: Backoff | None = None,
+    ) -> None:
+        super().__init__(NEURON_MODELS, namespace, key_of=key_of_model, wake=wake, backoff=backoff)
+        self._cluster = cluster
+        self._listed: Set[Key] | None = None
+        """Names in the first list."""
+        self._is_due = asyncio.Event()
+
+    def deliver(self, kind: str | None, model: Object) -> None:
+        """Take one event of kopf. `kind` is None for a model that kopf listed."""
+        if kind == "DELETED":
+            self._drop_deleted(key_of_model(model), _version(model))
+        else:
+            self._put(model)
+        self._reached = max(self._reached, _version(model))
+        if self.synced.is_set() and kind is None:
+            self._is_due.set()
+        self._check_synced()
+
+    def forget(self, model: Object) -> None:
+        """Forget a model of which the API server says that it does not exist."""
+        known = self.find(*key_of_model(model))
+        if known is not None and known["metadata"]["uid"] == model["metadata"]["uid"]:
+            self._drop(key_of_model(model))
+
+    async def _turn(self) -> None:
+        page = await self._cluster.list(NAMES, self.namespace)
+        self._listed = {key_of_model(model) for model in page.items}
+        self._drop_unlisted(self._listed, int(page.resource_version))
+        self._check_synced()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_SECONDS if self.synced.is_set() else FIRST_LOOK_SECONDS):
+                await self._is_due.wait()
+        await asyncio.sleep(SETTLE_SECONDS)
+        self._is_due.clear()
+
+    def _check_synced(self) -> None:
+        if not self.synced.is_set() and self._listed is not None and self._listed <= self._objects.keys():
+            self.synced.set()
+
+
+class Caches:
+    """Everything passes read: NeuronModels, their children and pods, in `namespaces`; with `(None,)`, in all, and the
+    nodes."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespaces: Sequence[str | None],
+        *,
+        wake: Callable[[Key, Version | None], None],
+        children: Sequence[Resource] = CHILDREN,
+        count_start: Callable[[str, str], None] = lambda plural, reason: None,
+    ) -> None:
+        def wake_concerned(obj: Object, version: Version | None) -> None:
+            for key in self._concerned(obj):
+                wake(key, version)
+
+        def reflect(resource: Resource, namespace: str | None) -> Reflector:
+            return Reflector(
+                cluster,
+                resource,
+                namespace,
+                label_selector=OWNED_SELECTOR,
+                key_of=key_of_child,
+                wake=wake_concerned,
+                trim=trimmed_owner if resource == REPLICA_SETS else trimmed,
+                count_start=count_start,
+            )
+
+        self._models = tuple(
+            Models(cluster, namespace, wake=lambda obj, version: wake(key_of_model(obj), version))
+            for namespace in namespaces
+        )
+        self._caches: dict[Resource, Sequence[Cache]] = {
+            NEURON_MODELS: self._models,
+            **{
+                resource: tuple(reflect(resource, namespace) for namespace in namespaces)
+                for resource in (*children, REPLICA_SETS, PODS)
+            },
+        }
+        self._wake = wake
+        self._children = tuple(children)
+        self._failed_nodes: dict[str, NodeView] = {}
+        """As they were when they last woke a model."""
+        if None in namespaces:  # the right to watch nodes is one for the whole cluster
+            nodes = Reflector(
+                cluster,
+                NODES,
+                None,
+                key_of=key_of_model,
+                wake=self._wake_replicas_of,
+                trim=trimmed_node,
+                count_start=count_start,
+            )
+            self._caches[NODES] = (nodes,)
+
+    async def run(self) -> None:
+        """Keep all of them up to date until cancelled. Raises Forbidden if one may not be listed."""
+        async with asyncio.TaskGroup() as tasks:
+            for cache in self._all():
+                tasks.create_task(cache.run(), name=f"cache of {cache.resource.plural}")
+
+    def deliver(self, kind: str | None, model: Object) -> None:
+        """Take one event of kopf. `kind` is None for a model that kopf listed."""
+        for models in self._models:
+            if models.namespace in (None, model["metadata"]["namespace"]):
+                models.deliver(kind, model)
+
+    def forget(self, model: Object) -> None:
+        """Forget a model of which the API server says that it does not exist."""
+        for models in self._models:
+            models.forget(model)
+
+    @property
+    def is_synced(self) -> bool:
+        return all(cache.synced.is_set() for cache in self._all())
+
+    async def wait_synced(self) -> None:
+        """No pass may run earlier: objects that are not listed yet would look deleted."""
+        for cache in self._all():
+            await cache.synced.wait()
+
+    def models(self) -> tuple[Object, ...]:
+        return tuple(obj for models in self._models for obj in models.objects())
+
+    def model(self, key: Key) -> Object | None:
+        return self.find(NEURON_MODELS, *key)
+
+    def children(self, key: Key) -> tuple[Object, ...]:
+        return tuple(obj for kind in self._children for obj in self._objects(kind, key))
+
+    def pods(self, key: Key, uid: str, children: Iterable[Object]) -> tuple[Object, ...]:
+        """Of the model with this UID and these children, and of the Jobs that the models of its namespace share. An
+        earlier model of the same name may have left pods that still answer until they are collected."""
+        between = (*children, *self._objects(REPLICA_SETS, key))
+        owners = {text(owner, "metadata", "uid"): owner for owner in between}
+        # The StatefulSets between a LeaderWorkerSet and its pods do not have our labels.
+        sets = {name_of(owner) for owner in between if owner["kind"] == LEADER_WORKER_SET and descends(owner, uid, {})}
+
+        def is_ours(pod: Object) -> bool:
+            return descends(pod, uid, owners) or labels_of(pod).get(GROUP_LABEL) in sets
+
+        return (*filter(is_ours, self._objects(PODS, key)), *self._objects(PODS, (key[0], "")))
+
+    def _objects(self, resource: Resource, key: Key) -> Iterable[Object]:
+        return (obj for cache in self._of(resource) for obj in cache.of_model(key))
+
+    def shared(self, namespace: str) -> tuple[Object, ...]:
+        """What the models of the namespace share."""
+        return self.children((namespace, ""))
+
+    def nodes_of(self, pods: Iterable[Object]) -> tuple[Object, ...]:
+        """The nodes that the pods run on, if nodes are watched."""
+        wanted = {text(pod, "spec", "nodeName") for pod in pods}
+        found = (self.find(NODES, "", name) for name in sorted(wanted))
+        return tuple(node for node in found if node is not None)
+
+    def _wake_replicas_of(self, node: Object, version: Version | None) -> None:
+        """If the node failed, recovered, or says something else about its failure."""
+        view = node_view(node)
+        before, now = self._failed_nodes.pop(view.name, None), view if nodes.has_failed(view) else None
+        if now is not None:
+            self._failed_nodes[view.name] = now
+        if now == before:
+            return
+        for cache in self._of(PODS):
+            for pod in cache.objects():
+                key = key_of_child(pod)
+                if key[1] and text(pod, "spec", "nodeName") == view.name:
+                    self._wake(key, None)
+
+    def _concerned(self, obj: Object) -> Iterable[Key]:
+        """The models that a change of the object concerns: the one that it belongs to, or its owners; of a pod, the
+        owners of its Job."""
+        key = key_of_child(obj)
+        if key[1]:
+            return (key,)
+        owners = owners_of(obj)
+        if obj["kind"] == "Pod":
+            jobs = (self.find(JOBS, key[0], text(owner, "name")) for owner in owners)
+            owners = [owner for job in jobs if job is not None for owner in owners_of(job)]
+        return [(key[0], text(owner, "name")) for owner in owners if owner.get("kind") == KIND]
+
+    def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
+        found = (cache.find(namespace, name) for cache in self._of(resource))
+        return next((obj for obj in found if obj is not None), None)
+
+    def observe_written(self, resource: Resource, obj: Object) -> None:
+        """See Cache.observe_written."""
+        for cache in self._of(resource):
+            if cache.namespace in (None, obj["metadata"].get("namespace")):
+                cache.observe_written(obj)
+
+    def _of(self, resource: Resource) -> Sequence[Cache]:
+        return self._caches.get(resource, ())
+
+    def _all(self) -> Iterable[Cache]:
+        return (cache for found in self._caches.values() for cache in found)

@@ -1,0 +1,583 @@
+"""The decision of one pass over a World. Called by the rim (reconcile, local).
+
+Pure: the same world gives the same decision, and no manifest or object makes it raise. The order is accept, the steps
+(`steps.py`), serve; while a step is incomplete, the replicas that serve stay unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from neuron_operator.api import manifest, names
+from neuron_operator.api.errors import InvalidSpec
+from neuron_operator.api.fields import as_json
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.api.model_status import ArtifactStatus, GroupStatus, PastRevision, Status
+from neuron_operator.api.needs import Exists, LogOf, Needed
+from neuron_operator.api.reasons import Finding, Reason, met, unmet
+from neuron_operator.decide import breaker, groups, nudge, pin, rollout
+from neuron_operator.decide.breaker import Allowed
+from neuron_operator.decide.nudge import Nudge
+from neuron_operator.decide.rollout import Setback
+from neuron_operator.decide.sharing import upkeep
+from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, using, walk
+from neuron_operator.read.disruption import Pace
+from neuron_operator.read.objects import dig, instant, is_owned, name_of
+from neuron_operator.read.revision import Revision
+from neuron_operator.read.views import ConditionView, ModelView, Observed, observe
+from neuron_operator.read.world import Change, Decision, Object, Refused, Settings, Upgrade, World
+from neuron_operator.render import serving
+from neuron_operator.render.cleaning import cleaners
+from neuron_operator.render.groups import group_owner, rest_of
+from neuron_operator.render.jobs import with_owners
+from neuron_operator.render.pods import runtime_image
+from neuron_operator.render.replicas import replicas
+from neuron_operator.render.storage import check_source, own_claims
+from neuron_operator.why import attempts, status
+from neuron_operator.why.pods import UNEXPLAINED_SECONDS, awaited, explain_failure, unexplained_from
+from neuron_operator.why.refusals import explain_refusals
+from neuron_operator.why.replicas import explain_replicas
+
+MIN_RECHECK_SECONDS = 2.0
+RECHECK_SECONDS = 30.0
+"""For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events. A refused write is
+repeated after a twentieth of the time that the model has not been ready, within these two: a cure shows soon after a
+short fault."""
+
+AWAITED_SECONDS = 40.0
+"""The same for a Secret or ConfigMap that a pod waits for: a look takes one request, and one for the pod's events."""
+
+MAX_RECHECK_SECONDS = 300.0
+"""What only makes a message better is read ever more rarely: after a tenth of the time that the model has not been
+ready. Counting free devices takes a request for each node."""
+
+PROGRESS_SECONDS = 5.0
+"""How often the progress of a running Job is read; the status changes no more often."""
+
+ACCEPTED = met("Accepted", "the spec is valid and supported")
+
+
+@dataclass(frozen=True)
+class Course:
+    """How far this pass got, and the changes that follow."""
+
+    findings: tuple[Finding, ...] = ()
+    desired: tuple[Object, ...] = ()
+    changes: tuple[Change, ...] = ()
+    delete: tuple[Object, ...] = ()
+    wanted: Revision | None = None
+    """The revision pinned for this spec."""
+    served: Revision | None = None
+    """The revision of the replicas: the wanted one once all its steps are done."""
+    is_told: bool = True
+    """Whether the replicas need not wait for the status; see `_is_told`."""
+    num_wanted: int | None = None
+    """`spec.replicas`; None if the spec is invalid."""
+    setback: Setback | None = None
+    pace: Pace | None = None
+    """How `served` reaches the replicas."""
+    deadline: datetime | None = None
+    """When the rollout fails."""
+    nudged: tuple[Nudge, ...] = ()
+    """Whether and when controllers try again to make refused pods."""
+    groups: groups.Plan | None = None
+    """None: every replica is one pod, or what is wanted is not known in this pass."""
+    upgrade: Upgrade | None = None
+    """See `Decision`."""
+
+
+def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> Decision:
+    observed = observe(world)
+    if observed.model.is_deleting:
+        return Decision()  # the garbage collector deletes the children
+    course = _set_course(world, observed, settings, steps)
+    is_terminating = any(refusal.why is Refused.TERMINATING for refusal in world.refusals)
+    if manifest.is_paused(world.body):
+        course = _paused(course)
+    elif is_terminating:
+        course = replace(course, desired=(), changes=(), delete=())
+    findings = status.complete((*course.findings, *_explain_serving(world, observed, course)))
+    whole_status = _status(observed, course, findings, is_held=is_terminating or manifest.is_paused(world.body))
+    return Decision(
+        desired=course.desired,
+        changes=course.changes,
+        delete=course.delete,
+        status=whole_status,
+        follows=not course.is_told or _differs(whole_status, world.body),
+        requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
+        needs=frozenset[Needed](course.pace.needs if course.pace else ()).union(
+            course.groups.needs if course.groups else (), *(f.needs for f in findings)
+        ),
+        announcements=() if is_terminating else status.announcements(observed.model, findings),
+        upgrade=course.upgrade,
+    )
+
+
+def _paused(course: Course) -> Course:
+    """Report only, change nothing."""
+    note = f"; paused: the operator changes nothing until annotation {names.PAUSED_ANNOTATION} is removed"
+    findings = tuple(replace(f, message=f.message + note) if _is_waiting(f) else f for f in course.findings)
+    return replace(course, findings=findings, desired=(), changes=(), delete=())
+
+
+def _is_waiting(finding: Finding) -> bool:
+    reason = Reason.named(finding.reason)
+    return finding.status == "False" and reason is not None and reason.row.passing
+
+
+def _set_course(world: World, observed: Observed, settings: Settings, steps: Sequence[Step]) -> Course:
+    try:
+        model = manifest.parse(world.body)
+        check_source(model, settings)
+    except InvalidSpec as error:
+        return Course((refusal_of(error),), served=observed.serving())
+    wanted = pin.wanted(model, observed.revisions)
+    image, is_behind = runtime_image(model, settings), _is_behind(world, model, observed, settings, wanted)
+    moves = is_behind and world.has_turn
+    if moves:
+        wanted = pin.wanted(model, observed.revisions, image)
+    facts = wanted.pinned.facts if wanted else pin.known_facts(model, settings, observed.revisions)
+    next_number = pin.next_number(observed.revisions)
+    held = pin.held(observed.revisions)
+    known = Known(
+        model,
+        settings,
+        next_number,
+        world.free,
+        held,
+        upgrade=image if moves else "",
+        tried=frozenset((*observed.tried, observed.model.failed_revision)),
+        answers=not manifest.is_paused(world.body) and any(pod.is_answering for pod in observed.live),
+        facts=facts,
+        revision=wanted,
+    )
+    done = walk(steps, known, observed)
+    pinned = done.known.revision and using(done.known.revision, done, observed)
+    served = pinned if done.is_complete else observed.serving(besides=pinned)
+    try:
+        setback = rollout.setback_of(model, observed, pinned) if pinned else None
+    except InvalidSpec as error:
+        return Course((refusal_of(error),), served=observed.serving())
+    if setback is not None and setback.is_recorded:
+        served = setback.to
+    grouped = _groups(model, settings, observed, done, served)
+    is_grouped = grouped is not None
+    allowed = breaker.steer(observed, served, model.spec.replicas) if served and not is_grouped else None
+    if served is not None and is_grouped:
+        allowed = Allowed(served, model.spec.replicas)
+    pace = rollout.pace_of(model, observed, allowed.revision) if allowed else None
+    is_told = allowed is None or _is_told(observed, done, allowed.revision)
+    cleaning = _cleaning(model, settings, observed, pinned)
+    desired = (
+        *(pin.to_object(model, known) for known in _distinct(pinned, served, allowed.revision if allowed else None)),
+        *_permanent(model, settings, served),
+        *_claims(model, settings, observed, (pinned, served)),
+        *(
+            _workload(model, observed, settings, allowed=allowed, pace=pace, grouped=grouped)
+            if allowed and pace and is_told
+            else ()
+        ),
+        *done.desired,
+        *cleaning,
+    )
+    waited = [observed.jobs[name] for name in map(name_of, done.desired) if name in observed.jobs]
+    nudges = (nudge.change(job, observed) for job in waited)
+    is_settled = done.is_complete and not world.refusals
+    kept = (name for earlier in _kept_revisions(model, observed, pinned) for name in earlier.shared)
+    shared = upkeep(model, observed, done, frozenset((*kept, *map(name_of, cleaning))))
+    delete = (
+        *done.stale,
+        *shared.delete,
+        *(grouped.end if grouped else ()),
+        *(pod.live for pod in observed.live if not pod.group and awaited(pod, observed) in observed.existing),
+        *(pod.live for pod in breaker.surplus(observed, _attempted(model, served, allowed)) if not pod.group),
+        *(_unneeded(model, observed, pinned) if is_settled else ()),
+    )
+    return Course(
+        findings=(ACCEPTED, *explain_refusals(world.refusals), *done.findings),
+        desired=tuple(_independent(desired, world, observed)),
+        changes=(*shared.changes, *(change for change in nudges if change)),
+        delete=tuple(_not_refused(delete, world)),
+        wanted=pinned,
+        served=allowed.revision if allowed else None,
+        is_told=is_told,
+        num_wanted=model.spec.replicas,
+        setback=setback,
+        pace=pace,
+        nudged=(nudge.of_deployment(observed), *(nudge.of_job(job, observed) for job in waited)),
+        deadline=rollout.next_deadline(model, observed, pinned) if pinned else None,
+        upgrade=("Running" if moves else "Waiting") if is_behind else _begun(world, model, observed, pinned, setback),
+        groups=grouped,
+    )
+
+
+def _is_behind(
+    world: World, model: NeuronModel, observed: Observed, settings: Settings, wanted: Revision | None
+) -> bool:
+    """Whether the model is to move to another runtime image by itself. One that does not answer is left to its owner:
+    it would hold up all others."""
+    return (
+        settings.runtime_upgrade == "Rolling"
+        and not manifest.is_paused(world.body)
+        and not model.rollback_to
+        and wanted is not None
+        and wanted.image != runtime_image(model, settings)
+        and sum(pod.is_answering for pod in observed.live) >= model.spec.replicas
+    )
+
+
+def _begun(
+    world: World, model: NeuronModel, observed: Observed, wanted: Revision | None, setback: Setback | None
+) -> Upgrade | None:
+    """How far the model is if the wanted revision differs from the one that served last by its image alone."""
+    served = next((one for one in observed.revisions if one.name == observed.model.current_revision), None)
+    if wanted is None or served is None or manifest.is_paused(world.body) or not model.spec.replicas:
+        return None
+    if wanted.pinned.spec_hash != served.pinned.spec_hash or wanted.image == served.image:
+        return None
+    if setback is not None:
+        return "Failed" if setback.error else None
+    return "Running"
+
+
+def _groups(
+    model: NeuronModel, settings: Settings, observed: Observed, done: Walk, served: Revision | None
+) -> groups.Plan | None:
+    """What happens to groups: those of this revision, or those that a revision on one node replaces."""
+    if served is None or (served.placement.nodes == 1 and not observed.groups):
+        return None
+    surges = {"Surge": True, "Replace": False}.get(model.spec.rollout.strategy)
+    num_wanted = model.spec.replicas if served.placement.nodes > 1 else 0
+    planned = groups.plan(observed, served, num_wanted, surges, settings.groups)
+    if _is_told(observed, done, served):
+        return planned
+    return replace(planned, start=(), end=(), alive=observed.groups, needs=frozenset())
+
+
+def _cleaning(
+    model: NeuronModel, settings: Settings, observed: Observed, wanted: Revision | None
+) -> tuple[Object, ...]:
+    """The CronJobs of the claims that the model's revisions use, with all their owners: each of them may apply it."""
+    records = (kept.record for kept in observed.keepers.values() if kept.record is not None)
+    made = cleaners(model, settings, _kept_revisions(model, observed, wanted), records)
+    live = {found.name: found.live for found in observed.shared if found.kind == "CronJob"}
+    return tuple(with_owners(obj, live.get(name_of(obj), {})) for obj in made)
+
+
+def _distinct(*revisions: Revision | None) -> Iterable[Revision]:
+    return {known.name: known for known in revisions if known is not None}.values()
+
+
+_NEEDED_BY_PODS = frozenset(
+    {"ControllerRevision", "ServiceAccount", "ConfigMap", "NetworkPolicy", "PersistentVolumeClaim", "Secret"}
+)
+_MAKE_PODS = frozenset({"Deployment", "StatefulSet", names.LEADER_WORKER_SET, "Job"})
+
+
+def _independent(desired: Sequence[Object], world: World, observed: Observed) -> Iterator[Object]:
+    """What can be written despite the refusals of this pass: no pods while an object that they need does not exist."""
+    existing = {(child.kind, child.name) for child in observed.children}
+    lacking = any(r.kind in _NEEDED_BY_PODS and (r.kind, r.name) not in existing for r in world.refusals)
+    for obj in _not_refused(desired, world):
+        if not (lacking and obj["kind"] in _MAKE_PODS):
+            yield obj
+
+
+def _not_refused(objects: Sequence[Object], world: World) -> Iterator[Object]:
+    refused = {(refusal.kind, refusal.name) for refusal in world.refusals}
+    return (obj for obj in objects if (obj["kind"], name_of(obj)) not in refused)
+
+
+def _permanent(model: NeuronModel, settings: Settings, served: Revision | None) -> tuple[Object, ...]:
+    """Objects that exist from the first pass on."""
+    return (
+        serving.service(model),
+        serving.service_account(model),
+        serving.disruption_budget(model, served.placement.nodes if served else 1),
+        serving.network_policy(model, settings),
+    )
+
+
+def _claims(
+    model: NeuronModel, settings: Settings, observed: Observed, revisions: Iterable[Revision | None]
+) -> Iterator[Object]:
+    """The chart's claims that the revisions need and that do not exist. Nobody changes one later: people may enlarge
+    it."""
+    existing = {found.name for found in observed.shared if found.kind == "PersistentVolumeClaim"}
+    places = (place for known in revisions if known for place in known.places)
+    return (claim for claim in own_claims(model, settings, places) if name_of(claim) not in existing)
+
+
+def _is_told(observed: Observed, done: Walk, wanted: Revision) -> bool:
+    """Whether the status says already that the steps before the replicas of this revision are done, and how it is
+    rolled out.
+
+    Until it does, for one pass, its replicas are not created: whoever watches the API sees first that a model is
+    compiled and whether nobody will answer, then a pod that holds devices.
+    """
+    is_new = done.is_complete and done.known.revision is not None and wanted.name == done.known.revision.name
+    if not is_new or observed.rolled == wanted.name:
+        return True
+    shown = {kind for kind, condition in observed.model.conditions.items() if condition.status == "True"}
+    rolls = observed.model.conditions.get("UpToDate", ConditionView()).reason in _ROLLS
+    return rolls and observed.model.update_revision == wanted.name and {f.condition for f in done.findings} <= shown
+
+
+_ROLLS = frozenset({"UpToDate", Reason.ROLLING_OUT, Reason.ROLLED_BACK})
+"""Reasons of `UpToDate` that do not come from a step."""
+
+
+def _attempted(model: NeuronModel, served: Revision | None, allowed: Allowed | None) -> set[str]:
+    """Names of the revisions that may get new pods."""
+    return {served.name, allowed.revision.name} if served and allowed and model.spec.replicas else set()
+
+
+def _workload(
+    model: NeuronModel,
+    observed: Observed,
+    settings: Settings,
+    *,
+    allowed: Allowed,
+    pace: Pace,
+    grouped: groups.Plan | None,
+) -> tuple[Object, ...]:
+    """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
+    still, served = _with_pods(observed), allowed.revision
+    revisions = _distinct(served, *(known for known in observed.revisions if known.name in still))
+    config_maps = {name_of(found): found for found in (serving.config_map(model, r.pinned.config) for r in revisions)}
+    return (*config_maps.values(), *_replicas(model, observed, settings, allowed=allowed, pace=pace, grouped=grouped))
+
+
+def _replicas(
+    model: NeuronModel,
+    observed: Observed,
+    settings: Settings,
+    *,
+    allowed: Allowed,
+    pace: Pace,
+    grouped: groups.Plan | None,
+) -> Iterator[Object]:
+    served = allowed.revision
+    if served.placement.nodes == 1:
+        yield from replicas(model, served, allowed.num_pods, pace, nudge.of_deployment(observed).value)
+    elif observed.deployment is not None and grouped is not None:  # of an earlier revision on one node
+        before = next((known for known in observed.revisions if known.name == observed.deployment.revision), None)
+        if before is not None:
+            yield from replicas(model, before, grouped.num_earlier, pace)
+    if grouped is None:
+        return
+    for attempt in grouped.start:
+        yield group_owner(model, served, attempt, settings.groups, is_room_known=grouped.is_room_known)
+    for group in grouped.alive:
+        made = rest_of(model, group.live)
+        # Only these two are ever repaired: a member that is gone ends the group.
+        yield from (part for part in made if not group.is_whole or part["kind"] in ("NetworkPolicy", "Service"))
+
+
+def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -> Iterator[Object]:
+    """Our revisions that nothing needs any more, and their ConfigMaps."""
+    kept = _kept_revisions(model, observed, wanted)
+    needed = {
+        "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
+        "ConfigMap": {serving.config_name(model.name, known.pinned.config) for known in kept},
+    }
+    for child in observed.children:
+        if is_owned(child.live, observed.model.uid) and child.name not in needed.get(child.kind, {child.name}):
+            yield child.live
+
+
+def _kept_revisions(model: NeuronModel, observed: Observed, wanted: Revision | None) -> tuple[Revision, ...]:
+    """The wanted revision, those that still have pods, the last that worked, and as many others as the model keeps."""
+    in_use = {*_with_pods(observed), observed.model.current_revision, model.rollback_to}
+    current = {known.name: known for known in observed.revisions if known.name in in_use}
+    if wanted is not None:
+        current[wanted.name] = wanted
+    earlier = sorted((r for r in observed.revisions if r.name not in current), key=lambda r: r.number, reverse=True)
+    return (*current.values(), *earlier[: model.spec.rollout.revision_history_limit])
+
+
+def _with_pods(observed: Observed) -> set[str]:
+    of_pods = {pod.revision for pod in (*observed.replicas, *observed.followers)}
+    return of_pods | {group.revision for group in observed.groups}
+
+
+def _explain_serving(world: World, observed: Observed, course: Course) -> tuple[Finding, ...]:
+    """Findings about the replicas, whether or not the steps are complete."""
+    if course.served is None:
+        return ()
+    return (
+        *explain_replicas(
+            observed,
+            _num_wanted(observed, course),
+            course.served,
+            course.groups.findings if course.groups else (),
+        ),
+        *_explain_revision(world, observed, course),
+    )
+
+
+def _num_wanted(observed: Observed, course: Course) -> int:
+    """With an invalid spec, the replicas of the last valid one."""
+    if course.num_wanted is not None:
+        return course.num_wanted
+    if observed.groups:
+        return len({group.replica for group in observed.groups})
+    return observed.deployment.replicas if observed.deployment else 0
+
+
+def _explain_revision(world: World, observed: Observed, course: Course) -> tuple[Finding, ...]:
+    if course.served is None:
+        return ()
+    if course.wanted is None:
+        return _explain_waiting(course, course.served)
+    wanted = course.wanted.name
+    if course.setback is not None:
+        text = f"revision {course.setback.to.name} serves instead of {wanted}: {course.setback.why}"
+        return (unmet("UpToDate", Reason.ROLLED_BACK, text),)
+    if failed := attempts.failures(observed, wanted) if wanted != course.served.name else ():
+        text = (
+            f"revision {course.served.name} serves instead of {wanted}: {explain_failure(failed[-1], observed).message}"
+        )
+        return (unmet("UpToDate", Reason.ROLLED_BACK, text),)
+    if wanted != course.served.name:
+        return _explain_waiting(course, course.served)
+    updated = observed.num_updated(wanted)
+    deployment = observed.deployment
+    is_updated = _runs_only(observed, wanted)
+    num_made = len(course.groups.alive) if course.groups else deployment.replicas if deployment is not None else -1
+    is_scaled = num_made == course.num_wanted
+    if manifest.is_paused(world.body) and not (is_updated and is_scaled):
+        edit = f"revision {wanted} with {course.num_wanted} replicas"
+        text = f"paused; {edit} rolls out once annotation {names.PAUSED_ANNOTATION} is removed"
+        return (unmet("UpToDate", Reason.PAUSED, text),)
+    if is_updated:
+        waits = "; a newer runtime image waits for its turn" if course.upgrade == "Waiting" else ""
+        return (met("UpToDate", f"all replicas run revision {wanted}{waits}"),)
+    text = f"{updated} of {course.num_wanted} replicas run revision {wanted}"
+    if observed.rolled and course.pace is not None and updated < len(observed.live):
+        text += f"; {course.pace.words}"
+    waiting = [pod.name for pod in observed.live if pod.revision == wanted and pod.unscheduled is not None]
+    if waiting:
+        text += f"; pod {waiting[0]} waits for a node, which does not count towards rollout.progressDeadlineSeconds"
+    return (unmet("UpToDate", Reason.ROLLING_OUT, text),)
+
+
+def _runs_only(observed: Observed, revision_name: str) -> bool:
+    is_applied = observed.rolled == revision_name
+    return is_applied and observed.num_updated(revision_name) == len(observed.live)
+
+
+def _explain_waiting(course: Course, served: Revision) -> tuple[Finding, ...]:
+    """An edit waits for a step: the reason is that of the step, unless that is about `UpToDate` itself."""
+    waits = next((f for f in course.findings if f.status == "False" and f.condition != "Accepted"), None)
+    if waits is None or waits.condition == "UpToDate":
+        return ()
+    text = f"revision {served.name} serves until {waits.condition} is true: {waits.message}"
+    return (replace(waits, condition="UpToDate", message=text),)
+
+
+def _status(observed: Observed, course: Course, findings: Sequence[Finding], *, is_held: bool) -> Object:
+    """`is_held`: nothing is changed in this pass."""
+    model, shown = observed.model, course.wanted or course.served
+    wanted = course.wanted.name if course.wanted else ""
+    others = sorted(pod.revision for pod in observed.live if pod.revision != wanted)
+    num_ready, num_wanted = sum(pod.is_answering for pod in observed.live), _num_wanted(observed, course)
+    current = model.current_revision or (others[0] if others else "")
+    if course.served is not None and num_ready >= num_wanted > 0 and _runs_only(observed, course.served.name):
+        current = course.served.name
+    service = next((child for child in observed.children if child.kind == "Service"), None)
+    built: Object = as_json(
+        Status(
+            observed_generation=model.generation,
+            conditions=tuple(status.condition_of(finding, model, observed.now) for finding in findings),
+            ready=f"{num_ready}/{num_wanted}",
+            replicas=len(observed.live),
+            ready_replicas=num_ready,
+            updated_replicas=observed.num_updated(wanted),
+            selector=names.selector_string(names.serving_selector(model.name)),
+            url=f"http://{service.name}.{model.namespace}.svc:{names.PORT}" if service else None,
+            current_revision=current or None,
+            update_revision=wanted or model.update_revision or None,
+            failed_revision=_failed_revision(model, course),
+            retry_key=(model.retry_key if is_held else model.retry) or None,
+            history=_history(observed, course, current),
+            model=status.facts_of(shown.pinned.facts) if shown else None,
+            plan=shown.pinned.plan if shown else None,
+            artifacts=tuple({found.key: found for found in _artifacts(observed, course)}.values()),
+            groups=_group_records(observed, course),
+        )
+    )
+    return built
+
+
+_DECIDING = ("currentRevision", "updateRevision", "failedRevision", "retryKey", "history", "groups")
+"""Fields of the status that decisions read. Of the conditions they only read what `_is_told` asks for, and since when
+one is false, which for a new one is now."""
+
+
+def _differs(new_status: Object, body: Object) -> bool:
+    """Whether the status changes what is decided next."""
+    return any(new_status.get(name) != dig(body, "status", name) for name in _DECIDING)
+
+
+def _group_records(observed: Observed, course: Course) -> tuple[GroupStatus, ...]:
+    if course.groups is not None:
+        return course.groups.records
+    return observed.model.groups if course.num_wanted is None else ()
+
+
+def _failed_revision(model: ModelView, course: Course) -> str | None:
+    if course.wanted is None:  # what is wanted is not known in this pass
+        return model.failed_revision or None
+    return course.wanted.name if course.setback is not None and course.setback.error else None
+
+
+def _history(observed: Observed, course: Course, current: str) -> tuple[PastRevision, ...]:
+    if course.wanted is None:
+        return observed.model.history
+    return rollout.history_of(observed, course.wanted, current, course.setback.error if course.setback else "")
+
+
+def _artifacts(observed: Observed, course: Course) -> Iterator[ArtifactStatus]:
+    """Of the wanted revision, and of the one that serves until then."""
+    for known in _distinct(course.wanted, course.served):
+        for name in known.shared if known.pinned.compiling else ():
+            kept, job = observed.keepers.get(name), observed.jobs.get(name)
+            if kept is not None and kept.record is not None and (artifact := kept.record.artifact):
+                yield ArtifactStatus(key=artifact.key[:128], state="Ready", seconds=round(artifact.seconds))
+            elif job is not None and job.role == names.ROLE_COMPILE and kept is None:
+                yield ArtifactStatus(key=name, state="Compiling" if job.failure is None else "Failed")
+
+
+def _requeue_after(
+    world: World, observed: Observed, course: Course, findings: Sequence[Finding], steps: Sequence[Step]
+) -> float | None:
+    """When to run again although no watch event may come; None: watch events suffice."""
+    silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}
+    is_silent = any(finding.reason in silent and finding.status == "False" for finding in findings)
+    is_reporting = any(isinstance(need, LogOf) for finding in findings for need in finding.needs)
+    retries = (attempts.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
+    starting = (unexplained_from(pod) for pod in observed.live)
+    of_groups = course.groups.due if course.groups else None
+    nudges = (nudged.due for nudged in course.nudged)
+    times = (*retries, *starting, *nudges, rollout.surge_due(observed), course.deadline, of_groups)
+    wait = _seconds_not_ready(observed)
+    is_awaiting = any(isinstance(need, Exists) for finding in findings for need in finding.needs)
+    delays = (
+        min(max(wait / 20, MIN_RECHECK_SECONDS), RECHECK_SECONDS) if world.refusals else None,
+        min(max(wait / 20, MIN_RECHECK_SECONDS), AWAITED_SECONDS) if is_awaiting else None,
+        min(max(wait / 10, RECHECK_SECONDS), MAX_RECHECK_SECONDS) if any(found.needs for found in findings) else None,
+        # Each pass repeats the refused writes.
+        float(UNEXPLAINED_SECONDS) if is_silent and not world.refusals else None,
+        PROGRESS_SECONDS if is_reporting and not world.refusals else None,
+        *((due - observed.now).total_seconds() for due in times if due and due > observed.now),
+    )
+    return min((delay for delay in delays if delay is not None), default=None)
+
+
+def _seconds_not_ready(observed: Observed) -> float:
+    ready = observed.model.conditions.get("Ready")
+    since = instant(ready.since) if ready is not None and ready.status == "False" else None
+    return (observed.now - since).total_seconds() if since else 0.0

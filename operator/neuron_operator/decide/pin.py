@@ -1,0 +1,249 @@
+"""The pinned decision of one spec revision: facts, plan, configuration and pod template, kept in a ControllerRevision.
+
+Called by `decide` and `steps`. A revision is decided once; later passes read it, so that neither a new operator nor a
+new default image changes running pods. It contains only what pods or their placement depend on: the drain times, but
+not replicas, pause, the pace of rollouts, Jobs or the Service. A lost ControllerRevision is rebuilt from what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from neuron_operator.api import names
+from neuron_operator.api.errors import InvalidSpec, StorageNotConfigured
+from neuron_operator.api.fields import NotPinned, SpecPart, Supported, as_json, fields_of
+from neuron_operator.api.model import BACKENDS, NeuronModel
+from neuron_operator.api.model_status import MAX_GROUPS, MemoryPlan, Plan
+from neuron_operator.place.planner import Choice, Held, choose
+from neuron_operator.place.sizes import place
+from neuron_operator.place.sizing import Memory
+from neuron_operator.place.target import Target
+from neuron_operator.read.placement import Placement
+from neuron_operator.read.records import Facts
+from neuron_operator.read.remembered import remembered
+from neuron_operator.read.revision import FORMAT, Compiling, Pinned, Revision, revision_hash, shared_annotation
+from neuron_operator.read.world import FreeDevices, Object, Settings
+from neuron_operator.render.config_document import config_document, ranks_of, sampling_mode
+from neuron_operator.render.objects import child, without_empty
+from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
+from neuron_operator.render.resources import serving_memory, serving_requests
+from neuron_operator.render.serving import config_name
+from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
+
+MAX_BYTES = 2**53
+"""Of a number in the status; an estimate may be larger where the manifest insists."""
+
+
+@remembered
+def spec_hash(model: NeuronModel) -> str:
+    """Hash of the part of the spec that pods or placement depend on. Explicit defaults do not change it."""
+    return names.digest([FORMAT, _non_defaults(model.spec, model.backend)])
+
+
+def _non_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
+    """The fields that differ from their defaults, without those that nothing acts on and those that pods do not
+    depend on."""
+    changed: dict[str, Any] = {}
+    for one in fields_of(type(part)):
+        value = getattr(part, one.name)
+        idle = any(support.is_idle(backend) for support in one.annotations(Supported))
+        if value == one.default or idle or one.annotations(NotPinned):
+            continue
+        kept = _non_defaults(value, backend) if isinstance(value, SpecPart) else as_json(value)
+        if kept != {}:
+            changed[one.key] = kept
+    return changed
+
+
+def resolve_key(model: NeuronModel, settings: Settings) -> str:
+    """Hash of what facts depend on: URI, credentials, refresh annotation; also the image for a model inside it."""
+    source = model.spec.model
+    secret = source.credentials_secret_ref
+    image = runtime_image(model, settings) if model.uri_scheme == "file" else ""
+    return names.digest([source.uri, secret.name if secret else "", model.refresh, image])
+
+
+def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "") -> Revision | None:
+    """The revision pinned for this spec (and this image), if any; of several (after a refresh) the last.
+
+    An earlier revision that is wanted again gets the next number.
+    """
+    key, all_revisions = spec_hash(model), tuple(revisions)
+    matching = (
+        revision
+        for revision in all_revisions
+        if revision.pinned.spec_hash == key
+        and model.refresh in ("", revision.pinned.refresh)
+        and image in ("", revision.image)
+    )
+    found = max(matching, key=lambda revision: revision.number, default=None)
+    highest = next_number(all_revisions) - 1
+    if found is None or found.number == highest:
+        return found
+    return msgspec.structs.replace(found, number=highest + 1)
+
+
+def next_number(revisions: Iterable[Revision]) -> int:
+    return max((revision.number for revision in revisions), default=0) + 1
+
+
+def known_facts(model: NeuronModel, settings: Settings, revisions: Iterable[Revision]) -> Facts | None:
+    """Facts that an earlier revision pinned for the same resolve key."""
+    key = resolve_key(model, settings)
+    same = (revision for revision in revisions if revision.pinned.resolve_key == key)
+    latest = max(same, key=lambda revision: revision.number, default=None)
+    return latest.pinned.facts if latest else None
+
+
+def held(revisions: Iterable[Revision]) -> Held | None:
+    """The place of the latest revision, if it is on devices."""
+    latest = max(revisions, key=lambda revision: revision.number, default=None)
+    if latest is None or latest.pinned.compiling is None or not latest.pinned.compiling.family:
+        return None
+    pinned, family = latest.pinned, latest.pinned.compiling.family
+    return Held(pinned.plan.instance_type or "", family, pinned.cores or pinned.devices, pinned.nodes)
+
+
+def pin(
+    model: NeuronModel,
+    facts: Facts,
+    settings: Settings,
+    number: int,
+    *,
+    upgrade: str = "",
+    free: FreeDevices | None = None,
+    before: Held | None = None,
+) -> Revision:
+    """Decide a new revision.
+
+    Args:
+        upgrade: see `Pinned`.
+        free: the nodes of the cluster, if they were read in this pass.
+        before: where the one before runs.
+
+    Raises:
+        Unplaceable: no node could hold a replica.
+        InvalidSpec: a limit that exceeds the model's, or no place for the artifact that a Job is to compile.
+    """
+    length = model.spec.serving.max_model_length
+    if length and 0 < facts.max_position_embeddings < length:
+        raise InvalidSpec(
+            "spec.serving.maxModelLength",
+            f"{length} exceeds the model's maximum length of {facts.max_position_embeddings} tokens",
+        )
+    _check_parallelism(model)
+    choice = choose(model, facts, settings, free, before) if BACKENDS[model.backend].on_device else None
+    placement = choice.placement if choice else place(model, settings)
+    if placement.nodes > 1 and model.spec.replicas > MAX_GROUPS // 2:
+        raise InvalidSpec(
+            "spec.replicas", f"{model.spec.replicas} exceeds {MAX_GROUPS // 2}, the limit for models on several nodes"
+        )
+    target = choice.target if choice else None
+    weights = weights_place(model, settings)
+    compiling = _compiling(model, settings, target)
+    config = config_document(model, facts, target)
+    template = serving_pod_template(
+        model,
+        placement,
+        settings,
+        requests=serving_requests(model, facts, placement.nodes),
+        weights=weights,
+        artifacts=compiling.artifacts if compiling else None,
+        target=target,
+        revision=revision_hash(spec_hash(model), model.refresh, upgrade),
+        config_name=config_name(model.name, config),
+    )
+    pinned = Pinned(
+        format=FORMAT,
+        spec_hash=spec_hash(model),
+        refresh=model.refresh,
+        upgrade=upgrade,
+        resolve_key=resolve_key(model, settings),
+        facts=facts,
+        devices=placement.devices,
+        cores=placement.cores,
+        instance_type=placement.instance_type,
+        nodes=placement.nodes,
+        plan=_plan(model, facts, placement, choice),
+        weights=weights if is_fetched_by_job(model, weights) else None,
+        compiling=compiling,
+        config=config,
+        template=template,
+    )
+    return Revision(number=number, pinned=pinned)
+
+
+def _check_parallelism(model: NeuronModel) -> None:
+    """Raises InvalidSpec for what no group can be."""
+    parallelism, nodes = model.spec.parallelism, model.spec.parallelism.nodes or 1
+    if nodes == 1:
+        return
+    if parallelism.tensor and parallelism.tensor % nodes:
+        raise InvalidSpec(
+            "spec.parallelism.tensor", f"{parallelism.tensor} is not a multiple of parallelism.nodes, which is {nodes}"
+        )
+    if model.spec.accelerator.cores:
+        raise InvalidSpec("spec.accelerator.cores", "a replica on several nodes has whole devices: set devices")
+
+
+def _compiling(model: NeuronModel, settings: Settings, target: Target | None) -> Compiling | None:
+    if not model.is_compiled:
+        return None
+    artifacts = artifacts_place(model, settings)
+    if artifacts is None and model.spec.names_artifact:
+        return None
+    if artifacts is None:
+        raise StorageNotConfigured
+    family = target.family.name if target else ""
+    return Compiling(image=compile_image(model, settings), artifacts=artifacts, family=family)
+
+
+def to_object(model: NeuronModel, revision: Revision) -> Object:
+    """The ControllerRevision that stores it."""
+    keeper = child(
+        model,
+        "apps/v1",
+        "ControllerRevision",
+        names.revision_name(model.name, revision.name),
+        component="server",
+        labels={names.REVISION_LABEL: revision.name},
+    )
+    metadata = without_empty({**keeper["metadata"], "annotations": shared_annotation(revision)})
+    return {**keeper, "metadata": metadata, "revision": revision.number, "data": as_json(revision.pinned)}
+
+
+def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice | None) -> Plan:
+    serving = model.spec.serving
+    target = choice.target if choice else None
+    load, memory = (target.load, target.memory) if target else (None, None)
+    instance_type = target.site if target else placement.instance_type
+    how = f"with backend {model.backend}{f', {target.words}' if target else ''}"
+    where = f" on {placement.instance_type}" if placement.instance_type else ""
+    return Plan(
+        instance_type=instance_type or None,
+        devices=placement.devices,
+        cores=placement.cores or None,
+        tensor=target.tensor if target else ranks_of(model),
+        nodes=placement.nodes,
+        max_model_length=load.length if load else serving.max_model_length,
+        max_sequences=load.sequences if load else serving.max_sequences,
+        block_size=(load and load.block_size) or serving.block_size,
+        num_blocks=(load and load.num_blocks) or serving.num_blocks,
+        backend=model.backend,
+        dtype=(serving.dtype or facts.dtype)[:64],
+        sampling=sampling_mode(model)[:64],
+        memory=_memory_plan(memory) if memory else None,
+        host_bytes=min(serving_memory(model, facts, placement.nodes), MAX_BYTES),
+        summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.backend].does} "
+        f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
+        + (f"; {choice.arithmetic}" if choice else ""),
+    )
+
+
+def _memory_plan(memory: Memory) -> MemoryPlan:
+    """What a status can hold of it: integers of 64 bits."""
+    of_parts = {f"{name}_bytes": min(part, MAX_BYTES) for name, part in memory.parts.items()}
+    return MemoryPlan(**of_parts, available_bytes=memory.limit)

@@ -1,0 +1,197 @@
+"""How an edit reaches the replicas: whether a new one starts before an old one ends, and which revision comes back if
+that fails. Called by `decide`. Pure.
+
+The Deployment carries it out and remembers what was chosen, so that it holds for a whole rollout. Devices are counted,
+never bought: a new replica that would wait for devices could make a cluster add a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+
+from neuron_operator.api import names
+from neuron_operator.api.errors import InvalidSpec
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.api.model_status import MAX_HISTORY, MAX_WORD, PastRevision
+from neuron_operator.api.needs import Need
+from neuron_operator.api.reasons import Reason
+from neuron_operator.decide import groups
+from neuron_operator.read.disruption import Pace
+from neuron_operator.read.objects import dig, printable
+from neuron_operator.read.placement import NodeRules
+from neuron_operator.read.revision import Revision
+from neuron_operator.read.views import Observed, PodView
+from neuron_operator.read.world import NodeDevices
+from neuron_operator.why.pods import explain_pod
+
+SURGE_PATIENCE = timedelta(seconds=30)
+"""How long a surge may wait for a node: another pod may have taken the devices that were free."""
+
+
+@dataclass(frozen=True)
+class Setback:
+    """Another revision serves, or is about to, instead of the wanted one."""
+
+    to: Revision
+    why: str
+    error: str = ""
+    """What made the wanted one fail; empty: nothing did."""
+    is_recorded: bool = True
+    """The status tells it already: only then a pod is changed, so that nothing is forgotten if the operator dies."""
+
+
+def pace_of(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
+    """How this revision reaches the replicas."""
+    strategy, deployment = model.spec.rollout.strategy, observed.deployment
+    if observed.groups or revision.placement.nodes > 1:
+        return _of_groups(model, strategy)
+    if strategy == "Surge":
+        return _surge()
+    if strategy == "Replace" or deployment is None or not observed.live:
+        return _one_by_one(model, observed)
+    if not revision.placement.resources:
+        return _one_by_one(model, observed, "room on CPU nodes is not counted; rollout.strategy Surge avoids the gap")
+    if deployment.revision != revision.name:
+        return _by_room(model, observed, revision)
+    due = surge_due(observed)
+    is_over = due is not None and due <= observed.now
+    return _surge() if deployment.surges and not is_over else _one_by_one(model, observed)
+
+
+def _of_groups(model: NeuronModel, strategy: str) -> Pace:
+    """`groups` counts nodes and chooses, unless the manifest does."""
+    if strategy == "Surge":
+        return _surge()
+    if model.spec.replicas > 1 or strategy == "Auto":
+        return Pace(False, "one group at a time is replaced, after the new one where there is room for both")
+    gap = f"the only group ends first: nobody answers for at most {model.spec.rollout.drain_seconds} s of drain"
+    return Pace(False, f"{gap} and until the new one has loaded")
+
+
+def surge_due(observed: Observed) -> datetime | None:
+    """When a surge that found no node ends; None: it found one.
+
+    Devices of a replica that ends are free soon. One on a lost node never reports its end.
+    """
+    deployment = observed.deployment
+    if deployment is None or not deployment.surges:
+        return None
+    waiting = (pod for pod in observed.live if pod.revision == deployment.revision and pod.unscheduled is not None)
+    since = min((pod.created for pod in waiting if pod.created), default=None)
+    if since is None:
+        return None
+    return max((since, *(pod.should_be_gone for pod in observed.replicas if pod.should_be_gone))) + SURGE_PATIENCE
+
+
+def _surge(needs: frozenset[Need] = frozenset()) -> Pace:
+    return Pace(True, "each new replica starts before an old one ends", needs)
+
+
+def _one_by_one(model: NeuronModel, observed: Observed, why: str = "", needs: frozenset[Need] = frozenset()) -> Pace:
+    """`why` it does not surge, with the way out."""
+    if model.spec.replicas > 1:
+        return Pace(False, "one replica at a time is replaced", needs)
+    gap = f"the only replica ends first: nobody answers for at most {model.spec.rollout.drain_seconds} s of drain"
+    loaded = next((pod.load_seconds for pod in observed.live if pod.is_answering), None)
+    load = "until the new one has loaded" if loaded is None else f"about {loaded:.0f} s of loading, as the last time"
+    return Pace(False, f"{gap} and {load} ({why})" if why else f"{gap} and {load}", needs)
+
+
+def _by_room(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
+    free, needs = observed.free, frozenset({Need.FREE_DEVICES})
+    if free is None or free.nodes is None:
+        return _one_by_one(model, observed, "the operator may not count free devices", needs)
+    if any(_has_room(node, revision) for node in free.nodes):
+        return _surge(needs)
+    return _one_by_one(model, observed, f"no node has {revision.placement.words} to spare", needs)
+
+
+def _has_room(node: NodeDevices, revision: Revision) -> bool:
+    spec, placement = dig(revision.template, "spec"), revision.placement
+    if not node.schedulable or not NodeRules.of(dig(spec, "nodeSelector"), dig(spec, "affinity")).accept(node):
+        return False
+    return node.free_devices >= placement.devices and node.free_cores >= placement.cores
+
+
+def setback_of(model: NeuronModel, observed: Observed, wanted: Revision) -> Setback | None:
+    """Raises InvalidSpec if the annotation names no kept revision."""
+    kept = {known.name: known for known in observed.revisions}
+    if model.rollback_to:
+        if model.rollback_to not in kept:
+            text = f"{model.rollback_to} is not a kept revision; choose one of {', '.join(sorted(kept))}, or remove it"
+            raise InvalidSpec(f"metadata.annotations[{names.ROLLBACK_ANNOTATION}]", text)
+        if model.rollback_to == wanted.name:
+            return None
+        why = f"annotation {names.ROLLBACK_ANNOTATION} holds it; remove it to roll out {wanted.name}"
+        return Setback(kept[model.rollback_to], why)
+    earlier = kept.get(observed.model.current_revision)
+    if earlier is None or earlier.name == wanted.name:
+        return None
+    again = "it is not tried again until the spec changes"
+    if observed.model.failed_revision == wanted.name:
+        error = next((one.message for one in observed.model.history if one.revision == wanted.name), None) or ""
+        return Setback(earlier, f"{error}; {again}", error)
+    error = next(_failures(model, observed, wanted), "")
+    if not error:
+        return None
+    error = printable(error)[:MAX_WORD]
+    return Setback(earlier, f"{error}; {again}", error, is_recorded=False)
+
+
+def _failures(model: NeuronModel, observed: Observed, revision: Revision) -> Iterator[str]:
+    """Why the rollout of a revision, of which not all replicas have served yet, has failed."""
+    seconds = model.spec.rollout.progress_deadline_seconds
+    for pod in observed.live:
+        if pod.revision == revision.name and not pod.is_ready:
+            due, error = _due(model, pod, revision), explain_pod(pod, observed, revision.placement).message
+            if _is_hopeless(pod):
+                yield error
+            elif due is not None and due <= observed.now:
+                yield f"not ready within {seconds} s: {error}"
+    yield from groups.failures(observed, revision.name)
+
+
+def _is_hopeless(pod: PodView) -> bool:
+    """It has ended twice, for a reason that another start would not change."""
+    reason = Reason.of_exit_code(pod.container.ended.exit_code) if pod.container.ended else None
+    return reason is not None and reason.row.final and pod.container.num_restarts > 0
+
+
+def next_deadline(model: NeuronModel, observed: Observed, revision: Revision) -> datetime | None:
+    if observed.model.current_revision == revision.name:
+        return None
+    due = (_due(model, pod, revision) for pod in observed.live)
+    return min((one for one in due if one is not None and one > observed.now), default=None)
+
+
+def history_of(observed: Observed, wanted: Revision, serving: str, error: str) -> tuple[PastRevision, ...]:
+    """`serving`: the last revision of which all replicas could serve; `error`: why the wanted one failed."""
+    past = observed.model.history
+    if not past or past[0].revision != wanted.name:
+        since = observed.now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        past = (PastRevision(revision=wanted.name, state="RollingOut", since=since), *past)[:MAX_HISTORY]
+    newest = next((index for index, one in enumerate(past) if one.revision == serving), None)
+
+    def state_of(index: int, one: PastRevision) -> str:
+        if index == newest:
+            return "Serving"
+        if index == 0:
+            return "RolledBack" if error else "RollingOut"
+        return one.state if one.state == "RolledBack" else "Replaced"
+
+    return tuple(
+        msgspec.structs.replace(one, state=state_of(index, one), message=error or None if index == 0 else one.message)
+        for index, one in enumerate(past)
+    )
+
+
+def _due(model: NeuronModel, pod: PodView, revision: Revision) -> datetime | None:
+    """When a pod that has a node but is not ready exceeds the deadline. Waiting for a node does not count."""
+    if pod.revision != revision.name or pod.is_ready or pod.scheduled is None:
+        return None
+    since = max(pod.scheduled, pod.readiness_changed or pod.scheduled)
+    return since + timedelta(seconds=model.spec.rollout.progress_deadline_seconds)

@@ -1,0 +1,80 @@
+"""Who owns what the models of a namespace share, and how long it stays. Called by `decide`. Pure.
+
+Every model that needs a shared object is one of its owners. Deleting one of the models leaves the object to the others;
+the garbage collector deletes it with the last. A model that no longer needs it takes its name off. Joining and leaving
+are patches of one name without a version, so that a dozen models can do so at once; the last one left deletes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.decide.steps import Walk
+from neuron_operator.read.objects import is_orphan, is_owned, name_of, owners_of
+from neuron_operator.read.views import ChildView, JobView, Observed
+from neuron_operator.read.world import Change, Object
+from neuron_operator.render.jobs import KEPT_SECONDS
+from neuron_operator.render.objects import owner_reference
+
+OWNED_KINDS = frozenset({"Job", "ConfigMap", "CronJob"})
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    changes: tuple[Change, ...]
+    delete: tuple[Object, ...]
+
+
+def upkeep(model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[str]) -> Upkeep:
+    """Changes of shared objects that follow from how far the steps got; `kept` are those that kept revisions use."""
+    waiting = frozenset(map(name_of, done.desired))
+    needed = done.done | waiting
+    stale = {name_of(obj) for obj in done.stale}
+    ours, others = list[ChildView](), list[ChildView]()
+    for found in observed.shared:
+        if found.kind in OWNED_KINDS:
+            (ours if is_owned(found.live, model.uid) else others).append(found)
+    left = [found for found in ours if found.name not in needed | kept | stale]
+    let_go = [found for found in left if not _is_over(found, observed)]
+    orphans = [found for found in others if found.name not in needed | kept | stale and is_orphan(found.live)]
+    return Upkeep(
+        changes=(
+            *(_joined(model, found) for found in others if found.name in needed - stale),
+            *(_left(model, found) for found in let_go if not _is_alone(model, found)),
+            *_expiries((observed.jobs[found.name] for found in ours if found.kind == "Job"), done, waiting),
+        ),
+        # An orphan is what its last owners left at the same time, if the operator ended between that and its deletion.
+        delete=tuple(found.live for found in (*(f for f in let_go if _is_alone(model, f)), *orphans)),
+    )
+
+
+def _joined(model: NeuronModel, found: ChildView) -> Change:
+    return Change(found.live, {"metadata": {"ownerReferences": [owner_reference(model)]}}, unchanged=False)
+
+
+def _left(model: NeuronModel, found: ChildView) -> Change:
+    gone = {"$patch": "delete", "uid": model.uid}
+    return Change(found.live, {"metadata": {"ownerReferences": [gone]}}, unchanged=False)
+
+
+def _is_alone(model: NeuronModel, found: ChildView) -> bool:
+    return all(owner.get("uid") == model.uid for owner in owners_of(found.live))
+
+
+def _is_over(found: ChildView, observed: Observed) -> bool:
+    """A finished Job expires on its own, also if only its pod's end is seen yet."""
+    if found.kind != "Job":
+        return False
+    return observed.jobs[found.name].is_finished or bool(observed.answers_of(found.name))
+
+
+def _expiries(jobs: Iterable[JobView], done: Walk, waiting: frozenset[str]) -> Iterator[Change]:
+    """Finished Jobs are deleted some time later, but never before their record is copied or their failure is shown."""
+    for job in jobs:
+        if job.is_finished and not job.expires:
+            if job is done.failed:
+                yield Change(job.live, {"spec": {"ttlSecondsAfterFinished": done.retry_seconds}})
+            elif job.name not in waiting:
+                yield Change(job.live, {"spec": {"ttlSecondsAfterFinished": KEPT_SECONDS}})

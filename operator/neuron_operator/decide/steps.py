@@ -1,0 +1,384 @@
+"""The steps from a manifest to replicas. `decide` walks them; each step sets one condition.
+
+A step may run a Job, which models of a namespace share. The record that it leaves is first copied into a ConfigMap, the
+keeper, and then added to `Known` for the later steps. Pure: a step renders its Job and reads what is there; it never
+waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import msgspec
+
+from neuron_operator.api import names
+from neuron_operator.api.errors import InvalidSpec, Unplaceable
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.api.model_status import MAX_WORD
+from neuron_operator.api.reasons import Finding, Reason, met, unmet
+from neuron_operator.decide import pin
+from neuron_operator.place.planner import Held
+from neuron_operator.read.objects import instant, name_of, rendered_hash
+from neuron_operator.read.records import Facts, Record, StoredArtifact, StoredWeights
+from neuron_operator.read.revision import Revision
+from neuron_operator.read.views import JobView, KeeperView, Observed
+from neuron_operator.read.world import FreeDevices, Object, Settings
+from neuron_operator.render.jobs import (
+    MAX_RETRY_SECONDS,
+    MIN_RETRY_SECONDS,
+    check_job,
+    compile_jobs,
+    fetch_job,
+    keeper,
+    memory_of,
+    resolve_job,
+    with_owners,
+)
+from neuron_operator.render.storage import source, words
+from neuron_operator.why.jobs import explain_job, has_run_out_of_memory, ran_out_of_memory
+from neuron_operator.why.pods import awaited
+
+LOST_SECONDS = 20
+"""A pod that still exists so long after its grace period is not ended by its kubelet any more."""
+DISPUTED_SECONDS = 60
+"""How long a record that tells of nothing new is believed, whatever a serving pod reports."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """The input of a step: the manifest, and the results of earlier steps."""
+
+    model: NeuronModel
+    settings: Settings
+    next_number: int
+    """Number of the revision if a new one is pinned."""
+    free: FreeDevices | None = None
+    """None: not read in this pass."""
+    held: Held | None = None
+    """Where the revision before runs."""
+    upgrade: str = ""
+    """The runtime image, if it alone makes a new revision."""
+    tried: frozenset[str] = frozenset()
+    """Names of revisions that have, or had, replicas."""
+    answers: bool = False
+    """Whether a replica does, which a rollout could take away."""
+    facts: Facts | None = None
+    revision: Revision | None = None
+    weights: StoredWeights | None = None
+    """What the fetch Job brought to the place of the weights."""
+    artifact: StoredArtifact | None = None
+
+    @property
+    def resolved(self) -> Facts:
+        """The facts. Raises LookupError in a step before Resolve."""
+        if self.facts is None:
+            raise LookupError("this step needs facts: place it after Resolve")
+        return self.facts
+
+    @property
+    def pinned(self) -> Revision:
+        """The revision. Raises LookupError in a step before Place."""
+        if self.revision is None:
+            raise LookupError("this step needs the revision: place it after Place")
+        return self.revision
+
+
+@dataclass(frozen=True)
+class Task:
+    """The Jobs of a step, of which one at a time runs."""
+
+    waiting: Finding
+    """The finding while the Job runs; other findings about the Job have the same condition."""
+    jobs: Callable[[Known], tuple[Object, ...]]
+    """The shared Job, and those that follow if one before runs out of memory; empty: the step needs none."""
+    learn: Callable[[Known, Record], Known | None]
+    """What is known after a successful Job; None if its record lacks it."""
+    knows: Callable[[Known], bool] | None = None
+    """Whether all this is known already; for a result that the revision pins."""
+    is_lasting: bool = True
+    """Whether the revision needs the result as long as it lives."""
+    void_after: frozenset[int] = frozenset()
+    """Exit codes with which a serving pod of the revision reports that the result is no longer there."""
+
+
+@dataclass(frozen=True)
+class Step:
+    finish: Callable[[Known], tuple[Known, Finding | None]]
+    """Called once the task is done. No finding: the rollout that follows sets the condition. Raises InvalidSpec or
+    Unplaceable if the model cannot be served."""
+    task: Task | None = None
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How far the steps got."""
+
+    known: Known
+    findings: tuple[Finding, ...]
+    is_complete: bool = False
+    desired: tuple[Object, ...] = ()
+    """What the current step waits for: its Job, or the keeper of the record that the Job left."""
+    stale: tuple[Object, ...] = ()
+    """Live objects of the current step that have to be made again."""
+    done: frozenset[str] = frozenset()
+    """Names of the Jobs of the steps that are done."""
+    used: frozenset[str] = frozenset()
+    """Of them, those whose results the revision needs as long as it lives."""
+    failed: JobView | None = None
+    """The Job of the current step, if it ended without a record that can be used."""
+    retry_seconds: int = MIN_RETRY_SECONDS
+    """When that Job is made again, counted from its end."""
+
+
+def walk(steps: Sequence[Step], known: Known, observed: Observed) -> Walk:
+    """Take the steps in order, up to the first that waits for its Job or refuses the manifest."""
+    so_far = Walk(known, ())
+    for step in steps:
+        known = so_far.known
+        jobs = step.task.jobs(known) if step.task else ()
+        if step.task is not None and jobs:
+            is_known = step.task.knows is not None and step.task.knows(known)
+            used, after = (frozenset[str](), known) if is_known else _kept(step.task, jobs, known, observed)
+            if after is None:
+                return _wait(step.task, jobs, so_far, observed)
+            known, done = after, so_far.done | used | set(map(name_of, jobs))
+            lasts = step.task.is_lasting and step.task.knows is None
+            so_far = replace(so_far, done=done, used=so_far.used | used if lasts else so_far.used)
+        try:
+            known, finding = step.finish(known)
+        except (InvalidSpec, Unplaceable) as refusal:
+            return replace(so_far, known=known, findings=(*so_far.findings, refusal_of(refusal)))
+        so_far = replace(so_far, known=known, findings=(*so_far.findings, finding) if finding else so_far.findings)
+    return replace(so_far, is_complete=True)
+
+
+def using(revision: Revision, done: Walk, observed: Observed) -> Revision:
+    """The revision, with the Jobs whose results it needs. While a step is repeated, the results of later ones stay."""
+    awaited = {name_of(obj) for obj in (*done.desired, *done.stale)}
+    later = () if done.is_complete else observed.keepers.keys() & revision.shared
+    return msgspec.structs.replace(revision, shared=tuple(sorted(done.used.union(awaited, later))))
+
+
+def _kept(task: Task, jobs: Iterable[Object], known: Known, observed: Observed) -> tuple[frozenset[str], Known | None]:
+    """What a keeper tells, with its name; None if there is none, or what it tells of has vanished since. What a
+    revision has used stays in use, even if the Job would be another one today."""
+    before = known.revision.shared if known.revision else ()
+    for name in dict.fromkeys((*map(name_of, jobs), *before)):
+        kept = observed.keepers.get(name)
+        if kept is not None and kept.record is not None and not _is_void(task, kept, known, observed):
+            after = task.learn(known, kept.record)
+            if after is not None:
+                return frozenset({name}), after
+    return frozenset(), None
+
+
+def _is_void(task: Task, kept: KeeperView, known: Known, observed: Observed) -> bool:
+    """Whether a serving pod of the revision reported so after the record was kept.
+
+    Where the Job found everything in its store, pod and store may disagree for ever: it runs again at intervals only.
+    """
+    if kept.created is None or kept.record is None:
+        return False
+    valid_until = kept.created + timedelta(seconds=DISPUTED_SECONDS if kept.record.found_all else 0)
+    revision_name = known.revision.name if known.revision else ""
+    ends = (pod.container.ended for pod in observed.replicas if pod.revision == revision_name)
+    return any(
+        end.exit_code in task.void_after and end.finished is not None and end.finished > valid_until
+        for end in ends
+        if end is not None
+    )
+
+
+def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) -> Walk:
+    """Wait for the Job, or for its record to be copied. Keepers and Jobs that cannot be used are made again."""
+    index = _current(jobs, task.waiting, observed)
+    job, before = jobs[index], jobs[:index]
+    name, known = name_of(job), so_far.known
+    live, kept = observed.jobs.get(name), [found for found in map(observed.keepers.get, map(name_of, jobs)) if found]
+    if before:
+        memory = f" with {memory_of(job)} of memory, because {memory_of(before[-1])} were not enough"
+        task = replace(task, waiting=replace(task.waiting, message=task.waiting.message + memory))
+        so_far = replace(so_far, done=so_far.done | set(map(name_of, before)))
+    usable = (record for record in observed.answers_of(name) if task.learn(known, record) is not None)
+    record = next(usable, None)
+    finding = task.waiting if live and record else explain_job(task.waiting, live, observed)
+    waiting = replace(so_far, findings=(*so_far.findings, finding))
+    if kept:
+        return replace(
+            waiting, stale=(*(found.live for found in kept), *((live.live,) if live and live.is_finished else ()))
+        )
+    if live is None:
+        return replace(waiting, desired=(job,))
+    if record is not None:
+        return replace(waiting, desired=(with_owners(keeper(known.model, job, record), live.live),))
+    is_lost = live.is_complete and not observed.pods_of(name)
+    is_outdated = not live.is_complete and live.rendered != rendered_hash(job)
+    is_mended = any(awaited(pod, observed) in observed.existing for pod in observed.pods_of(name))
+    if is_lost or is_outdated or is_mended or _is_stuck(live, observed):
+        return replace(waiting, stale=(live.live,))
+    # The end of a pod may be seen after that of its Job.
+    has_ended = all(pod.container.ended for pod in observed.pods_of(name))
+    failed = live if live.is_finished and has_ended else None
+    if failed is not None and observed.model.wants_retry:
+        return replace(waiting, stale=(live.live,))
+    return replace(waiting, desired=(job,), failed=failed, retry_seconds=_retry_seconds(task, observed))
+
+
+def _is_stuck(job: JobView, observed: Observed) -> bool:
+    """Whether the Job waits for a pod that nobody ends, because its node is lost.
+
+    It is made again: the Job controller keeps the pods of a Job that exists, even deleted ones. Should both run, that
+    does no harm: a store is locked, and an entry appears by one rename.
+    """
+    ends = (pod.should_be_gone for pod in observed.pods_of(job.name))
+    return not job.is_finished and any(end and (observed.now - end).total_seconds() > LOST_SECONDS for end in ends)
+
+
+def _current(jobs: Sequence[Object], waiting: Finding, observed: Observed) -> int:
+    """Which of the Jobs is to run: the one after the last that ran out of memory."""
+    last = max((index for index, job in enumerate(jobs) if name_of(job) in observed.jobs), default=None)
+    if last is None:
+        return len(jobs) - 1 if has_run_out_of_memory(waiting, observed) else 0
+    ends = (pod.container.ended for pod in observed.pods_of(name_of(jobs[last]))[:1])
+    is_over = any(end is not None and ran_out_of_memory(end) for end in ends)
+    return min(last + is_over, len(jobs) - 1)
+
+
+def _retry_seconds(task: Task, observed: Observed) -> int:
+    """A tenth of the time that the step has been waiting: a cure is noticed soon after a short fault, and attempts
+    become rarer without a stored count."""
+    before = observed.model.conditions.get(task.waiting.condition)
+    since = instant(before.since) if before is not None and before.status == "False" else None
+    waited = (observed.now - since).total_seconds() if since else 0.0
+    return int(min(max(waited / 10, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS))
+
+
+def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:
+    """The finding for a refused manifest."""
+    needs = refusal.needs if isinstance(refusal, Unplaceable) else ()
+    return unmet(refusal.reason.row.conditions[-1], refusal.reason, str(refusal), needs)
+
+
+def _resolve_jobs(known: Known) -> tuple[Object, ...]:
+    return (resolve_job(known.model, known.settings),)
+
+
+def _learn_facts(known: Known, record: Record) -> Known | None:
+    return replace(known, facts=record.facts) if record.facts else None
+
+
+def _finish_resolve(known: Known) -> tuple[Known, Finding]:
+    facts = known.resolved
+    message = f"{facts.architecture}, {facts.parameters} parameters, at {facts.digest}"
+    return known, met("ModelResolved", message)
+
+
+def _finish_place(known: Known) -> tuple[Known, Finding]:
+    pinned = known.revision or pin.pin(
+        known.model,
+        known.resolved,
+        known.settings,
+        known.next_number,
+        upgrade=known.upgrade,
+        free=known.free,
+        before=known.held,
+    )
+    summary = pinned.pinned.plan.summary or pinned.placement.words
+    return replace(known, revision=pinned), met("Placed", str(summary))
+
+
+def _fetch_jobs(known: Known) -> tuple[Object, ...]:
+    pinned = known.pinned
+    place, facts = pinned.pinned.weights, pinned.pinned.facts
+    return (fetch_job(known.model, known.settings, place, facts, pinned.image),) if place else ()
+
+
+def _learn_weights(known: Known, record: Record) -> Known | None:
+    found = record.weights
+    return replace(known, weights=found) if found and found.digest == known.resolved.digest else None
+
+
+def _finish_fetch(known: Known) -> tuple[Known, Finding]:
+    place = known.pinned.pinned.weights
+    if place is not None:
+        size = f"{known.weights.bytes} bytes" if known.weights else "the weights"
+        return known, met("WeightsReady", f"{size} at {known.resolved.digest} are in {words(place)}")
+    if source(known.model).remotes:
+        return known, met("WeightsReady", "serving pods download the weights themselves", "FetchedByPods")
+    return known, met("WeightsReady", f"serving pods read the weights from {known.model.spec.model.uri}")
+
+
+def _compile_jobs(known: Known) -> tuple[Object, ...]:
+    if known.model.spec.names_artifact:
+        return ()
+    return compile_jobs(known.model, known.settings, known.pinned.pinned)
+
+
+def _learn_artifact(known: Known, record: Record) -> Known | None:
+    return replace(known, artifact=record.artifact) if record.artifact else None
+
+
+def _finish_compile(known: Known) -> tuple[Known, Finding]:
+    artifact = known.artifact
+    if known.model.is_compiled and known.model.spec.names_artifact:
+        message = f"replicas load the artifact that {names.ARTIFACT_VARIABLE} of spec.engine.env names, if it fits"
+        return known, met("Compiled", message, "NotRequired")
+    if artifact is None:
+        return known, met("Compiled", "replicas need no compiled artifact", "NotRequired")
+    how = "found in its store" if artifact.reused else f"compiled in {artifact.seconds:.0f} s"
+    message = f"artifact {artifact.key[:MAX_WORD]} with {artifact.bytes} bytes, {how}"
+    return known, met("Compiled", message)
+
+
+def _check_jobs(known: Known) -> tuple[Object, ...]:
+    """Nothing is at risk if no replica answers, or the rollout has begun."""
+    is_needed = known.answers and known.pinned.name not in known.tried
+    return (check_job(known.model, known.settings, known.pinned),) if is_needed else ()
+
+
+def _learn_check(known: Known, record: Record) -> Known | None:
+    return known if record.command == names.ROLE_CHECK else None
+
+
+STEPS = (
+    Step(
+        _finish_resolve,
+        Task(
+            waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the model's configuration"),
+            jobs=_resolve_jobs,
+            learn=_learn_facts,
+            knows=lambda known: known.facts is not None,
+        ),
+    ),
+    Step(_finish_place),
+    Step(
+        _finish_fetch,
+        Task(
+            waiting=unmet("WeightsReady", Reason.FETCHING, "fetching the weights"),
+            jobs=_fetch_jobs,
+            learn=_learn_weights,
+            void_after=frozenset((*Reason.CHECKSUM_MISMATCH.row.exit_codes, *Reason.WEIGHTS_MISSING.row.exit_codes)),
+        ),
+    ),
+    Step(
+        _finish_compile,
+        Task(
+            waiting=unmet("Compiled", Reason.COMPILING, "compiling the model"),
+            jobs=_compile_jobs,
+            learn=_learn_artifact,
+            void_after=frozenset(Reason.ARTIFACT_MISSING.row.exit_codes),
+        ),
+    ),
+    Step(
+        lambda known: (known, None),
+        Task(
+            waiting=unmet("UpToDate", Reason.CHECKING, "the runtime checks the configuration before a replica ends"),
+            jobs=_check_jobs,
+            learn=_learn_check,
+            is_lasting=False,
+        ),
+    ),
+)
+"""In the order of the conditions."""

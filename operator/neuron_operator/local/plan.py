@@ -1,0 +1,257 @@
+"""Plan a model without serving it: the decision, its arithmetic, and the alternatives.
+
+Called by `__main__` for `neuron-operator plan`. Facts about the model come from a file, or from `neuron-runtime
+inspect` if that is installed; the nodes are those of a cluster, or all that could be bought. It decides by the
+functions of the operator and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from neuron_operator.api.errors import ClusterFault, InvalidSpec, Unplaceable
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.model import BACKENDS, NeuronModel
+from neuron_operator.decide import pin
+from neuron_operator.decide.course import decide
+from neuron_operator.local.command import read_manifest
+from neuron_operator.local.pods import CannotRunHere
+from neuron_operator.place.catalog import INSTANCE_TYPES, family_of
+from neuron_operator.place.planner import MAX_NODES, Choice, Option, Supply, choose, dollars
+from neuron_operator.place.sizing import gb
+from neuron_operator.read.objects import printable
+from neuron_operator.read.records import Facts
+from neuron_operator.read.revision import Revision
+from neuron_operator.read.world import (
+    DEVICE_MODES,
+    ClaimTemplate,
+    FreeDevices,
+    GroupSettings,
+    Object,
+    Place,
+    Provisionable,
+    Settings,
+    StorageSettings,
+    World,
+)
+from neuron_operator.render.config_document import to_json
+from neuron_operator.render.jobs import compile_jobs
+
+EXIT_OK, EXIT_REFUSED, EXIT_USAGE = 0, 1, 2
+
+SETTINGS = Settings(
+    runtime_image="neuron-serving-runtime",
+    storage=StorageSettings(artifacts=Place(pvc_template=ClaimTemplate(size="10Gi"))),
+)
+"""Those of an installation that is not known here."""
+
+
+class NoFacts(Exception):
+    """What is needed to plan cannot be read; the message says how to provide it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-f", "--file", type=Path, required=True, help="manifest that contains one NeuronModel")
+    parser.add_argument(
+        "--facts",
+        type=Path,
+        help="facts about the model, as `neuron-runtime inspect URI --json` prints them (default: run that command)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=["text", "yaml", "config"],
+        default="text",
+        help="yaml: the objects; config: the pods' configuration, which `neuron-runtime plan-buckets --config` reads",
+    )
+    parser.add_argument(
+        "--instance-types",
+        default="",
+        help="comma-separated instance types that can be added (default: all known ones, none with --cluster)",
+    )
+    parser.add_argument("--cluster", action="store_true", help="plan for the nodes of the cluster")
+    parser.add_argument("--kubeconfig", default="", help="of that cluster")
+    parser.add_argument("--device-mode", choices=DEVICE_MODES, default="Plugin", help="as the chart value devices.mode")
+    parser.add_argument(
+        "--max-nodes",
+        type=int,
+        choices=range(1, MAX_NODES + 1),
+        default=1,
+        metavar="N",
+        help="as the chart value groups.maxNodes: nodes of a replica that no node holds (default: %(default)s)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan, or why there is none. Returns the exit code of the command."""
+    try:
+        body = read_manifest(options.file)
+        model = parse(body)
+        facts = read_facts(options.facts) if options.facts else inspected(model)
+        settings, free = _where(options)
+        pinned = pin.pin(model, facts, settings, 1, free=free)
+        choice = choose(model, facts, settings, free) if BACKENDS[model.backend].on_device else None
+    except (InvalidSpec, Unplaceable) as refusal:
+        print(f"{refusal.reason}: {refusal}", file=sys.stderr)
+        return EXIT_REFUSED
+    except (CannotRunHere, NoFacts, ClusterFault) as error:
+        print(f"neuron-operator plan: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if options.output == "config":
+        print(to_json(pinned.pinned.config), end="")
+    elif options.output == "yaml":
+        print(yaml.safe_dump_all(objects(body, model, pinned, settings), sort_keys=False, width=120), end="")
+    else:
+        print("\n".join(report(pinned, choice)))
+    return EXIT_OK
+
+
+def read_facts(path: Path) -> Facts:
+    """The facts in a file: those that `inspect` prints, or its record. Raises NoFacts."""
+    try:
+        found = yaml.safe_load(path.read_text())
+        found = found.get("facts") or found if isinstance(found, dict) else found
+        return msgspec.convert(found, Facts)
+    except OSError as error:
+        raise NoFacts(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise NoFacts(f"{path} has no facts about a model: {' '.join(str(error).split())}") from error
+
+
+def inspected(model: NeuronModel) -> Facts:
+    """The facts that the runtime of this environment finds. Raises NoFacts."""
+    beside = Path(sys.executable).with_name("neuron-runtime")
+    program = str(beside) if beside.is_file() else shutil.which("neuron-runtime")
+    if program is None:
+        raise NoFacts("neuron-runtime is not installed here: pass the facts with --facts FILE")
+    command = [program, "inspect", model.spec.model.uri, "--backend", model.backend, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise NoFacts(f"{' '.join(command[1:3])}: {printable(lines[-1])}; or pass the facts with --facts FILE")
+    try:
+        return msgspec.json.decode(done.stdout, type=Facts)
+    except msgspec.DecodeError as error:
+        raise NoFacts(f"{program} is of another version: {error}; pass the facts with --facts FILE") from error
+
+
+def _where(options: argparse.Namespace) -> tuple[Settings, FreeDevices]:
+    """The settings and nodes to plan for. Raises NoFacts for a type that nothing is known of."""
+    types = tuple(filter(None, options.instance_types.split(",")))
+    if unknown := [kind for kind in types if family_of(kind) is None]:
+        raise NoFacts(f"--instance-types: {unknown[0]} is of no known family; known are {', '.join(INSTANCE_TYPES)}")
+    free = asyncio.run(_nodes(options.kubeconfig)) if options.cluster else FreeDevices(())
+    types = types or (() if options.cluster else tuple(INSTANCE_TYPES))
+    groups = GroupSettings(max_nodes=options.max_nodes)
+    settings = replace(SETTINGS, device_mode=options.device_mode, provisionable=Provisionable(types), groups=groups)
+    return settings, free
+
+
+async def _nodes(kubeconfig: str) -> FreeDevices:
+    from neuron_operator.cluster.client import connect  # noqa: PLC0415 - the client is not needed without a cluster
+    from neuron_operator.cluster.on_demand import OnDemand  # noqa: PLC0415
+
+    async with connect(kubeconfig) as cluster:
+        return await OnDemand(cluster).free_devices()
+
+
+def objects(body: Object, model: NeuronModel, pinned: Revision, settings: Settings) -> Iterator[Object]:
+    """What the operator would create, without owners: these do not exist yet."""
+    world = World(body=body, children=(pin.to_object(model, pinned),), pods=(), now=datetime.now(UTC))
+    decided = decide(replace(world, body={**body, "status": decide(world, settings, ()).status}), settings, ())
+    for obj in (*compile_jobs(model, settings, pinned.pinned)[:1], *decided.desired):
+        metadata = {key: value for key, value in obj["metadata"].items() if key != "ownerReferences"}
+        # Through JSON: YAML would refer from one object to a part of another.
+        yield msgspec.json.decode(msgspec.json.encode({**obj, "metadata": metadata}))
+
+
+def report(pinned: Revision, choice: Choice | None) -> Iterator[str]:
+    """The plan for people; begins with `status.plan.summary`."""
+    yield str(pinned.pinned.plan.summary)
+    if choice is None:
+        needs = gb(pinned.pinned.plan.host_bytes or 0)
+        yield f"computed on the host, so nothing is planned: a pod needs about {needs} and takes what memory is free"
+        return
+    best = choice.chosen
+    yield ""
+    yield from _table(best)
+    yield ""
+    rows = {
+        "cheapest": f"{best.words}, {_costs(best)}",
+        "runner-up": _alternative(choice.runner_up) + choice.why_not,
+        "one size smaller": _alternative(_neighbour(choice, -1)),
+        "one size larger": _alternative(_neighbour(choice, 1)),
+    }
+    yield from _aligned(rows)
+    if choice.others:
+        yield ""
+        yield "does not fit:"
+        yield from _aligned({f"  {option.words}": option.problem for option in choice.others})
+
+
+def _table(option: Option) -> Iterator[str]:
+    memory, load, facts = option.memory, option.load, option.memory.parts
+    notes = {
+        "cache": load.words,
+        "graphs": f"at most {load.num_graphs}: see neuron-runtime plan-buckets",
+        "weights": f"a share of {option.tensor}",
+    }
+    of_all = f"{option.tensor} of {option.cores}" if option.tensor < option.cores else f"{option.tensor}"
+    yield f"each of {of_all} NeuronCores of {option.site.family.name}"
+    for name, part in {**facts, "total": memory.total, "may be used": memory.limit}.items():
+        yield f"  {name:<12}{gb(part):>10}  {notes.get(name, '')}".rstrip()
+    has = f" of {gb(option.site.host_memory)}" if option.site.host_memory else ""
+    why = "requested" if option.host.is_requested else "while loading"
+    yield f"  {'host':<12}{gb(option.host.memory):>10}  {why}{has}"
+    yield f"  {'Neuron SDK':<12}{option.site.family.last_sdk:>10}  or older"
+
+
+def _alternative(option: Option | None) -> str:
+    if option is None:
+        return "none"
+    return f"{option.words}: {option.problem or f'{option.load.words}, {_costs(option)}'}"
+
+
+def _costs(option: Option) -> str:
+    where = {
+        Supply.THERE: "free on a node of the cluster",
+        Supply.TO_BUY: "a node to add",
+        Supply.TAKEN: "on a node, but held by other pods",
+    }
+    return f"about {dollars(option.cost)} per hour ({where[option.supply]})"
+
+
+def _neighbour(choice: Choice, step: int) -> Option | None:
+    """The option with the next more or less device memory than the chosen one."""
+
+    def size(option: Option) -> int:
+        return option.cores * option.logical_core * option.site.family.core_memory
+
+    best = size(choice.chosen)
+    beyond = [option for option in (*choice.fitting, *choice.others) if (size(option) - best) * step > 0]
+    if not beyond:
+        return None
+    return min(beyond, key=lambda option: (abs(size(option) - best), not option.fits, option.order))
+
+
+def _aligned(rows: dict[str, str]) -> Iterator[str]:
+    width = max(map(len, rows))
+    yield from (f"{name:<{width}}  {text}" for name, text in rows.items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the subcommand."""
+    parser = argparse.ArgumentParser(prog="neuron-operator plan", description=str(__doc__).partition("\n")[0])
+    add_arguments(parser)
+    return run(parser.parse_args(argv))

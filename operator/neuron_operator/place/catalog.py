@@ -1,0 +1,148 @@
+"""A table of instance types with Neuron devices: what they have, which shares of it a pod may hold, what they cost.
+
+`placement` plans with it, and `sizing` reads the memory of a core. A type that is missing here is used by its family
+and what its node offers; the kubelet and the scheduler decide.
+
+Sources: the architecture pages of the Neuron documentation (devices, cores, memory), the feature guide of NxD Inference
+(degrees), Karpenter's table of instance types (CPUs, allocatable host memory, EFA), and the release notes of the Neuron
+SDK. Prices are explained at `InstanceType.price`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from neuron_operator.api.errors import InvalidSpec
+
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Family:
+    """Devices that run the same compiled models."""
+
+    name: str
+    """As compilers know it."""
+    physical_cores: int
+    """Of one device."""
+    logical_core: Literal[1, 2]
+    """Physical cores per logical core, unless a node is set up differently."""
+    core_memory: int
+    """Bytes of device memory per physical core."""
+    degrees: tuple[int, ...]
+    """Tensor-parallel degrees that NxD Inference documents for it."""
+    last_sdk: str
+    """Newest Neuron SDK whose images have an NxD Inference that runs on it, as in docs/neuron.md."""
+
+    @property
+    def device_memory(self) -> int:
+        return self.physical_cores * self.core_memory
+
+    def logical_cores(self, chosen: int | None) -> tuple[int, int]:
+        """Physical cores per logical core, and logical cores per device. Raises InvalidSpec for what it does not have.
+
+        chosen: that of the manifest.
+        """
+        logical_core = chosen or self.logical_core
+        if logical_core > self.logical_core:
+            message = f"{self.name} has no logical cores of {chosen} physical ones: remove it"
+            raise InvalidSpec("spec.accelerator.logicalNeuronCore", message)
+        return logical_core, self.physical_cores // logical_core
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("inf2", 2, 1, 16 * GIB, (1, 2, 4, 8, 12, 24), "2.28"),
+        Family("trn1", 2, 1, 16 * GIB, (1, 2, 8, 16, 32), "2.28"),
+        Family("trn2", 8, 2, 12 * GIB, (1, 2, 4, 8, 16, 32, 64), "2.31"),
+        Family("trn3", 8, 2, 18 * GIB, (1, 2, 4, 8, 16, 32, 64), "2.31"),
+    )
+}
+
+
+def family_of(instance_type: str) -> Family | None:
+    """By the first word of the type's name, so that new types of a family are known."""
+    found = re.match("|".join(FAMILIES), instance_type)
+    return FAMILIES[found[0]] if found else None
+
+
+@dataclass(frozen=True)
+class InstanceType:
+    """One node's Neuron devices. Cores are logical cores at the type's default setting."""
+
+    name: str
+    devices: int
+    topology: Literal["single", "ring", "torus"]
+    """How its devices are joined: a pod may hold adjacent ones only."""
+    vcpus: int
+    host_memory: int
+    """Bytes that pods can request: a node keeps some for itself."""
+    efa: int
+    """Network interfaces for several nodes."""
+    price: float
+    """US dollars per hour, to compare types with each other, not to budget with. On demand in us-east-1 for inf2 and
+    trn1. trn2.3xlarge: seen on demand in ap-southeast-4; trn2.48xlarge: 16 times that, which is also its price in a
+    Capacity Block. Nothing public exists for trn2u (taken as a tenth more than trn2.48xlarge, whose devices it has) and
+    trn3 (taken by device memory, 1.5 times that of trn2)."""
+
+    @property
+    def family(self) -> Family:
+        found = family_of(self.name)
+        assert found is not None
+        return found
+
+    @property
+    def cores_per_device(self) -> int:
+        return self.family.logical_cores(None)[1]
+
+    @property
+    def cores(self) -> int:
+        return self.devices * self.cores_per_device
+
+    @property
+    def plain_devices(self) -> tuple[int, ...]:
+        """Device counts that the device plugin grants on its own: one, or all of a node."""
+        return tuple(sorted({1, self.devices}))
+
+    @property
+    def extension_devices(self) -> tuple[int, ...]:
+        """Device counts that are granted with the scheduler extension, which picks adjacent devices."""
+        if self.topology == "torus":
+            return (1, 4, 8, 16)
+        return tuple(range(1, self.devices + 1))
+
+    @property
+    def plain_cores(self) -> tuple[int, ...]:
+        return tuple(sorted({1, self.cores}))
+
+    @property
+    def extension_cores(self) -> tuple[int, ...]:
+        """On a ring any number of cores; on a torus those of one device, or of a legal set of devices."""
+        if self.topology == "ring":
+            return tuple(range(1, self.cores + 1))
+        within = range(1, self.cores_per_device + 1)
+        return tuple(sorted({*within, *(self.cores_per_device * count for count in self.extension_devices)}))
+
+
+INSTANCE_TYPES = {
+    instance.name: instance
+    for instance in (
+        InstanceType("inf2.xlarge", 1, "single", 4, 14_162 * MIB, 0, 0.758),
+        InstanceType("inf2.8xlarge", 1, "single", 32, 118_312 * MIB, 0, 1.968),
+        InstanceType("inf2.24xlarge", 6, "ring", 96, 355_262 * MIB, 0, 6.491),
+        InstanceType("inf2.48xlarge", 12, "ring", 192, 718_987 * MIB, 0, 12.981),
+        InstanceType("trn1.2xlarge", 1, "single", 8, 29_317 * MIB, 0, 1.344),
+        InstanceType("trn1.32xlarge", 16, "torus", 128, 481_894 * MIB, 8, 21.5),
+        InstanceType("trn1n.32xlarge", 16, "torus", 128, 481_894 * MIB, 16, 24.78),
+        # Memory and CPUs of trn2.3xlarge are not in Karpenter's table: a pod with a limit of 96 GiB was seen on one.
+        InstanceType("trn2.3xlarge", 1, "single", 12, 96 * GIB, 0, 2.235),
+        InstanceType("trn2.48xlarge", 16, "torus", 192, 1_938_410 * MIB, 16, 35.76),
+        InstanceType("trn2u.48xlarge", 16, "torus", 192, 1_938_410 * MIB, 16, 39.34),
+        # The name is the driver's; the host is that of a server of the documented UltraServer.
+        InstanceType("trn3.48xlarge", 16, "torus", 192, 1_938_410 * MIB, 16, 53.64),
+    )
+}

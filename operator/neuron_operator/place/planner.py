@@ -1,0 +1,653 @@
+"""Chooses where a compiled model runs: instance type, devices, tensor-parallel degree, length and sequences.
+
+Called when a revision is pinned, and by the command `plan`. Pure. What the manifest names is taken as given; of the
+rest, the cheapest that fits is chosen, by the arithmetic of `sizing`: `choose` returns the `Choice`, with everything
+that was considered, or raises with the numbers. It chooses a type of node; the scheduler chooses the node.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import product
+from typing import Any
+
+from msgspec import structs
+
+from neuron_operator.api.errors import InvalidSpec, Unplaceable
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.api.needs import Need
+from neuron_operator.api.reasons import Reason
+from neuron_operator.place import sizing
+from neuron_operator.place.catalog import FAMILIES, INSTANCE_TYPES, Family, family_of
+from neuron_operator.place.sizes import NAME_THE_TYPE, legal_sizes, place
+from neuron_operator.place.sizing import Cores, Load, Memory, Widths, gb
+from neuron_operator.place.target import Target
+from neuron_operator.read.objects import number_of
+from neuron_operator.read.placement import NodeRules, Placement
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, Settings
+
+USUAL_SEQUENCES = (16, 8, 4, 2, 1)
+"""The most that fit are chosen, if the manifest sets no number."""
+USUAL_LENGTH = 4096
+"""Or the model's, if that is shorter."""
+LEAST = ((USUAL_LENGTH, 4), (USUAL_LENGTH, 1), (2048, 1), (1024, 1))
+"""Length and sequences that a place must have room for. Only if none has is the next row tried: fewer sequences are
+better than a dearer node, but one at a time, or short ones, are not."""
+SHORTEST_LENGTH = 1024
+"""That is proposed where nothing fits."""
+BLOCK_SIZE = 32
+"""As the runtime's default."""
+
+MAX_NODES = 64
+"""Of a replica."""
+
+HOST_PROCESSES_BYTES = 256 * 2**20
+"""Of a pod beside its engine."""
+
+
+class Supply(IntEnum):
+    """Where the devices come from, best first."""
+
+    THERE = 0
+    """A node has them free."""
+    TO_BUY = 1
+    """A node of this type can be added, or is named by the manifest."""
+    TAKEN = 2
+    """A node has them, but other pods hold them now."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A type of node that the model may run on."""
+
+    name: str
+    family: Family
+    devices: int
+    """Of a node; 0: unknown."""
+    price: float
+    """Dollars per hour of a node."""
+    host_memory: int = 0
+    """Bytes that pods can request; 0: unknown."""
+    vcpus: int = 0
+    """0: unknown."""
+    free: tuple[tuple[str, int], ...] = ()
+    """For each node there is: the domain in which the nodes of a group must be, and its free devices (or cores)."""
+    is_buyable: bool = True
+
+    @property
+    def is_wired(self) -> bool:
+        """Whether its nodes have the network over which devices of several nodes compute together."""
+        return self.name in INSTANCE_TYPES and INSTANCE_TYPES[self.name].efa > 0
+
+    def supply(self, size: int, nodes: int) -> Supply:
+        together = Counter(domain for domain, free in self.free if free >= size)
+        if max(together.values(), default=0) >= nodes:
+            return Supply.THERE
+        return Supply.TO_BUY if self.is_buyable else Supply.TAKEN
+
+
+@dataclass(frozen=True)
+class Held:
+    """The place of the model's revision before. It is kept if it still fits: an edit must not move a model to other
+    devices, which its own replicas do not hold already."""
+
+    instance_type: str
+    """Empty: any of the family."""
+    family: str
+    size: int
+    nodes: int = 1
+
+    def contains(self, option: Option) -> bool:
+        is_here = option.site.name == self.instance_type or (
+            not self.instance_type and option.site.family.name == self.family
+        )
+        return is_here and (option.size, option.nodes) == (self.size, self.nodes)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the manifest says about limits and modes; None: nothing."""
+
+    tensor: int | None
+    length: int | None
+    sequences: int | None
+    block_size: int | None
+    num_blocks: int | None
+    uses_blocks: bool
+    shares_prefixes: bool | None
+    chunks_prefill: bool | None
+    context_buckets: tuple[int, ...]
+    token_buckets: tuple[int, ...]
+    widths: Widths
+    longest: int
+    """The model's length."""
+
+    @property
+    def least(self) -> tuple[tuple[int, int], ...]:
+        """See `LEAST`, with what the manifest sets."""
+        found = ((self.length or min(length, self.longest), self.sequences or rows) for length, rows in LEAST)
+        return tuple(dict.fromkeys(found))
+
+    def load(self, length: int, sequences: int, logical_core: int) -> Load:
+        prefill, block_size, num_blocks = length, 0, 0
+        if self.uses_blocks:
+            block_size = self.block_size or min(BLOCK_SIZE, length)
+            length = length if self.length else max(1, length // block_size) * block_size
+            num_blocks = self.num_blocks or sequences * -(-length // block_size)
+            shares = self.shares_prefixes if self.shares_prefixes is not None else logical_core > 1
+            segments = self.chunks_prefill if self.chunks_prefill is not None else logical_core > 1 or shares
+            prefill = sizing.longest_segment(length, logical_core) if segments else length
+        return Load(
+            length=length,
+            sequences=sequences,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            longest_prefill=max(self.context_buckets, default=prefill),
+            context_buckets=len(self.context_buckets),
+            token_buckets=len({*self.token_buckets, length}) if self.token_buckets else 0,
+        )
+
+    def loads(self, least: tuple[int, int], logical_core: int) -> Iterator[Load]:
+        """Those to try, largest first."""
+        length, fewest = least
+        for sequences in (self.sequences,) if self.sequences else USUAL_SEQUENCES:
+            if sequences >= fewest:
+                yield self.load(length, sequences, logical_core)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a pod takes of its node besides devices."""
+
+    memory: int
+    """Bytes."""
+    cpus: float = 0
+    """0: less than any node has."""
+    is_requested: bool = False
+    """Whether the manifest says how much memory; otherwise it is what loading takes."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Devices of a site, and what they would hold."""
+
+    site: Site
+    size: int
+    """Devices of each node, or cores if the manifest asks for cores."""
+    nodes: int
+    in_cores: bool
+    logical_core: int
+    cores: int
+    """Logical cores of all of them, on all nodes."""
+    tensor: int
+    load: Load
+    memory: Memory
+    host: Host
+
+    @property
+    def supply(self) -> Supply:
+        return self.site.supply(self.size, self.nodes)
+
+    @property
+    def cost(self) -> float:
+        """Dollars per hour: of its share of nodes that exist, or of whole ones that have to be added."""
+        whole = self.site.devices * (self.site.family.physical_cores // self.logical_core if self.in_cores else 1)
+        share = min(1.0, self.size / whole) if whole else 1.0
+        return self.nodes * self.site.price * (1.0 if self.supply is Supply.TO_BUY else share)
+
+    @property
+    def lacks_host_memory(self) -> bool:
+        return 0 < self.site.host_memory < self.host.memory
+
+    @property
+    def lacks_cpus(self) -> bool:
+        """A node keeps some for itself."""
+        return 0 < self.site.vcpus <= self.host.cpus
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits and not self.lacks_host_memory and not self.lacks_cpus
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The best first."""
+        return self.supply, round(self.cost, 3), -self.load.sequences, self.size, self.site.price, self.site.name
+
+    @property
+    def placement(self) -> Placement:
+        held = Placement(cores=self.size) if self.in_cores else Placement(devices=self.size)
+        return replace(held, nodes=self.nodes)
+
+    @property
+    def words(self) -> str:
+        return f"{self.placement.words} of {self.site.name}"
+
+    @property
+    def problem(self) -> str:
+        """Why it does not fit; empty: it does."""
+        if not self.memory.fits:
+            used = f"{self.tensor} of {self.cores}" if self.tensor < self.cores else f"{self.tensor}"
+            return (
+                f"each of {used} cores would need {gb(self.memory.total)} (weights {gb(self.memory.weights)}, "
+                f"cache {gb(self.memory.cache)}) for {self.load.words}, and may use {gb(self.memory.limit)}"
+            )
+        if self.lacks_host_memory:
+            takes = "its pod requests" if self.host.is_requested else "loading takes"
+            return f"{takes} {gb(self.host.memory)} of host memory, and a node has {gb(self.site.host_memory)}"
+        if self.lacks_cpus:
+            return f"its pod requests {self.host.cpus:g} CPUs, and a node has {self.site.vcpus}, of which it keeps some"
+        return ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The decision, and what it was chosen from."""
+
+    asked: Placement
+    """By the manifest."""
+    instance_types: tuple[str, ...]
+    """All types whose nodes can run what is compiled for this one."""
+    chosen: Option
+    fitting: tuple[Option, ...]
+    """All that fit, best first."""
+    others: tuple[Option, ...]
+    """Those that do not."""
+    is_kept: bool = False
+    """Whether it is the place of the revision before."""
+
+    @property
+    def placement(self) -> Placement:
+        return replace(self.chosen.placement, instance_type=self.asked.instance_type)
+
+    @property
+    def target(self) -> Target:
+        best = self.chosen
+        return Target(
+            best.site.family,
+            best.logical_core,
+            best.cores,
+            best.tensor,
+            () if self.asked.instance_type else self.instance_types,
+            site=best.site.name,
+            load=best.load,
+            memory=best.memory,
+        )
+
+    @property
+    def runner_up(self) -> Option | None:
+        """The best on another type."""
+        return next((option for option in self.fitting if option.site.name != self.chosen.site.name), None)
+
+    @property
+    def why_not(self) -> str:
+        """Why not the runner-up, for people, after its words; empty: there is none, or it was not compared."""
+        second, chosen = self.runner_up, self.chosen
+        if second is None or self.is_kept:
+            return ""
+        if second.supply != chosen.supply:
+            return "; the chosen one " + ("is free now" if chosen.supply is Supply.THERE else "can be added")
+        if round(second.cost, 3) > round(chosen.cost, 3):
+            return f"; {second.cost / chosen.cost - 1:.0%} dearer"
+        return f"; as cheap, but {_tie(second, chosen)}"
+
+    @property
+    def arithmetic(self) -> str:
+        """For people: what is on each core, and why here."""
+        memory, load = self.chosen.memory, self.chosen.load
+        parts = " + ".join(f"{name} {gb(part)}" for name, part in memory.parts.items())
+        why = f"; {self.chosen.words}: {self.why}" if self.why else ""
+        return f"{load.words}; on each core {parts} = {gb(memory.total)} of {gb(memory.limit)}{why}"
+
+    @property
+    def why(self) -> str:
+        """Why this one, for people; empty if there was nothing to choose."""
+        second, chosen = self.runner_up, self.chosen
+        if not chosen.fits:
+            return "more than the estimate allows, but the manifest sets every number"
+        if self.is_kept:
+            return "as before this edit"
+        if second is None:
+            return ""
+        if second.supply != chosen.supply:
+            reason = "is there now" if chosen.supply is Supply.THERE else "can be added"
+            return f"chosen because it {reason}, before {second.words}"
+        if round(second.cost, 3) == round(chosen.cost, 3):
+            return f"as cheap as {second.words}, which {_tie(second, chosen)}"
+        return f"cheapest, about {dollars(chosen.cost)} per hour, before {second.words} at {dollars(second.cost)}"
+
+
+def _tie(worse: Option, better: Option) -> str:
+    """What makes one of two equally cheap places the worse one."""
+    if worse.load.sequences < better.load.sequences:
+        return "has less room"
+    if worse.size > better.size:
+        return "has more devices"
+    return "is on a dearer node" if worse.site.price > better.site.price else "is later in the alphabet"
+
+
+def dollars(price: float) -> str:
+    return f"${price:.2f}"
+
+
+def choose(
+    model: NeuronModel, facts: Facts, settings: Settings, free: FreeDevices | None, held: Held | None = None
+) -> Choice:
+    """The place of a model that is computed on devices.
+
+    Args:
+        free: the nodes of the cluster; None: not read yet.
+        held: the place of the revision before.
+
+    Raises:
+        InvalidSpec: the devices do not have the cores that the manifest asks for, or the degree does not fit the model.
+        Unplaceable: no allowed place holds it; says what is missing, and the nearest that would.
+    """
+    asked = place(model, settings)
+    if not asked.resources:
+        raise InvalidSpec("spec.engine.backend", f"{model.backend} runs on Neuron devices: set accelerator.type Neuron")
+    case = _Case(model, facts, settings.device_mode, wishes_of(model, facts), settings.groups.max_nodes)
+    sites = _sites(model, settings, asked, free)
+    case.check(sites)
+    ranked = [tuple(case.options(sites, least, nodes)) for nodes in case.node_counts for least in case.wishes.least]
+    for kept in (True, False) if held else (False,):
+        for options in ranked:
+            allowed = (
+                option for option in options if option.fits and not (kept and held and not held.contains(option))
+            )
+            fitting = tuple(sorted(allowed, key=lambda option: option.order))
+            if fitting:
+                rest = tuple(option for option in options if not option.fits)
+                return Choice(asked, _types(fitting[0], free), fitting[0], fitting, rest, is_kept=kept)
+    options = next((options for options in reversed(ranked) if options), ())
+    if not options:
+        text = f"no node of {', '.join(sorted(site.name for site in sites))} grants {asked.words} to one pod"
+        raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text, needs=(Need.FREE_DEVICES,))
+    closest = min(options, key=lambda option: (not option.memory.fits, option.memory.total / option.memory.limit))
+    if case.is_all_set:
+        return Choice(asked, _types(closest, free), closest, (), options)
+    raise Unplaceable(
+        Reason.MODEL_TOO_LARGE,
+        f"the model does not fit on {closest.words}, the best of what may be used: {closest.problem}; "
+        f"{case.nearest(sites)}",
+        needs=() if asked.instance_type else (Need.FREE_DEVICES,),
+    )
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One model, whatever the sites."""
+
+    model: NeuronModel
+    facts: Facts
+    mode: DeviceMode
+    wishes: Wishes
+    max_nodes: int = 1
+    """Of a replica, if the manifest says nothing."""
+
+    @property
+    def node_counts(self) -> tuple[int, ...]:
+        """Nodes of a replica to try; the next only if the model does not fit on fewer. What is said of the devices is
+        said of one node, unless the number of nodes is said as well."""
+        spec = self.model.spec
+        if spec.parallelism.nodes or spec.accelerator.devices or spec.accelerator.cores:
+            return (spec.parallelism.nodes or 1,)
+        return tuple(count for count in (2**power for power in range(7)) if count <= self.max_nodes)
+
+    @property
+    def is_all_set(self) -> bool:
+        """Whether the manifest sets all that decides how much memory is taken: then it is tried, fit or not."""
+        accelerator = self.model.spec.accelerator
+        return bool(self.wishes.length and self.wishes.sequences and (accelerator.devices or accelerator.cores))
+
+    def check(self, sites: Iterable[Site]) -> None:
+        """Raises InvalidSpec for numbers that no site can have."""
+        accelerator, wished = self.model.spec.accelerator, self.wishes.tensor
+        refused, most = list[InvalidSpec](), (0, "")
+        for site in sites:
+            try:
+                _, each = site.family.logical_cores(accelerator.logical_neuron_core)
+            except InvalidSpec as error:
+                refused.append(error)
+                continue
+            each_way = ((count, size) for count in self.node_counts for size in self.sizes(site, count))
+            for nodes, size in each_way:
+                in_cores = accelerator.cores is not None
+                held = Placement(devices=size, nodes=nodes).words
+                have = "are" if in_cores else f"are those of {held}, {site.family.name}"
+                most = max(most, (size if in_cores else size * each * nodes, have))
+        cores, have = most
+        if refused and not cores:
+            raise refused[0]
+        if wished is None or not cores:
+            return
+        if wished > cores:
+            message = f"{wished} needs {wished} NeuronCores, but {cores} {have}"
+            raise InvalidSpec("spec.parallelism.tensor", message)
+        if self.facts.num_heads % wished:
+            fitting = ", ".join(str(d) for d in range(1, cores + 1) if self.facts.num_heads % d == 0)
+            message = f"{wished} does not divide the {self.facts.num_heads} attention heads; choose one of {fitting}"
+            raise InvalidSpec("spec.parallelism.tensor", message)
+
+    def sizes(self, site: Site, nodes: int) -> tuple[int, ...]:
+        """Devices (or cores) that may be asked of each of so many nodes of a site, ascending. If the manifest does not
+        say, several nodes are whole ones that have a network for their devices."""
+        accelerator = self.model.spec.accelerator
+        pinned = accelerator.cores or accelerator.devices
+        legal = legal_sizes(site.name, site.devices, self.mode, in_cores=accelerator.cores is not None)
+        if pinned is not None:
+            return (pinned,) if not legal or pinned in legal else ()
+        if nodes > 1:
+            return tuple(size for size in legal if size == site.devices and site.is_wired)
+        return legal or (1,)
+
+    def options(self, sites: Iterable[Site], least: tuple[int, int], nodes: int) -> Iterator[Option]:
+        """For each site and size, the largest load that fits, or the smallest if none does."""
+        accelerator, host = self.model.spec.accelerator, self.host(nodes)
+        in_cores = accelerator.cores is not None
+        for site in sites:
+            try:
+                logical_core, each = site.family.logical_cores(accelerator.logical_neuron_core)
+            except InvalidSpec:
+                continue
+            for size in self.sizes(site, nodes):
+                cores = nodes * (size if in_cores else size * each)
+                tried = (
+                    Option(site, size, nodes, in_cores, logical_core, cores, tensor, load, memory, host)
+                    for load in self.wishes.loads(least, logical_core)
+                    for tensor in self.degrees(site.family, logical_core, cores, nodes)
+                    for memory in (self.memory(load, Cores(tensor, site.family, logical_core)),)
+                )
+                found: Option | None = None
+                for option in tried:
+                    if found is None or option.memory.total < found.memory.total:
+                        found = option
+                    if option.memory.fits:
+                        break
+                if found is not None:
+                    yield found
+
+    def host(self, nodes: int) -> Host:
+        """What the manifest requests of each node, or else what loading takes."""
+        overlay = self.model.spec.pod_template.spec.resources
+        cpus, memory = ({**overlay.limits, **overlay.requests}.get(name) for name in ("cpu", "memory"))
+        loading = sizing.host_bytes(self.facts, self.wishes.widths, nodes) + HOST_PROCESSES_BYTES
+        return Host(
+            memory=loading if memory is None else int(number_of(memory)),
+            cpus=0 if cpus is None else number_of(cpus),
+            is_requested=memory is not None,
+        )
+
+    def memory(self, load: Load, cores: Cores) -> Memory:
+        return sizing.memory_of(self.facts, self.wishes.widths, load, cores)
+
+    def degrees(self, family: Family, logical_core: int, cores: int, nodes: int) -> tuple[int, ...]:
+        """Tensor-parallel degrees to try, the most cores first: documented ones, on each of the nodes, that divide the
+        heads and the feed-forward layers. One that the manifest sets is the only one."""
+        wished = self.wishes.tensor
+        if wished is not None:
+            return (wished,) if wished <= cores and wished % nodes == 0 else ()
+        each = {*family.degrees, *(d * family.logical_core // logical_core for d in family.degrees)}
+        documented = {nodes * degree for degree in each}
+        divided = (self.facts.num_heads, self.facts.intermediate_size)
+        legal = (d for d in documented if d <= cores and not any(size % d for size in divided))
+        return tuple(sorted(legal, reverse=True))
+
+    def nearest(self, sites: tuple[Site, ...]) -> str:
+        """The cheapest places that would hold the model, for a message: one known node, and several that may be
+        used; if there is neither, several of any type."""
+        everywhere = tuple(_site(kind.name, kind.family) for kind in INSTANCE_TYPES.values())
+        spec = self.model.spec
+        anything = structs.replace(spec.accelerator, devices=None, cores=None, logical_neuron_core=None)
+        anyhow = structs.replace(spec.parallelism, nodes=None)
+        freely = replace(
+            self,
+            model=replace(self.model, spec=structs.replace(spec, accelerator=anything, parallelism=anyhow)),
+            wishes=replace(self.wishes, tensor=None),
+            max_nodes=MAX_NODES,
+        )
+        one, *several = freely.node_counts
+        alone = freely.first_that_fits(everywhere, (one,))
+        together = freely.first_that_fits(sites, several) or (not alone and freely.first_that_fits(everywhere, several))
+        cures = [f"it would fit on {found}" for found in (alone, together) if found]
+        if cures:
+            return ", and ".join(cures)
+        nowhere = f"no {MAX_NODES} nodes of any known type hold it"
+        smaller = next(
+            filter(None, (freely.with_least(load).first_that_fits(everywhere, (one,)) for load in self.smaller)), ""
+        )
+        return f"{nowhere}; less would fit on {smaller}" if smaller else nowhere
+
+    @property
+    def smaller(self) -> Iterator[tuple[int, int]]:
+        """Lengths and sequences that the manifest could ask for instead, the largest first."""
+        length, sequences = self.wishes.least[-1]
+        for rows in USUAL_SEQUENCES:
+            if rows < sequences:
+                yield length, rows
+        while length > SHORTEST_LENGTH:
+            length //= 2
+            yield length, 1
+
+    def with_least(self, least: tuple[int, int]) -> _Case:
+        length, sequences = least
+        return replace(self, wishes=replace(self.wishes, length=length, sequences=sequences, num_blocks=None))
+
+    def first_that_fits(self, sites: tuple[Site, ...], node_counts: Iterable[int]) -> str:
+        """In words; empty: nothing does."""
+        for nodes, mode, least in product(node_counts, DEVICE_MODES, self.wishes.least):
+            found = [one for one in replace(self, mode=mode).options(sites, least, nodes) if one.fits]
+            if found:
+                best = min(found, key=lambda option: option.order)
+                with_it = "" if mode == "Plugin" else ", with the Neuron scheduler extension"
+                how = f" (set parallelism.nodes, or the chart value groups.maxNodes, to {nodes})" if nodes > 1 else ""
+                return f"{best.words}{with_it}, with {best.load.words}{how}"
+        return ""
+
+
+def _types(best: Option, free: FreeDevices | None) -> tuple[str, ...]:
+    """All types whose nodes can run what is compiled for this one."""
+    known = {
+        kind.name
+        for kind in INSTANCE_TYPES.values()
+        if kind.family is best.site.family and kind.host_memory >= best.host.memory and kind.vcpus > best.host.cpus
+    }
+    present = {node.instance_type for node in (free and free.nodes) or ()}
+    others = {kind for kind in present - INSTANCE_TYPES.keys() if family_of(kind) is best.site.family}
+    return tuple(sorted(known | others))
+
+
+def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeDevices | None) -> tuple[Site, ...]:
+    """Where the manifest allows it to run. Raises Unplaceable if that is unknown."""
+    overlay = model.spec.pod_template.spec
+    rules = NodeRules.of(overlay.node_selector, overlay.affinity)
+    nodes = [node for node in (free and free.nodes) or () if rules.accept(node)]
+    to_buy = (asked.instance_type,) if asked.instance_type else settings.provisionable.instance_types
+    found: dict[str, Site] = {}
+    for node in nodes:
+        family = family_of(node.instance_type)
+        if family is None or not (node.cores if asked.cores else node.devices):
+            continue
+        before = found.get(node.instance_type)
+        offered = (node.free_cores if asked.cores else node.free_devices) if node.schedulable else 0
+        site = before or _site(node.instance_type, family, node.devices)
+        domain = node.labels.get(settings.groups.topology_key, "")
+        found[node.instance_type] = replace(
+            site, free=(*site.free, (domain, offered)), is_buyable=node.instance_type in to_buy
+        )
+    for kind in to_buy:
+        family = family_of(kind)
+        if kind not in found and family is not None and rules.accept_type(kind):
+            found[kind] = _site(kind, family)
+    if found and (free is not None or asked.instance_type):
+        return tuple(found.values())
+    if asked.instance_type:
+        known = ", ".join(FAMILIES)
+        text = f"the devices of {asked.instance_type} are unknown, so nothing can be compiled for them: {NAME_THE_TYPE}"
+        text = f"{text} of a known family ({known})"
+        raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text)
+    raise Unplaceable(
+        Reason.TOPOLOGY_IMPOSSIBLE,
+        "the devices to compile for are unknown, because no node with known devices is found: "
+        f"{NAME_THE_TYPE}, or list types in the chart value provisionable.instanceTypes",
+        needs=(Need.FREE_DEVICES,),
+    )
+
+
+def _site(name: str, family: Family, devices: int = 0) -> Site:
+    """A type; one that the table lacks costs as much per device as the cheapest of its family.
+
+    devices: that a node of it offers; 0: as in the table.
+    """
+    kind = INSTANCE_TYPES.get(name)
+    if kind is not None:
+        return Site(name, family, devices or kind.devices, kind.price, kind.host_memory, kind.vcpus)
+    each = min(known.price / known.devices for known in INSTANCE_TYPES.values() if known.family is family)
+    return Site(name, family, devices, each * max(devices, 1))
+
+
+def wishes_of(model: NeuronModel, facts: Facts) -> Wishes:
+    """What the manifest says. A key of `overrideNeuronConfig` counts where the field is open, as for the runtime."""
+    serving = model.spec.serving
+    override = {_spelled(key): value for key, value in model.spec.engine.override_neuron_config.items()}
+
+    def number(ours: int | None, name: str) -> int | None:
+        value = override.get(name)
+        return ours or (value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None)
+
+    def switch(ours: str, name: str) -> bool | None:
+        value = {"Enabled": True, "Disabled": False}.get(ours, override.get(name))
+        return value if isinstance(value, bool) else None
+
+    block_size, num_blocks = number(serving.block_size, "pa_block_size"), number(serving.num_blocks, "pa_num_blocks")
+    shares = switch(serving.prefix_caching, "is_prefix_caching")
+    stored = str(override.get("torch_dtype", "")).removeprefix("torch.") or facts.dtype
+    dtype = serving.dtype if serving.dtype and serving.dtype != "auto" else stored
+    width = sizing.width_of(dtype)
+    return Wishes(
+        tensor=number(model.spec.parallelism.tensor, "tp_degree"),
+        length=number(serving.max_model_length, "seq_len"),
+        sequences=number(serving.max_sequences, "batch_size"),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        uses_blocks=bool(block_size or num_blocks or shares or override.get("is_block_kv_layout")),
+        shares_prefixes=shares,
+        chunks_prefill=switch(serving.chunked_prefill, ""),
+        context_buckets=serving.context_buckets,
+        token_buckets=serving.token_generation_buckets,
+        widths=Widths(
+            weights=1 if override.get("quantized") is True else width,
+            cache=1 if override.get("kv_cache_quant") is True else width,
+            activations=width,
+        ),
+        longest=facts.max_position_embeddings or USUAL_LENGTH,
+    )
+
+
+def _spelled(key: str) -> str:
+    """A key of the override as NxD Inference spells it; the runtime accepts dashes and capitals, too."""
+    return re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", key).replace("-", "_").lower()

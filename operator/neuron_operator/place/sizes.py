@@ -1,0 +1,140 @@
+"""Placement: the devices of one replica and the nodes it may run on, or Unplaceable with the numbers.
+
+Called when a revision is pinned (`place`), by `planner`, which chooses what the manifest leaves open, by the renderer
+(`size_rule`), and by `why` to describe the nodes that match a pod (`describe_free`, `describe_sizes`). Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from neuron_operator.api import names
+from neuron_operator.api.errors import Unplaceable
+from neuron_operator.api.model import NeuronModel
+from neuron_operator.api.reasons import Reason
+from neuron_operator.place.catalog import INSTANCE_TYPES, InstanceType
+from neuron_operator.read.placement import NodeRules, Placement
+from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, Object, Settings
+
+
+def place(model: NeuronModel, settings: Settings) -> Placement:
+    """The devices or cores of the manifest, or one device. Raises Unplaceable for a size that no node grants."""
+    accelerator = model.spec.accelerator
+    instance_type = model.spec.pod_template.spec.node_selector.get(names.INSTANCE_TYPE_LABEL, "")
+    nodes = model.spec.parallelism.nodes or 1
+    if accelerator.type == "CPU":
+        return Placement(instance_type=instance_type, nodes=nodes)
+    if accelerator.cores is not None:
+        placement = Placement(cores=accelerator.cores, instance_type=instance_type, nodes=nodes)
+    else:
+        placement = Placement(devices=accelerator.devices or 1, instance_type=instance_type, nodes=nodes)
+    _check(placement, settings.device_mode)
+    return placement
+
+
+NAME_THE_TYPE = f"name the type in podTemplate.spec.nodeSelector[{names.INSTANCE_TYPE_LABEL}]"
+
+
+def legal_sizes(instance_type: str, devices: int, mode: DeviceMode, *, in_cores: bool) -> tuple[int, ...]:
+    """What a pod may ask of a node, ascending; empty if that is unknown.
+
+    Args:
+        devices: of the node; 0: unknown.
+        in_cores: whether it asks for cores instead of devices.
+    """
+    kind = INSTANCE_TYPES.get(instance_type)
+    if kind is not None:
+        sizes = _sizes(kind, Placement(cores=1) if in_cores else Placement(devices=1), mode)
+        return sizes if in_cores else tuple(size for size in sizes if size <= (devices or kind.devices))
+    if in_cores or not devices:
+        return ()
+    return tuple(range(1, devices + 1)) if mode == "PluginWithExtension" else tuple(sorted({1, devices}))
+
+
+def size_rule(placement: Placement, mode: DeviceMode) -> Object | None:
+    """The node affinity that keeps a pod off the known instance types whose kubelets would refuse its size; None if
+    there are none, or the manifest names the type."""
+    refusing = () if placement.instance_type else _refusing(placement, mode)
+    if not refusing:
+        return None
+    return {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": list(refusing)}
+
+
+def describe_free(free: FreeDevices | None, placement: Placement, rules: NodeRules) -> str:
+    """A clause for a condition: the number of free devices in total and per node, or that it is unknown."""
+    if free is None or free.nodes is None:
+        return "free: unknown (the operator may not list nodes and pods)"
+    usable = [node for node in free.nodes if node.schedulable and rules.accept(node)]
+    if not usable:
+        return "free: 0 (no ready node offers any)"
+    by_node = {node.name: node.free_cores if placement.cores else node.free_devices for node in usable}
+    shown = sorted(by_node.items(), key=lambda item: (-item[1], item[0]))[:MAX_NODES_SHOWN]
+    more = ", ..." if len(by_node) > len(shown) else ""
+    return f"free: {sum(by_node.values())} ({', '.join(f'{name} {count}' for name, count in shown)}{more})"
+
+
+def describe_sizes(free: FreeDevices | None, placement: Placement, rules: NodeRules) -> str | None:
+    """Why no node that the manifest allows grants this size; None if one does, or there is none or they are unknown."""
+    for mode in DEVICE_MODES:
+        rule = size_rule(placement, mode)
+        if rule is not None and any(rule in term for term in rules.terms):
+            allowed = [node for node in (free and free.nodes) or () if rules.without(rule).accept(node)]
+            if not allowed or any(node.instance_type not in rule["values"] for node in allowed):
+                return None
+            shown = ", ".join(sorted(node.name for node in allowed)[:MAX_NODES_SHOWN])
+            types = sorted({node.instance_type for node in allowed})
+            granting = sorted(INSTANCE_TYPES.keys() - set(rule["values"]))
+            return (
+                f"{_not_a_size(placement, f'the nodes of this model ({shown}) grant', types, mode)}; or add a node of "
+                f"a type that grants it, such as {', '.join(granting)}"
+            )
+    return None
+
+
+MAX_NODES_SHOWN = 8
+
+
+def _sizes(instance: InstanceType, placement: Placement, mode: DeviceMode) -> tuple[int, ...]:
+    """The legal sizes of an instance type, in the unit of the placement."""
+    if mode == "PluginWithExtension":
+        return instance.extension_cores if placement.cores else instance.extension_devices
+    return instance.plain_cores if placement.cores else instance.plain_devices
+
+
+def _refusing(placement: Placement, mode: DeviceMode) -> tuple[str, ...]:
+    """Names of the known instance types that do not grant this size."""
+    count = placement.cores or placement.devices
+    return tuple(sorted(name for name, kind in INSTANCE_TYPES.items() if count not in _sizes(kind, placement, mode)))
+
+
+def _check(placement: Placement, mode: DeviceMode) -> None:
+    """Raises Unplaceable unless the given instance type, or any if none is given, grants the size."""
+    refusing = _refusing(placement, mode)
+    if placement.instance_type:
+        if placement.instance_type in refusing:
+            types = (placement.instance_type,)
+            raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, _not_a_size(placement, f"{types[0]} grants", types, mode))
+    elif len(refusing) == len(INSTANCE_TYPES):
+        text = _not_a_size(placement, "any known instance type grants", refusing, mode)
+        raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text)
+
+
+def _not_a_size(placement: Placement, who_grants: str, types: Iterable[str], mode: DeviceMode) -> str:
+    field = "cores" if placement.cores else "devices"
+    sizes = sorted({size for name in types for size in _sizes(INSTANCE_TYPES[name], placement, mode)})
+    hint = "; other sizes need the scheduler extension (chart value devices.mode)" if mode == "Plugin" else ""
+    return (
+        f"spec.accelerator.{field}: {placement.cores or placement.devices} is not a size that {who_grants} to one pod; "
+        f"choose one of {_ranges(sizes)}{hint}"
+    )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`1, 6, 12` or `1-12, 16`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,210 @@
+"""The memory that a compiled model takes on each NeuronCore, and on the host while it is loaded: `memory_of`.
+
+Called by `placement`, and by `render.resources` for the host. An estimate from shapes, before anything is compiled.
+Where the runtime counts the same bytes itself (cache, activations), a contract test holds both equal; the other terms
+are upper bounds with their sources. Pure arithmetic: it knows no instance type and no field of a NeuronModel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neuron_operator.place.catalog import MIB, Family
+from neuron_operator.read.records import Facts
+
+USABLE_SHARE = 0.95
+"""Of a core's memory; the rest is for what is not counted here. Reports of full cores end at 15.97 of 16 GiB
+(aws-neuron/transformers-neuronx#49 and #92)."""
+
+MICROCODE_BYTES = 96 * MIB
+"""Of each physical core ("Neuron device memory" in the documentation of the Neuron runtime)."""
+COLLECTIVES_BYTES = 512 * MIB
+"""Of each logical core, if there are several: 367 and 518 MiB reported (transformers-neuronx#92 and #49)."""
+SCRATCHPAD_BYTES = 512 * MIB
+"""Shared by all graphs of a core, in addition to activations (the same reports)."""
+GRAPH_BYTES_PER_LAYER = 2 * MIB
+"""Code and DMA rings of one graph, each of which is loaded on every core. From 386 MiB of code and 1,471 MiB of rings
+of a model with 80 layers in 12 graphs (transformers-neuronx#92)."""
+
+MAX_CONTEXT_BUCKETS = 12
+MAX_SEGMENT_BUCKETS = 4
+"""With blocks, each with every size of prefix."""
+MAX_TOKEN_BUCKETS = 8
+"""The runtime chooses at most so many sizes; a contract test compares the numbers of graphs."""
+BUCKET_STEP = 128
+SEGMENT_TOKENS = 2048
+"""Longest prefill of one call where prompts are computed in segments; see `longest_segment`."""
+SHORTEST_PREFIX = 512
+
+TORCH_BYTES = 512 * MIB
+"""Of an engine with torch beside weights: 350 MiB measured, without its libraries' files."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+COMPUTED_IN = "bfloat16"
+"""What weights are computed in that are stored in none of these types (FP8, MXFP4)."""
+
+
+def longest_segment(length: int, logical_core: int) -> int:
+    """Tokens of the longest call where prompts are computed in segments, for a model of this length."""
+    half = -(-length // (2 * BUCKET_STEP)) * BUCKET_STEP
+    least = SHORTEST_PREFIX if logical_core == 1 else BUCKET_STEP
+    return min(length, SEGMENT_TOKENS, max(half, least))
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of one number."""
+
+    weights: int = 2
+    cache: int = 2
+    activations: int = 2
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The logical cores that share a model."""
+
+    count: int
+    """The tensor-parallel degree."""
+    family: Family
+    logical_core: int
+    """Physical cores of each."""
+
+    @property
+    def limit(self) -> int:
+        """Bytes of one that a plan may use."""
+        return int(USABLE_SHARE * self.logical_core * self.family.core_memory)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a replica has room for, and what it is compiled for."""
+
+    length: int
+    """Tokens of a prompt and its answer together."""
+    sequences: int
+    block_size: int = 0
+    """Tokens; 0: the layout is slots, a line of the model's length for each sequence."""
+    num_blocks: int = 0
+    longest_prefill: int = 0
+    """Of one call; 0: the length."""
+    context_buckets: int = 0
+    """Number; 0: the runtime chooses them, as the token buckets."""
+    token_buckets: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """With blocks, NxD Inference adds one for what is not kept."""
+        return (self.num_blocks + 1) * self.block_size if self.block_size else self.sequences * self.length
+
+    @property
+    def num_graphs(self) -> int:
+        """At most so many are compiled and loaded."""
+        steps = -(-self.length // BUCKET_STEP)
+        tokens = self.token_buckets or min(MAX_TOKEN_BUCKETS, steps)
+        if not self.block_size:
+            return (self.context_buckets or min(MAX_CONTEXT_BUCKETS, steps)) + tokens
+        prefixes, size = 2, max(SHORTEST_PREFIX, self.block_size)  # none, and the whole length
+        while size < self.length:
+            prefixes, size = prefixes + 1, size * 4
+        return (self.context_buckets or min(MAX_SEGMENT_BUCKETS, steps)) * prefixes + tokens
+
+    @property
+    def words(self) -> str:
+        blocks = f" in {self.num_blocks} blocks of {self.block_size}" if self.block_size else ""
+        return f"{self.sequences} sequence{'' if self.sequences == 1 else 's'} of {self.length} tokens{blocks}"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one logical core."""
+
+    weights: int
+    cache: int
+    graphs: int
+    """Code and DMA rings of all of them."""
+    scratch: int
+    """Activations of the largest graph, and the scratchpad."""
+    runtime: int
+    """Microcode and collectives."""
+    limit: int
+    """What may be used of the core's memory."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.graphs + self.scratch + self.runtime
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.limit
+
+    @property
+    def parts(self) -> dict[str, int]:
+        names = ("weights", "cache", "graphs", "scratch", "runtime")
+        return {name: getattr(self, name) for name in names}
+
+
+def memory_of(facts: Facts, widths: Widths, load: Load, cores: Cores) -> Memory:
+    """What each of the cores holds."""
+    tensor = cores.count
+    return Memory(
+        weights=weights_bytes(facts, widths, tensor),
+        cache=_up(cached_numbers(facts, tensor) * load.cached_tokens * widths.cache, tensor),
+        graphs=load.num_graphs * facts.num_layers * GRAPH_BYTES_PER_LAYER,
+        scratch=SCRATCHPAD_BYTES + activation_bytes(facts, widths, load, tensor),
+        runtime=cores.logical_core * MICROCODE_BYTES + (COLLECTIVES_BYTES if tensor > 1 else 0),
+        limit=cores.limit,
+    )
+
+
+def cached_heads(facts: Facts, tensor: int) -> int:
+    """Heads of keys and values that the cores hold together: what they cannot share out evenly they hold repeatedly, at
+    worst one for each head of queries."""
+    cached = max(facts.num_kv_heads, 1)
+    if cached % tensor == 0:
+        return cached
+    return tensor if tensor % cached == 0 else max(facts.num_heads, cached)
+
+
+def cached_numbers(facts: Facts, tensor: int = 1) -> int:
+    """Numbers of keys and values per token, on all cores together. Layers with a sliding window count as others."""
+    return 2 * facts.num_layers * cached_heads(facts, tensor) * facts.head_dim
+
+
+def weights_bytes(facts: Facts, widths: Widths, tensor: int) -> int:
+    """Per core. Matrices are shared out, experts included. Each core has all norms and routers; and heads of keys and
+    values that are held repeatedly have their weights repeated. Embedding and head are two matrices on the device."""
+    head = facts.vocabulary_size * facts.hidden_size if facts.tied_embeddings else 0
+    repeated = cached_heads(facts, tensor) - max(facts.num_kv_heads, 1)
+    projections = 2 * facts.num_layers * max(repeated, 0) * facts.head_dim * facts.hidden_size
+    whole = facts.num_layers * facts.hidden_size * (2 + facts.num_experts) if tensor > 1 else 0
+    return _up((facts.parameters + head + projections) * widths.weights, tensor) + whole * widths.activations
+
+
+def activation_bytes(facts: Facts, widths: Widths, load: Load, tensor: int) -> int:
+    """Per core, of the widest layer and the logits of the largest graph."""
+    heads, inner = facts.num_heads * facts.head_dim, max(facts.intermediate_size, 1)
+    widest = 2 * facts.hidden_size + max(2 * inner, 3 * heads) // tensor
+    prefill = (load.longest_prefill or load.length) * widest * widths.activations + facts.vocabulary_size // tensor * 4
+    decode = load.sequences * widest * widths.activations + load.sequences * facts.vocabulary_size // tensor * 4
+    return max(prefill, decode)
+
+
+def host_bytes(facts: Facts, widths: Widths, nodes: int = 1) -> int:
+    """Of the engine on a node's host while it loads weights onto devices: the whole checkpoint, and the shards that are
+    made from it for the cores of this node."""
+    return TORCH_BYTES + facts.weights_bytes + _up(facts.parameters * widths.weights, nodes)
+
+
+def width_of(dtype: str) -> int:
+    return DTYPE_BYTES.get(dtype, DTYPE_BYTES[COMPUTED_IN])
+
+
+def _up(number: int, parts: int) -> int:
+    """The largest of equal parts."""
+    return -(-number // parts)
+
+
+def gb(number: int) -> str:
+    """For people: `14.0 GB`."""
+    return f"{number / 10**9:.1f} GB" if number < 10**15 else "more than 1000 TB"

@@ -1,0 +1,114 @@
+"""Reads raw Kubernetes objects: missing and wrongly typed parts read as absent. Used by `views` and `revision`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from neuron_operator.api import names
+
+
+def dig(value: Any, *path: str) -> Any:
+    """The value below `path`, or None if a step is missing or not an object."""
+    for step in path:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(step)
+    return value
+
+
+def text(value: Any, *path: str) -> str:
+    """The string below `path`, else empty."""
+    found = dig(value, *path)
+    return found if isinstance(found, str) else ""
+
+
+def printable(line: str) -> str:
+    """The text on one line, without characters that control a terminal or the direction of writing."""
+    if line.isprintable():
+        return line
+    return "".join(char if char.isprintable() else " " for char in line)
+
+
+def items(value: Any, *path: str) -> list[Mapping[str, Any]]:
+    """The objects of the list below `path`, else empty."""
+    found = dig(value, *path)
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list | tuple) else []
+
+
+def name_of(value: Any) -> str:
+    return text(value, "metadata", "name")
+
+
+def labels_of(value: Any) -> Mapping[str, str]:
+    found = dig(value, "metadata", "labels")
+    return found if isinstance(found, dict) else {}
+
+
+def owners_of(value: Any) -> list[Mapping[str, Any]]:
+    return items(value, "metadata", "ownerReferences")
+
+
+def is_shared(value: Any) -> bool:
+    """Whether this is an object of ours that belongs to no single model."""
+    return names.MODEL_LABEL not in labels_of(value)
+
+
+def is_owned(value: Any, uid: str) -> bool:
+    """Whether the object with this UID owns `value`."""
+    return any(owner.get("uid") == uid for owner in owners_of(value))
+
+
+MAX_DESCENT = 3
+"""From a follower to its model by way of two StatefulSets. Anybody may write owners that go round in a circle."""
+
+
+def descends(value: Any, uid: str, owners: Mapping[str, Any], most: int = MAX_DESCENT) -> bool:
+    """Whether the object with this UID owns `value`, through others of `owners` (by UID) or not. What nobody owns may
+    be adopted."""
+    found = [text(owner, "uid") for owner in owners_of(value)]
+    return not found or any(
+        one == uid or (most > 1 and one in owners and descends(owners[one], uid, owners, most - 1)) for one in found
+    )
+
+
+def is_orphan(value: Any) -> bool:
+    """Whether `value` has no owner."""
+    return not owners_of(value)
+
+
+def whole(value: Any) -> int:
+    """A non-negative integer, as a number or a string; else 0."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return max(value, 0)
+    is_number = isinstance(value, str) and value.isdecimal() and len(value) < 20
+    return int(value) if is_number else 0
+
+
+_UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, **{unit: 1000.0**power for power, unit in enumerate(("", *"kMGTPE"))}}
+_UNITS |= {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)}
+
+
+def number_of(quantity: Any) -> float:
+    """A quantity such as `500m` or `16Gi` as a number; 0 for anything else."""
+    found = re.fullmatch(r"([0-9]{1,18}\.?[0-9]{0,9}|\.[0-9]{1,9})([numkMGTPE]i?|[eE][0-9]{1,2}|)", str(quantity))
+    if found is None:
+        return 0.0
+    number, unit = float(found[1]), found[2]
+    return number * _UNITS[unit] if unit in _UNITS else float(f"{number}{unit}") if unit[1:].isdecimal() else 0.0
+
+
+def instant(value: Any) -> datetime | None:
+    """A timestamp with time zone, else None."""
+    try:
+        found = datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        return None
+    return found if found.tzinfo else None
+
+
+def rendered_hash(job: Mapping[str, Any]) -> str:
+    """Hash of the spec with which the operator created the Job; the API server adds to the spec itself."""
+    return text(job, "metadata", "annotations", names.RENDERED_ANNOTATION)

@@ -1,0 +1,154 @@
+"""The pinned decision of one spec revision, as a ControllerRevision keeps it: facts, plan, configuration, pod template.
+
+`decide/pin.py` makes one; `views` reads it back, so that neither a new operator nor a new default image changes running
+pods. A lost ControllerRevision is rebuilt from what runs. Nothing here decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from neuron_operator.api import names
+from neuron_operator.api.fields import as_json
+from neuron_operator.api.model_status import Plan
+from neuron_operator.read.objects import dig, items, name_of, text, whole
+from neuron_operator.read.placement import Placement
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import Object, Place
+
+FORMAT = 1
+"""Version of `Pinned`; part of every revision's name, because a ControllerRevision's data is immutable."""
+
+
+class Compiling(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """How a Job compiles the model."""
+
+    image: str
+    artifacts: Place
+    family: str = ""
+    """Of the devices that the model runs on; empty: it does not."""
+
+    def __post_init__(self) -> None:
+        if not self.artifacts.is_shared:
+            raise ValueError("artifacts are kept where pods share them")
+
+
+class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """`data` of the ControllerRevision."""
+
+    format: int
+    spec_hash: str
+    refresh: str
+    """The refresh annotation that it was decided for."""
+    upgrade: str = ""
+    """The runtime image that the model moved to by itself; empty: an edit led to this revision."""
+    resolve_key: str
+    """Hash of what the facts depend on: other edits keep facts and digest."""
+    facts: Facts
+    devices: int
+    cores: int
+    instance_type: str
+    nodes: int = 1
+    plan: Plan
+    weights: Place | None = None
+    """Where a Job puts the weights for all pods; None: it does not."""
+    compiling: Compiling | None = None
+    """None: replicas need no artifact."""
+    config: dict[str, Any]
+    """The RuntimeConfig document."""
+    template: dict[str, Any]
+    """The pod template of a replica."""
+
+
+class Revision(Struct, frozen=True, kw_only=True):
+    """A pinned decision with its identity."""
+
+    number: int
+    """The highest was decided, or wanted again, last."""
+    pinned: Pinned
+    shared: tuple[str, ...] = ()
+    """Names of the Jobs whose results it uses: their records stay as long as the revision."""
+
+    @property
+    def name(self) -> str:
+        """The value of the revision label."""
+        return revision_hash(self.pinned.spec_hash, self.pinned.refresh, self.pinned.upgrade)
+
+    @property
+    def template(self) -> Object:
+        return self.pinned.template
+
+    @property
+    def image(self) -> str:
+        """The runtime image of its pods."""
+        containers = items(self.template, "spec", "containers")
+        return next((text(one, "image") for one in containers if one.get("name") == names.RUNTIME_CONTAINER), "")
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """What its pods read and Jobs fill."""
+        artifacts = self.pinned.compiling.artifacts if self.pinned.compiling else None
+        return tuple(place for place in (self.pinned.weights, artifacts) if place)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.pinned.devices, self.pinned.cores, self.pinned.instance_type, self.pinned.nodes)
+
+
+@lru_cache(maxsize=1024)
+def revision_hash(spec_hash: str, refresh: str, upgrade: str) -> str:
+    return names.digest([spec_hash, refresh, upgrade] if upgrade else [spec_hash, refresh])
+
+
+def from_object(keeper: Object) -> Revision | None:
+    """The revision in a ControllerRevision; None if it has another format or is not ours."""
+    return _parsed(whole(keeper.get("revision")), dig(keeper, "data"), keeper)
+
+
+def shared_annotation(revision: Revision) -> dict[str, str]:
+    """Of the ControllerRevision, whose data never changes, and of the Deployment that runs it."""
+    return {names.SHARED_ANNOTATION: ",".join(revision.shared)} if revision.shared else {}
+
+
+def beside_template(revision: Revision) -> str:
+    """What `from_running` cannot read from the pod template and its ConfigMap. An annotation of the Deployment, not of
+    the pod template, so that pods of earlier versions are not replaced."""
+    without = msgspec.structs.replace(revision.pinned, config={}, template={})
+    kept = {key: value for key, value in as_json(without).items() if key not in ("config", "template")}
+    return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def from_running(deployment: Object, config_maps: Iterable[Object]) -> Revision | None:
+    """The revision that a Deployment runs, for when its ControllerRevision was deleted; None if parts are missing."""
+    template = dig(deployment, "spec", "template")
+    volumes = {text(volume, "name"): volume for volume in items(template, "spec", "volumes")}
+    mounted = text(volumes.get(names.CONFIG_VOLUME), "configMap", "name")
+    config_map = next((found for found in config_maps if name_of(found) == mounted), None)
+    kept = _parsed_json(text(dig(deployment, "metadata", "annotations"), names.PINNED_ANNOTATION))
+    config = _parsed_json(text(config_map, "data", names.CONFIG_KEY))
+    if not isinstance(kept, dict):
+        return None
+    return _parsed(1, {**kept, "config": config, "template": template}, deployment)
+
+
+def _parsed(number: int, data: object, annotated: Object) -> Revision | None:
+    try:
+        pinned = msgspec.convert(data, Pinned)
+    except msgspec.ValidationError:
+        return None
+    shared = text(dig(annotated, "metadata", "annotations"), names.SHARED_ANNOTATION)
+    names_of_jobs = tuple(filter(None, shared.split(",")))
+    return Revision(number=number, pinned=pinned, shared=names_of_jobs) if pinned.format == FORMAT else None
+
+
+def _parsed_json(value: str) -> object:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None

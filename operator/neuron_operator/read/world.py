@@ -1,0 +1,304 @@
+"""What one pass sees and what it decides: the types between the rim (reconcile, local) and the pure middle (decide).
+
+The rim fills a World from its caches, calls `decide.decide(world, settings)` and executes the Decision. Nothing here
+does I/O or knows a field of a NeuronModel's spec.
+
+How the rim runs a pass:
+
+1. `decide`; if it `needs` facts that this pass has not read, read them and decide again.
+2. Apply `desired` in order, skipping objects that the live object already contains. A name owned by something else goes
+   and a request that the API server refuses go into `refusals`: decide again, which leaves out that object and what
+   depends on it. A new pass starts with `refusals` empty, so that it notices repairs. Another
+   fault ends the pass, which is tried again; when this has lasted for some seconds, it goes into `refusals`, too.
+3. Make `changes`, and delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
+   If anything was written, look and decide once more, so that one status tells what the writes led to.
+   Then make `moves`, as many as the budget of all models allows, each with its Event.
+4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen. If it
+   did and `follows`, or if step 3 wrote again after the second look, the next pass follows at once. The pass's own
+   writes make none follow.
+5. Create the Events in `announcements` if the status was written; run again within `requeue_after_seconds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import Enum
+from typing import Annotated, Any, Literal, get_args
+
+from msgspec import Meta, Struct
+
+from neuron_operator.api.names import INSTANCE_TYPE_LABEL, ZONE_LABEL
+from neuron_operator.api.needs import Exists, Needed
+
+Object = dict[str, Any]
+"""A Kubernetes object as JSON, as the API server sends it. Never changed in place."""
+DeviceMode = Literal["Plugin", "PluginWithExtension"]
+DEVICE_MODES: tuple[DeviceMode, ...] = get_args(DeviceMode)
+GroupController = Literal["StatefulSet", "LeaderWorkerSet"]
+"""Kind of the object that makes the pods of a group."""
+RuntimeUpgrade = Literal["OnEdit", "Rolling"]
+RUNTIME_UPGRADES: tuple[RuntimeUpgrade, ...] = get_args(RuntimeUpgrade)
+
+
+Upgrade = Literal["Waiting", "Running", "Failed"]
+"""How far a model is: it answers with an older image, changes to the newer one, or has returned to the older one."""
+UPGRADES: tuple[Upgrade, ...] = get_args(Upgrade)
+
+
+@dataclass(frozen=True)
+class NodeDevices:
+    """Neuron devices (or cores) of one node: allocatable, and not requested by any pod."""
+
+    name: str
+    devices: int
+    free_devices: int
+    cores: int
+    """Allocatable `aws.amazon.com/neuroncore`, which the kubelet counts separately from devices."""
+    free_cores: int
+    labels: Mapping[str, str] = field(default_factory=dict)
+    schedulable: bool = True
+
+    @property
+    def instance_type(self) -> str:
+        """Empty if the node has no such label."""
+        return self.labels.get(INSTANCE_TYPE_LABEL, "")
+
+
+@dataclass(frozen=True)
+class FreeDevices:
+    """Free devices of the cluster; `nodes` is None (unknown) if the operator may not list nodes and pods."""
+
+    nodes: tuple[NodeDevices, ...] | None
+    pods: frozenset[str] | None = None
+    """UIDs of the pods on these nodes, whose devices are not free. None: all that have a node."""
+
+
+class Refused(Enum):
+    """Why an object was not written."""
+
+    TAKEN = "taken"
+    """An object with this name exists and is not ours."""
+    FORBIDDEN = "forbidden"
+    """The API server answered 403."""
+    REJECTED = "rejected"
+    """The API server answered 400 or 422: the object is invalid, or a policy denies it."""
+    TERMINATING = "terminating"
+    """The namespace is being deleted: nothing can be created in it, Events included."""
+    FAILED = "failed"
+    """The write failed for another reason, as for some time before: it is tried again with back-off."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A write that did not happen."""
+
+    why: Refused
+    kind: str
+    name: str
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything one pass over one NeuronModel may look at."""
+
+    body: Object
+    """The NeuronModel as read, status included."""
+    children: tuple[Object, ...]
+    """Objects with our labels for this model, of the kinds in `client.CHILDREN`, each with `kind` and `apiVersion`."""
+    pods: tuple[Object, ...]
+    """Serving pods of this model, and pods of the shared Jobs."""
+    now: datetime
+    """UTC, with time zone."""
+    shared: tuple[Object, ...] = ()
+    """What the models of the namespace share: Jobs of steps, and ConfigMaps with their records."""
+    refusals: tuple[Refusal, ...] = ()
+    """Of this pass."""
+    free: FreeDevices | None = None
+    """None: not read in this pass."""
+    nodes: tuple[Object, ...] = ()
+    """The nodes of this model's pods (`reflector.trimmed_node`); none if they may not be watched."""
+    has_turn: bool = False
+    """Whether the model may begin to move to a newer runtime image."""
+    events: tuple[Object, ...] | None = None
+    """Warnings (`events.k8s.io/v1`), oldest first. None: not read in this pass; empty without the right to read."""
+    claim_events: tuple[Object, ...] = ()
+    """Oldest first. Empty if they were not read in this pass, or may not be."""
+    logs: Mapping[str, str] = field(default_factory=dict)
+    """By pod, the end of the logs read in this pass; empty if one cannot be read."""
+    existing: frozenset[Exists] = frozenset()
+    """Those of the needed objects that exist."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """An Event on the NeuronModel."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """A small change of an object that several models share, which no single one of them may apply as a whole."""
+
+    live: Object
+    patch: Object
+    """A strategic merge patch."""
+    unchanged: bool = True
+    """Whether it holds only as long as nobody else changes the object. Joining and leaving hold always, so that many
+    models can do so at once."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The next single step of one NeuronModel."""
+
+    desired: tuple[Object, ...] = ()
+    """In apply order, with owner references; empty if nothing may be changed now."""
+    changes: tuple[Change, ...] = ()
+    """Of shared objects; before anything is deleted."""
+    delete: tuple[Object, ...] = ()
+    """Live objects to prune."""
+    status: Object | None = None
+    """The whole status; None: leave it unchanged, because the model is being deleted."""
+    follows: bool = True
+    """Whether more may be decided once the status is written."""
+    requeue_after_seconds: float | None = None
+    needs: frozenset[Needed] = frozenset()
+    announcements: tuple[Announcement, ...] = ()
+    upgrade: Upgrade | None = None
+    """How far the model's move to a newer runtime image is; None: it has none to make now."""
+
+
+class JobSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Chart values `jobs.*`: where and how Jobs run."""
+
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[Object, ...] = ()
+    resources: Object = {}
+    env: tuple[Object, ...] = ()
+    """EnvVars (mirrors, proxies) of all pods that download: Jobs, and serving pods that load from a hub."""
+
+
+class KeyRef(Struct, frozen=True, forbid_unknown_fields=True):
+    """A key of a ConfigMap or Secret in the model's namespace."""
+
+    name: str
+    key: str
+
+
+class CaBundle(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
+    """Chart value `caBundle`: the certificate authorities that everything that downloads trusts; at most one is set."""
+
+    config_map: KeyRef | None = None
+    secret: KeyRef | None = None
+
+    def __post_init__(self) -> None:
+        if self.config_map is not None and self.secret is not None:
+            raise ValueError("set configMap or secret, not both")
+
+
+class EmptyFolder(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
+    size_limit: str | int | None = None
+
+
+class ClaimTemplate(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True, omit_defaults=True):
+    """A claim that the operator makes in each namespace that needs it."""
+
+    storage_class_name: str = ""
+    """Empty: the cluster's default class."""
+    size: str | int
+
+
+class ClaimFolder(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
+    claim_name: str
+    sub_path: str = ""
+
+
+class ObjectStore(Struct, frozen=True, forbid_unknown_fields=True):
+    uri: str
+
+
+class Place(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True, omit_defaults=True):
+    """Where weights or compiled artifacts are kept: at most one is set. Without any, weights are in each pod."""
+
+    empty_dir: EmptyFolder | None = None
+    pvc_template: ClaimTemplate | None = None
+    persistent_volume_claim: ClaimFolder | None = None
+    object_store: ObjectStore | None = None
+
+    def __post_init__(self) -> None:
+        if sum(getattr(self, name) is not None for name in self.__struct_fields__) > 1:
+            raise ValueError(f"set one of {', '.join(self.__struct_encode_fields__)}")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether pods read what a Job put there."""
+        return (self.persistent_volume_claim or self.object_store) is not None
+
+
+class StorageSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
+    """Chart values `storage.*`, for models that choose no place of their own."""
+
+    weights: Place = Place()
+    artifacts: Place = Place()
+    image_volumes: bool = False
+    """Whether the cluster can mount images, for oci:// models."""
+    keep_days: Annotated[int, Meta(ge=0, le=36_500)] = 30
+    """Days for which a claim keeps what no model of its namespace needs; 0: for ever."""
+
+    def __post_init__(self) -> None:
+        if self.artifacts.empty_dir is not None:
+            raise ValueError("artifacts.emptyDir: a Job makes the artifacts, so pods must share the place")
+
+
+class Provisionable(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Chart values `provisionable.*`: nodes that the cluster can get, but may not have now."""
+
+    instance_types: tuple[str, ...] = ()
+
+
+class GroupSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Chart values `groups.*`: replicas on several nodes."""
+
+    restart_seconds: Annotated[int, Meta(ge=0, le=3600)] = 60
+    """From the end of a group to its next attempt, twice as long each time in a row: devices are free some time after
+    their process ended."""
+    max_restarts: Annotated[int, Meta(ge=0, le=100)] = 5
+    """In a row; a group that has served for ten minutes begins again."""
+    place_seconds: Annotated[int, Meta(ge=10, le=3600)] = 120
+    """How long a group may hold some of its nodes while it waits for the others."""
+    topology_key: Annotated[str, Meta(max_length=253)] = ZONE_LABEL
+    """Label of nodes whose value the nodes of a group share; empty: none."""
+    host_network: bool = False
+    controller: GroupController = "StatefulSet"
+    max_nodes: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Of a replica whose manifest does not say how many: more only where the model does not fit on fewer."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the installation for all models; the rim loads them from flags and environment."""
+
+    runtime_image: str
+    compile_image: str = ""
+    """Has a compiler; empty: the runtime image has one."""
+    image_pull_policy: str = ""
+    """Empty: Kubernetes' own default (by tag)."""
+    image_pull_secrets: tuple[str, ...] = ()
+    jobs: JobSettings = field(default_factory=JobSettings)
+    ca_bundle: CaBundle = field(default_factory=CaBundle)
+    storage: StorageSettings = field(default_factory=StorageSettings)
+    provisionable: Provisionable = field(default_factory=Provisionable)
+    runtime_upgrade: RuntimeUpgrade = "OnEdit"
+    """Whether running models move to another `runtime_image` by themselves, or with their next edit."""
+    groups: GroupSettings = field(default_factory=GroupSettings)
+    device_mode: DeviceMode = "Plugin"
+    device_scheduler_name: str = ""
+    """The scheduler with the extension; only with PluginWithExtension."""
+    network_policy_ingress_from: tuple[Object, ...] = ()
+    """NetworkPolicyPeers that may call port 8000; empty: the whole cluster."""

@@ -1,0 +1,113 @@
+"""Writes `RuntimeConfig`, the JSON document that configures a serving pod.
+
+Called when a revision is pinned. The runtime parses it strictly (`neuron_runtime.config`; a contract test checks both
+sides). Fields that the spec does not set are omitted, so that the runtime's defaults apply.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from neuron_operator.api.fields import ConfigKey, Supported, as_json, walk
+from neuron_operator.api.model import BACKENDS, ModelSource, NeuronModel, Spec
+from neuron_operator.place.sizing import Load
+from neuron_operator.place.target import Target
+from neuron_operator.read.objects import dig
+from neuron_operator.read.records import Facts
+
+VERSION = 1
+
+COMPILED_PATHS = (
+    *("version", "model.digest"),
+    *(
+        to.path
+        for _, one, _ in walk(Spec(model=ModelSource(uri="")), "spec")
+        for to in one.annotations(ConfigKey)
+        if to.compiled
+    ),
+)
+"""What a compiled artifact depends on; the runtime marks the same fields with `COMPILED`."""
+NO_NAMES = {"servedNames": ["compiled"]}
+"""In a part of a document, which must have names."""
+
+
+def config_document(model: NeuronModel, facts: Facts, target: Target | None = None) -> dict[str, Any]:
+    """The document of one revision: the fields that have a ConfigKey, over the operator's own defaults.
+
+    target: what the model is compiled for, if it runs on devices: the Job that compiles it has none to ask.
+    """
+    document: dict[str, Any] = {
+        "version": VERSION,
+        "model": {"digest": facts.digest},
+        "servedNames": [model.name],
+        "backend": model.backend,
+        "dtype": "auto",
+        "limits": {},
+        **({"compile": True} if model.is_compiled else {}),
+    }
+    if target is not None:
+        _put(document, "parallelism.tensor", target.tensor)
+        _put(document, "accelerator.logicalNeuronCore", target.logical_core)
+        _put(document, "limits", _limits(target.load) if target.load else {})
+    elif (ranks := ranks_of(model)) > 1:
+        _put(document, "parallelism.tensor", ranks)
+    for _, one, value in walk(model.spec, "spec"):
+        acted_on = not any(support.is_idle(model.backend) for support in one.annotations(Supported))
+        for to in one.annotations(ConfigKey):
+            written = to.words.get(value, value) if to.words else value
+            if acted_on and written not in (None, {}):
+                _put(document, to.path, as_json(written))
+    return document
+
+
+def ranks_of(model: NeuronModel) -> int:
+    """The processes that share a model which is computed on the host."""
+    parallelism = model.spec.parallelism
+    return parallelism.tensor or parallelism.nodes or 1
+
+
+def _limits(load: Load) -> dict[str, int]:
+    blocks = {"blockSize": load.block_size, "numBlocks": load.num_blocks} if load.block_size else {}
+    return {"maxModelLength": load.length, "maxSequences": load.sequences, **blocks}
+
+
+def compiled_part(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A document without what compiled artifacts do not depend on. Models with an equal part share an artifact."""
+    part: dict[str, Any] = {**NO_NAMES}
+    for path in COMPILED_PATHS:
+        value = dig(document, *path.split("."))
+        if value is not None:
+            _put(part, path, value)
+    return part
+
+
+def _put(document: dict[str, Any], path: str, value: Any) -> None:
+    head, _, rest = path.partition(".")
+    if rest:
+        _put(document.setdefault(head, {}), rest, value)
+    elif isinstance(value, dict):
+        document[head] = {**document.get(head, {}), **value}
+    else:
+        document[head] = value
+
+
+def sampling_mode(model: NeuronModel) -> str:
+    """Where the runtime will sample tokens."""
+    on_host = model.backend != "simulated" and not BACKENDS[model.backend].on_device
+    return "Host" if on_host else model.spec.serving.sampling or "Device"
+
+
+def to_json(document: dict[str, Any]) -> str:
+    """Canonical and readable: the ConfigMap is named by the hash of this text."""
+    return _readable(msgspec.json.encode(document))
+
+
+@lru_cache(maxsize=1024)
+def _readable(encoded: bytes) -> str:
+    """Each pass asks for it; Python's own encoder is slow with line breaks."""
+    return json.dumps(json.loads(encoded), indent=2, sort_keys=True, ensure_ascii=False) + "\n"

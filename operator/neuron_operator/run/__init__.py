@@ -1,0 +1,1 @@
+"""The operator's process: kopf's handlers, the pass over one model, settings, metrics."""

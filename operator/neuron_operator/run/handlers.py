@@ -1,0 +1,172 @@
+"""The only module that knows kopf. Called by `run`.
+
+Kopf owns the process (start-up, login, signals, liveness, stopping), watches the NeuronModels and posts Events about
+them. It stores nothing in objects: no finalizers, no annotations, no peering.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, cast
+
+import kopf
+from kubernetes.aio.client import Configuration
+
+from neuron_operator.api.errors import ClusterFault
+from neuron_operator.api.names import GROUP, MANAGER, PLURAL, VERSION
+from neuron_operator.cluster.client import (
+    CONNECT_SECONDS,
+    NEURON_MODELS,
+    PAGE_SIZE,
+    REQUEST_SECONDS,
+    WATCH_SECONDS,
+    WATCH_SILENCE_SECONDS,
+    Forbidden,
+    NotFound,
+)
+from neuron_operator.read.world import Announcement, Object
+
+MAX_NOTE_BYTES = 1024
+"""The API server refuses an Event with a longer message."""
+BACKOFF_SECONDS = (1, 1, 2, 3, 5, 8, 13, 21)
+"""Before kopf repeats a request that was answered with 403, 429 or 5xx; then it ends. What was not answered, it repeats
+without end."""
+_FINAL = {401: Forbidden, 403: Forbidden, 404: NotFound}
+"""Faults that no time cures, by the status of the API server's answer."""
+
+Deliver = Callable[[str | None, Object], None]
+"""Takes one event of a NeuronModel: its type, which is None for a listed model, and the model."""
+
+
+class Poster:
+    """Posts Events about NeuronModels. Kopf sends them in the background and tries for a minute."""
+
+    def __init__(self) -> None:
+        self._context: contextvars.Context | None = None
+        """The one of a handler: kopf keeps there where Events go."""
+
+    def enable(self) -> None:
+        """Called in a handler."""
+        if self._context is None:
+            self._context = contextvars.copy_context()
+
+    def post(self, model: Object, announcement: Announcement) -> None:
+        """Post an Event about a model that kopf delivered."""
+        assert self._context is not None, "kopf has delivered no model"
+        message = announcement.message.encode()[:MAX_NOTE_BYTES].decode(errors="ignore")
+        about = kopf.Body(cast(kopf.RawBody, model))
+        self._context.run(kopf.event, about, type=announcement.type, reason=announcement.reason, message=message)
+
+
+class _NoDiffs(kopf.DiffBaseStorage):
+    """Nothing compares a model with its earlier self, which kopf would otherwise copy for each event."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
+        return kopf.BodyEssence({})
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        raise NotImplementedError("no handler needs it")
+
+
+async def run_kopf(
+    work: Callable[[], Coroutine[Any, Any, None]],
+    configuration: Configuration,
+    *,
+    deliver: Deliver,
+    poster: Poster,
+    namespaces: Collection[str],
+    identity: str,
+    liveness_endpoint: str | None = None,
+    silence_seconds: float = WATCH_SILENCE_SECONDS,
+) -> None:
+    """Run `work` until SIGTERM or SIGINT, or until it ends by itself, and deliver the NeuronModels of `namespaces`
+    (none: of all).
+
+    Raises what `work` raises, OSError if the endpoint's port is in use, ClusterFault if kopf fails or may not watch.
+    """
+    registry = kopf.OperatorRegistry()
+    ended = asyncio.Event()
+    working: list[asyncio.Task[None]] = []
+
+    @kopf.on.login(registry=registry)
+    async def login(**__: Any) -> kopf.ConnectionInfo:
+        header = await configuration.get_api_key_with_prefix("BearerToken") or ""
+        scheme, _, token = header.partition(" ")
+        return kopf.ConnectionInfo(
+            server=configuration.host,
+            ca_path=configuration.ssl_ca_cert,
+            insecure=not configuration.verify_ssl,
+            scheme=scheme or None,
+            token=token or None,
+            certificate_path=configuration.cert_file,
+            private_key_path=configuration.key_file,
+            proxy_url=configuration.proxy,
+        )
+
+    @kopf.on.startup(registry=registry)
+    async def start(**_: Any) -> None:
+        task = asyncio.create_task(work(), name="operator")
+        task.add_done_callback(lambda _: ended.set())
+        working.append(task)
+
+    @kopf.on.cleanup(registry=registry)
+    async def end(**_: Any) -> None:
+        working[0].cancel()
+        await asyncio.wait(working)
+
+    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
+    async def observe(event: kopf.RawEvent, **_: Any) -> None:
+        poster.enable()
+        deliver(event["type"], cast(Object, event["object"]))
+
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    logging.getLogger("kopf._core.reactor").setLevel(logging.CRITICAL)  # tracebacks of what is raised below
+    try:
+        await kopf.operator(
+            registry=registry,
+            settings=_settings(identity, silence_seconds),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+            stop_flag=ended,
+            liveness_endpoint=liveness_endpoint,
+        )
+    except OSError:
+        raise
+    except Exception as error:  # kopf does not export what its client raises
+        raise _fault(error) from error
+    if working and not working[0].cancelled():
+        working[0].result()
+
+
+def _settings(identity: str, silence_seconds: float) -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.scanning.disabled = True
+    settings.networking.request_timeout = REQUEST_SECONDS
+    settings.networking.connect_timeout = CONNECT_SECONDS
+    settings.networking.error_backoffs = BACKOFF_SECONDS
+    settings.watching.server_timeout = WATCH_SECONDS
+    settings.watching.inactivity_timeout = silence_seconds
+    settings.watching.chunk_size = PAGE_SIZE
+    settings.queueing.idle_timeout = 1.0  # a task for each model that has just changed
+    settings.persistence.diffbase_storage = _NoDiffs()
+    settings.posting.reporting_component = f"{GROUP}/{MANAGER}"
+    settings.posting.reporting_instance = identity[:128]
+    settings.posting.event_name_prefix = f"{MANAGER}-"
+    return settings
+
+
+def _fault(error: Exception) -> ClusterFault:
+    """What ended kopf. The first cause has the API server's status and message, if that refused a request."""
+    cause: BaseException = error
+    while not hasattr(cause, "message") and cause.__cause__ is not None:
+        cause = cause.__cause__
+    status: int = getattr(cause, "status", 0)
+    message, kind = getattr(cause, "message", None) or error, _FINAL.get(status, ClusterFault)
+    return kind(f"cannot watch {NEURON_MODELS.plural}: {message}", retriable=kind is ClusterFault, status=status)

@@ -1,0 +1,122 @@
+"""The operator's own metrics, `neuron_operator_*`. Updated by client, reflectors, workers and Lease.
+
+Each `Metrics` has its own registry, so that tests can have several in one process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from neuron_operator.api.reasons import SHOWN
+from neuron_operator.read.objects import dig, items, name_of, text, whole
+from neuron_operator.read.world import Object
+
+PASS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+PassResult = Literal["unchanged", "changed", "retried", "failed", "cancelled"]
+"""Of a reconciliation."""
+
+
+class Metrics:
+    """Names and labels are part of the operator's interface."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.passes = Counter(
+            "neuron_operator_passes",
+            "Reconciliations of a NeuronModel by result: unchanged, changed (something was written), retried (the API "
+            "server or network failed), failed (a bug in the operator), cancelled (leadership ended).",
+            ["result"],
+            registry=self.registry,
+        )
+        for result in get_args(PassResult):
+            self.passes.labels(result)  # from 0: Prometheus sees no increase in the first value of a series
+        self.pass_seconds = Histogram(
+            "neuron_operator_pass_seconds", "Seconds per reconciliation.", buckets=PASS_BUCKETS, registry=self.registry
+        )
+        self.api_requests = Counter(
+            "neuron_operator_api_requests",
+            "Requests that the API server answered.",
+            ["verb", "resource", "code"],
+            registry=self.registry,
+        )
+        self.watch_starts = Counter(
+            "neuron_operator_watch_starts",
+            "Watches opened (how=watch) and lists read to start or restart one (how=list).",
+            ["resource", "how"],
+            registry=self.registry,
+        )
+        self.leader = Gauge("neuron_operator_leader", "1 if this replica leads, else 0.", registry=self.registry)
+        self.queue_depth = Gauge(
+            "neuron_operator_queue_depth", "NeuronModels waiting for a worker.", registry=self.registry
+        )
+
+        self.upgrades = Gauge(
+            "neuron_operator_upgrades",
+            "NeuronModels that move to a newer runtime image by themselves, by state: Waiting, Running, Failed (which "
+            "stops the others); only the leader counts them.",
+            ["state"],
+            registry=self.registry,
+        )
+
+    def observe_request(self, verb: str, resource: str, code: str) -> None:
+        self.api_requests.labels(verb, resource, code).inc()
+
+    def observe_watch_start(self, resource: str, how: str) -> None:
+        self.watch_starts.labels(resource, how).inc()
+
+    def report_models(self, models: Callable[[], Iterable[Object]]) -> None:
+        """Describe `models` at each scrape. A deleted model has no series."""
+        self.registry.register(_Models(models))
+
+    def exposition(self, names: Iterable[str] = ()) -> bytes:
+        """The text that Prometheus reads; `names` of series, if given, are all that it has."""
+        chosen = tuple(names)
+        return generate_latest(self.registry.restricted_registry(chosen) if chosen else self.registry)
+
+
+class _Models(Collector):
+    def __init__(self, models: Callable[[], Iterable[Object]]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Any]:
+        by_reason = GaugeMetricFamily(
+            "neuron_operator_models",
+            "NeuronModels by the reason of their condition Ready; only the leader reports them.",
+            labels=["reason"],
+        )
+        model = ("namespace", "name")
+        condition = GaugeMetricFamily(
+            "neuron_operator_model_condition",
+            "1 if the condition of the NeuronModel is true, 0 if it is false or unknown. Reconciling and Stalled exist "
+            "only while true.",
+            labels=[*model, "condition", "reason"],
+        )
+        desired = GaugeMetricFamily(
+            "neuron_operator_model_desired_replicas", "Replicas that the NeuronModel requests.", labels=model
+        )
+        ready = GaugeMetricFamily(
+            "neuron_operator_model_ready_replicas", "Replicas of the NeuronModel that can serve.", labels=model
+        )
+        reasons: Tally[str] = Tally()
+        for body in self._models():
+            key = [text(body, "metadata", "namespace"), name_of(body)]
+            found = {text(one, "type"): one for one in items(body, "status", "conditions")}
+            reasons[text(found.get("Ready"), "reason") or "Unknown"] += 1
+            # The conditions of others would be series without bound.
+            for kind in SHOWN:
+                if kind in found:
+                    condition.add_metric(
+                        [*key, kind, text(found[kind], "reason")], text(found[kind], "status") == "True"
+                    )
+            desired.add_metric(key, whole(dig(body, "spec", "replicas")))
+            ready.add_metric(key, whole(dig(body, "status", "readyReplicas")))
+        for reason, number in sorted(reasons.items()):
+            by_reason.add_metric([reason], number)
+        yield from (by_reason, condition, desired, ready)

@@ -1,0 +1,285 @@
+"""`neuron-operator run`: builds the object graph of one replica and runs it until a signal or a fatal error.
+
+All replicas keep their caches up to date; the one that holds the Lease works. kopf owns the process: on SIGTERM it
+cancels the work, which releases the Lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime
+from functools import partial
+
+import uvloop
+from aiohttp import web
+
+from neuron_operator.api.errors import ClusterFault, OperatorError
+from neuron_operator.api.names import LEADER_WORKER_SET
+from neuron_operator.cluster.apart import run_apart, run_on
+from neuron_operator.cluster.client import (
+    CHILDREN,
+    LEADER_WORKER_SETS,
+    NEURON_MODELS,
+    Cluster,
+    Forbidden,
+    NotFound,
+    Resource,
+    Throttled,
+    connect,
+)
+from neuron_operator.cluster.lease import LeaderLease
+from neuron_operator.cluster.reflector import Caches, Key, Version
+from neuron_operator.cluster.workqueue import WorkQueue
+from neuron_operator.decide.course import decide
+from neuron_operator.read.objects import dig
+from neuron_operator.read.world import UPGRADES, Object, Upgrade
+from neuron_operator.run import settings as settings_module
+from neuron_operator.run.handlers import Poster, run_kopf
+from neuron_operator.run.metrics import Metrics
+from neuron_operator.run.reconcile import Decide, Post, Reconciler, run_workers
+from neuron_operator.run.settings import InvalidSetting, RunSettings
+from neuron_operator.run.upgrades import Turns
+
+logger = logging.getLogger(__name__)
+
+_NONE = "metadata.name=none"
+"""Selects nothing: the request only checks the right to list."""
+COLLECT_AFTER = 20_000
+"""New objects until the collector looks for cycles. Passes make thousands from JSON, which has none."""
+GRANT_SECONDS = 10.0
+"""A busy API server may learn of a new role some seconds after the operator starts."""
+
+
+Connect = Callable[[], AbstractAsyncContextManager[Cluster]]
+
+
+class Operator:
+    """One replica without its process: caches, Lease, queue and workers."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: RunSettings,
+        metrics: Metrics,
+        *,
+        post: Post,
+        connect_lease: Connect | None = None,
+        decide: Decide = decide,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """`connect_lease` opens a connection for the Lease, which is then kept on a thread of its own; None: on this
+        event loop, through `cluster`."""
+        self._settings = settings
+        self._metrics = metrics
+        self._queue: WorkQueue[Key] | None = None
+        """Of this term; None while another replica leads."""
+        self.caches = Caches(
+            cluster,
+            settings.watch_namespaces or (None,),
+            wake=self.wake,
+            children=(*CHILDREN, *((LEADER_WORKER_SETS,) if _makes_sets(settings) else ())),
+            count_start=metrics.observe_watch_start,
+        )
+        self._connect_lease = connect_lease
+        self._lease = self._lease_of(cluster)
+        self.turns = Turns(self.wake)
+        self._reconciler = Reconciler(
+            cluster,
+            self.caches,
+            settings.models,
+            decide,
+            post=post,
+            now=now,
+            check_term=self._check_term,
+            turns=self.turns,
+        )
+        metrics.leader.set(0)
+        metrics.queue_depth.set_function(lambda: len(self._queue or ()))
+        metrics.report_models(lambda: self.caches.models() if self.is_leading else ())
+        for found in UPGRADES:
+            metrics.upgrades.labels(found).set_function(partial(self._count_upgrades, found))
+
+    def _count_upgrades(self, found: Upgrade) -> int:
+        return self.turns.count()[found] if self.is_leading else 0
+
+    @property
+    def is_leading(self) -> bool:
+        return self._queue is not None
+
+    def wake(self, key: Key, version: Version | None = None) -> None:
+        """`version`: of an object that changed."""
+        if self._queue is not None:
+            self._queue.add(key, version)
+
+    async def run(self) -> None:
+        """Run until cancelled, then release the Lease. Raises ClusterFault, in a group, if a right is missing."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.caches.run(), name="caches")
+            await self.caches.wait_synced()
+            if self._connect_lease is None:
+                await self._lease.run(self._work)
+            else:
+                await run_apart(partial(self._lead_apart, self._connect_lease, asyncio.get_running_loop()))
+
+    async def _lead_apart(self, connect_lease: Connect, loop: asyncio.AbstractEventLoop) -> None:
+        """On the thread of the Lease; the work is done on `loop`."""
+        async with connect_lease() as cluster:
+            self._lease = self._lease_of(cluster)
+            await self._lease.run(lambda: run_on(loop, self._work))
+
+    def _check_term(self) -> None:
+        self._lease.check_term()
+
+    def _lease_of(self, cluster: Cluster) -> LeaderLease:
+        settings = self._settings
+        return LeaderLease(
+            cluster,
+            settings.namespace,
+            settings.lease_name,
+            f"{settings.identity}_{uuid.uuid4().hex[:8]}",
+            timings=settings.lease,
+            on_change=lambda leads: self._metrics.leader.set(int(leads)),
+        )
+
+    async def _work(self) -> None:
+        queue = self._queue = WorkQueue[Key]()
+        try:
+            # The edits that nobody has acted on come first.
+            models = sorted(self.caches.models(), key=_is_observed)
+            keys = [(model["metadata"]["namespace"], model["metadata"]["name"]) for model in models]
+            self.turns.begin(keys)
+            for key in keys:
+                queue.add(key)
+            await run_workers(queue, self._reconciler, self._metrics, self._settings.num_workers)
+        finally:
+            self._queue = None
+
+
+def _makes_sets(settings: RunSettings) -> bool:
+    return settings.models.groups.controller == LEADER_WORKER_SET
+
+
+def _is_observed(model: Object) -> bool:
+    return bool(dig(model, "status", "observedGeneration") == model["metadata"].get("generation"))
+
+
+_INSTALL = {
+    NEURON_MODELS: "install the CRD with `kubectl apply --server-side -f crds/neuronmodels.yaml` or with the chart "
+    "neuron-serving",
+    LEADER_WORKER_SETS: "install LeaderWorkerSet, or set the chart value groups.controller to StatefulSet",
+}
+"""What the operator cannot run without, if it is used, and the cure."""
+
+
+async def check_installed(cluster: Cluster, namespaces: Sequence[str], *, makes_sets: bool = False) -> None:
+    """Raises ClusterFault, with the cure, if a CRD or a right is missing or the API server is unreachable."""
+    last_wait = asyncio.get_running_loop().time() + GRANT_SECONDS
+    for resource in (NEURON_MODELS, *((LEADER_WORKER_SETS,) if makes_sets else ())):
+        try:
+            await _until_granted(cluster, resource, namespaces[0] if namespaces else None, last_wait)
+        except NotFound as fault:
+            text = f"the cluster has no {resource.plural} of {resource.api_version}; {_INSTALL[resource]}"
+            raise ClusterFault(text, retriable=False) from fault
+
+
+async def _until_granted(cluster: Cluster, resource: Resource, namespace: str | None, last_wait: float) -> None:
+    while True:
+        try:
+            await cluster.list(resource, namespace, field_selector=_NONE)
+            return
+        except Throttled as fault:  # also right after the CRD was created
+            logger.info("%s", fault)
+            await asyncio.sleep(fault.retry_after_seconds)
+        except Forbidden:
+            if asyncio.get_running_loop().time() > last_wait:
+                raise
+            await asyncio.sleep(1.0)
+
+
+def one_line(error: BaseException) -> str:
+    """The first fault in `error` in one line, with its cure."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, NotFound):
+        return f"{error}; {_INSTALL[NEURON_MODELS]}"
+    if isinstance(error, Forbidden):
+        return f"{error}; grant it with the chart (helm upgrade neuron-serving)"
+    return str(error) or type(error).__name__
+
+
+@contextlib.asynccontextmanager
+async def serving(operator: Operator, metrics: Metrics, host: str, port: int) -> AsyncIterator[None]:
+    """Serve `/readyz` and `/metrics` within the block. Raises OSError if the port is in use."""
+
+    async def readyz(_: web.Request) -> web.Response:
+        return web.Response(text=f"leading: {operator.is_leading}\n", status=200 if operator.caches.is_synced else 503)
+
+    async def exposition(request: web.Request) -> web.Response:
+        names = request.query.getall("name[]", [])
+        return web.Response(body=metrics.exposition(names), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    app = web.Application()
+    app.add_routes([web.get("/readyz", readyz), web.get("/metrics", exposition)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        logger.info("serving /readyz and /metrics at %s", site.name)
+        yield
+    finally:
+        await runner.cleanup()
+
+
+async def run(settings: RunSettings) -> None:
+    """Run one replica until SIGTERM or SIGINT. Raises OperatorError or OSError (port in use), possibly in a group."""
+    metrics = Metrics()
+    async with connect(settings.kubeconfig, observe=metrics.observe_request) as cluster:
+        await check_installed(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
+        connect_lease = partial(connect, settings.kubeconfig, observe=metrics.observe_request)
+        poster = Poster()
+        operator = Operator(cluster, settings, metrics, post=poster.post, connect_lease=connect_lease)
+
+        async def work() -> None:
+            async with serving(operator, metrics, settings.http_host, settings.http_port):
+                await operator.run()
+
+        liveness = f"http://{settings.http_host}:{settings.health_port}/healthz"
+        await run_kopf(
+            work,
+            cluster.configuration,
+            deliver=operator.caches.deliver,
+            poster=poster,
+            namespaces=settings.watch_namespaces,
+            identity=settings.identity,
+            liveness_endpoint=liveness,
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 after a signal, 2 for an invalid setting, 1 for a fault; prints one line for the last two."""
+    try:
+        settings = settings_module.load(argv)
+    except InvalidSetting as error:
+        print(f"neuron-operator: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    gc.freeze()  # what is imported stays
+    gc.set_threshold(COLLECT_AFTER)
+    try:
+        uvloop.run(run(settings))
+    except* (OperatorError, OSError) as errors:
+        print(f"neuron-operator: {one_line(errors)}", file=sys.stderr)
+        return_code = 1
+    else:
+        return_code = 0
+    return return_code

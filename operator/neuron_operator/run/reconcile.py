@@ -1,0 +1,401 @@
+"""The pass over one NeuronModel: observe, decide, apply, prune, status. Called by the workers with a key.
+
+`decide` decides; this module orders the writes and handles refusals. A pass may run at any time, from any state, and be
+interrupted at any request: the next one reads from the API what was done and continues. Between passes only caches of
+the API's objects remain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+
+from neuron_operator.api import names
+from neuron_operator.api.errors import ClusterFault, TermOver
+from neuron_operator.api.names import KIND
+from neuron_operator.api.needs import Exists, LogOf, Need, Needed
+from neuron_operator.cluster.client import (
+    NEURON_MODELS,
+    PODS,
+    SECRETS,
+    AlreadyExists,
+    Cluster,
+    Conflict,
+    Forbidden,
+    Invalid,
+    NotFound,
+    Resource,
+    Terminating,
+    Throttled,
+    resource_of,
+)
+from neuron_operator.cluster.containment import Contained, needs_apply
+from neuron_operator.cluster.on_demand import OnDemand
+from neuron_operator.cluster.reflector import Caches, Key, Version, version_of
+from neuron_operator.cluster.workqueue import WorkQueue
+from neuron_operator.read.objects import is_orphan, is_owned, is_shared, labels_of, name_of, owners_of
+from neuron_operator.read.world import Announcement, Change, Decision, Object, Refusal, Refused, Settings, World
+from neuron_operator.run.metrics import Metrics, PassResult
+from neuron_operator.run.upgrades import Turns
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 5.0
+"""A write that fails for longer is reported in the status."""
+
+Post = Callable[[Object, Announcement], None]
+"""Sends an Event about a NeuronModel, sooner or later."""
+
+Decide = Callable[[World, Settings], Decision]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one pass did. `num_writes` counts write requests, whether or not they changed something; `written` are the
+    versions that they led to."""
+
+    num_writes: int = 0
+    written: frozenset[Version] = frozenset()
+    requeue_after_seconds: float | None = None
+
+
+@dataclass
+class _Refused(Exception):
+    """A refused write that the next decision must see."""
+
+    refusal: Refusal
+    retry: ClusterFault | None = None
+    """To be raised once the status is written."""
+
+
+class Reconciler:
+    """Runs passes. `post` sends Events; `now` is the wall clock; `check_term` raises TermOver when this replica may no
+    longer write."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        caches: Caches,
+        settings: Settings,
+        decide: Decide,
+        *,
+        post: Post,
+        now: Callable[[], datetime],
+        check_term: Callable[[], None],
+        turns: Turns,
+    ) -> None:
+        self._cluster = cluster
+        self._caches = caches
+        self._settings = settings
+        self._turns = turns
+        self._decide = decide
+        self._post = post
+        self._now = now
+        self._check_term = check_term
+        self._on_demand = OnDemand(cluster)
+        self._contained = Contained()
+
+    async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
+        """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
+        body = self._caches.model(key)
+        if body is None:  # deleted: the garbage collector deletes its children
+            self._turns.tell(key, None)
+            return Outcome()
+        writes = _Writes(
+            self._cluster,
+            self._caches,
+            self._check_term,
+            self._contained,
+            reports_faults=failing_seconds > PATIENCE_SECONDS,
+        )
+        retry: ClusterFault | None = None
+        world = self._observe(World(body=body, children=(), pods=(), now=self._now()), key)
+        read: frozenset[Needed] = frozenset()
+        is_final = False
+        while True:
+            decision = self._decide(world, self._settings)
+            if decision.needs - read:
+                world = await self._read(decision.needs - read, world, key)
+                read |= decision.needs
+                continue
+            num_before = writes.number
+            try:
+                if not isinstance(retry, Throttled):  # then nothing but the status, which says so
+                    await writes.carry_out(decision, body)
+            except _Refused as refused:
+                refusal, retry = refused.refusal, refused.retry or retry
+                logger.warning(
+                    "%s/%s: %s: %s %s %s", *key, refusal.why.value, refusal.kind, refusal.name, refusal.message
+                )
+                # The caches contain what this pass wrote so far. `decide` leaves out what was refused.
+                world = replace(self._observe(world, key), refusals=(*world.refusals, refusal))
+                continue
+            if writes.number == 0 or is_final:
+                break
+            # Once more, so that one status tells what these writes led to. Only once: others may undo them.
+            is_final = True
+            world = self._observe(world, key)
+        self._turns.tell(key, decision.upgrade)
+        is_more_due = writes.number > num_before
+        if decision.status is not None and needs_apply({"status": decision.status}, body, "status"):
+            await writes.status(body, decision.status)
+            is_more_due |= decision.follows
+            for announcement in decision.announcements:
+                self._post(body, announcement)
+        if retry is not None:
+            raise retry
+        # This pass looked at what it wrote: nothing but `is_more_due` tells whether another one has to follow.
+        due = 0.0 if is_more_due else decision.requeue_after_seconds
+        return Outcome(writes.number, frozenset(writes.written), due)
+
+    def _observe(self, world: World, key: Key) -> World:
+        caches = self._caches
+        children = caches.children(key)
+        pods = caches.pods(key, world.body["metadata"]["uid"], children)
+        return replace(
+            world,
+            children=children,
+            pods=pods,
+            shared=caches.shared(key[0]),
+            nodes=caches.nodes_of(pods),
+            has_turn=self._turns.take(key),
+        )
+
+    async def _read(self, needs: frozenset[Needed], world: World, key: Key) -> World:
+        if Need.FREE_DEVICES in needs:
+            world = replace(world, free=await self._on_demand.free_devices())
+        if Need.EVENTS in needs:
+            about = (*world.children, *(found for found in world.shared if found["kind"] == "Job"))
+            world = replace(world, events=await self._on_demand.events(key, about, world.pods))
+        if Need.CLAIM_EVENTS in needs:
+            world = replace(world, claim_events=await self._on_demand.claim_events(key[0]))
+        pods = [need.pod for need in needs if isinstance(need, LogOf)]
+        logs = {pod: await self._on_demand.log(key[0], pod) for pod in pods}
+        asked = [need for need in needs if isinstance(need, Exists)]
+        found = {one for one in asked if await self._on_demand.exists(key[0], one)}
+        return replace(world, logs={**world.logs, **logs}, existing=world.existing | found)
+
+
+class _Writes:
+    """The writes of one pass, counted; each can be repeated safely.
+
+    `reports_faults`: a fault that a retry may cure does not end the pass either.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        caches: Caches,
+        check_term: Callable[[], None],
+        contained: Contained,
+        *,
+        reports_faults: bool,
+    ) -> None:
+        self._cluster = cluster
+        self._caches = caches
+        self._check_term = check_term
+        self._contained = contained
+        self._reports_faults = reports_faults
+        self.number = 0
+        self.written: set[Version] = set()
+
+    def _next(self) -> Cluster:
+        """For one write. Raises TermOver; time may have passed since the last one, when this process was frozen."""
+        self._check_term()
+        self.number += 1
+        return self._cluster
+
+    def _observe_written(self, resource: Resource, written: Object) -> None:
+        self.written.add(version_of(written))
+        self._caches.observe_written(resource, written)
+
+    async def carry_out(self, decision: Decision, body: Object) -> None:
+        """Raises _Refused at the first write that the next decision must know of."""
+        for desired in decision.desired:
+            await self.ensure(desired, body)
+        for change in decision.changes:
+            await self.change(change)
+        for live in decision.delete:
+            await self.delete(live)
+
+    async def ensure(self, desired: Object, body: Object) -> None:
+        """Create, or apply if the live object lacks something. Raises _Refused if the live object is not ours."""
+        resource, metadata = resource_of(desired), desired["metadata"]
+        if resource is SECRETS:
+            desired = {**desired, "stringData": {names.GROUP_SECRET_KEY: secrets.token_hex(SECRET_BYTES)}}
+        refusal = partial(Refusal, kind=resource.kind, name=metadata["name"])
+        live = self._caches.find(resource, metadata["namespace"], metadata["name"])
+        try:
+            if live is None:
+                live = await self._create_or_look(resource, desired)
+            if resource is SECRETS:
+                return  # its name is that of one attempt of a group, and nobody may read it
+            if not _is_ours(live, desired, body):
+                raise _Refused(refusal(Refused.TAKEN))
+            if "deletionTimestamp" in live["metadata"]:
+                return  # its end wakes us
+            if resource.kind in _NEVER_EDITED:
+                return
+            if is_shared(desired) and resource.kind in _CREATED_ONCE:
+                await self._relabel(live, desired)
+                return
+            if not self._contained.needs_apply(desired, live):
+                return
+            self._observe_written(resource, await self._apply(resource, desired, live))
+        except Terminating as fault:
+            raise _Refused(refusal(Refused.TERMINATING, message=str(fault))) from fault
+        except Forbidden as fault:
+            raise _Refused(refusal(Refused.FORBIDDEN, message=str(fault))) from fault
+        except Invalid as fault:
+            raise _Refused(refusal(Refused.REJECTED, message=str(fault))) from fault
+        except TermOver:
+            raise
+        except ClusterFault as fault:
+            if not self._reports_faults:
+                raise
+            raise _Refused(refusal(Refused.FAILED, message=str(fault)), retry=fault) from fault
+
+    async def _relabel(self, live: Object, desired: Object) -> None:
+        """Of a shared Job, record or claim nothing else is repaired: its owners change by `Decision.changes`, its
+        content never."""
+        labels = labels_of(desired)
+        if not labels.items() <= labels_of(live).items():
+            await self.change(Change(live, {"metadata": {"labels": dict(labels)}}))
+
+    async def _apply(self, resource: Resource, desired: Object, live: Object) -> Object:
+        try:
+            return await self._next().apply(resource, desired, live)
+        except Invalid as fault:
+            if resource.kind not in _REPLACEABLE or _IMMUTABLE not in str(fault):
+                raise
+        await self._next().delete(resource, live)
+        return await self._next().create(resource, desired)
+
+    async def _create_or_look(self, resource: Resource, desired: Object) -> Object:
+        try:
+            live = await self._next().create(resource, desired)
+        except AlreadyExists:
+            if resource is SECRETS:
+                return desired
+            metadata = desired["metadata"]
+            return await self._cluster.get(resource, metadata["namespace"], metadata["name"])
+        self._observe_written(resource, live)
+        return live
+
+    async def change(self, change: Change) -> None:
+        resource, live = resource_of(change.live), change.live
+        try:
+            written = await self._next().patch(resource, live, change.patch, unchanged=change.unchanged)
+        except NotFound as gone:
+            logger.debug("already deleted: %s", gone)
+            return
+        except Forbidden as fault:
+            raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
+        self._observe_written(resource, written)
+        if not change.unchanged and is_orphan(written):  # its other owners left at the same time, and nobody is woken
+            await self.delete(written)
+
+    async def delete(self, live: Object) -> None:
+        resource = resource_of(live)
+        if "deletionTimestamp" in live["metadata"]:
+            return
+        try:
+            # Another model may become an owner of a shared object at any time.
+            await self._next().delete(resource, live, unchanged=is_shared(live) and resource is not PODS)
+        except (NotFound, Conflict) as gone:
+            logger.debug("already deleted: %s", gone)
+        except Forbidden as fault:
+            raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
+
+    async def status(self, body: Object, status: Object) -> None:
+        try:
+            written = await self._next().apply_status(NEURON_MODELS, body, status)
+        except NotFound:  # perhaps while kopf's watch was lost: then nobody else says so
+            self._caches.forget(body)
+            return
+        self._observe_written(NEURON_MODELS, written)
+
+
+_REPLACEABLE = frozenset({"ControllerRevision", "ConfigMap"})
+"""Kinds with immutable content that pods survive the loss of: one with other content is deleted and created."""
+_CREATED_ONCE = frozenset({"Job", "ConfigMap", "PersistentVolumeClaim"})
+"""Shared kinds that are never applied again. Others write into a claim: the volume, and people enlarge it."""
+_NEVER_EDITED = frozenset({"StatefulSet", names.LEADER_WORKER_SET})
+"""Another attempt of a group is another object."""
+SECRET_BYTES = 32
+_IMMUTABLE = "field is immutable"
+"""In the answer of the API server."""
+
+
+def _is_ours(live: Object, desired: Object, body: Object) -> bool:
+    """Whether the model owns `live`, or nobody does and it has the operator's labels for this model: it is adopted.
+    A shared object is ours if it has its labels, or any model as owner.
+
+    Raises Conflict (retriable) for a child of a deleted model of the same name, until it is garbage-collected.
+    """
+    if is_shared(desired):
+        has_labels = labels_of(desired).items() <= labels_of(live).items()
+        return has_labels or any(owner.get("kind") == KIND for owner in owners_of(live))
+    wanted = owners_of(desired)
+    if is_owned(live, body["metadata"]["uid"]) or any(is_owned(live, owner["uid"]) for owner in wanted):
+        return True
+    name = name_of(body)
+    if is_orphan(live):
+        return names.owner_labels(name).items() <= labels_of(live).items()
+    namesakes = {(KIND, name), *((owner["kind"], owner["name"]) for owner in wanted)}
+    if any((owner["kind"], owner["name"]) in namesakes for owner in live["metadata"]["ownerReferences"]):
+        message = f"{live['kind']} {name_of(live)} of a deleted {KIND} still exists"
+        raise Conflict(message, retriable=True, status=409)
+    return False
+
+
+async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Metrics, num_workers: int) -> None:
+    """Work on `queue` until cancelled. The failure of one model never ends a worker."""
+    failing_since: dict[Key, float] = {}
+
+    async def handle(key: Key) -> None:
+        started = time.perf_counter()
+        failing_seconds = started - failing_since.get(key, started)
+        result: PassResult = "failed"
+        try:
+            outcome = await reconciler.reconcile(key, failing_seconds=failing_seconds)
+            queue.settle(key, outcome.written)
+            result = "changed" if outcome.num_writes else "unchanged"
+            queue.forget(key)
+            failing_since.pop(key, None)
+            if outcome.requeue_after_seconds is not None:
+                queue.add_after(key, outcome.requeue_after_seconds)
+        except TermOver:  # the Lease says so, and soon cancels this
+            result = "cancelled"
+            queue.retry(key)
+        except Throttled as fault:
+            result = "retried"
+            logger.info("%s/%s: %s", *key, fault)
+            failing_since.setdefault(key, started)
+            least = PATIENCE_SECONDS if failing_seconds > PATIENCE_SECONDS else 0.0
+            queue.retry(key, hold_seconds=max(fault.retry_after_seconds, least))
+        except ClusterFault as fault:
+            result = "retried"
+            logger.log(logging.INFO if fault.retriable else logging.ERROR, "%s/%s: %s", *key, fault)
+            failing_since.setdefault(key, started)
+            # A report of the fault wakes the model: its text may differ each time.
+            queue.retry(key, hold_seconds=PATIENCE_SECONDS if failing_seconds > PATIENCE_SECONDS else 0.0)
+        except asyncio.CancelledError:
+            result = "cancelled"
+            raise
+        except Exception:  # a bug that affects one model must not stop the others
+            logger.exception("%s/%s: the pass failed", *key)
+            queue.retry(key)
+        finally:
+            metrics.passes.labels(result).inc()
+            metrics.pass_seconds.observe(time.perf_counter() - started)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(num_workers):
+            tasks.create_task(queue.work(handle), name=f"worker {number}")

@@ -1,0 +1,246 @@
+"""Settings of `neuron-operator run`: each is a flag and an environment variable; the flag wins. Read once at start.
+
+The chart sets the variables. Settings of models, not of the process, are the fields of `world.Settings`. An invalid
+value is refused, with its name, before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from neuron_operator.api.errors import OperatorError
+from neuron_operator.cluster.lease import LeaseTimings
+from neuron_operator.read.world import (
+    DEVICE_MODES,
+    RUNTIME_UPGRADES,
+    CaBundle,
+    GroupSettings,
+    JobSettings,
+    Object,
+    Provisionable,
+    Settings,
+    StorageSettings,
+)
+
+ENV_PREFIX = "NEURON_OPERATOR_"
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class InvalidSetting(OperatorError):
+    """A flag or variable has an invalid value; the message names it."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The settings of one process of the operator."""
+
+    models: Settings
+    namespace: str
+    identity: str
+    lease_name: str
+    lease: LeaseTimings
+    watch_namespaces: tuple[str, ...]
+    num_workers: int
+    http_host: str
+    http_port: int
+    health_port: int
+    kubeconfig: str
+    log_level: str
+
+
+def _text(value: str) -> str:
+    return value.strip()
+
+
+def _words(value: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in value.split(",") if word.strip())
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value not in allowed:
+            raise ValueError(f"must be one of {', '.join(word or 'empty' for word in allowed)}")
+        return value
+
+    return parse
+
+
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        if not value.isascii() or not value.isdigit() or not low <= int(value) <= high:
+            raise ValueError(f"must be a whole number from {low} to {high}")
+        return int(value)
+
+    return parse
+
+
+def _jobs(value: str) -> JobSettings:
+    return msgspec.json.decode(value, type=JobSettings)
+
+
+def _ca_bundle(value: str) -> CaBundle:
+    return msgspec.json.decode(value, type=CaBundle)
+
+
+def _storage(value: str) -> StorageSettings:
+    return msgspec.json.decode(value, type=StorageSettings)
+
+
+def _provisionable(value: str) -> Provisionable:
+    return msgspec.json.decode(value, type=Provisionable)
+
+
+def _groups(value: str) -> GroupSettings:
+    return msgspec.json.decode(value, type=GroupSettings)
+
+
+def _objects(value: str) -> tuple[Object, ...]:
+    return msgspec.json.decode(value, type=tuple[Object, ...])
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """`name` gives the flag `--a-b` and the variable `NEURON_OPERATOR_A_B`."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: str | None
+    """None: it must be set."""
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+
+SETTINGS = (
+    _Setting("runtime_image", _text, None, "runtime image of models that set none"),
+    _Setting(
+        "compile_image", _text, "", "image of Jobs that compile, for models that set none; empty: the runtime image"
+    ),
+    _Setting(
+        "image_pull_policy",
+        _one_of("", "Always", "IfNotPresent", "Never"),
+        "",
+        "pull policy of the runtime image; empty: Kubernetes' default",
+    ),
+    _Setting("image_pull_secrets", _words, "", "comma-separated pull secrets of all pods"),
+    _Setting("jobs", _jobs, "{}", 'JSON: nodeSelector, tolerations, resources and env of Jobs, e.g. {"env": [...]}'),
+    _Setting(
+        "ca_bundle",
+        _ca_bundle,
+        "{}",
+        "JSON: certificate authorities for downloads, a key of a ConfigMap or Secret in each model's namespace, e.g. "
+        '{"configMap": {"name": "private-ca", "key": "ca.crt"}}',
+    ),
+    _Setting(
+        "storage",
+        _storage,
+        "{}",
+        "JSON: weights and artifacts, each one of emptyDir (weights only), pvcTemplate, persistentVolumeClaim and "
+        "objectStore; imageVolumes; keepDays, e.g. "
+        '{"weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}}}',
+    ),
+    _Setting(
+        "provisionable",
+        _provisionable,
+        "{}",
+        'JSON: instance types that an autoscaler can add, e.g. {"instanceTypes": ["inf2.8xlarge", "trn2.48xlarge"]}',
+    ),
+    _Setting(
+        "runtime_upgrade",
+        _one_of(*RUNTIME_UPGRADES),
+        "OnEdit",
+        "when running models move to another runtime image: OnEdit (with their next edit) or Rolling (by themselves, "
+        "one model after another)",
+    ),
+    _Setting(
+        "groups",
+        _groups,
+        "{}",
+        "JSON: replicas on several nodes: restartSeconds, maxRestarts, placeSeconds, topologyKey, hostNetwork, "
+        "controller, maxNodes, e.g. "
+        '{"restartSeconds": 60, "maxRestarts": 5}',
+    ),
+    _Setting(
+        "device_mode",
+        _one_of(*DEVICE_MODES),
+        "Plugin",
+        "PluginWithExtension if the Neuron scheduler extension is installed: it allows more device counts",
+    ),
+    _Setting("device_scheduler_name", _text, "", "scheduler that has the extension; required with PluginWithExtension"),
+    _Setting(
+        "network_policy_ingress_from",
+        _objects,
+        "[]",
+        "JSON list of NetworkPolicyPeers that may call models; empty: all",
+    ),
+    _Setting("namespace", _text, "", "namespace of the Lease; empty: the pod's own"),
+    _Setting("identity", _text, "", "name of this replica, usually the pod's; empty: the host name"),
+    _Setting("lease_name", _text, "neuron-operator", "name of the Lease"),
+    _Setting("lease_seconds", _between(3, 3600), "12", "seconds until a standby takes over; renewed every third of it"),
+    _Setting("watch_namespaces", _words, "", "comma-separated namespaces to watch; empty: all"),
+    _Setting("num_workers", _between(1, 256), "16", "maximum NeuronModels reconciled at the same time"),
+    _Setting("http_host", _text, "0.0.0.0", "address for /healthz, /readyz and /metrics"),
+    _Setting("http_port", _between(0, 65535), "8080", "port of /readyz and /metrics; 0: any free port"),
+    _Setting("health_port", _between(1, 65535), "8081", "port of /healthz"),
+    _Setting(
+        "kubeconfig", _text, "", "path of the kubeconfig; empty: the pod's ServiceAccount, or $KUBECONFIG outside a pod"
+    ),
+    _Setting("log_level", _one_of("debug", "info", "warning", "error"), "info", "debug, info, warning or error"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of `neuron-operator run`, each with its variable and default in the help."""
+    result = argparse.ArgumentParser(prog="neuron-operator run", description="Run the operator in a cluster.")
+    for setting in SETTINGS:
+        default = "required" if setting.default is None else f"default {setting.default!r}"
+        help_text = f"{setting.help} (${setting.variable}, {default})".replace("%", "%%")
+        result.add_argument(setting.flag, dest=setting.name, metavar="VALUE", help=help_text)
+    return result
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunSettings:
+    """Settings from flags and environment. Raises InvalidSetting; argparse itself exits on unknown flags."""
+    environ = os.environ if environ is None else environ
+    flags = vars(parser().parse_args(argv))
+    values: dict[str, Any] = {}
+    for setting in SETTINGS:
+        flag = flags[setting.name]
+        text = flag if flag is not None else environ.get(setting.variable, setting.default)
+        source = setting.flag if flag is not None else f"${setting.variable}"
+        if text is None or (setting.default is None and not text.strip()):
+            raise InvalidSetting(f"{setting.flag} (or ${setting.variable}) must be set: {setting.help}")
+        try:
+            values[setting.name] = setting.parse(text)
+        except (ValueError, msgspec.DecodeError) as error:
+            raise InvalidSetting(f"{source} is {text!r}: {error}") from error
+    return _assemble(values)
+
+
+def _assemble(values: dict[str, Any]) -> RunSettings:
+    models = Settings(**{one.name: values.pop(one.name) for one in fields(Settings)})
+    if (models.device_mode == "PluginWithExtension") != bool(models.device_scheduler_name):
+        raise InvalidSetting(
+            "--device-scheduler-name and --device-mode PluginWithExtension belong together: set both or neither"
+        )
+    values["namespace"] = values["namespace"] or _own_namespace()
+    values["identity"] = values["identity"] or socket.gethostname()
+    return RunSettings(models=models, lease=LeaseTimings.of(values.pop("lease_seconds")), **values)
+
+
+def _own_namespace() -> str:
+    return NAMESPACE_FILE.read_text().strip() if NAMESPACE_FILE.is_file() else "default"

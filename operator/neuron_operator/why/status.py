@@ -1,0 +1,100 @@
+"""Findings to conditions and Events. Called by `decide`.
+
+The same findings give the same status, except for `lastTransitionTime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from neuron_operator.api import model_status
+from neuron_operator.api.model_status import MAX_MESSAGE, MAX_WORD, ModelFacts
+from neuron_operator.api.reasons import ABNORMAL, CONDITIONS, Condition, Finding, Reason
+from neuron_operator.read.objects import printable
+from neuron_operator.read.records import Facts
+from neuron_operator.read.views import ModelView
+from neuron_operator.read.world import Announcement
+
+
+def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """One Finding for every condition, then Ready, then Reconciling or Stalled if Ready is not true.
+
+    A condition without a finding waits for the first that is not true. Of several findings about one condition, the
+    last one that is not true wins. A finding about Ready says why replicas are missing although Available is true.
+    """
+    found: dict[Condition, Finding] = {}
+    for finding in findings:
+        if finding.condition not in found or finding.status != "True":
+            found[finding.condition] = finding
+    first = next((found[kind] for kind in CONDITIONS if kind in found and found[kind].status != "True"), None)
+    reason = first.reason if first else Reason.RESOLVING
+    waits = f"waiting for {first.condition}" if first else "not checked yet"
+    all_found = [found.get(kind) or Finding(kind, "Unknown", reason, waits) for kind in CONDITIONS]
+    ready = _roll_up(all_found, found.get("Ready"))
+    return (*all_found, ready, *_abnormal(ready))
+
+
+def facts_of(facts: Facts) -> ModelFacts:
+    return ModelFacts(
+        architecture=printable(facts.architecture)[:MAX_WORD],
+        parameters=facts.parameters,
+        layers=facts.num_layers,
+        heads=facts.num_heads,
+        bytes=facts.weights_bytes,
+        digest=printable(facts.digest)[:MAX_WORD],
+    )
+
+
+def announcements(model: ModelView, findings: Sequence[Finding]) -> tuple[Announcement, ...]:
+    """An Event if Ready or its reason changed."""
+    ready = next(finding for finding in findings if finding.condition == "Ready")
+    before = model.conditions.get("Ready")
+    if before is not None and (before.status, before.reason) == (ready.status, ready.reason):
+        return ()
+    reason = Reason.named(ready.reason)
+    is_trouble = ready.status != "True" and not (reason and reason.row.passing)
+    return (Announcement("Warning" if is_trouble else "Normal", str(ready.reason), printable(ready.message)),)
+
+
+def _roll_up(findings: Sequence[Finding], missing: Finding | None) -> Finding:
+    """`missing`: a reason of Available although that is true. It counts in Available's place."""
+    available = next(finding for finding in findings if finding.condition == "Available")
+    in_order = [missing if missing and finding is available else finding for finding in findings]
+    first = next((finding for finding in in_order if finding.status != "True"), None)
+    if first is not None:
+        return Finding("Ready", "False", first.reason, first.message)
+    reason = "ScaledToZero" if available.reason == "ScaledToZero" else "Ready"
+    return Finding("Ready", "True", reason, available.message)
+
+
+def _abnormal(ready: Finding) -> tuple[Finding, ...]:
+    """Stalled if somebody must act, Reconciling if the operator or time can. Neither while an edit is held back."""
+    reason = Reason.named(ready.reason)
+    if ready.status == "True" or reason is Reason.PAUSED:
+        return ()
+    is_final = reason is not None and reason.row.final
+    return (Finding("Stalled" if is_final else "Reconciling", "True", ready.reason, ready.message),)
+
+
+def condition_of(finding: Finding, model: ModelView, now: datetime) -> model_status.Condition:
+    before = model.conditions.get(finding.condition)
+    since = before.since if before is not None and before.status == finding.status else ""
+    return model_status.Condition(
+        type=finding.condition,
+        status=finding.status,
+        reason=str(finding.reason),
+        message=_message_of(finding),
+        observed_generation=model.generation,
+        last_transition_time=since or now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+
+
+def _message_of(finding: Finding) -> str:
+    """The message that a condition shows. If something is missing, it ends with the section of its reason."""
+    reason = Reason.named(finding.reason)
+    is_missing = finding.status == "False" or finding.condition in ABNORMAL
+    link = f"; see {reason.link}" if reason is not None and is_missing else ""
+    # Nodes, registries and logs wrote parts of it. The verdict on an earlier Job is what the condition showed.
+    message, room = printable(finding.message).removesuffix(link), MAX_MESSAGE - len(link)
+    return (message if len(message) <= room else message[: room - 3] + "...") + link
