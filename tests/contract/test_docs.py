@@ -48,10 +48,11 @@ from neuron_runtime.core import FinishReason, Sampling
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, MAX_RETRY_SECONDS, MOST_QUEUED_TOKENS
 from neuron_runtime.errors import ExitCode, InvalidRequest
 from neuron_runtime.not_built import Surface
+from neuron_runtime.processes import restarts
 from neuron_runtime.processes.watchdog import FIRST_STEP_SECONDS, MIN_STEP_SECONDS
 from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
 from neuron_runtime.requests import bodies, sampling_fields
-from neuron_runtime.server import access_log, restarts, tracing
+from neuron_runtime.server import access_log, tracing
 from neuron_runtime.server import metrics as server_metrics
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.exchange import OPEN_PATHS, Exchange
