@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from markdown_table import table
+from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
 from neuron_runtime.not_built import LEAVE_OUT, Row, Surface, rows
 from neuron_runtime.offline import SamplingParams
-from neuron_runtime.requests.bodies import ChatBody, CompletionBody
 from neuron_runtime.requests.parameters import MODES, Parameter, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
 
@@ -46,7 +46,7 @@ def fields() -> str:
         if completions.get(name) == chat.get(name):
             rows = [("both", completions[name])]
         for routes, row in rows:
-            if row.modes:
+            if row.acts:
                 continue
             required = name in ("prompt", "messages")
             default = "required" if required else "" if row.default is None else f"`{as_json(row.default)}`"
@@ -112,10 +112,10 @@ def sampling_modes() -> str:
 def _sampling() -> Iterator[tuple[str, Parameter]]:
     """Sampling parameters of both routes; those that differ name their route."""
     shared = parameters_of(SamplingFields)
-    yield from ((f"`{name}`", row) for name, row in shared.items() if row.modes)
+    yield from ((f"`{name}`", row) for name, row in shared.items() if row.acts)
     for body, route in ((CompletionBody, "completions"), (ChatBody, "chat")):
         for name, row in parameters_of(body).items():
-            if row.modes and row != shared.get(name):
+            if row.acts and row != shared.get(name):
                 yield f"`{name}` ({route})", row
 
 

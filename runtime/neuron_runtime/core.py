@@ -11,10 +11,10 @@ determines both. Other rows set `start`, and `token` or the sequence's known tok
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
@@ -66,6 +66,20 @@ class Form(msgspec.Struct, frozen=True):
     """The request's field that asks for it, for errors."""
 
 
+class Acts(Enum):
+    """What acts on a sampling parameter where the device samples. Where the host samples, the host does."""
+
+    DEVICE = "device"
+    HOST = "host"
+    """The host, which then samples the row from its logits."""
+    DRAW = "draw"
+    """The same, if the row is not greedy: only the host's random numbers can be chosen."""
+    PROMPT = "prompt"
+    """The host, from the logits of every position of a prompt, which no compiled Neuron graph returns."""
+    TOKENS = "tokens"
+    """The host, which needs only the tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to choose tokens and when to stop; admission has checked all values.
@@ -74,57 +88,60 @@ class Sampling:
     random number of a draw depends only on (seed, choice, output position), so a preempted or re-batched request
     draws the same tokens. Penalties, bias and banned tokens change logits before temperature, as in vLLM: the
     repetition penalty counts prompt and output, presence and frequency penalties only the output.
+
+    Each parameter says what acts on it; its default has no effect.
     """
 
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    max_tokens: Annotated[int, Acts.TOKENS] = 16
+    temperature: Annotated[float, Acts.DEVICE] = 1.0
+    top_k: Annotated[int, Acts.DEVICE] = 0
+    top_p: Annotated[float, Acts.DEVICE] = 1.0
+    min_p: Annotated[float, Acts.HOST] = 0.0
     """Tokens below this fraction of the likeliest token's probability are never drawn."""
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: Annotated[float, Acts.HOST] = 1.0
+    presence_penalty: Annotated[float, Acts.HOST] = 0.0
+    frequency_penalty: Annotated[float, Acts.HOST] = 0.0
+    logit_bias: Annotated[tuple[tuple[int, float], ...], Acts.HOST] = ()
     """(token id, bias added to its logit), one entry per token."""
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: Annotated[tuple[int, ...] | None, Acts.HOST] = None
     """The only tokens that may be drawn; None: all."""
-    form: Form | None = None
+    form: Annotated[Form | None, Acts.HOST] = None
     """What the answer must be; the engine passes masks of the tokens that keep to it, see `Late`."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: Annotated[tuple[tuple[int, ...], ...], Acts.HOST] = ()
     """Token sequences that the output must not contain: the last token of each is never drawn after the others."""
-    seed: int = 0
-    seeded: bool = False
+    seed: Annotated[int, Acts.DRAW] = 0
+    seeded: Annotated[bool, Acts.DRAW] = False
     """The client chose the seed, so its draws must be repeatable; otherwise we drew the seed, and any draw will do."""
-    choice: int = 0
+    choice: Annotated[int, Acts.TOKENS] = 0
     """Index of this answer among the `n` answers to a prompt; separates their random numbers."""
-    stop_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: Annotated[frozenset[int], Acts.TOKENS] = frozenset()
     """Token ids that end the output with FinishReason.STOP, including the model's end tokens."""
-    min_tokens: int = 0
+    min_tokens: Annotated[int, Acts.HOST] = 0
     """A stop token ends the output only after at least this many tokens; backends that sample from logits do not draw
     one earlier."""
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, Acts.HOST] = None
     """Number of alternatives to report per token; None: no logprobs."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int | None, Acts.PROMPT] = None
     """The same for prompt tokens except the first. The prefix cache is not used for such a prompt."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    @property
-    def adjusts(self) -> bool:
-        """Whether the logits must be changed on the host."""
-        return bool(
-            self.min_p > 0.0
-            or self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.logit_bias
-            or self.allowed_token_ids is not None
-            or self.form is not None
-            or self.bad_words
-        )
+
+def acts_of(parameters: type) -> dict[str, Acts]:
+    """What acts on each field. Raises TypeError for one that does not say it."""
+    hints = get_type_hints(parameters, include_extras=True)
+    acts = {
+        name: one for name, hint in hints.items() for one in getattr(hint, "__metadata__", ()) if isinstance(one, Acts)
+    }
+    if silent := hints.keys() - acts.keys():
+        raise TypeError(f"{parameters.__name__}: {', '.join(sorted(silent))}: annotate with what `Acts` on it")
+    return acts
+
+
+ACTS = acts_of(Sampling)
+_ON_HOST = tuple((one.name, one.default) for one in fields(Sampling) if ACTS[one.name] is Acts.HOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,9 +517,7 @@ def needs_host(sampling: Sampling, limits: BackendLimits) -> bool:
     False in mode `Device`, which admits no such request, and in mode `Host`, where the host samples every row anyway.
     """
     return limits.sampling == "DeviceWithLogits" and bool(
-        sampling.adjusts
-        or sampling.logprobs is not None
-        or sampling.min_tokens > 0
+        any(getattr(sampling, name) != default for name, default in _ON_HOST)
         or (not sampling.greedy and (sampling.seeded or 0 < limits.max_top_k < sampling.top_k))
     )
 

@@ -15,8 +15,7 @@ codes).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 
@@ -93,28 +92,6 @@ class InvalidRequest(ServingError):
         made = cls(joined([str(error) for error in errors]), field=errors[0].field)
         made.parts = tuple(map(str, errors))
         return made
-
-    @classmethod
-    @contextmanager
-    def renaming(cls, names: Mapping[str, str]) -> Iterator[None]:
-        """Errors of the block name fields as another API does.
-
-        names: regular expressions and what replaces them; matched from the beginning of a field.
-        """
-        try:
-            yield
-        except cls as error:
-            parts = [_renamed(part, names) for part in error.parts]
-            field = error.field and _renamed(f"`{error.field}`", names).strip("`")
-            made = cls(joined(parts), field, error.status, error.code)
-            made.parts = tuple(parts)
-            raise made from error
-
-
-def _renamed(text: str, names: Mapping[str, str]) -> str:
-    for name, other in names.items():
-        text = re.sub(rf"(?<=`){name}(?=[`.\[])", other, text)
-    return text
 
 
 class Unauthorized(ServingError):

@@ -142,16 +142,15 @@ def table(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
-@pytest.mark.parametrize(("board", "title"), [(BOARD, "Board of models"), (OPERATOR_BOARD, "Board of the operator")])
-def test_the_docs_list_the_panels_in_board_order(board: dict[str, Any], title: str) -> None:
-    row, expected = "", []
-    for panel in board["panels"]:
-        if panel["type"] == "row":
-            row = panel["title"]
-        else:
-            expected.append([row, panel["title"], panel["description"]])
-            row = ""
-    assert table(title) == expected
+def test_the_docs_list_the_rows_in_board_order() -> None:
+    documented = [rows.split(", ") for _, rows in table("Grafana boards")]
+    boards = (BOARD, OPERATOR_BOARD)
+    assert documented == [[one["title"] for one in board["panels"] if one["type"] == "row"] for board in boards]
+
+
+@pytest.mark.parametrize("board", [BOARD, OPERATOR_BOARD], ids=["models", "operator"])
+def test_every_panel_says_what_it_shows(board: dict[str, Any]) -> None:
+    assert [one["title"] for one in board["panels"] if one["type"] != "row" and not one.get("description")] == []
 
 
 def test_the_docs_list_the_alerts_with_their_severity() -> None:

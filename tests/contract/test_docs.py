@@ -37,6 +37,7 @@ from neuron_operator.place.sizes import _ranges
 from neuron_operator.render import jobs as render_jobs
 from neuron_operator.run import metrics as operator_metrics
 from neuron_runtime import config, not_built, offline
+from neuron_runtime.apis.openai.body import DetokenizeBody, TokenizeBody
 from neuron_runtime.backend.host_sampling.drawing import NUMBERS_OF_CANDIDATES
 from neuron_runtime.backend.host_sampling.likeliest import GROUP
 from neuron_runtime.backend.host_sampling.sampler import MAX_LOGPROBS
@@ -51,7 +52,7 @@ from neuron_runtime.not_built import Surface
 from neuron_runtime.processes import restarts
 from neuron_runtime.processes.watchdog import FIRST_STEP_SECONDS, MIN_STEP_SECONDS
 from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
-from neuron_runtime.requests import bodies, sampling_fields
+from neuron_runtime.requests import sampling_fields
 from neuron_runtime.server import access_log, tracing
 from neuron_runtime.server import metrics as server_metrics
 from neuron_runtime.server.app import build_app
@@ -279,7 +280,7 @@ def test_every_route_is_documented() -> None:
     routes = {re.sub(r"\{.*\}", "NAME", path) for path in app.openapi()["paths"]} | {app.openapi_url, "/docs"}
     documented = {word.partition(" ")[2] for word in words(API) if " /" in word}
     assert routes == documented
-    fields_of_bodies = {*bodies.TokenizeBody.__struct_fields__, *bodies.DetokenizeBody.__struct_fields__} - {"model"}
+    fields_of_bodies = {*TokenizeBody.__struct_fields__, *DetokenizeBody.__struct_fields__} - {"model"}
     assert fields_of_bodies <= set(words(section(API, "Other routes")))
 
 

@@ -13,10 +13,11 @@ from helpers.chat_model import write_chat_model
 from helpers.checked_requests import check_request
 from helpers.front_end import LIMITS
 from helpers.strict_backend import neuron_limits
+from neuron_runtime.apis.openai.body import ChatBody, CompletionBody, admitted_chat, admitted_completion, chat_of
 from neuron_runtime.core import BackendLimits, PrefillBucket, Request, needs_host
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests.admission import Admission
-from neuron_runtime.requests.bodies import ChatBody, CompletionBody, typed
+from neuron_runtime.requests.conversion import typed
 from neuron_runtime.requests.generation_defaults import GenerationDefaults
 from neuron_runtime.requests.sampling_fields import SamplingFields
 from neuron_runtime.text.chat_template import ChatTemplate
@@ -44,11 +45,11 @@ def completion(**fields: Any) -> CompletionBody:
 
 def test_model_defaults_apply_only_where_the_client_sets_nothing(tokenizer: Tokenizer) -> None:
     admits = admission(tokenizer)
-    (plain,) = admits.completion(completion()).sampling
+    (plain,) = admitted_completion(admits, completion()).sampling
     values = (plain.temperature, plain.top_k, plain.top_p, plain.min_p, plain.repetition_penalty, plain.stop_token_ids)
     assert values == (0.6, 20, 0.8, 0.05, 1.1, frozenset({1}))
     own = {"temperature": 0, "top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "ignore_eos": True}
-    (asked,) = admits.completion(completion(**own)).sampling
+    (asked,) = admitted_completion(admits, completion(**own)).sampling
     values = (asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.repetition_penalty, asked.stop_token_ids)
     assert values == (0.0, 0, 1.0, 0.0, 1.0, frozenset())
 
@@ -58,7 +59,7 @@ def test_a_default_top_k_above_what_the_device_has_is_reported_and_dropped(token
     dropped = large.served(DEVICE)
     assert dropped.not_applied == ("top_k=100 (the device has 64) with Device sampling",)
     for limits, top_k in ((DEVICE, 0), (WITH_LOGITS, 100), (LIMITS, 100)):
-        (sampling,) = admission(tokenizer, limits, large).completion(completion()).sampling
+        (sampling,) = admitted_completion(admission(tokenizer, limits, large), completion()).sampling
         assert sampling.top_k == top_k
     assert large.served(LIMITS) == large
     (notice,) = large.served(WITH_LOGITS).notices
@@ -68,7 +69,7 @@ def test_a_default_top_k_above_what_the_device_has_is_reported_and_dropped(token
 def test_a_top_k_of_the_whole_vocabulary_is_none_where_all_tokens_are_drawn_from(tokenizer: Tokenizer) -> None:
     size = tokenizer.vocabulary_size
     for limits, top_k, meant in ((LIMITS, size, 0), (LIMITS, size - 1, size - 1), (WITH_LOGITS, size, size)):
-        (sampling,) = admission(tokenizer, limits).completion(completion(top_k=top_k)).sampling
+        (sampling,) = admitted_completion(admission(tokenizer, limits), completion(top_k=top_k)).sampling
         assert sampling.top_k == meant
     assert needs_host(sampling, WITH_LOGITS)
 
@@ -79,7 +80,7 @@ def test_a_default_unsupported_by_the_sampling_mode_is_reported_and_dropped(toke
     left = DEFAULTS.served(DEVICE)
     assert [left.value(name) for name in ("min_p", "repetition_penalty", "temperature")] == [0.0, 1.0, 0.6]
     assert left.not_applied == ("min_p=0.05 with Device sampling", "repetition_penalty=1.1 with Device sampling")
-    (sampling,) = admission(tokenizer, DEVICE).completion(completion()).sampling
+    (sampling,) = admitted_completion(admission(tokenizer, DEVICE), completion()).sampling
     assert (sampling.min_p, sampling.repetition_penalty) == (0.0, 1.0)
 
 
@@ -98,10 +99,10 @@ def test_a_parameter_unsupported_by_the_sampling_mode_is_refused_naming_a_mode_t
     tokenizer: Tokenizer, limits: Any, fields: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest, match="needs") as caught:
-        admission(tokenizer, limits).completion(completion(**fields))
+        admitted_completion(admission(tokenizer, limits), completion(**fields))
     assert caught.value.field == field
     neutral = {"min_p": 0, "logit_bias": {}, "echo": False, "repetition_penalty": 1.0, "logprobs": None}
-    assert admission(tokenizer, limits).completion(completion(**neutral))
+    assert admitted_completion(admission(tokenizer, limits), completion(**neutral))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,9 @@ def test_a_parameter_unsupported_by_the_sampling_mode_is_refused_naming_a_mode_t
 def test_rows_that_the_host_samples_are_told_by_their_parameters(
     tokenizer: Tokenizer, fields: dict[str, Any], needs: bool
 ) -> None:
-    (sampling,) = admission(tokenizer, WITH_LOGITS, GenerationDefaults()).completion(completion(**fields)).sampling
+    (sampling,) = admitted_completion(
+        admission(tokenizer, WITH_LOGITS, GenerationDefaults()), completion(**fields)
+    ).sampling
     assert needs_host(sampling, WITH_LOGITS) is needs
     assert (needs_host(sampling, LIMITS), needs_host(sampling, DEVICE)) == (False, False)
     large = replace(sampling, top_k=WITH_LOGITS.max_top_k + 1)
@@ -132,26 +135,26 @@ def test_rows_that_the_host_samples_are_told_by_their_parameters(
 
 def test_a_plain_text_request_requests_no_logprobs(tokenizer: Tokenizer) -> None:
     admits = admission(tokenizer)
-    plain = admits.completion(completion(return_tokens_as_token_ids=True, stop=["x"], n=2))
-    stated = admits.chat(typed({"messages": [{"role": "user", "content": "a"}], "logprobs": False}, ChatBody))
+    plain = admitted_completion(admits, completion(return_tokens_as_token_ids=True, stop=["x"], n=2))
+    stated = admitted_chat(admits, typed({"messages": [{"role": "user", "content": "a"}], "logprobs": False}, ChatBody))
     for ask in (plain, stated):
         assert (ask.details, ask.make_splitter, ask.echoes) == (None, None, ())
         assert {(one.logprobs, one.prompt_logprobs) for one in ask.sampling} == {(None, None)}
 
 
 def test_prompt_logprobs_use_the_larger_of_both_requested_numbers(tokenizer: Tokenizer) -> None:
-    ask = admission(tokenizer).completion(completion(echo=True, logprobs=1, prompt_logprobs=3))
+    ask = admitted_completion(admission(tokenizer), completion(echo=True, logprobs=1, prompt_logprobs=3))
     assert (ask.sampling[0].logprobs, ask.sampling[0].prompt_logprobs) == (1, 3)
-    ask = admission(tokenizer).completion(completion(echo=True, logprobs=2, prompt_logprobs=0))
+    ask = admitted_completion(admission(tokenizer), completion(echo=True, logprobs=2, prompt_logprobs=0))
     assert (ask.sampling[0].logprobs, ask.sampling[0].prompt_logprobs) == (2, 2)
-    ask = admission(tokenizer).completion(completion(echo=True))
+    ask = admitted_completion(admission(tokenizer), completion(echo=True))
     assert (ask.sampling[0].logprobs, ask.sampling[0].prompt_logprobs) == (None, None)
 
 
 def test_an_echo_without_an_answer_computes_one_hidden_token(tokenizer: Tokenizer) -> None:
-    ask = admission(tokenizer).completion(completion(echo=True, max_tokens=0))
+    ask = admitted_completion(admission(tokenizer), completion(echo=True, max_tokens=0))
     assert (ask.generates, ask.sampling[0].max_tokens) == (False, 1)
-    assert admission(tokenizer).completion(completion(echo=True, max_tokens=1)).generates
+    assert admitted_completion(admission(tokenizer), completion(echo=True, max_tokens=1)).generates
 
 
 def ids(count: int) -> list[int]:
@@ -193,7 +196,7 @@ def test_a_request_that_can_never_run_is_refused_with_field_and_limit(
     tokenizer: Tokenizer, limits: BackendLimits, fields: dict[str, Any], field: str, says: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        admission(tokenizer, limits).completion(completion(**fields))
+        admitted_completion(admission(tokenizer, limits), completion(**fields))
     assert caught.value.field == field
     assert says in str(caught.value)
 
@@ -229,7 +232,7 @@ some_fields = st.fixed_dictionaries(
 def test_an_admitted_request_can_run(tokenizer: Tokenizer, limits: BackendLimits, fields: Any, cuts: bool) -> None:
     admits = replace(admission(tokenizer, limits), cuts_max_tokens=cuts)
     try:
-        ask = admits.completion(completion(**fields))
+        ask = admitted_completion(admits, completion(**fields))
     except InvalidRequest:
         return
     for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
@@ -240,7 +243,7 @@ def test_an_admitted_request_can_run(tokenizer: Tokenizer, limits: BackendLimits
 def test_a_prompt_is_cut_to_what_can_be_prefilled(tokenizer: Tokenizer) -> None:
     for max_tokens, kept in ((1, 128), (100, 128), (200, 56)):
         fields = completion(prompt=ids(300), truncate_prompt_tokens=-1, max_tokens=max_tokens)
-        assert len(admission(tokenizer, SEGMENTS).completion(fields).prompts[0]) == kept
+        assert len(admitted_completion(admission(tokenizer, SEGMENTS), fields).prompts[0]) == kept
 
 
 LISTS = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
@@ -267,6 +270,6 @@ def test_messages_are_converted_to_the_form_of_the_template(tokenizer: Tokenizer
     known = tokenizer.chat_template
     tokenizer.chat_template = ChatTemplate(template, {})
     try:
-        assert admits.chat_text(body.messages, body) == expected
+        assert admits.chat_text(chat_of(body)) == expected
     finally:
         tokenizer.chat_template = known

@@ -15,11 +15,11 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime import LLM, RequestOutput, SamplingParams
+from neuron_runtime.apis.openai.body import CompletionBody
 from neuron_runtime.arguments import LLM_ARGUMENTS, llm_config
 from neuron_runtime.core import TokenEvent, TokenLogprobs
 from neuron_runtime.errors import BackendFailed, FatalError, InvalidConfig, InvalidRequest
 from neuron_runtime.not_built import Surface, rows
-from neuron_runtime.requests.bodies import CompletionBody
 from neuron_runtime.requests.forms import ResponseFormat, StructuredOutputs
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
 import msgspec
 import pytest
 
-from neuron_runtime.core import BackendLimits
+from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
+from neuron_runtime.core import ACTS, Acts, BackendLimits, Sampling, acts_of, needs_host
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import is_neutral
-from neuron_runtime.requests.bodies import ChatBody, CompletionBody, typed
+from neuron_runtime.requests.conversion import typed
 from neuron_runtime.requests.parameters import MODES, Where, check_parameter_served, check_served, parameters_of
 from neuron_runtime.requests.sampling_fields import (
     MAX_BAD_WORD_CHARACTERS,
@@ -21,7 +23,7 @@ from neuron_runtime.requests.sampling_fields import (
 from neuron_runtime.requests.token_ids import allowed_tokens, bad_word_sequences, bias_entries
 
 REQUIRED: dict[Any, dict[str, Any]] = {CompletionBody: {"prompt": "a"}, ChatBody: {"messages": []}}
-SAMPLING = [(body, name) for body in REQUIRED for name, row in parameters_of(body).items() if row.modes]
+SAMPLING = [(body, name) for body in REQUIRED for name, row in parameters_of(body).items() if row.acts]
 
 
 def body_with(body: Any, name: str, value: Any) -> Any:
@@ -108,6 +110,22 @@ def test_an_unsupported_value_is_refused_naming_the_modes_that_support_it(body: 
     assert error.field == name
     for other in MODES:
         assert (f"`{other}`" in str(error)) == (row.where(other) is not Where.REFUSED)
+
+
+def test_a_parameter_of_the_engine_that_does_not_say_what_acts_on_it_is_refused() -> None:
+    class Forgotten:
+        top_k: Annotated[int, Acts.DEVICE] = 0
+        top_z: float = 0.0
+
+    with pytest.raises(TypeError, match="Forgotten: top_z: annotate"):
+        acts_of(Forgotten)
+
+
+@pytest.mark.parametrize("name", [name for name, acts in ACTS.items() if acts is Acts.HOST])
+def test_each_parameter_that_the_host_acts_on_makes_it_sample_the_row(name: str) -> None:
+    changed = replace(Sampling(temperature=0), **{name: object()})  # type: ignore[arg-type]
+    assert needs_host(changed, limits("DeviceWithLogits"))
+    assert not needs_host(Sampling(temperature=0), limits("DeviceWithLogits"))
 
 
 def test_every_default_is_neutral() -> None:

@@ -187,6 +187,7 @@ async def test_reasoning_is_a_thinking_block_and_can_be_sent_back(model_dir: Pat
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "`tools[0].type`"),
         ({"tools": [{"name": "no spaces"}]}, "`tools[0].name`"),
         ({"tool_choice": {"type": "tool"}}, "`tool_choice.name` is missing"),
+        ({"tools": [{"name": "a"}], "tool_choice": {"type": "tool", "name": "b"}}, "`tool_choice.name` is `b`"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content[0].tool_use_id` is missing"),
     ],
 )

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.front_end import MODEL, Serving, make_model, serving
+from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
 from neuron_runtime.not_built import Surface, rows
-from neuron_runtime.requests.bodies import ChatBody, CompletionBody
 from neuron_runtime.requests.parameters import parameters_of
 
 NOT_BUILT = {row.name: row.neutral for row in rows(Surface.BODY) if row.has_effect}

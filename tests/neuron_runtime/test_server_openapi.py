@@ -13,9 +13,9 @@ import pytest_asyncio
 from jsonschema import Draft202012Validator
 
 from helpers.front_end import Serving, make_model, serving
+from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
 from neuron_runtime.config import TextOptions
 from neuron_runtime.not_built import Surface, rows
-from neuron_runtime.requests.bodies import ChatBody, CompletionBody
 from neuron_runtime.requests.parameters import parameters_of
 
 MESSAGES = [{"role": "user", "content": "What is a device?"}]

@@ -239,6 +239,10 @@ async def test_reasoning_is_an_item_of_its_own(model_dir: Path, monkeypatch: pyt
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "`text.format` cannot be compiled"),
         ({"tools": [{"type": "web_search"}]}, "`tools[0].type`"),
         ({"tools": [{"type": "function", "name": "no spaces"}]}, "`tools[0].name`"),
+        (
+            {"tools": [{"type": "function", "name": "a"}], "tool_choice": {"type": "function", "name": "b"}},
+            "`tool_choice.name` is `b`",
+        ),
     ],
 )
 async def test_a_refused_field_is_named(client: AsyncOpenAI, asked: dict[str, Any], words: str) -> None:

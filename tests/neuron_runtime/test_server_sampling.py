@@ -13,13 +13,13 @@ import pytest_asyncio
 from helpers.chat_model import write_chat_model
 from helpers.front_end import LIMITS, Serving, serving
 from helpers.tool_templates import HERMES, tool
+from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
 from neuron_runtime.config import TextOptions
 from neuron_runtime.not_built import is_neutral
-from neuron_runtime.requests.bodies import ChatBody, CompletionBody
 from neuron_runtime.requests.parameters import MODES, Where, parameters_of
 
 ROWS = parameters_of(ChatBody) | parameters_of(CompletionBody)
-PARAMETERS = {name: row for name, row in ROWS.items() if row.modes}
+PARAMETERS = {name: row for name, row in ROWS.items() if row.acts}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 ASKING: dict[str, Any] = {

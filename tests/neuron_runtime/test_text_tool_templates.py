@@ -9,10 +9,10 @@ import pytest
 
 from helpers.chat_model import CHAT_TEMPLATE
 from helpers.tool_templates import DEEPSEEK_V3, HERMES, MISTRAL, TEMPLATES, WEATHER
+from neuron_runtime.apis.openai.body import ChatBody, chat_of
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.requests.bodies import ChatBody, typed
 from neuron_runtime.requests.chats import chat_text
-from neuron_runtime.requests.tools import callable_tools
+from neuron_runtime.requests.conversion import typed
 from neuron_runtime.text.chat_template import ChatTemplate
 from neuron_runtime.text.tool_calls import TOOL_PARSERS, recognized
 
@@ -28,7 +28,7 @@ def called(arguments: Any, call_id: str = "abcdefghi") -> list[dict[str, Any]]:
 
 def rendered(template: str, messages: list[dict[str, Any]], **fields: Any) -> str:
     body = typed({"messages": messages, **fields}, ChatBody)
-    return chat_text(ChatTemplate(template, {}), body.messages, body, callable_tools(body.tools, body.tool_choice))
+    return chat_text(ChatTemplate(template, {}), chat_of(body))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

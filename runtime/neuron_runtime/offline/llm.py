@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from neuron_runtime.apis.openai.body import ChatBody, admitted_completion, chat_of
 from neuron_runtime.arguments import LLM_NAMES, default_artifacts_dir, default_weights_dir, llm_config, naming
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits, TokenEvent
@@ -31,11 +32,11 @@ from neuron_runtime.offline.prompts import Prompt, listed, naming_prompt, one_ea
 from neuron_runtime.offline.running import RunningChoice, RunningPrompt
 from neuron_runtime.offline.sampling_params import SamplingParams
 from neuron_runtime.requests.admission import Admission
-from neuron_runtime.requests.bodies import ChatBody, typed
+from neuron_runtime.requests.conversion import typed
 from neuron_runtime.requests.generation_defaults import load_generation_defaults
 from neuron_runtime.requests.parameters import check_parameter_served, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
-from neuron_runtime.requests.tools import callable_tools, is_forced
+from neuron_runtime.requests.tools import is_forced
 from neuron_runtime.text.tokenizer import load_tokenizer
 
 MAX_SEED_BITS = 63
@@ -182,11 +183,10 @@ class LLM:
 
         def prompt(conversation: Conversation) -> dict[str, Any]:
             body = typed({**common, "messages": conversation}, ChatBody, ignores_unknown=False)
-            functions = callable_tools(body.tools, body.tool_choice)
             if is_forced(body.tool_choice):
                 message = "`tool_choice`: a chat of `LLM` forces no call; describe it in `structured_outputs` instead"
                 raise InvalidRequest(message, field="tool_choice")
-            text = self._admission.chat_text(body.messages, body, functions)
+            text = self._admission.chat_text(chat_of(body))
             # The template writes its own BOS.
             return {"prompt": text, "add_special_tokens": False}
 
@@ -249,7 +249,7 @@ class LLM:
         admission = self._admission
         given = {**prompt, "priority": priority}
         text = given.pop("text", None)
-        ask = admission.completion(params.body(given, admission.limits.max_model_length))
+        ask = admitted_completion(admission, params.body(given, admission.limits.max_model_length))
         if params.seed is None and self._seeds:
             seed = self._seeds.getrandbits(MAX_SEED_BITS)
             ask = replace(ask, sampling=tuple(replace(one, seed=seed, seeded=True) for one in ask.sampling))

@@ -9,8 +9,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from neuron_runtime.apis.openai.body import CompletionBody
 from neuron_runtime.not_built import Surface, refuse
-from neuron_runtime.requests.bodies import CompletionBody, typed
+from neuron_runtime.requests.conversion import typed
 from neuron_runtime.requests.parameters import parameters_of
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, SamplingFields
 

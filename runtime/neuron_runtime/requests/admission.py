@@ -1,8 +1,8 @@
 """Admission, stop 2 of a request: apply the template, tokenize, and check every length and count.
 
-Scheduler and device do not check again, so an admitted request cannot fail there. Called by the routes and by the
-offline class with a typed body; returns an `Ask` with the data that the engine and the text modules need. No I/O, no
-clock.
+Scheduler and device do not check again, so an admitted request cannot fail there. Called by the
+routes and by the offline class with typed options and a prompt or a chat; returns an `Ask` with the data that the
+engine and the text modules need. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -18,23 +18,15 @@ import msgspec
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.core import BackendLimits, Form, Sampling
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.requests.bodies import (
-    MAX_SALT_CHARACTERS,
-    ChatBody,
-    CompletionBody,
-    Function,
-    Generate,
-    Message,
-    TokenizeBody,
-)
-from neuron_runtime.requests.chats import chat_text
+from neuron_runtime.requests.chats import Chat, chat_text
 from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDefaults
-from neuron_runtime.requests.parameters import check_parameter_served, check_served
-from neuron_runtime.requests.prompts import Echo, Prompt, Prompts, context_length_exceeded
+from neuron_runtime.requests.options import MAX_SALT_CHARACTERS, CompletionOptions, Generate
+from neuron_runtime.requests.parameters import NO_NAMES, Names, check_parameter_served, check_served
+from neuron_runtime.requests.prompts import Echo, Prompt, PromptField, Prompts, context_length_exceeded
 from neuron_runtime.requests.sampling import Sampler
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from neuron_runtime.requests.token_ids import check_token_ids
-from neuron_runtime.requests.tools import callable_tools, tool_use
+from neuron_runtime.requests.tools import tool_use
 from neuron_runtime.text.reasoning import Marks, ReasoningSplitter
 from neuron_runtime.text.tokenizer import Tokenizer
 from neuron_runtime.text.tool_calls import CallTag, ToolCallSplitter, ToolFormat
@@ -112,58 +104,47 @@ class Admission:
             message = f"the model `{name}` does not exist; served models: {known}"
             raise InvalidRequest(message, field="model", status=404, code="model_not_found")
 
-    def completion(self, body: CompletionBody) -> Ask:
+    def completion(self, prompt: PromptField, options: CompletionOptions) -> Ask:
         """Raises InvalidRequest."""
-        self._check_common(body)
-        echo = body.echo is True
-        if body.best_of not in (None, 1, body.n):
-            message = f"`best_of` must be 1 or `n`, got {body.best_of}: other values are not supported yet"
-            raise InvalidRequest(message, field="best_of")
-        generates = body.max_tokens != 0
-        if echo and body.logprobs is not None:
+        self._check_common(options, NO_NAMES)
+        echo = options.echo is True
+        generates = options.max_tokens != 0
+        if echo and options.logprobs is not None:
             check_parameter_served("echo", PARAMETERS["prompt_logprobs"], self.limits)
-        cut = self._prompts.cut(body.truncate_prompt_tokens, body.max_tokens)
-        prompts = self._prompts.completions(body.prompt, body, cut, self.options.max_prompts)
+        cut = self._prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
+        prompts = self._prompts.completions(prompt, options, cut, self.options.max_prompts)
         return self._ask(
-            body,
+            options,
+            NO_NAMES,
             prompts,
-            asked=body.max_tokens if generates else 1,
-            name="max_tokens",
+            asked=options.max_tokens if generates else 1,
             default=self.defaults.sampling.max_tokens or DEFAULT_COMPLETION_TOKENS,
-            logprobs=body.logprobs,
-            repeated_logprobs=body.logprobs if echo else None,
-            echoes=tuple(self._prompts.echo(prompt, body) for prompt in prompts) if echo else (),
+            logprobs=options.logprobs,
+            repeated_logprobs=options.logprobs if echo else None,
+            echoes=tuple(self._prompts.echo(one, options) for one in prompts) if echo else (),
             generates=generates,
         )
 
-    def chat(self, body: ChatBody) -> Ask:
+    def chat(self, chat: Chat) -> Ask:
         """Raises InvalidRequest."""
-        self._check_common(body)
-        if body.top_logprobs and not body.logprobs:
+        options, names = chat.options, chat.names
+        self._check_common(options, names)
+        if options.top_logprobs and not options.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs: true`", field="top_logprobs")
-        if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-            message = (
-                f"`max_tokens` ({body.max_tokens}) and `max_completion_tokens` ({body.max_completion_tokens}) differ: "
-                "leave `max_tokens` out"
-            )
-            raise InvalidRequest(message, field="max_tokens")
-        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        functions = callable_tools(body.tools, body.tool_choice)
-        text = self.chat_text(body.messages, body, functions)
-        use = tool_use(body, functions, self.tool_format, self._strict_tag)
-        cut = self._prompts.cut(body.truncate_prompt_tokens, asked)
-        prompt = self._prompts.checked(text, body.add_special_tokens is True, cut, "messages")
+        text = self.chat_text(chat)
+        use = tool_use(options, chat.functions, self.tool_format, self._strict_tag)
+        cut = self._prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
+        prompt = self._prompts.checked(text, options.add_special_tokens is True, cut, names["messages"])
         ask = self._ask(
-            body,
+            options,
+            names,
             (prompt,),
-            asked=asked,
-            name=name,
+            asked=options.max_tokens,
             default=self.defaults.sampling.max_tokens or self.limits.max_model_length,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            logprobs=(options.top_logprobs or 0) if options.logprobs else None,
             make_splitter=None if self.reasoning is None else partial(ReasoningSplitter, self.reasoning, text),
             before_answer=("", "") if self.reasoning is None else self.reasoning.before_answer(text),
-            shows_reasoning=body.include_reasoning is not False,
+            shows_reasoning=options.include_reasoning is not False,
             make_calls=None if use is None else use.splitter,
             forced=None if use is None else use.forced,
             strict=None if use is None else use.strict,
@@ -173,34 +154,23 @@ class Admission:
             return replace(ask, skip_special_tokens=False)
         return ask
 
-    def tokenize(self, body: TokenizeBody) -> tuple[int, ...]:
-        """Raises InvalidRequest."""
-        self.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("exactly one of `prompt` and `messages` is required", field="prompt")
-        if body.messages is not None:
-            text = self.chat_text(body.messages, body, callable_tools(body.tools, None))
-            return self._prompts.read(text, body.add_special_tokens is True, None, "messages").token_ids
-        return self._prompts.read(body.prompt or "", body.add_special_tokens is not False, None, "prompt").token_ids
+    def text_tokens(self, text: str, adds_special_tokens: bool) -> tuple[int, ...]:
+        """The tokens of a text, however many. Raises InvalidRequest."""
+        return self._prompts.read(text, adds_special_tokens, None, "prompt").token_ids
 
-    def num_prompt_tokens(self, body: ChatBody) -> int:
+    def chat_tokens(self, chat: Chat) -> tuple[int, ...]:
         """The tokens of a chat, however many. Raises InvalidRequest."""
-        self.check_model(body.model)
-        text = self.chat_text(body.messages, body, callable_tools(body.tools, body.tool_choice))
-        return len(self._prompts.read(text, False, None, "messages").token_ids)
+        self.check_model(chat.options.model)
+        adds_special = chat.options.add_special_tokens is True
+        return self._prompts.read(self.chat_text(chat), adds_special, None, chat.names["messages"]).token_ids
 
     def check_token_ids(self, token_ids: Sequence[int], name: str) -> None:
         """Raises InvalidRequest naming the first id outside the vocabulary."""
         check_token_ids(token_ids, name, self._prompts.vocabulary_size)
 
-    def chat_text(
-        self, messages: Sequence[Message], body: ChatBody | TokenizeBody, functions: Sequence[Function] = ()
-    ) -> str:
-        """Render a chat with the model's template. Raises InvalidRequest.
-
-        functions: those that the model may call.
-        """
-        return chat_text(self.tokenizer.chat_template, messages, body, functions)
+    def chat_text(self, chat: Chat) -> str:
+        """Render a chat with the model's template. Raises InvalidRequest."""
+        return chat_text(self.tokenizer.chat_template, chat)
 
     @cached_property
     def _strict_tag(self) -> CallTag | None:
@@ -219,22 +189,22 @@ class Admission:
     def _sampler(self) -> Sampler:
         return Sampler(self.tokenizer, self.limits, self.defaults, self._prompts.vocabulary_size)
 
-    def _check_common(self, body: Generate) -> None:
+    def _check_common(self, options: Generate, names: Names) -> None:
         """Checks that need no tokenization."""
-        self.check_model(body.model)
-        check_served(body, self.limits)
-        if body.stream_options is not None and not body.stream:
+        self.check_model(options.model)
+        check_served(options, self.limits, names)
+        if options.stream_options is not None and not options.stream:
             raise InvalidRequest("`stream_options` needs `stream: true`", field="stream_options")
-        if body.prompt_logprobs is not None and body.stream:
+        if options.prompt_logprobs is not None and options.stream:
             raise InvalidRequest("`prompt_logprobs` cannot be streamed: leave out `stream`", field="prompt_logprobs")
 
     def _ask(
         self,
-        body: Generate,
+        options: Generate,
+        names: Names,
         prompts: tuple[Prompt, ...],
         *,
         asked: int | None,
-        name: str,
         default: int,
         logprobs: int | None,
         repeated_logprobs: int | None = None,
@@ -243,7 +213,7 @@ class Admission:
         strict: Form | None = None,
         **more: Any,
     ) -> Ask:
-        num_choices = 1 if body.n is None else body.n
+        num_choices = 1 if options.n is None else options.n
         most = min(self.options.max_choices, self.limits.max_rows + self.max_queued_requests)
         if num_choices * len(prompts) > most:
             message = (
@@ -255,20 +225,20 @@ class Admission:
             most = self.max_queued_tokens
             message = f"prompts times `n` ({num_choices}) have {num_tokens} tokens, but at most {most} may wait"
             raise InvalidRequest(message, field="n")
-        options = body.stream_options
+        streaming = options.stream_options
         details = Details(
             logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            token_ids=body.return_token_ids is True,
-            tokens_as_token_ids=body.return_tokens_as_token_ids is True,
+            prompt_logprobs=options.prompt_logprobs,
+            token_ids=options.return_token_ids is True,
+            tokens_as_token_ids=options.return_tokens_as_token_ids is True,
         )
-        of_prompt = [one for one in (body.prompt_logprobs, repeated_logprobs) if one is not None]
+        of_prompt = [one for one in (options.prompt_logprobs, repeated_logprobs) if one is not None]
         reported = {"logprobs": logprobs, "prompt_logprobs": max(of_prompt, default=None)}
-        sampling = self._sampler.sampling(body, forced, strict, **reported)
+        sampling = self._sampler.sampling(options, names, forced, strict, **reported)
         if sampling.form is not None:
             opening, behind = before_answer
             sampling = replace(sampling, form=msgspec.structs.replace(sampling.form, opening=opening, behind=behind))
-        lengths = [self._max_tokens(len(prompt.token_ids), asked, name, default) for prompt in prompts]
+        lengths = [self._max_tokens(len(prompt.token_ids), asked, names["max_tokens"], default) for prompt in prompts]
         if sampling.min_tokens > min(lengths):
             message = f"`min_tokens` is {sampling.min_tokens}, but the answer has at most {min(lengths)} tokens"
             raise InvalidRequest(message, field="min_tokens")
@@ -277,16 +247,16 @@ class Admission:
             sampling=tuple(replace(sampling, max_tokens=max_tokens) for max_tokens in lengths),
             num_choices=num_choices,
             details=None if replace(details, tokens_as_token_ids=False) == Details() else details,
-            stop=_stops(body.stop),
-            include_stop=body.include_stop_str_in_output is True,
-            skip_special_tokens=body.skip_special_tokens is not False,
-            priority=body.priority or 0,
-            cache_salt=_salt(body.cache_salt or ""),
-            stream=body.stream is True,
-            include_usage=options is not None and options.include_usage is True,
-            continuous_usage=options is not None
-            and options.include_usage is True
-            and options.continuous_usage_stats is True,
+            stop=_stops(options.stop, names["stop"]),
+            include_stop=options.include_stop_str_in_output is True,
+            skip_special_tokens=options.skip_special_tokens is not False,
+            priority=options.priority or 0,
+            cache_salt=_salt(options.cache_salt or ""),
+            stream=options.stream is True,
+            include_usage=streaming is not None and streaming.include_usage is True,
+            continuous_usage=streaming is not None
+            and streaming.include_usage is True
+            and streaming.continuous_usage_stats is True,
             **more,
         )
 
@@ -305,14 +275,14 @@ class Admission:
         raise context_length_exceeded(self.limits, problem, name)
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+def _stops(stop: str | list[str] | None, name: str) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"`stop` must have at most {MAX_STOP_STRINGS} strings, got {len(stops)}", field="stop")
+        raise InvalidRequest(f"`{name}` must have at most {MAX_STOP_STRINGS} strings, got {len(stops)}", field=name)
     for one in stops:
         if not 1 <= len(one) <= MAX_STOP_CHARACTERS:
-            message = f"`stop` strings must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(one)}"
-            raise InvalidRequest(message, field="stop")
+            message = f"`{name}` strings must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(one)}"
+            raise InvalidRequest(message, field=name)
     return stops
 
 

@@ -1,103 +1,114 @@
-"""Renders the messages of a chat with the model's chat template. Called by `admission`."""
+"""A chat in the form that admission gets from every API, and its text by the model's chat template.
+
+The bodies of `apis` become a `Chat`; `admission` renders it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.not_built import Surface, refuse, rows
-from neuron_runtime.requests.bodies import ChatBody, Function, Message, TokenizeBody
-from neuron_runtime.requests.tools import NO_TOOLS, calls_for_template, check_template_knows, for_template
+from neuron_runtime.requests.options import ChatOptions
+from neuron_runtime.requests.parameters import Names
+from neuron_runtime.requests.tools import NO_TOOLS, EarlierCall, Function, callable_functions, for_template
 from neuron_runtime.text.chat_template import ChatTemplate, TemplateRefused
 
-_NOT_BUILT = [row.name for row in rows(Surface.MESSAGE)]
+
+@dataclass(frozen=True)
+class Turn:
+    """A message of a chat."""
+
+    role: str
+    content: str | list[str] | None
+    """A text, or the texts of its parts; None only where the assistant wrote none."""
+    at: str
+    """The client's path of the message."""
+    name: str | None = None
+    reasoning: str | None = None
+    calls: Sequence[EarlierCall] = ()
+    call_id: str | None = None
+    """With role `tool`: id of the call that this is the result of."""
+    tools_at: str = ""
+    """The client's path of the calls, or of what makes it a result, if that is not the message itself."""
 
 
-def chat_text(
-    template: ChatTemplate | None,
-    messages: Sequence[Message],
-    body: ChatBody | TokenizeBody,
-    functions: Sequence[Function] = (),
-) -> str:
-    """The prompt text, including the template's own BOS. Raises InvalidRequest.
+@dataclass(frozen=True)
+class Chat:
+    """A chat to answer."""
 
-    functions: those that the model may call.
-    """
+    turns: Sequence[Turn]
+    options: ChatOptions = field(default_factory=ChatOptions)
+    names: Names = field(default_factory=Names)
+    tools: Sequence[Function] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """For the template."""
+    opens_answer: bool = True
+    """The template starts an answer."""
+    continues: bool = False
+    """The answer continues the last turn, which calls no tools, instead."""
+
+    @cached_property
+    def functions(self) -> list[Function]:
+        """The functions that the answer may call. Raises InvalidRequest."""
+        return callable_functions(self.tools, self.options.tool_choice, self.names)
+
+
+def chat_text(template: ChatTemplate | None, chat: Chat) -> str:
+    """The prompt text, including the template's own BOS. Raises InvalidRequest."""
+    name = chat.names["messages"]
     if template is None:
         message = "this model has no chat template: send a prompt to /v1/completions instead"
-        raise InvalidRequest(message, field="messages")
-    if not messages:
-        raise InvalidRequest("`messages` must not be empty", field="messages")
-    check_template_knows(template, functions)
-    names = {call.id: call.function.name for one in messages for call in one.tool_calls or () if call.function}
-    plain = [_plain(message, f"messages[{at}]", template, names) for at, message in enumerate(messages)]
-    variables = dict(body.chat_template_kwargs or {})
-    if functions:
-        variables["tools"] = for_template(functions)
-    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    if body.continue_final_message and body.add_generation_prompt:
-        message = "`continue_final_message` and `add_generation_prompt` cannot be combined: leave out one of them"
-        raise InvalidRequest(message, field="continue_final_message")
+        raise InvalidRequest(message, field=name)
+    if not chat.turns:
+        raise InvalidRequest(f"`{name}` must not be empty", field=name)
+    variables = dict(chat.variables)
+    if chat.functions:
+        if not template.knows_tools:
+            raise InvalidRequest(f"`tools`: {NO_TOOLS}", field="tools")
+        variables["tools"] = for_template(chat.functions)
+    names = {call.id: call.name for turn in chat.turns for call in turn.calls}
+    plain = [_plain(turn, template, names) for turn in chat.turns]
     try:
-        if body.continue_final_message:
-            if messages[-1].tool_calls:
-                message = "`continue_final_message` cannot continue a message with `tool_calls`"
-                raise InvalidRequest(message, field="continue_final_message")
+        if chat.continues:
             return template.render_open(plain, variables)
-        return template.render(plain, body.add_generation_prompt is not False, variables)
+        return template.render(plain, chat.opens_answer, variables)
     except TemplateRefused as error:
         message = f"the model's chat template does not accept these messages: {error}"
-        raise InvalidRequest(message, field="messages") from error
+        raise InvalidRequest(message, field=name) from error
 
 
-def _plain(message: Message, at: str, template: ChatTemplate, names: Mapping[str | None, str]) -> dict[str, Any]:
-    """A message as templates expect it. Raises InvalidRequest for unsupported fields.
+def _plain(turn: Turn, template: ChatTemplate, names: Mapping[str | None, str]) -> dict[str, Any]:
+    """A message as templates expect it. Raises InvalidRequest.
 
     names: the called function by id of the call.
     """
-    for field in _NOT_BUILT:
-        value = getattr(message, field)
-        if value is not None:
-            refuse(Surface.MESSAGE, field, value, at=f"{at}.{field}")
-    refuse(Surface.ROLE, message.role, message.role, at=f"{at}.role")
-    calls = calls_for_template(message, at, template)
-    if (calls or message.role == "tool") and not template.knows_tools:
-        raise InvalidRequest(f"`{at}`: {NO_TOOLS}", field=f"{at}.tool_calls" if calls else f"{at}.role")
-    role = "system" if message.role == "developer" and not template.knows_developer else message.role
-    silent = calls and message.content is None
-    plain: dict[str, Any] = {"role": role, "content": None if silent else _content(message, at, template)}
-    if calls:
-        plain["tool_calls"] = calls
-    name = message.name
-    if message.role == "tool":
-        name = names.get(message.tool_call_id) if name is None else name
-        plain |= {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
-    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
-    if reasoning is not None:
-        plain |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if (turn.calls or turn.role == "tool") and not template.knows_tools:
+        raise InvalidRequest(f"`{turn.at}`: {NO_TOOLS}", field=turn.tools_at or turn.at)
+    role = "system" if turn.role == "developer" and not template.knows_developer else turn.role
+    plain: dict[str, Any] = {"role": role, "content": _content(turn, template)}
+    if turn.calls:
+        plain["tool_calls"] = [call.plain(as_object=template.takes_argument_objects) for call in turn.calls]
+    name = turn.name
+    if turn.role == "tool":
+        name = names.get(turn.call_id) if name is None else name
+        plain |= {} if turn.call_id is None else {"tool_call_id": turn.call_id}
+    if turn.reasoning is not None:
+        plain |= {"reasoning_content": turn.reasoning, "reasoning": turn.reasoning}
     return plain if name is None else {**plain, "name": name}
 
 
-def _content(message: Message, at: str, template: ChatTemplate) -> str | list[dict[str, str]]:
+def _content(turn: Turn, template: ChatTemplate) -> str | list[dict[str, str]] | None:
     """The content in the form that the template handles: a string or a list of parts."""
-    content = message.content
+    content = turn.content
     if content is None:
-        if message.role != "assistant":
-            raise InvalidRequest(f"`{at}.content` is missing", field=f"{at}.content")
+        if turn.calls:
+            return None
         content = ""
     if isinstance(content, str):
         return content if template.takes_text else [{"type": "text", "text": content}]
-    texts = []
-    for number, part in enumerate(content):
-        where = f"{at}.content[{number}]"
-        if part.type != "text":
-            message_text = f"`{where}.type` must be `text`, got `{part.type}`: other types are not supported yet"
-            raise InvalidRequest(message_text, field=f"{where}.type")
-        if part.text is None:
-            raise InvalidRequest(f"`{where}.text` is missing", field=f"{where}.text")
-        texts.append(part.text)
-    if template.takes_parts and texts:
-        return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(texts)
+    if template.takes_parts and content:
+        return [{"type": "text", "text": text} for text in content]
+    return "\n".join(content)

@@ -8,8 +8,8 @@ The fields are those of OpenAI (`response_format`), of vLLM (`structured_outputs
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -55,24 +55,35 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     backend: Annotated[str | None, "Accepted without effect"] = None
 
 
-def form_of(fields: Mapping[str, Any]) -> Form | None:
+class FormFields(Protocol):
+    """Those declared in `sampling_fields`."""
+
+    response_format: ResponseFormat | None
+    structured_outputs: StructuredOutputs | None
+    guided_json: dict[str, Any] | bool | str | None
+    guided_regex: str | None
+    guided_choice: list[str] | None
+    guided_grammar: str | None
+
+
+def form_of(fields: FormFields, response_format: str) -> Form | None:
     """The form that a request asks for; None: any text.
 
-    fields: by name, of those declared in `sampling_fields`.
+    response_format: what the client's API calls this field.
 
     Raises:
         InvalidRequest: names the field, and what it contradicts.
     """
     asked: dict[str, Form] = {}
-    given = fields["response_format"]
-    if given is not None and given.type != "text":
-        asked["response_format"] = _of_response_format(given)
-    outputs = fields["structured_outputs"]
-    if outputs is not None:
-        asked |= _of_outputs(outputs, "structured_outputs.{}".format)
-    older = {name: fields[f"guided_{name}"] for name in ("json", "regex", "choice", "grammar")}
-    if any(value is not None for value in older.values()):
-        asked |= _of_outputs(StructuredOutputs(**older), "guided_{}".format)
+    if fields.response_format is not None and fields.response_format.type != "text":
+        asked[response_format] = _of_response_format(fields.response_format, response_format)
+    if fields.structured_outputs is not None:
+        asked |= _of_outputs(fields.structured_outputs, "structured_outputs.{}".format)
+    older = StructuredOutputs(
+        json=fields.guided_json, regex=fields.guided_regex, choice=fields.guided_choice, grammar=fields.guided_grammar
+    )
+    if older != StructuredOutputs():
+        asked |= _of_outputs(older, "guided_{}".format)
     if len(asked) > 1:
         first, second, *_ = asked
         raise InvalidRequest(f"`{first}` and `{second}` are two forms of one answer: leave one out", field=second)
@@ -104,8 +115,7 @@ def _of_schemas(kind: FormKind, value: object, field: str) -> Form:
     return form
 
 
-def _of_response_format(given: ResponseFormat) -> Form:
-    name = "response_format"
+def _of_response_format(given: ResponseFormat, name: str) -> Form:
     match given.type:
         case "json_schema":
             if given.json_schema is None:

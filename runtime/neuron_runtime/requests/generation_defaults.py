@@ -16,7 +16,7 @@ import msgspec
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, InvalidRequest
 from neuron_runtime.not_built import Surface, is_neutral, rows
-from neuron_runtime.requests.bodies import typed
+from neuron_runtime.requests.conversion import typed
 from neuron_runtime.requests.parameters import Where, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
 from neuron_runtime.text.tokenizer import read_json
@@ -54,7 +54,7 @@ class GenerationDefaults:
         beyond_device = {
             name: f"{name}={value}"
             for name, row in PARAMETERS.items()
-            if row.modes
+            if row.acts
             and row.where("Device") is Where.REFUSED
             and not is_neutral(value := getattr(self.sampling, name), row.neutral)
         }

@@ -1,9 +1,9 @@
 """Declarations of request fields: description, range, neutral values, default, and the sampling modes that serve it.
 
-`bodies` declares each field once with a `Parameter`. Range checks, model defaults, the offline class, the published
-schema and the tables of the docs are derived from it. The sampling mode of a model is set when it is compiled: `Device`
-(the device returns only tokens), `DeviceWithLogits` (it also returns the logits of the sampled position for rows that
-need them), or `Host` (the host samples).
+Bodies and options declare each field once with a `Parameter`. Range checks, model defaults, the offline class, the
+published schema and the tables of the docs are derived from it. The sampling mode of a model is set when it is
+compiled: `Device` (the device returns only tokens), `DeviceWithLogits` (it also returns the logits of the sampled
+position for rows that need them), or `Host` (the host samples).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from neuron_runtime.core import BackendLimits
+from neuron_runtime.core import ACTS, Acts, BackendLimits
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import is_neutral
 
@@ -31,18 +31,23 @@ class Where(Enum):
 
 MODES = ("Device", "DeviceWithLogits", "Host")
 
-ON_DEVICE = (Where.DEVICE, Where.DEVICE, Where.HOST)
-ON_LOGITS = (Where.REFUSED, Where.HOST, Where.HOST)
-ON_PROMPT_LOGITS = (Where.REFUSED, Where.REFUSED, Where.HOST)
-"""No compiled Neuron graph returns the logits of every position of a prompt."""
-ON_TOKENS = (Where.HOST, Where.HOST, Where.HOST)
+_BY_HOST_ONLY = (Where.REFUSED, Where.HOST, Where.HOST)
+_WHERE: dict[Acts | None, tuple[Where, Where, Where]] = {
+    Acts.DEVICE: (Where.DEVICE, Where.DEVICE, Where.HOST),
+    Acts.HOST: _BY_HOST_ONLY,
+    Acts.DRAW: _BY_HOST_ONLY,
+    Acts.PROMPT: (Where.REFUSED, Where.REFUSED, Where.HOST),
+    Acts.TOKENS: (Where.HOST, Where.HOST, Where.HOST),
+}
+"""In each of MODES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """Declaration of one field besides its name and type.
 
-    modes: what acts on it in each of MODES; empty for fields that do not affect sampling.
+    acts: what acts on it; None: as on the field of `core.Sampling` with the same name, and without one, it does not
+        affect sampling.
     lowest, highest: the range of a number, inclusive unless `above`; None: unbounded, or bounded by the model.
     neutral: values besides None that have no effect; every mode and every route accepts them.
     default: the meaning of None if the model has no default.
@@ -50,7 +55,7 @@ class Parameter:
     description: see `parameters_of`.
     """
 
-    modes: tuple[Where, ...] = ()
+    acts: Acts | None = None
     lowest: float | None = None
     highest: float | None = None
     above: bool = False
@@ -70,7 +75,8 @@ class Parameter:
         return f"above {low} and at most {high}" if self.above else f"from {low} to {high}"
 
     def where(self, mode: str) -> Where:
-        return self.modes[MODES.index(mode)]
+        """Raises KeyError if it does not affect sampling."""
+        return _WHERE[self.acts][MODES.index(mode)]
 
     def check(self, name: str, value: Any) -> None:
         """Raises InvalidRequest for a value outside the range."""
@@ -82,17 +88,29 @@ class Parameter:
             raise InvalidRequest(f"`{name}` must be {self.range}, got {value}", field=name)
 
 
+class Names(dict[str, str]):
+    """For errors: what the client's API calls a field, by our name; the same name if it is not listed."""
+
+    def __missing__(self, name: str) -> str:
+        return name
+
+
+NO_NAMES = Names()
+
+
 @cache
 def parameters_of(struct: type[msgspec.Struct]) -> dict[str, Parameter]:
-    """All fields by name, declared as `Annotated[type, "Description", Parameter(...)]`; both are optional."""
+    """All fields by the client's name, declared as `Annotated[type, "Description", Parameter(...)]`, or with less."""
+    hints = get_type_hints(struct, include_extras=True)
     return {
-        name: replace(
-            next((one for one in found if isinstance(one, Parameter)), Parameter()),
+        client_name: replace(
+            row,
+            acts=row.acts or ACTS.get(name),
             description=next((one for one in found if isinstance(one, str)), ""),
         )
-        for name, hint in get_type_hints(struct, include_extras=True).items()
-        if name in struct.__struct_fields__
-        for found in [tuple(_annotations(hint))]
+        for name, client_name in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
+        for found in [tuple(_annotations(hints[name]))]
+        for row in [next((one for one in found if isinstance(one, Parameter)), Parameter())]
     }
 
 
@@ -103,19 +121,19 @@ def _annotations(hint: Any) -> Iterator[Any]:
         yield from _annotations(part)
 
 
-def check_served(body: msgspec.Struct, limits: BackendLimits) -> None:
+def check_served(options: msgspec.Struct, limits: BackendLimits, names: Names = NO_NAMES) -> None:
     """Check that the sampling mode serves every parameter that is not neutral.
 
     Raises:
         InvalidRequest: names the field and the mode that would serve it.
     """
-    for name, row in parameters_of(type(body)).items():
-        value = getattr(body, name)
-        if value is not None and row.modes and not is_neutral(value, row.neutral):
-            check_parameter_served(name, row, limits)
+    for name, row in parameters_of(type(options)).items():
+        value = getattr(options, name)
+        if value is not None and row.acts and not is_neutral(value, row.neutral):
+            check_parameter_served(names[name], row, limits)
             if name in _COUNTS_OF_LOGPROBS and value is not True and value > limits.max_logprobs:
-                message = f"`{name}` must be at most {limits.max_logprobs}, got {value}"
-                raise InvalidRequest(message, field=name)
+                message = f"`{names[name]}` must be at most {limits.max_logprobs}, got {value}"
+                raise InvalidRequest(message, field=names[name])
 
 
 def check_parameter_served(name: str, row: Parameter, limits: BackendLimits) -> None:
@@ -124,7 +142,7 @@ def check_parameter_served(name: str, row: Parameter, limits: BackendLimits) -> 
         serving = " or ".join(f"`{mode}`" for mode in MODES if row.where(mode) is not Where.REFUSED)
         message = f"`{name}` is not supported with {limits.sampling} sampling, it needs {serving}: leave it out"
         raise InvalidRequest(message, field=name)
-    if row.modes == ON_PROMPT_LOGITS and not limits.reports_prompt_logprobs:
+    if row.acts is Acts.PROMPT and not limits.reports_prompt_logprobs:
         raise InvalidRequest(f"`{name}` is not supported by this backend: leave it out", field=name)
 
 

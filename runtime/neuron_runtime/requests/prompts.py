@@ -13,10 +13,13 @@ import msgspec
 
 from neuron_runtime.core import BackendLimits, FinishReason
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.requests.bodies import CompletionBody
+from neuron_runtime.requests.options import CompletionOptions
 from neuron_runtime.requests.token_ids import check_token_ids
 from neuron_runtime.text.choice_text import ChoiceText
 from neuron_runtime.text.tokenizer import Tokenizer
+
+PromptField = str | list[str | int | list[int]]
+"""A text, several, a list of token ids, or several."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,10 @@ class Prompts:
         return min(known, self.limits.vocabulary_size or known)
 
     def completions(
-        self, given: str | list[str | int | list[int]], body: CompletionBody, cut: int | None, max_prompts: int
+        self, given: PromptField, options: CompletionOptions, cut: int | None, max_prompts: int
     ) -> tuple[Prompt, ...]:
         """The prompts of a completion request. Raises InvalidRequest."""
-        adds_special = body.add_special_tokens is not False
+        adds_special = options.add_special_tokens is not False
         return tuple(self.checked(one, adds_special, cut, "prompt") for one in _each(given, max_prompts))
 
     def checked(self, given: str | list[int], adds_special_tokens: bool, cut: int | None, name: str) -> Prompt:
@@ -104,12 +107,12 @@ class Prompts:
             raise InvalidRequest(message, field="truncate_prompt_tokens")
         return asked
 
-    def echo(self, prompt: Prompt, body: CompletionBody) -> Echo:
-        locates = body.logprobs is not None
+    def echo(self, prompt: Prompt, options: CompletionOptions) -> Echo:
+        locates = options.logprobs is not None
         if prompt.text is not None:
-            starts = self.tokenizer.starts(prompt.text, body.add_special_tokens is not False) if locates else ()
+            starts = self.tokenizer.starts(prompt.text, options.add_special_tokens is not False) if locates else ()
             return Echo(prompt.text, starts)
-        skips = body.skip_special_tokens is not False
+        skips = options.skip_special_tokens is not False
         if not locates:
             return Echo(self.tokenizer.decode(prompt.token_ids, skips), ())
         text = ChoiceText(self.tokenizer, (), skip_special_tokens=skips, locates=True)
@@ -136,7 +139,7 @@ def context_length_exceeded(limits: BackendLimits, problem: str, field: str) -> 
     return InvalidRequest(message, field=field, code="context_length_exceeded")
 
 
-def _each(prompt: str | list[str | int | list[int]], max_prompts: int) -> Iterable[str | list[int]]:
+def _each(prompt: PromptField, max_prompts: int) -> Iterable[str | list[int]]:
     """One text, one list of ids, or a list of either, as in OpenAI's API."""
     if isinstance(prompt, str):
         return [prompt]

@@ -1,4 +1,4 @@
-"""The sampling parameters of a body, and the model's defaults, as `core.Sampling`. Called by `admission`."""
+"""The sampling parameters of a request, and the model's defaults, as `core.Sampling`. Called by `admission`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 from neuron_runtime.core import BackendLimits, Form, Sampling
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests import token_ids
-from neuron_runtime.requests.bodies import Generate
 from neuron_runtime.requests.forms import form_of
 from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDefaults
+from neuron_runtime.requests.options import Generate
+from neuron_runtime.requests.parameters import Names
 from neuron_runtime.text.tokenizer import Tokenizer
 
 GREEDY_TEMPERATURE = 1e-5
@@ -38,7 +39,9 @@ class Sampler:
     def _defaults(self) -> dict[str, Any]:
         return {name: self.defaults.value(name) for name in SHARED}
 
-    def sampling(self, body: Generate, forced: Form | None, strict: Form | None, **reported: int | None) -> Sampling:
+    def sampling(
+        self, options: Generate, names: Names, forced: Form | None, strict: Form | None, **reported: int | None
+    ) -> Sampling:
         """All of it but `max_tokens`, which depends on the prompt. Raises InvalidRequest.
 
         Args:
@@ -46,17 +49,18 @@ class Sampler:
             strict: the form of one that may call strict tools, and has no other form.
             reported: `logprobs` and `prompt_logprobs`.
         """
-        values: dict[str, Any] = {**reported, "seeded": body.seed is not None, "form": self._form(body, forced, strict)}
+        form = self._form(options, names, forced, strict)
+        values: dict[str, Any] = {**reported, "seeded": options.seed is not None, "form": form}
         for name, default in self._defaults.items():
-            value = getattr(body, name)
+            value = getattr(options, name)
             if value is None:
                 value = default
             convert = _CONVERSIONS.get(name)
-            values[name] = value if convert is None else convert(self, value, body)
+            values[name] = value if convert is None else convert(self, value, options)
         return Sampling(**values)
 
-    def _form(self, body: Generate, forced: Form | None, strict: Form | None) -> Form | None:
-        asked = form_of({name: getattr(body, name) for name in body.__struct_fields__})
+    def _form(self, options: Generate, names: Names, forced: Form | None, strict: Form | None) -> Form | None:
+        asked = form_of(options, names["response_format"])
         if asked is not None and forced is not None:
             message = f"`{forced.field}` and `{asked.field}` are two forms of one answer: leave one out"
             raise InvalidRequest(message, field=forced.field)
@@ -64,7 +68,7 @@ class Sampler:
         if form is None:
             return None
         for name in ("ignore_eos", "min_tokens"):
-            if getattr(body, name):
+            if getattr(options, name):
                 message = f"`{name}` contradicts `{form.field}`: the answer ends when the form is complete"
                 raise InvalidRequest(message, field=name)
         if not self.defaults.stop_token_ids:
@@ -72,11 +76,11 @@ class Sampler:
             raise InvalidRequest(message, field=form.field)
         return form
 
-    def _stop_token_ids(self, given: list[int] | None, body: Generate) -> frozenset[int]:
-        ends = frozenset[int]() if body.ignore_eos else self.defaults.stop_token_ids
+    def _stop_token_ids(self, given: list[int] | None, options: Generate) -> frozenset[int]:
+        ends = frozenset[int]() if options.ignore_eos else self.defaults.stop_token_ids
         return token_ids.stop_tokens(given, self.vocabulary_size) | ends
 
-    def _top_k(self, top_k: int, body: Generate) -> int:
+    def _top_k(self, top_k: int, options: Generate) -> int:
         most = self.limits.max_top_k
         if self.limits.sampling == "Device" and 0 < most < top_k:
             message = (
@@ -90,12 +94,12 @@ class Sampler:
 
 
 _CONVERSIONS: dict[str, Callable[[Sampler, Any, Generate], Any]] = {
-    "temperature": lambda sampler, value, body: value if value > GREEDY_TEMPERATURE else 0.0,
+    "temperature": lambda sampler, value, options: value if value > GREEDY_TEMPERATURE else 0.0,
     "top_k": Sampler._top_k,
-    "logit_bias": lambda sampler, value, body: token_ids.bias_entries(value, sampler.vocabulary_size),
-    "allowed_token_ids": lambda sampler, value, body: token_ids.allowed_tokens(value, sampler.vocabulary_size),
-    "bad_words": lambda sampler, value, body: token_ids.bad_word_sequences(value, sampler.tokenizer),
-    "seed": lambda sampler, value, body: secrets.randbits(63) if value is None else value,
+    "logit_bias": lambda sampler, value, options: token_ids.bias_entries(value, sampler.vocabulary_size),
+    "allowed_token_ids": lambda sampler, value, options: token_ids.allowed_tokens(value, sampler.vocabulary_size),
+    "bad_words": lambda sampler, value, options: token_ids.bad_word_sequences(value, sampler.tokenizer),
+    "seed": lambda sampler, value, options: secrets.randbits(63) if value is None else value,
     "stop_token_ids": Sampler._stop_token_ids,
 }
 """Of the parameters that `core.Sampling` does not hold as clients write them."""

@@ -1,6 +1,7 @@
 """Tools of a chat: checks them, and says what the template gets and how the calls of the answer are read.
 
-Called by `admission` and `chats` with a typed body. It knows no tokens; `text.tool_calls` reads the answers.
+Called by `admission` and `chats`, with functions in the form of OpenAI's API. It knows no tokens; `text.tool_calls`
+reads the answers.
 """
 
 from __future__ import annotations
@@ -9,27 +10,20 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from neuron_runtime.core import Form
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.requests.bodies import (
-    MAX_TOOL_NAME_CHARACTERS,
-    MAX_TOOLS,
-    MAX_TOOLS_BYTES,
-    ChatBody,
-    Function,
-    Message,
-    NamedTool,
-    Tool,
-    ToolChoice,
-)
 from neuron_runtime.requests.forms import schema_form, tags_form
-from neuron_runtime.text.chat_template import ChatTemplate
+from neuron_runtime.requests.options import ChatOptions, NamedTool, ToolChoice
+from neuron_runtime.requests.parameters import Names
 from neuron_runtime.text.tool_calls import FORCED, CallTag, ToolCallSplitter, ToolFormat
 
+MAX_TOOLS = 128
+MAX_TOOL_NAME_CHARACTERS = 128
+MAX_TOOLS_BYTES = 1024 * 1024
 MAX_FORCED_CALLS = 16
 """In an answer that must call tools: a small model writes one call after another for ever."""
 
@@ -39,6 +33,33 @@ NO_TOOLS = (
     "the model's chat template knows no tools: serve the model with a template that does (--chat-template, "
     'serving.chatTemplate), leave them out, or send "tool_choice": "none"'
 )
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, f"1 to {MAX_TOOL_NAME_CHARACTERS} letters, digits, `_`, `-` or `.`"]
+    description: Annotated[str | None, "What it is for; the model reads it"] = None
+    parameters: Annotated[dict[str, Any] | None, "JSON schema of the arguments, an object. Default: none"] = None
+    strict: Annotated[
+        bool | None,
+        "Arguments fit the schema, where the model's format of calls allows that; those of forced calls always do",
+    ] = None
+
+
+@dataclass(frozen=True)
+class EarlierCall:
+    """A call in an earlier answer."""
+
+    name: str
+    arguments: str | dict[str, Any] | None
+    """JSON, or its text."""
+    id: str | None = None
+
+    def plain(self, *, as_object: bool) -> dict[str, Any]:
+        """As templates expect it; the arguments as an object or as its text."""
+        function = {"name": self.name, "arguments": _arguments(self.arguments, as_object=as_object)}
+        return {**({} if self.id is None else {"id": self.id}), "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
@@ -68,30 +89,36 @@ def named_by(choice: ToolChoice) -> str | None:
     return choice.function.name if isinstance(choice, NamedTool) else None
 
 
-def callable_tools(tools: Sequence[Tool] | None, choice: ToolChoice) -> list[Function]:
-    """The functions that an answer may call. Raises InvalidRequest."""
-    functions = [_function(tool, f"tools[{at}]") for at, tool in enumerate(tools or ())]
+def callable_functions(functions: Sequence[Function], choice: ToolChoice, names: Names) -> list[Function]:
+    """Those of a request that its answer may call. Raises InvalidRequest."""
     if len(functions) > MAX_TOOLS:
         raise InvalidRequest(f"`tools` must have at most {MAX_TOOLS} tools, got {len(functions)}", field="tools")
-    names = [function.name for function in functions]
-    for at, name in enumerate(names):
-        if name in names[:at]:
-            message = f"`tools[{at}].function.name`: there are two tools with the name `{name}`"
-            raise InvalidRequest(message, field=f"tools[{at}].function.name")
+    known = set[str]()
+    for at, name in enumerate(function.name for function in functions):
+        field = names["tools[].function"].replace("[]", f"[{at}]") + ".name"
+        if len(name) > MAX_TOOL_NAME_CHARACTERS or not _NAME.fullmatch(name):
+            message = (
+                f"`{field}` must have 1 to {MAX_TOOL_NAME_CHARACTERS} letters, digits, `_`, `-` or `.`, "
+                f"got {name[:MAX_TOOL_NAME_CHARACTERS]!r}"
+            )
+            raise InvalidRequest(message, field=field)
+        if name in known:
+            raise InvalidRequest(f"`{field}`: there are two tools with the name `{name}`", field=field)
+        known.add(name)
     if functions and (size := len(msgspec.json.encode(functions))) > MAX_TOOLS_BYTES:
         raise InvalidRequest(f"`tools` must have at most {MAX_TOOLS_BYTES} bytes, got {size}", field="tools")
     if is_forced(choice):
         if not functions:
             raise InvalidRequest("`tool_choice` needs `tools`", field="tool_choice")
         named = named_by(choice)
-        if named is not None and named not in names:
-            message = f"`tool_choice.function.name` is `{named[:64]}`, which is none of `tools`"
-            raise InvalidRequest(message, field="tool_choice.function.name")
-    return [] if choice == "none" else functions
+        if named is not None and named not in known:
+            field = names["tool_choice.function.name"]
+            raise InvalidRequest(f"`{field}` is `{named[:64]}`, which is none of `tools`", field=field)
+    return [] if choice == "none" else list(functions)
 
 
 def tool_use(
-    body: ChatBody, functions: Sequence[Function], form: ToolFormat | None, tag: CallTag | None
+    options: ChatOptions, functions: Sequence[Function], form: ToolFormat | None, tag: CallTag | None
 ) -> ToolUse | None:
     """How the answer's calls are read; None: it calls no tools. Raises InvalidRequest.
 
@@ -103,9 +130,9 @@ def tool_use(
     if not functions:
         return None
     names = frozenset(function.name for function in functions)
-    one_call = body.parallel_tool_calls is False
-    if is_forced(body.tool_choice):
-        named = named_by(body.tool_choice)
+    one_call = options.parallel_tool_calls is False
+    if is_forced(options.tool_choice):
+        named = named_by(options.tool_choice)
         only_one = one_call or named is not None
         schema = _calls_schema([one for one in functions if named in (None, one.name)], only_one)
         reader = replace(FORCED, short_ids=form is not None and form.short_ids)
@@ -173,12 +200,6 @@ def _with_references(value: Any, root: str) -> Any:
     return moved
 
 
-def check_template_knows(template: ChatTemplate, functions: Sequence[Function]) -> None:
-    """Raises InvalidRequest if the template drops these tools."""
-    if functions and not template.knows_tools:
-        raise InvalidRequest(f"`tools`: {NO_TOOLS}", field="tools")
-
-
 def for_template(functions: Sequence[Function]) -> list[dict[str, Any]] | None:
     """The tools as templates expect them; None: there are none."""
     return [
@@ -194,50 +215,15 @@ def for_template(functions: Sequence[Function]) -> list[dict[str, Any]] | None:
     ] or None
 
 
-def calls_for_template(message: Message, at: str, template: ChatTemplate) -> list[dict[str, Any]]:
-    """The calls of an earlier answer. Raises InvalidRequest."""
-    calls = []
-    for number, call in enumerate(message.tool_calls or ()):
-        where = f"{at}.tool_calls[{number}]"
-        if call.type != "function" or call.function is None:
-            raise InvalidRequest(f"`{where}` must be the call of a function", field=f"{where}.type")
-        arguments = call.function.arguments
-        name = call.function.name
-        calls.append(
-            {
-                **({} if call.id is None else {"id": call.id}),
-                "type": "function",
-                "function": {"name": name, "arguments": _arguments(arguments, template)},
-            }
-        )
-    return calls
-
-
-def _arguments(given: str | dict[str, Any] | None, template: ChatTemplate) -> str | dict[str, Any]:
-    """An object or its text, as the template handles it. What is no object stays as the model wrote it."""
-    if isinstance(given, str) and given.strip():
+def _arguments(arguments: str | dict[str, Any] | None, *, as_object: bool) -> str | dict[str, Any]:
+    """What is no object stays as the model wrote it."""
+    value: Any = arguments or {}
+    if isinstance(arguments, str) and arguments.strip():
         try:
-            value = json.loads(given)
+            value = json.loads(arguments)
         except (ValueError, RecursionError):
-            return given
+            return arguments
         if not isinstance(value, dict):
-            return given
-    else:
-        value = given if isinstance(given, dict) else {}
-    return value if template.takes_argument_objects else json.dumps(value, ensure_ascii=False)
-
-
-def _function(tool: Tool, at: str) -> Function:
-    function = tool.function
-    if tool.type != "function":
-        message = f"`{at}.type` must be `function`, got `{tool.type[:64]}`: other tools are not supported yet"
-        raise InvalidRequest(message, field=f"{at}.type")
-    if function is None:
-        raise InvalidRequest(f"`{at}.function` is missing", field=f"{at}.function")
-    if len(function.name) > MAX_TOOL_NAME_CHARACTERS or not _NAME.fullmatch(function.name):
-        message = (
-            f"`{at}.function.name` must have 1 to {MAX_TOOL_NAME_CHARACTERS} letters, digits, `_`, `-` or `.`, "
-            f"got {function.name[:MAX_TOOL_NAME_CHARACTERS]!r}"
-        )
-        raise InvalidRequest(message, field=f"{at}.function.name")
-    return function
+            return arguments
+    value = value if isinstance(value, dict) else {}
+    return value if as_object else json.dumps(value, ensure_ascii=False)

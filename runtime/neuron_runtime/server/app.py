@@ -25,6 +25,15 @@ from neuron_runtime.apis.anthropic.objects import MessageAnswer, MessagesEvent, 
 from neuron_runtime.apis.anthropic.writer import MessagesWriter
 from neuron_runtime.apis.failures import Failure
 from neuron_runtime.apis.generation import Generation, Writer
+from neuron_runtime.apis.openai.body import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    admitted_chat,
+    admitted_completion,
+    tokens_of,
+)
 from neuron_runtime.apis.openai.errors import ErrorObject
 from neuron_runtime.apis.openai.objects import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
 from neuron_runtime.apis.openai.writer import CHAT, COMPLETION, OpenAIWriter
@@ -36,7 +45,7 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.errors import InvalidRequest, ServingError
 from neuron_runtime.requests.admission import Admission, Ask
-from neuron_runtime.requests.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from neuron_runtime.requests.conversion import Body
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
@@ -77,11 +86,11 @@ class Api:
 
 
 COMPLETIONS = Api(
-    CompletionBody, Admission.completion, lambda model, generation, body: OpenAIWriter(COMPLETION, model, generation)
+    CompletionBody, admitted_completion, lambda model, generation, body: OpenAIWriter(COMPLETION, model, generation)
 )
 RESPONSES = Api(ResponsesBody, admitted_response, ResponsesWriter)
 MESSAGES = Api(MessagesBody, admitted_messages, MessagesWriter)
-CHATS = Api(ChatBody, Admission.chat, lambda model, generation, body: OpenAIWriter(CHAT, model, generation))
+CHATS = Api(ChatBody, admitted_chat, lambda model, generation, body: OpenAIWriter(CHAT, model, generation))
 
 
 class State(Protocol):
@@ -242,7 +251,7 @@ class Routes:
         admission = self._state.admission()
 
         def answer(body: TokenizeBody) -> Response:
-            ids = admission.tokenize(body)
+            ids = tokens_of(admission, body)
             spelled = [admission.tokenizer.token(one) for one in ids] if body.return_token_strs else None
             length = admission.limits.max_model_length
             return _json(Tokens(count=len(ids), max_model_len=length, tokens=list(ids), token_strs=spelled))

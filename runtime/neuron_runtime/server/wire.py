@@ -10,7 +10,7 @@ from neuron_runtime.apis.anthropic.errors import ANTHROPIC
 from neuron_runtime.apis.failures import ErrorFormat, Failure, failure_of
 from neuron_runtime.apis.openai.errors import OPENAI
 from neuron_runtime.errors import InvalidRequest, ServingError
-from neuron_runtime.requests.bodies import Body, typed
+from neuron_runtime.requests.conversion import Body, typed
 
 if TYPE_CHECKING:
     from neuron_runtime.server.exchange import Exchange

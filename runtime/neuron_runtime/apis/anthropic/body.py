@@ -1,7 +1,6 @@
-"""Anthropic's Messages: the bodies of /v1/messages and /v1/messages/count_tokens, and what they are as a chat.
+"""Anthropic's Messages: the bodies of /v1/messages and /v1/messages/count_tokens, and what they are to admission.
 
-Called by the routes. `Admission.chat` does the rest, so both APIs have the same limits; its errors get the names of
-this API.
+Called by the routes. Admission has the same limits for all APIs, and names fields in errors as this one does.
 """
 
 from __future__ import annotations
@@ -11,24 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from neuron_runtime.core import Acts
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
 from neuron_runtime.requests.admission import Admission, Ask
-from neuron_runtime.requests.bodies import (
-    CalledFunction,
-    ChatBody,
-    ContentPart,
-    Function,
-    FunctionName,
-    Message,
-    MessageCall,
-    NamedTool,
-    Tool,
-)
-from neuron_runtime.requests.parameters import ON_DEVICE, ON_TOKENS, Parameter
-
-NAMES = {"stop": "stop_sequences", r"(tools\[\d+\])\.function": r"\1"}
-"""Fields of a chat, as regular expressions, that have another name here."""
+from neuron_runtime.requests.chats import Chat, Turn
+from neuron_runtime.requests.options import ChatOptions, FunctionName, NamedTool
+from neuron_runtime.requests.parameters import Names, Parameter
+from neuron_runtime.requests.sampling_fields import MaxTokens, Temperature, TopK, TopP, sampling_of
+from neuron_runtime.requests.tools import EarlierCall, Function
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -104,93 +94,71 @@ class CountTokensBody(msgspec.Struct, kw_only=True):
     ] = None
 
 
-class MessagesBody(CountTokensBody, kw_only=True):
+class MessagesBody(CountTokensBody, kw_only=True, rename={"stop": "stop_sequences"}):
     """A chat and how to answer it."""
 
-    max_tokens: Annotated[
-        int | None,
-        "Maximum number of output tokens; prompt plus output must fit the model's length. Default: the model's "
-        "`max_new_tokens`, else all that fit",
-        Parameter(ON_TOKENS, lowest=1),
-    ] = None
-    temperature: Annotated[
-        float | None,
-        "Divides the logits; 0: greedy",
-        Parameter(ON_DEVICE, lowest=0, highest=100, neutral=(1,), default=1.0, setting="temperature"),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        "Sample from the smallest set of likeliest tokens whose probabilities add up to this",
-        Parameter(ON_DEVICE, lowest=0, highest=1, above=True, neutral=(1,), default=1.0, setting="top_p"),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        "Sample from this many likeliest tokens; 0 and -1: from all",
-        Parameter(ON_DEVICE, lowest=-1, neutral=(0, -1), default=0, setting="top_k"),
-    ] = None
-    stop_sequences: Annotated[
-        list[str] | None, "Texts that end the answer, as `stop` of a chat", Parameter(ON_TOKENS, neutral=([],))
+    max_tokens: MaxTokens = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    stop: Annotated[
+        list[str] | None, "Texts that end the answer, as `stop` of a chat", Parameter(Acts.TOKENS, neutral=([],))
     ] = None
     stream: Annotated[bool | None, "Send server-sent events", Parameter(default=False)] = None
 
 
 def admitted(admission: Admission, body: MessagesBody) -> Ask:
     """Raises InvalidRequest."""
-    with InvalidRequest.renaming(NAMES):
-        return admission.chat(
-            chat_of(
-                body,
-                max_tokens=body.max_tokens,
-                temperature=body.temperature,
-                top_p=body.top_p,
-                top_k=body.top_k,
-                stop=body.stop_sequences,
-                stream=body.stream,
-            )
-        )
+    return admission.chat(chat_of(body, stream=body.stream, **sampling_of(body)))
 
 
 def num_input_tokens(admission: Admission, body: CountTokensBody) -> int:
     """The tokens of the prompt. Raises InvalidRequest."""
-    with InvalidRequest.renaming(NAMES):
-        return admission.num_prompt_tokens(chat_of(body))
+    return len(admission.chat_tokens(chat_of(body)))
 
 
-def chat_of(body: CountTokensBody, **sampling: Any) -> ChatBody:
-    """The same chat in OpenAI's form. Raises InvalidRequest."""
-    messages = [
-        translated
-        for at, message in enumerate(body.messages)
-        for translated in _MESSAGES[message.role](message, f"messages[{at}]")
+def chat_of(body: CountTokensBody, **options: Any) -> Chat:
+    """What admission gets. Raises InvalidRequest.
+
+    options: those that the body has beyond the chat.
+    """
+    turns = [
+        turn for at, message in enumerate(body.messages) for turn in _TURNS[message.role](message, f"messages[{at}]")
     ]
-    continues = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
+    continues = bool(turns) and turns[-1].role == "assistant" and not turns[-1].calls
     if body.system:
-        messages.insert(0, Message("system", _texts(body.system, "system")))
-    switch = _SWITCHES[body.thinking.type] if body.thinking is not None else None
-    return ChatBody(
-        model=body.model,
-        messages=messages,
-        tools=[_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())],
-        tool_choice=_choice(body.tool_choice),
-        parallel_tool_calls=False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
-        continue_final_message=continues or None,
-        chat_template_kwargs=switch,
-        **sampling,
+        turns.insert(0, Turn("system", _texts(body.system, "system"), "system"))
+    choice = body.tool_choice
+    return Chat(
+        turns=turns,
+        options=ChatOptions(
+            model=body.model,
+            tool_choice=_choice(choice),
+            parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
+            **options,
+        ),
+        names=NAMES,
+        tools=[_function(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())],
+        variables={} if body.thinking is None else _SWITCHES[body.thinking.type],
+        continues=continues,
     )
 
 
-_SWITCHES: Mapping[str, dict[str, Any] | None] = {
+NAMES = Names(
+    {"stop": "stop_sequences", "tools[].function": "tools[]", "tool_choice.function.name": "tool_choice.name"}
+)
+_SWITCHES: Mapping[str, dict[str, Any]] = {
     "enabled": {"enable_thinking": True},
     "disabled": {"enable_thinking": False},
-    "adaptive": None,
+    "adaptive": {},
 }
 
 
-def _tool(tool: ToolDefinition, at: str) -> Tool:
+def _function(tool: ToolDefinition, at: str) -> Function:
     if tool.type not in (None, "custom"):
         message = f"`{at}.type`: tools of type `{tool.type}` are not supported"
         raise InvalidRequest(message, field=f"{at}.type")
-    return Tool(function=Function(tool.name, tool.description, tool.input_schema, tool.strict))
+    return Function(tool.name, tool.description, tool.input_schema, tool.strict)
 
 
 def _choice(choice: ToolChoice | None) -> Any:
@@ -201,30 +169,31 @@ def _choice(choice: ToolChoice | None) -> Any:
     return NamedTool("function", FunctionName(choice.name))
 
 
-def _of_user(message: InputMessage, at: str) -> Iterator[Message]:
-    """Results of calls are messages of their own in a chat, and come first."""
+def _of_user(message: InputMessage, at: str) -> Iterator[Turn]:
+    """Results of calls are turns of their own, and come first."""
     content = message.content
     if isinstance(content, str):
-        yield Message(message.role, content)
+        yield Turn(message.role, content, at)
         return
+    texts = list[str]()
     for number, block in enumerate(content):
-        if block.type == "tool_result":
-            where = f"{at}.content[{number}]"
-            call_id = _required(block, "tool_use_id", where)
-            yield Message("tool", _texts(_blocks(block.content or "", where), f"{where}.content"), tool_call_id=call_id)
-    texts = [
-        _text(block, f"{at}.content[{number}]") for number, block in enumerate(content) if block.type != "tool_result"
-    ]
+        where = f"{at}.content[{number}]"
+        if block.type != "tool_result":
+            texts.append(_text(block, where))
+            continue
+        call_id = _required(block, "tool_use_id", where)
+        result = _texts(_blocks(block.content or "", where), f"{where}.content")
+        yield Turn("tool", result, where, call_id=call_id)
     if texts or not content:
-        yield Message(message.role, texts)
+        yield Turn(message.role, texts, at)
 
 
-def _of_assistant(message: InputMessage, at: str) -> Iterator[Message]:
+def _of_assistant(message: InputMessage, at: str) -> Iterator[Turn]:
     content = message.content
     if isinstance(content, str):
-        yield Message("assistant", content)
+        yield Turn("assistant", content, at)
         return
-    texts, calls, reasoning = list[ContentPart](), list[MessageCall](), ""
+    texts, calls, reasoning = list[str](), list[EarlierCall](), ""
     for number, block in enumerate(content):
         where = f"{at}.content[{number}]"
         match block.type:
@@ -235,10 +204,10 @@ def _of_assistant(message: InputMessage, at: str) -> Iterator[Message]:
                 pass
             case "tool_use":
                 name = _required(block, "name", where)
-                calls.append(MessageCall(_required(block, "id", where), function=CalledFunction(name, block.input)))
+                calls.append(EarlierCall(name, block.input, _required(block, "id", where)))
             case _:
                 texts.append(_text(block, where))
-    yield Message("assistant", texts, reasoning=reasoning or None, tool_calls=calls or None)
+    yield Turn("assistant", texts, at, reasoning=reasoning or None, calls=calls)
 
 
 def _blocks(content: str | list[Any], at: str) -> str | list[Block]:
@@ -256,24 +225,24 @@ def _required(block: Block, name: str, at: str) -> str:
     return value
 
 
-_MESSAGES: Mapping[str, Callable[[InputMessage, str], Iterator[Message]]] = {
+_TURNS: Mapping[str, Callable[[InputMessage, str], Iterator[Turn]]] = {
     "user": _of_user,
     "system": _of_user,
     "assistant": _of_assistant,
 }
 
 
-def _texts(content: str | Sequence[Block], at: str) -> str | list[ContentPart]:
+def _texts(content: str | Sequence[Block], at: str) -> str | list[str]:
     """Content that must be text. Raises InvalidRequest."""
     if isinstance(content, str):
         return content
     return [_text(block, f"{at}[{number}]") for number, block in enumerate(content)]
 
 
-def _text(block: Block, at: str) -> ContentPart:
+def _text(block: Block, at: str) -> str:
     if block.type != "text":
         message = f"`{at}.type`: blocks of type `{block.type}` are not supported here"
         raise InvalidRequest(message, field=f"{at}.type")
     if block.text is None:
         raise InvalidRequest(f"`{at}.text` is missing", field=f"{at}.text")
-    return ContentPart("text", block.text)
+    return block.text

@@ -1,42 +1,27 @@
-"""OpenAI's Responses: the body of /v1/responses, and what it is as a chat.
+"""OpenAI's Responses: the body of /v1/responses, and what it is to admission.
 
-Called by the route. `Admission.chat` does the rest, so both APIs have the same limits; its errors get the names of
-this API. Nothing is stored: a request brings the whole conversation.
+Called by the route. Admission has the same limits for all APIs, and names fields in errors as this one does. Nothing
+is stored: a request brings the whole conversation.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from neuron_runtime.core import Sampling
+from neuron_runtime.core import ACTS
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
 from neuron_runtime.requests.admission import Admission, Ask
-from neuron_runtime.requests.bodies import (
-    CalledFunction,
-    ChatBody,
-    ContentPart,
-    Function,
-    FunctionName,
-    Message,
-    MessageCall,
-    NamedTool,
-    Tool,
-)
+from neuron_runtime.requests.chats import Chat, Turn
 from neuron_runtime.requests.forms import JsonSchema, ResponseFormat
-from neuron_runtime.requests.parameters import ON_DEVICE, ON_LOGITS, ON_TOKENS, Parameter
-
-NAMES = {
-    r"messages[^`]*": "input",
-    "max_completion_tokens": "max_output_tokens",
-    r"response_format": "text.format",
-    r"(tools\[\d+\])\.function": r"\1",
-}
-"""Fields of a chat, as regular expressions, that have another name here."""
+from neuron_runtime.requests.options import ChatOptions, FunctionName, NamedTool
+from neuron_runtime.requests.parameters import Names, Parameter
+from neuron_runtime.requests.sampling_fields import MaxTokens, Temperature, TopP, sampling_of
+from neuron_runtime.requests.tools import EarlierCall, Function
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -112,7 +97,7 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: Annotated[bool | None, "Accepted without effect"] = None
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
+class ResponsesBody(msgspec.Struct, kw_only=True, rename={"max_tokens": "max_output_tokens"}):
     """A conversation and how to answer it."""
 
     surface: ClassVar[Surface] = Surface.RESPONSES
@@ -125,25 +110,13 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
         "`function_call` and `function_call_output`",
     ]
     instructions: Annotated[str | None, "A system message before the input"] = None
-    max_output_tokens: Annotated[
-        int | None,
-        "Maximum number of output tokens, reasoning included. Default: the model's `max_new_tokens`, else all that fit",
-        Parameter(ON_TOKENS, lowest=1),
-    ] = None
-    temperature: Annotated[
-        float | None,
-        "Divides the logits; 0: greedy",
-        Parameter(ON_DEVICE, lowest=0, highest=100, neutral=(1,), default=1.0, setting="temperature"),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        "Sample from the smallest set of likeliest tokens whose probabilities add up to this",
-        Parameter(ON_DEVICE, lowest=0, highest=1, above=True, neutral=(1,), default=1.0, setting="top_p"),
-    ] = None
+    max_tokens: MaxTokens = None
+    temperature: Temperature = None
+    top_p: TopP = None
     top_logprobs: Annotated[
         int | None,
         f"Number of alternatives per token; with `{LOGPROBS}` in `include`",
-        Parameter(ON_LOGITS, lowest=0, neutral=(0,), default=0),
+        Parameter(ACTS["logprobs"], lowest=0, neutral=(0,), default=0),
     ] = None
     include: Annotated[
         list[str] | None,
@@ -175,23 +148,14 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 
 def admitted(admission: Admission, body: ResponsesBody) -> Ask:
     """Raises InvalidRequest."""
-    with InvalidRequest.renaming(NAMES):
-        ask = admission.chat(chat_of(body))
-    return dataclasses.replace(ask, sampling=tuple(map(_with_own_names, ask.sampling)))
+    return admission.chat(chat_of(body))
 
 
-def _with_own_names(sampling: Sampling) -> Sampling:
-    """The form's field, which the engine names if the form cannot be compiled."""
-    if sampling.form is None or sampling.form.field != "response_format":
-        return sampling
-    return dataclasses.replace(sampling, form=msgspec.structs.replace(sampling.form, field="text.format"))
-
-
-def chat_of(body: ResponsesBody) -> ChatBody:
-    """The same conversation in the form of a chat. Raises InvalidRequest."""
-    messages = list[Message]()
+def chat_of(body: ResponsesBody) -> Chat:
+    """What admission gets. Raises InvalidRequest."""
+    turns = list[Turn]()
     if body.instructions is not None:
-        messages.append(Message("system", body.instructions))
+        turns.append(Turn("system", body.instructions, "instructions"))
     items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     for at, item in enumerate(items):
         add = _ITEMS.get(item.type)
@@ -200,23 +164,37 @@ def chat_of(body: ResponsesBody) -> ChatBody:
             if item.type == "item_reference":
                 message += ": nothing is stored, so send the item itself"
             raise InvalidRequest(message, field=f"input[{at}].type")
-        add(messages, item, f"input[{at}]")
+        add(turns, item, f"input[{at}]")
     reports = LOGPROBS in (body.include or ())
-    return ChatBody(
-        model=body.model,
-        messages=messages,
-        max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        logprobs=reports or None,
-        top_logprobs=body.top_logprobs if reports else None,
-        response_format=_response_format(body.text_format),
-        tools=[_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())],
-        tool_choice=_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        stream=body.stream,
+    effort = body.reasoning and body.reasoning.effort
+    return Chat(
+        turns=turns,
+        options=ChatOptions(
+            model=body.model,
+            logprobs=reports or None,
+            top_logprobs=body.top_logprobs if reports else None,
+            response_format=_response_format(body.text_format),
+            tool_choice=_choice(body.tool_choice),
+            parallel_tool_calls=body.parallel_tool_calls,
+            stream=body.stream,
+            **sampling_of(body),
+        ),
+        names=NAMES,
+        tools=[_function(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())],
+        variables={} if effort is None else {"reasoning_effort": effort},
     )
+
+
+NAMES = Names(
+    {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "logprobs": "include",
+        "tools[].function": "tools[]",
+        "tool_choice.function.name": "tool_choice.name",
+    }
+)
 
 
 def _response_format(form: TextFormat) -> ResponseFormat:
@@ -227,37 +205,36 @@ def _response_format(form: TextFormat) -> ResponseFormat:
     return ResponseFormat(form.type, JsonSchema(schema=form.schema))
 
 
-def _message(messages: list[Message], item: Item, at: str) -> None:
+def _message(turns: list[Turn], item: Item, at: str) -> None:
     if item.role is None:
         raise InvalidRequest(f"`{at}.role` is missing", field=f"{at}.role")
     if item.content is None:
         raise InvalidRequest(f"`{at}.content` is missing", field=f"{at}.content")
     content = _texts(item.content, f"{at}.content")
-    # A model's reasoning and its text are two items here, and one message of a chat.
-    if item.role == "assistant" and messages and _is_open(messages[-1]):
-        messages[-1] = msgspec.structs.replace(messages[-1], content=content)
+    # A model's reasoning and its text are two items here, and one turn of a chat.
+    if item.role == "assistant" and turns and _is_open(turns[-1]):
+        turns[-1] = replace(turns[-1], content=content)
     else:
-        messages.append(Message(item.role, content))
+        turns.append(Turn(item.role, content, at))
 
 
-def _reasoning(messages: list[Message], item: Item, at: str) -> None:
+def _reasoning(turns: list[Turn], item: Item, at: str) -> None:
     parts = item.content if isinstance(item.content, list) and item.content else item.summary or []
-    messages.append(Message("assistant", reasoning="".join(part.text or "" for part in parts)))
+    turns.append(Turn("assistant", None, at, reasoning="".join(part.text or "" for part in parts)))
 
 
-def _call(messages: list[Message], item: Item, at: str) -> None:
+def _call(turns: list[Turn], item: Item, at: str) -> None:
     name = _required(item, "name", at)
-    call = MessageCall(_required(item, "call_id", at), function=CalledFunction(name, item.arguments))
-    if messages and messages[-1].role == "assistant":
-        calls = [*(messages[-1].tool_calls or ()), call]
-        messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
+    call = EarlierCall(name, item.arguments, _required(item, "call_id", at))
+    if turns and turns[-1].role == "assistant":
+        turns[-1] = replace(turns[-1], calls=[*turns[-1].calls, call], at=at)
     else:
-        messages.append(Message("assistant", tool_calls=[call]))
+        turns.append(Turn("assistant", None, at, calls=[call]))
 
 
-def _output(messages: list[Message], item: Item, at: str) -> None:
+def _output(turns: list[Turn], item: Item, at: str) -> None:
     output = _texts(item.output or "", f"{at}.output")
-    messages.append(Message("tool", output, tool_call_id=_required(item, "call_id", at)))
+    turns.append(Turn("tool", output, at, call_id=_required(item, "call_id", at)))
 
 
 def _required(part: Item | FunctionTool, name: str, at: str) -> str:
@@ -267,23 +244,23 @@ def _required(part: Item | FunctionTool, name: str, at: str) -> str:
     return value
 
 
-def _tool(tool: FunctionTool, at: str) -> Tool:
+def _function(tool: FunctionTool, at: str) -> Function:
     if tool.type != "function":
         message = f"`{at}.type`: tools of type `{tool.type}` are not supported"
         raise InvalidRequest(message, field=f"{at}.type")
-    return Tool(function=Function(_required(tool, "name", at), tool.description, tool.parameters, tool.strict))
+    return Function(_required(tool, "name", at), tool.description, tool.parameters, tool.strict)
 
 
 def _choice(choice: str | FunctionChoice | None) -> Any:
     return NamedTool("function", FunctionName(choice.name)) if isinstance(choice, FunctionChoice) else choice
 
 
-def _is_open(message: Message) -> bool:
+def _is_open(turn: Turn) -> bool:
     """Whether the assistant's text is yet to come."""
-    return message.role == "assistant" and message.content is None and not message.tool_calls
+    return turn.role == "assistant" and turn.content is None and not turn.calls
 
 
-_ITEMS: Mapping[str, Callable[[list[Message], Item, str], None]] = {
+_ITEMS: Mapping[str, Callable[[list[Turn], Item, str], None]] = {
     "message": _message,
     "reasoning": _reasoning,
     "function_call": _call,
@@ -291,17 +268,17 @@ _ITEMS: Mapping[str, Callable[[list[Message], Item, str], None]] = {
 }
 
 
-def _texts(content: str | Sequence[Part], at: str) -> str | list[ContentPart]:
+def _texts(content: str | Sequence[Part], at: str) -> str | list[str]:
     """Content that must be text. Raises InvalidRequest."""
     if isinstance(content, str):
         return content
     return [_text(part, f"{at}[{number}]") for number, part in enumerate(content)]
 
 
-def _text(part: Part, at: str) -> ContentPart:
+def _text(part: Part, at: str) -> str:
     if part.type not in ("input_text", "output_text", "text"):
         message = f"`{at}.type`: parts of type `{part.type}` are not supported here"
         raise InvalidRequest(message, field=f"{at}.type")
     if part.text is None:
         raise InvalidRequest(f"`{at}.text` is missing", field=f"{at}.text")
-    return ContentPart("text", part.text)
+    return part.text

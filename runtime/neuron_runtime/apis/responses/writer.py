@@ -68,7 +68,7 @@ class ResponsesWriter(SectionWriter):
             model=model,
             output=[],
             instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
+            max_output_tokens=body.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_logprobs=body.top_logprobs or 0,
