@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from markdown_table import table
 from neuron_runtime.backend.nxdi.failures import CODES
-from neuron_runtime.backend.nxdi.models import FAMILIES, Family
+from neuron_runtime.backend.nxdi.models import FAMILIES, NxdiFamily
 
 
 def models() -> str:
@@ -22,7 +22,7 @@ def models() -> str:
     return table(("`architectures`", "Application class", "NxD Inference", ""), rows)
 
 
-def _notes(family: Family) -> Iterator[str]:
+def _notes(family: NxdiFamily) -> Iterator[str]:
     if family.before:
         yield f"older releases by `{family.before}`, up to the sliding window's length"
     if len(family.layouts) == 1:

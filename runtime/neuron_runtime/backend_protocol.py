@@ -103,7 +103,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class CompileUnit:
     """One unit of compilation, which may make several files (all submodels and buckets of a library that compiles them
     together)."""
 
@@ -137,7 +137,7 @@ class Compiler(Protocol):
         """Versions of the programs that compile, for the record: they are not part of the key, because a serving pod
         lacks them. Raises FatalError with COMPILE_FAILED and a cure if one is missing."""
 
-    def graphs(self) -> Sequence[Graph]:
+    def graphs(self) -> Sequence[CompileUnit]:
         """In the order in which they are compiled."""
 
     def check(self, folder: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.errors import ExitCode, FatalError
 
 CONFIG_FILE = "config.json"
@@ -39,13 +40,6 @@ CONVERTERS = ("sentencepiece", "tiktoken")
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 MAX_JSON_BYTES = 64_000_000
-
-DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32,
-    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
 
 MXFP4 = {"_blocks": 2, "_scales": 0}
 """Parameters per byte, by the end of a tensor's name."""
@@ -305,9 +299,9 @@ def _tensor(name: str, entry: object, data_begin: int, path: Path) -> TensorInfo
             pass
         case _:
             raise InvalidModel(f"{path}: the header entry of tensor {name} is malformed")
-    if dtype not in DTYPE_BITS:
+    if dtype not in BY_STORED:
         raise InvalidModel(f"{path}: tensor {name} has unknown dtype {dtype}")
-    num_bytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
+    num_bytes = math.prod(shape) * BY_STORED[dtype].num_bytes
     if end - begin != num_bytes or begin < 0:
         raise InvalidModel(
             f"{path}: tensor {name} of dtype {dtype} and shape {shape} needs {num_bytes} bytes, "

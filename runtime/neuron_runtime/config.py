@@ -18,8 +18,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from neuron_runtime.dtypes import ComputedDtype, dtype_name
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
-from neuron_runtime.flags import Flag, dtype_word, json_or_text, json_value, numbers, template, word_or_folder
+from neuron_runtime.flags import Flag, json_or_text, json_value, numbers, template, word_or_folder
 from neuron_runtime.uris import parse_uri
 from neuron_runtime.validation import explain, problems
 
@@ -218,9 +219,9 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
         COMPILED,
     ] = False
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
+        Literal["auto", ComputedDtype],
         "Data type of weights and cache; `auto`: that of the stored weights",
-        Flag(llm=True, read=dtype_word),
+        Flag(llm=True, read=dtype_name),
         COMPILED,
     ] = "auto"
     layout: Annotated[

@@ -26,12 +26,8 @@ KNOWN = -1
 """In `Rows.after`: the row does not depend on a step in flight."""
 
 
-class Kind(Enum):
-    """What a step does. Explicit in the batch, never guessed from shapes.
-
-    A decode row feeds the last known token of a started sequence and samples; every other row is a prefill row (a
-    prompt, a part of one, a recomputation).
-    """
+class StepKind(Enum):
+    """What a step does: it has prefill rows, decode rows, or both. `Batch.num_prefills` says which rows are which."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -196,16 +192,6 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
     def __len__(self) -> int:
         return len(self.slot)
 
-    @property
-    def prefills(self) -> list[bool]:
-        """For each row, whether it is a prefill row, see `Kind`."""
-        return [
-            num_tokens > 1 or not samples or (start == 0 and after == KNOWN)
-            for num_tokens, samples, start, after in zip(
-                self.num_tokens, self.samples, self.start, self.after, strict=True
-            )
-        ]
-
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
     """One step as a delta to the backend's slot mirror; equal on every rank.
@@ -215,14 +201,26 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     """
 
     step: int
-    kind: Kind
     rows: Rows
+    num_prefills: int = 0
+    """The last rows prefill, so many of them: each feeds a prompt, a part of one, or a recomputation. Every row before
+    them decodes: it feeds the last token of a started sequence and samples. Backends do not guess it from lengths."""
     added: tuple[Added, ...] = ()
     appended_blocks: tuple[tuple[int, int], ...] = ()
     released: tuple[int, ...] = ()
     kept_blocks: tuple[tuple[int, int], ...] = ()
     """(slot, n) pairs: the slot keeps only its first n blocks; the rest was reserved for tokens that were not
     generated. Empty unless rows may produce several tokens."""
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.rows) - self.num_prefills
+
+    @property
+    def kind(self) -> StepKind:
+        if not self.num_prefills:
+            return StepKind.DECODE
+        return StepKind.MIXED if self.num_decodes else StepKind.PREFILL
 
     @property
     def num_tokens(self) -> int:

@@ -127,12 +127,6 @@ def _form(field: Field, flag: Flag) -> dict[str, Any]:
     return {"metavar": flag.metavar or "TEXT"}
 
 
-def dtype_word(text: str) -> str:
-    """Accepts vLLM's aliases and torch's names of dtypes."""
-    word = text.removeprefix("torch.")
-    return {"half": "float16", "float": "float32"}.get(word, word)
-
-
 def numbers(text: str) -> list[int]:
     """A list of numbers with commas between them; brackets as in JSON are allowed."""
     inside = text.strip().removeprefix("[").removesuffix("]")

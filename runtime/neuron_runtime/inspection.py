@@ -19,14 +19,12 @@ from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_pr
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import CONFIG_FILE, Checkpoint, InvalidModel, check_tokenizer, read_checkpoint
 from neuron_runtime.console import bytes_text
+from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.record import ModelFacts
 from neuron_runtime.weights.fetching import outline
 
 NXDI = "nxdi"
-
-DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
-"""safetensors names to torch names; others are reported unchanged."""
 
 
 def inspect_model(uri: str, backend: str = "", application_class: str = "") -> ModelFacts:
@@ -91,7 +89,7 @@ def model_facts(
         model_type=str(checkpoint.config.get("model_type", "")),
         parameters=checkpoint.num_parameters,
         weights_bytes=checkpoint.num_bytes,
-        dtype=DTYPE_NAMES.get(dtype, dtype),
+        dtype=BY_STORED[dtype].name,
         digest=digest or checkpoint.digest,
     )
 

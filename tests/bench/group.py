@@ -18,11 +18,12 @@ from pathlib import Path
 from statistics import median
 
 from bench.report import Load, Meter, Row, at_most
+from helpers.groups import Unwatched
 from neuron_runtime.backend.simulated.clock import WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
-from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
+from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
 from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
-from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Sampling, StepOutput
+from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepKind, StepOutput
 from neuron_runtime.distributed.control import LeaderControl
 from neuron_runtime.distributed.layout import Layout, read_secret
 from neuron_runtime.distributed.replicated import ReplicatedBackend, StepChannel
@@ -124,7 +125,9 @@ def measure(num_ranks: int, num_steps: int) -> GroupCost:
         engine = Engine(whole)
         for number in range(ROWS):
             engine.add(Request(f"cmpl-{number:032x}", (number,) * 64, Sampling(max_tokens=900)))
-        while engine.stats.num_waiting or engine.stats.last_step is None or engine.stats.last_step.kind != Kind.DECODE:
+        while (
+            engine.stats.num_waiting or engine.stats.last_step is None or engine.stats.last_step.kind != StepKind.DECODE
+        ):
             engine.step()
         added = []
         for _ in range(num_steps):
@@ -136,7 +139,7 @@ def measure(num_ranks: int, num_steps: int) -> GroupCost:
 
 
 def simulated() -> SimulatedBackend:
-    phase = Phase(constant(STEP_SECONDS))
+    phase = PhaseTimes(constant(STEP_SECONDS))
     return SimulatedBackend(LIMITS, StepTimes(decode=phase, prefill=phase), WallClock())
 
 
@@ -155,7 +158,7 @@ def replicated(backend: Backend, num_ranks: int) -> Iterator[Backend]:
             stack.callback(follower.kill)
         channel = StepChannel(layout, Keys(read_secret(layout)))
         stack.callback(channel.close)
-        control = LeaderControl(layout, FACTS, channel.addresses, on_end=_end)
+        control = LeaderControl(layout, FACTS, channel.addresses, on_end=_end, lifeline=Unwatched())
         control.start()
         stack.callback(control.finish, None)
         control.wait_joined()

@@ -17,8 +17,8 @@ from typing import get_args
 from bench.cpu_clock import CpuClock
 from bench.report import Load, Meter, Row, at_least, at_most
 from neuron_runtime.backend.simulated.device import SimulatedBackend
-from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
-from neuron_runtime.core import BackendLimits, Batch, Form, Kind, Late, Request, Sampling, StepOutput, TokenFeedback
+from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
+from neuron_runtime.core import BackendLimits, Batch, Form, Late, Request, Sampling, StepKind, StepOutput, TokenFeedback
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.guides import Guides
 from neuron_runtime.engine.loop import Engine
@@ -157,7 +157,7 @@ def measure(
         steps_in_flight=1 if feedback == "host" else 2,
         token_feedback=feedback,
     )
-    phase = Phase(constant(step_milliseconds / 1000))
+    phase = PhaseTimes(constant(step_milliseconds / 1000))
     clock = CpuClock()
     backend = TimedBackend(limits, StepTimes(decode=phase, prefill=phase), clock)
     engine = Engine(backend, clock=clock.now, guides=guides)
@@ -179,7 +179,9 @@ def measure(
         return stepped - began, ended - stepped
 
     turn()
-    while engine.stats.num_waiting or engine.stats.last_step is None or engine.stats.last_step.kind is not Kind.DECODE:
+    while (
+        engine.stats.num_waiting or engine.stats.last_step is None or engine.stats.last_step.kind is not StepKind.DECODE
+    ):
         turn()
     meter, timeline = Meter(), backend.timeline
     rounds: list[tuple[float, float, float, float]] = []

@@ -28,9 +28,9 @@ from neuron_runtime.backend.nxdi.library import NxdApplication, application
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline
-from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
+from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
 from neuron_runtime.config import Buckets, EngineLimits, ModelSource, RuntimeConfig
-from neuron_runtime.core import BackendLimits, Kind, Late, Request, Sampling, StepOutput
+from neuron_runtime.core import BackendLimits, Late, Request, Sampling, StepKind, StepOutput
 from neuron_runtime.engine.loop import Engine
 
 NUM_ROUNDS = 4
@@ -178,7 +178,7 @@ def measure(
         limits = backend.limits
     step_seconds, thread_seconds, _ = min(rounds)
     clock = CpuClock()
-    phase = Phase(constant(STEP_MILLISECONDS / 1000))
+    phase = PhaseTimes(constant(STEP_MILLISECONDS / 1000))
     device = SimulatedBackend(limits, StepTimes(decode=phase, prefill=phase), clock)
     simulated = Engine(device, clock=clock.now, max_consecutive_prefills=rows)
     times = []
@@ -205,7 +205,7 @@ def fill(engine: Engine, rows: int) -> None:
         prompt = tuple(random.randrange(256) for _ in range(NUM_PROMPT_TOKENS))
         engine.add(Request(f"r{number}", prompt, Sampling(max_tokens=LENGTH - NUM_PROMPT_TOKENS - 1)))
     engine.step()  # the last step was one of the round before
-    while not ((last := engine.stats.last_step) and last.kind is Kind.DECODE and last.num_tokens == rows):
+    while not ((last := engine.stats.last_step) and last.kind is StepKind.DECODE and last.num_tokens == rows):
         engine.step()
 
 

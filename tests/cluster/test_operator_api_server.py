@@ -596,7 +596,7 @@ async def test_a_model_is_compiled_by_a_job_with_ever_more_memory_before_its_dep
 ) -> None:
     def compile_jobs() -> list[str]:
         """With the least memory first."""
-        jobs = [job for job in namespace.list(BY_KIND["Job"]) if job["metadata"]["name"].startswith("na-")]
+        jobs = [job for job in namespace.list(BY_KIND["Job"]) if job["metadata"]["name"].startswith("artifact-")]
         return [job["metadata"]["name"] for job in sorted(jobs, key=memory)]
 
     def memory(job: Any) -> Any:
@@ -655,7 +655,7 @@ async def test_the_cronjob_of_a_claim_has_all_models_as_owners_and_keeps_what_th
             await eventually(lambda: owners() == ["chat", "other"])
             record = {"version": 1, "command": "fetch", "ok": True}
             record["weights"] = {"digest": "a" * 40, "bytes": 1, "readBytes": 1}
-            metadata = {"name": "nw-1", "labels": found()[0]["metadata"]["labels"]}
+            metadata = {"name": "weights-1", "labels": found()[0]["metadata"]["labels"]}
             owner = found()[0]["metadata"]["ownerReferences"][0]
             metadata["ownerReferences"] = [{**owner, "name": "third", "uid": str(uuid.uuid4())}]
             kept = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
@@ -791,7 +791,7 @@ async def test_what_is_said_about_a_claim_that_is_not_bound_is_shown(server: Api
             "regarding": {"kind": "PersistentVolumeClaim", "namespace": namespace.name, "name": name},
         }
         server.call("POST", EVENTS.path(namespace.name), event)
-        (job,) = (found for found in namespace.list(BY_KIND["Job"]) if found["metadata"]["name"].startswith("nw-"))
+        (job,) = (found for found in namespace.list(BY_KIND["Job"]) if found["metadata"]["name"].startswith("weights-"))
         namespace.wait_for_volume(job)
         await eventually(lambda: namespace.condition("WeightsReady") == ("False", "VolumeNotBound"))
         await eventually(

@@ -323,7 +323,7 @@ def test_a_fault_of_a_compiler_has_a_reason_that_vanishes_with_it(installation: 
             audit = len(story.rig.audit_events())
             story.apply(_compiled("larger", 256, compileSeconds=1, compileBytes=500 * 2**20))
             story.until_ready(1, "larger")
-            assert len([job for job in story.created_jobs(audit) if job.startswith("na-")]) > 1
+            assert len([job for job in story.created_jobs(audit) if job.startswith("artifact-")]) > 1
         with story.stage("memory: not even four times as much"):
             story.apply(_compiled("huge", 512, compileSeconds=1, compileBytes=2**31))
             check_says("compiler-memory", story.until_reason("huge", "CompileOutOfMemory", "Compiled"))
@@ -342,7 +342,7 @@ def test_a_fault_of_a_compiler_has_a_reason_that_vanishes_with_it(installation: 
             with story.watching("nm") as statuses:
                 for pod in story.serving_pods("larger"):
                     story.kubectl("delete", "pod", pod["metadata"]["name"], "--wait=false")
-                story.until("a Job", lambda: [job for job in story.created_jobs(audit) if job.startswith("na-")])
+                story.until("a Job", lambda: [job for job in story.created_jobs(audit) if job.startswith("artifact-")])
                 story.until("compiled again", lambda: graph.is_file() and graph.read_bytes() == intact)
                 story.until_ready(1, "larger")
                 shown = [c for event in statuses() for c in event.object.get("status", {}).get("conditions", ())]

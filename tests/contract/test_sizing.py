@@ -19,11 +19,12 @@ from neuron_operator.read.records import Facts
 from neuron_operator.render.resources import _weights_bytes
 from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.devices import Target
-from neuron_runtime.backend.nxdi.graph_plan import DTYPE_BYTES, plan_of
+from neuron_runtime.backend.nxdi.graph_plan import plan_of
 from neuron_runtime.backend.nxdi.settings import DEFAULT_SEGMENT_TOKENS, MIN_KERNEL_TOKENS
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.sizing import _memory
 from neuron_runtime.config import parse_config
+from neuron_runtime.dtypes import BY_NAME, COMPUTED
 from neuron_runtime.host import FreeMemory
 
 CONFIG: dict[str, Any] = {
@@ -55,7 +56,7 @@ def facts_of(config: dict[str, Any]) -> Facts:
 
 
 def test_operator_and_runtime_have_the_same_constants() -> None:
-    assert sizing.DTYPE_BYTES == DTYPE_BYTES
+    assert {name: BY_NAME[name].num_bytes for name in COMPUTED} == sizing.DTYPE_BYTES
     assert sizing.MAX_CONTEXT_BUCKETS == bucket_plan.MAX_CONTEXT_BUCKETS
     assert sizing.MAX_SEGMENT_BUCKETS == bucket_plan.MAX_SEGMENT_BUCKETS
     assert sizing.MAX_TOKEN_BUCKETS == bucket_plan.MAX_TOKEN_BUCKETS

@@ -118,7 +118,7 @@ def sample_output() -> list[str]:
 def shape(text: str) -> str:
     """Text with one space between words, and without the numbers and hashes that differ between runs."""
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:]+Z", "TIME", text)
-    text = re.sub(r"\bnf-\w+-", "nf-HASH-", text)
+    text = re.sub(r"\bnf-\w+-", "facts-HASH-", text)
     return " ".join(re.sub(r"\b\d+(\.\d+)?\b", "N", text).split())
 
 

@@ -96,7 +96,7 @@ class ApiServer:
         return self.call("PATCH", f"{path}?fieldManager={manager}&force=true", body, "application/apply-patch+yaml")
 
     def requests(self, user: str = "") -> list[dict[str, Any]]:
-        """Audit events of finished requests, of one user or of all but the server itself, oldest first.
+        """Audit events of finished requests about resources, of one user or of all but the server itself, oldest first.
 
         A client may get its response before the event is logged.
         """
@@ -105,7 +105,8 @@ class ApiServer:
         return [
             event
             for event in events
-            if (event["user"]["username"] == user if user else event["user"]["username"] != "system:apiserver")
+            if "objectRef" in event  # not the discovery, with which kopf starts
+            and (event["user"]["username"] == user if user else event["user"]["username"] != "system:apiserver")
         ]
 
     def may(

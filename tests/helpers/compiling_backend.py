@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from neuron_runtime.backend_protocol import Graph, Needs
+from neuron_runtime.backend_protocol import CompileUnit, Needs
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -57,10 +57,10 @@ class OddCompiler:
             raise FatalError(ExitCode.COMPILE_FAILED, "there is no C++ compiler: install g++")
         return {"g++": "13"}
 
-    def graphs(self) -> Sequence[Graph]:
+    def graphs(self) -> Sequence[CompileUnit]:
         if self._behaviour == "together":
-            return [Graph("both", self._together, ("first", "second", "third"), self._look)]
-        return [Graph(name, lambda folder, name=name: self._compile(name, folder)) for name in ("one", "two")]  # type: ignore[misc]
+            return [CompileUnit("both", self._together, ("first", "second", "third"), self._look)]
+        return [CompileUnit(name, lambda folder, name=name: self._compile(name, folder)) for name in ("one", "two")]  # type: ignore[misc]
 
     def check(self, folder: Path) -> None:
         assert os.environ["PATH"] == ""

@@ -21,6 +21,14 @@ from neuron_runtime.processes.run_dir import made_run_dir
 FACTS = Facts(config="c", weights="w", artifact="", libraries={"torch": "2.9"})
 
 
+class Unwatched:
+    """A lifeline that nobody reads."""
+
+    def set(self, seconds: float) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 def local_layout(run_dir: Path, size: int, silence_seconds: float = 60.0, join_seconds: float = 60.0) -> Layout:
     made = Layout(size=size, silence_seconds=silence_seconds, join_seconds=join_seconds)
     return made.in_folder(run_dir)
@@ -88,7 +96,7 @@ def member_of(
     layout: Layout, rank: int, make: Callable[[], Backend], facts: Facts = FACTS, begin: bool = True
 ) -> Member:
     ends, raised = Ends(), list[BaseException]()
-    control = MemberControl(layout, rank, facts, ends)
+    control = MemberControl(layout, rank, facts, ends, Unwatched())
     backend = make()
 
     def run() -> None:
@@ -113,7 +121,7 @@ def member_of(
 
 def leader_of(layout: Layout, backend: Backend, facts: Facts = FACTS) -> Group:
     channel, ends = StepChannel(layout, Keys(read_secret(layout))), Ends()
-    control = LeaderControl(layout, facts, channel.addresses, on_end=ends)
+    control = LeaderControl(layout, facts, channel.addresses, on_end=ends, lifeline=Unwatched())
     control.start()
     return Group(ReplicatedBackend(backend, channel, control), control, channel, ends, [])
 

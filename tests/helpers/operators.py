@@ -374,15 +374,19 @@ async def delivering(
             await asyncio.sleep(0.02)
 
     async def run() -> None:
-        await run_kopf(
-            wait,
-            configuration,
-            deliver=deliver,
-            poster=poster,
-            namespaces=settings.watch_namespaces,
-            identity=settings.identity,
-            silence_seconds=silence_seconds,
-        )
+        try:
+            await run_kopf(
+                wait,
+                configuration,
+                deliver=deliver,
+                poster=poster,
+                namespaces=settings.watch_namespaces,
+                identity=settings.identity,
+                silence_seconds=silence_seconds,
+            )
+        finally:
+            _abort_closing_connections()
+            await asyncio.sleep(0)
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), name="kopf")
     thread.start()

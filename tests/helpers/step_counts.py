@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from neuron_runtime.core import Batch, Kind
+from neuron_runtime.core import Batch, StepKind
 from neuron_runtime.engine.loop import Engine
 
 
@@ -14,15 +14,15 @@ class StepCounts:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._schedule = engine._schedule
-        self._counts: Counter[tuple[Kind, bool]] = Counter()
+        self._counts: Counter[tuple[StepKind, bool]] = Counter()
         engine._schedule = self._counted  # type: ignore[method-assign]
 
     @property
     def num_ahead(self) -> int:
         """Decode steps that were scheduled while the step before them ran."""
-        return self._counts[Kind.DECODE, True]
+        return self._counts[StepKind.DECODE, True]
 
-    def num(self, kind: Kind) -> int:
+    def num(self, kind: StepKind) -> int:
         return self._counts[kind, False] + self._counts[kind, True]
 
     def _counted(self) -> Batch | None:

@@ -21,8 +21,8 @@ from neuron_runtime.core import (
     Added,
     BackendLimits,
     Batch,
-    Kind,
     Late,
+    Rows,
     Sampling,
     StepOutput,
     TokenLogprobs,
@@ -408,8 +408,10 @@ class StrictBackend:
             self._slot(number)
         self._demand(min(rows.num_tokens, default=1) > 0, f"a row feeds no token: {rows.num_tokens}")
         self._check_after(batch)
-        prefills = rows.prefills
-        fed = [num_tokens for num_tokens, prefill in zip(rows.num_tokens, prefills, strict=True) if prefill]
+        prefills = [i >= batch.num_decodes for i in range(len(rows))]
+        shapes = _prefills(rows)
+        self._demand(prefills == shapes, f"the batch calls its last {batch.num_prefills} rows prefill rows: {shapes}")
+        fed = rows.num_tokens[batch.num_decodes :]
         self._demand(
             max(fed, default=0) <= limits.longest_prefill,
             f"a row prefills {max(fed, default=0)} tokens, the limit is {limits.longest_prefill}",
@@ -419,14 +421,14 @@ class StrictBackend:
             num_computed <= limits.max_step_tokens,
             f"the step computes {num_computed} tokens, the limit is {limits.max_step_tokens}",
         )
-        kind = Kind.MIXED if len(set(prefills)) == 2 else Kind.PREFILL if prefills[0] else Kind.DECODE
-        self._demand(batch.kind is kind, f"the batch is called {batch.kind.value} and is {kind.value}")
-        self._demand(limits.mixes_phases or kind is not Kind.MIXED, "prefill and decode rows share a step")
         self._demand(
-            sum(prefills) <= limits.max_prefill_rows,
-            f"the step prefills {sum(prefills)} rows, the limit is {limits.max_prefill_rows}",
+            limits.mixes_phases or batch.num_prefills in (0, len(rows)), "prefill and decode rows share a step"
         )
-        if kind is Kind.DECODE:
+        self._demand(
+            batch.num_prefills <= limits.max_prefill_rows,
+            f"the step prefills {batch.num_prefills} rows, the limit is {limits.max_prefill_rows}",
+        )
+        if not batch.num_prefills:
             self._demand(
                 not limits.sorts_rows or list(rows.slot) == sorted(rows.slot),
                 f"rows are not in slot order: {rows.slot}",
@@ -452,7 +454,6 @@ class StrictBackend:
     def _check_values(self, step: _Step) -> None:
         """Checks start, tokens and extent of every row when all are known."""
         limits, rows = self._limits, step.batch.rows
-        prefills = rows.prefills
         for i, slot in enumerate(step.slots):
             number, start, end = rows.slot[i], rows.start[i], rows.start[i] + rows.num_tokens[i]
             known, token = len(slot.tokens), rows.token[i]
@@ -474,7 +475,7 @@ class StrictBackend:
                 reach <= limits.max_model_length,
                 f"slot {number} writes up to {reach}, the model's length is {limits.max_model_length}",
             )
-            if prefills[i]:
+            if i >= step.batch.num_decodes:
                 self._check_prefill(slot, number, start, end)
 
     def _check_prefill(self, slot: _Slot, number: int, start: int, end: int) -> None:
@@ -593,6 +594,12 @@ class StrictBackend:
             tokens = added.token_ids[begin : min(begin + rows.num_tokens[i], added.num_prompt_tokens)]
             found.append(tuple(_token_logprobs(token, count or 0) for token in tokens) if count is not None else ())
         return tuple(found) if any(found) else ()
+
+
+def _prefills(rows: Rows) -> list[bool]:
+    """For each row, whether it looks like a prefill row: a decode row feeds one token behind others, and samples."""
+    columns = zip(rows.num_tokens, rows.samples, rows.start, rows.after, strict=True)
+    return [num > 1 or not samples or (start == 0 and after == KNOWN) for num, samples, start, after in columns]
 
 
 def _token_logprobs(token: int, count: int) -> TokenLogprobs:

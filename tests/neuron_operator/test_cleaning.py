@@ -118,7 +118,9 @@ def test_artifacts_in_a_claim_are_cleaned_by_their_own_command() -> None:
     artifacts = Place(persistent_volume_claim=ClaimFolder(claim_name="compiled"))
     using = storing(Place(), artifacts=artifacts)
     world, _ = resolved_world(using, spec={**SPEC, "engine": {"backend": "torch", "compile": "Enabled"}})
-    compiled = keeper("na-1", artifact={"key": "c" * 64, "bytes": 1, "seconds": 1.0, "reused": False, "peakBytes": 1})
+    compiled = keeper(
+        "artifact-1", artifact={"key": "c" * 64, "bytes": 1, "seconds": 1.0, "reused": False, "peakBytes": 1}
+    )
     (made,) = cron_jobs(decide(with_shared(world, compiled), using))
     assert command(made)[:4] == ["neuron-runtime", "artifacts", "prune", "/var/lib/neuron-serving/artifacts"]
     assert kept(made) == sorted([RESULTS["compile"]["artifact"]["key"], "c" * 64])
@@ -152,7 +154,7 @@ def test_what_any_model_of_the_namespace_needs_is_kept() -> None:
     using = storing()
     world, _ = resolved_world(using)
     a, b = "a" * 40, "b" * 64
-    records = (fetched("nw-1", b), fetched("nw-2", a), fetched("nw-3", a), keeper("nf-1"))
+    records = (fetched("weights-1", b), fetched("weights-2", a), fetched("weights-3", a), keeper("facts-1"))
     (made,) = cron_jobs(decide(with_shared(world, *records), using))
     assert kept(made) == [a, b]
     assert kept(cron_jobs(decide(world, using))[0]) == []
@@ -162,7 +164,7 @@ def test_what_any_model_of_the_namespace_needs_is_kept() -> None:
 def test_a_record_cannot_give_the_clean_up_orders(digest: str) -> None:
     using = storing()
     world, _ = resolved_world(using)
-    (made,) = cron_jobs(decide(with_shared(world, fetched("nw-1", digest)), using))
+    (made,) = cron_jobs(decide(with_shared(world, fetched("weights-1", digest)), using))
     assert command(made) == command(cleaner(using))
 
 

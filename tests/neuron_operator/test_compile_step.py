@@ -76,7 +76,7 @@ def resolved(using: Settings = USING, **spec: Any) -> tuple[World, Decision]:
 
 
 def compile_jobs(world: World) -> list[Object]:
-    return [found for found in world.shared if found["kind"] == "Job" and name_of(found).startswith("na-")]
+    return [found for found in world.shared if found["kind"] == "Job" and name_of(found).startswith("artifact-")]
 
 
 def container_of(workload: Object) -> Object:
@@ -427,7 +427,7 @@ def test_while_weights_are_fetched_again_the_artifact_stays_kept() -> None:
     weights = Place(persistent_volume_claim=ClaimFolder(claim_name="weights"))
     using = replace(USING, storage=StorageSettings(weights=weights, artifacts=PLACE))
     world, _ = stepped(*settle(fresh(spec=SPEC), using), using)
-    lost = tuple(found for found in world.shared if not name_of(found).startswith("nw-"))
+    lost = tuple(found for found in world.shared if not name_of(found).startswith("weights-"))
     world = replace(world, shared=lost, pods=())
     for _ in range(3):
         decision = decide(world, using)

@@ -134,7 +134,7 @@ def test_models_of_one_checkpoint_share_the_fetch_whatever_else_they_differ_in()
     jobs = [find(decision.desired, "Job") for decision in (one, two, elsewhere)]
     assert jobs[0]["spec"] == jobs[1]["spec"]
     assert name_of(jobs[0]) == name_of(jobs[1]) != name_of(jobs[2])
-    assert name_of(jobs[0]).startswith("nw-")
+    assert name_of(jobs[0]).startswith("weights-")
 
 
 def test_the_claim_of_the_chart_is_made_once_belongs_to_no_model_and_is_never_changed_or_deleted() -> None:
@@ -167,7 +167,7 @@ def test_a_new_place_in_the_chart_moves_no_model_that_is_served() -> None:
 @pytest.mark.parametrize(("code", "is_fetched_again"), [(14, True), (16, True), (1, False), (31, False)])
 def test_a_replica_that_misses_the_weights_has_them_fetched_again(code: int, is_fetched_again: bool) -> None:
     world, decision = stepped(*resolved({"storage": CLAIM}))
-    kept = [made for made in world.shared if made["kind"] == "ConfigMap" and name_of(made).startswith("nw-")]
+    kept = [made for made in world.shared if made["kind"] == "ConfigMap" and name_of(made).startswith("weights-")]
     assert len(kept) == 1
     made_at = {**kept[0], "metadata": {**kept[0]["metadata"], "creationTimestamp": "2026-03-01T11:00:00Z"}}
     shared = tuple(made_at if obj is kept[0] else obj for obj in world.shared if obj["kind"] != "Job")

@@ -12,7 +12,7 @@ from bench import host
 from bench.report import at_least, at_most
 from neuron_runtime.backend.simulated.clock import VirtualClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
-from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
+from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
 from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput, TokenFeedback
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.scheduler import Scheduler
@@ -65,7 +65,7 @@ def decoding(
         steps_in_flight=1 if feedback == "host" else 2,
         token_feedback=feedback,
     )
-    phase = Phase(constant(0.008))
+    phase = PhaseTimes(constant(0.008))
     clock = clock or VirtualClock()
     backend = backend_class(limits, StepTimes(phase, phase), clock, host_seconds_per_step=host_seconds)
     engine = Engine(backend)

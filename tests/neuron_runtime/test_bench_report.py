@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from neuron_runtime.bench import report
-from neuron_runtime.bench.report import Report, Row, Table
+from neuron_runtime.bench.report import Line, Report, Table
 from neuron_runtime.commands.command_line import main
 
-TABLE = Table("Speed", (Row("gap", (12.34, None), "ms", "64 rows"), Row("rows", (4, 123456.7))), ("ours", "other"))
+TABLE = Table("Speed", (Line("gap", (12.34, None), "ms", "64 rows"), Line("rows", (4, 123456.7))), ("ours", "other"))
 SHORT = ("bench", "simulate", "--seconds", "1", "--rate", "20", "--warm-up-seconds", "0")
 
 
@@ -34,7 +34,7 @@ def test_a_table_is_aligned_and_missing_values_are_dashes() -> None:
 
 
 def test_empty_columns_are_omitted() -> None:
-    table = Table("T", (Row("device", ("busy",)),), ("ours",))
+    table = Table("T", (Line("device", ("busy",)),), ("ours",))
     assert table.text().splitlines() == ["T", "-", "        ours", "device  busy"]
 
 

@@ -18,12 +18,12 @@ import pytest
 
 from neuron_runtime.backend.nxdi.buckets import name_of
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
-from neuron_runtime.backend.nxdi.graph_plan import Plan, plan_of
+from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.inputs import Inputs
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.simulated.clock import VirtualClock
 from neuron_runtime.backend.simulated.device import ShapeUse
-from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant, milliseconds
+from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant, milliseconds
 from neuron_runtime.bench import simulated_tables
 from neuron_runtime.bench.device import device_of, powers_of_two
 from neuron_runtime.bench.planned import PlannedBackend, limits_of_plan
@@ -51,7 +51,8 @@ TRAFFIC = Traffic(
 )
 LENGTH = 1024
 TIMES = StepTimes(
-    decode=Phase(milliseconds(((8, 10),)), (8,)), prefill=Phase(milliseconds(((100, 10), (1000, 90))), (128, 1024))
+    decode=PhaseTimes(milliseconds(((8, 10),)), (8,)),
+    prefill=PhaseTimes(milliseconds(((100, 10), (1000, 90))), (128, 1024)),
 )
 OURS = Policy("ours")
 
@@ -350,7 +351,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def planned(**more: Any) -> Plan:
+def planned(**more: Any) -> GraphPlan:
     document = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "compile": True}
     limits = {"maxSequences": 8, "maxModelLength": 1024}
     config = parse_config(json.dumps({**document, "limits": limits, **more}).encode())

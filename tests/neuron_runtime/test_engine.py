@@ -26,7 +26,7 @@ from helpers.engine_driver import (
 from helpers.guides import Rule, RuleGuide, RuleGuides
 from helpers.step_counts import StepCounts
 from helpers.strict_backend import neuron_limits
-from neuron_runtime.core import BackendLimits, Batch, FinishReason, Kind, Late, PrefillBucket, Request, StepOutput
+from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, PrefillBucket, Request, StepKind, StepOutput
 from neuron_runtime.engine.bounds import stream_gap_bound
 from neuron_runtime.engine.guides import Guide
 from neuron_runtime.engine.loop import Engine
@@ -82,7 +82,7 @@ def test_the_next_step_is_scheduled_during_a_step_and_launched_early_with_device
         # `collect` blocks now, so everything scheduled or launched was so before the step ended.
         running = engine._scheduler.scheduled[0].batch
         newest = engine._scheduler.scheduled[-1].batch
-        if running.kind is Kind.DECODE:
+        if running.kind is StepKind.DECODE:
             num_decode += 1
             num_scheduled_ahead += newest.step == running.step + 1
             num_launched_ahead += backend.batches[-1].step == running.step + 1
@@ -95,7 +95,7 @@ def test_the_next_step_is_scheduled_during_a_step_and_launched_early_with_device
         assert num_launched_ahead >= 0.95 * num_decode
     else:
         assert num_launched_ahead == 0
-    assert steps.num_ahead >= 0.95 * steps.num(Kind.DECODE)
+    assert steps.num_ahead >= 0.95 * steps.num(StepKind.DECODE)
 
 
 def launched_ahead(run: Run) -> list[bool]:
@@ -167,7 +167,7 @@ def test_a_row_with_a_guide_is_launched_as_others_and_sampled_after_the_previous
     for at, (call, step) in enumerate(calls):
         if call == "sample late" and step:
             assert ("collect", step - 1) in calls[:at], "sampled before the previous tokens were known"
-    assert run.steps.num_ahead >= 0.8 * run.steps.num(Kind.DECODE)
+    assert run.steps.num_ahead >= 0.8 * run.steps.num(StepKind.DECODE)
     samples = [call for call, _ in calls if call.startswith("sample")]
     assert set(samples[-10:]) == {"sample"}, "after the last of them ended, no row is late"
 
@@ -385,7 +385,7 @@ def test_gaps_of_a_running_stream_stay_within_the_bound_of_the_longest_steps(
 
 @pytest.mark.parametrize("limits", [NEURON, HOST, DEVICE, replace(DEVICE, mixes_phases=False)])
 def test_a_refused_client_finds_room_at_its_retry_time_with_waiting_prefills(limits: BackendLimits) -> None:
-    backend = TimedBackend(limits, lambda batch: 0.05 if batch.kind is Kind.DECODE else 0.5)
+    backend = TimedBackend(limits, lambda batch: 0.05 if batch.kind is StepKind.DECODE else 0.5)
     engine = Engine(backend, max_queued_requests=20, clock=lambda: backend.now)
     names = (f"r{number}" for number in itertools.count())
 
@@ -406,7 +406,7 @@ def test_a_refused_client_finds_room_at_its_retry_time_with_waiting_prefills(lim
 
 
 def test_the_bound_on_the_gap_is_reached() -> None:
-    times = {Kind.PREFILL: 0.3, Kind.DECODE: 0.01, Kind.MIXED: 0.1}
+    times = {StepKind.PREFILL: 0.3, StepKind.DECODE: 0.01, StepKind.MIXED: 0.1}
     for limits, prefills, expected in ((NEURON, 1, 0.31), (NEURON, 3, 0.91), (HOST, 1, 0.1)):
         worst, bound = worst_gap(limits, lambda batch: times[batch.kind], prefills)
         assert bound == pytest.approx(expected)
@@ -414,10 +414,10 @@ def test_the_bound_on_the_gap_is_reached() -> None:
 
 
 def test_the_bound_on_the_gap_by_the_kinds_of_steps() -> None:
-    longest = {Kind.PREFILL: 5.0, Kind.DECODE: 1.0, Kind.MIXED: 3.0}
+    longest = {StepKind.PREFILL: 5.0, StepKind.DECODE: 1.0, StepKind.MIXED: 3.0}
     several = replace(DEVICE, max_tokens_per_row=2, num_lookahead_tokens=1)
     assert stream_gap_bound(NEURON, {}) == 0.0
-    assert stream_gap_bound(NEURON, {Kind.PREFILL: 5.0, Kind.DECODE: 1.0}, 2) == 11.0
+    assert stream_gap_bound(NEURON, {StepKind.PREFILL: 5.0, StepKind.DECODE: 1.0}, 2) == 11.0
     assert stream_gap_bound(DEVICE, longest) == 3.0
     assert stream_gap_bound(several, longest) == 3.0 + 5.0
 

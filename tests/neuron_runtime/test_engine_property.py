@@ -18,7 +18,7 @@ from helpers.engine_driver import Run, even_only, max_steps, start
 from helpers.random_loads import some_limits, some_requests
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import Added, Kind, Request, Sampling, needs_host
+from neuron_runtime.core import Added, Request, Sampling, StepKind, needs_host
 from neuron_runtime.engine.bounds import stream_gap_bound
 
 NUM_EXAMPLES = 200
@@ -46,7 +46,7 @@ def check_one_run(random: Random) -> dict[str, bool]:
     run.check_tokens(requests, even_only)
     if not run.engine.stats.num_preemptions_total:
         # Steps take a second each, so the bound on time is a bound on their number.
-        assert run.worst_gap <= stream_gap_bound(limits, dict.fromkeys(Kind, 1.0), prefills)
+        assert run.worst_gap <= stream_gap_bound(limits, dict.fromkeys(StepKind, 1.0), prefills)
     return what_happened(run)
 
 

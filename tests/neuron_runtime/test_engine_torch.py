@@ -12,7 +12,7 @@ import pytest
 from helpers.step_counts import StepCounts
 from neuron_runtime.backend.torch import load_backend
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
-from neuron_runtime.core import Kind, Request, Sampling
+from neuron_runtime.core import Request, Sampling, StepKind
 from neuron_runtime.engine.loop import Engine
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -118,4 +118,4 @@ def test_concurrent_requests_get_their_solo_tokens(
         busy.add(request)
     assert finish(busy) == alone
     assert (busy.stats.num_preemptions_total > 0) is preempts
-    assert steps.num_ahead >= 0.9 * steps.num(Kind.DECODE)
+    assert steps.num_ahead >= 0.9 * steps.num(StepKind.DECODE)

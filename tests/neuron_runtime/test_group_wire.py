@@ -13,7 +13,7 @@ from helpers.groups import group_of, tcp_layout
 from helpers.guides import RuleGuides
 from helpers.ports import free_ports
 from helpers.random_loads import some_limits, some_requests
-from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Rows, Sampling, StepOutput
+from neuron_runtime.core import BackendLimits, Batch, Late, Rows, Sampling, StepOutput
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.wire import Ack, Keys, Launch, Sample
 from neuron_runtime.engine.loop import Engine
@@ -52,7 +52,7 @@ def test_every_field_of_a_batch_arrives_as_it_was() -> None:
     added = replace(backend.batches[0].added[0], sampling=everything, adapter=3)
     batch = Batch(
         step=2**40,
-        kind=Kind.MIXED,
+        num_prefills=1,
         rows=Rows((1,), (2,), (3,), (4,), (0,), (False,)),
         added=(added,),
         appended_blocks=((1, 2),),
@@ -153,8 +153,8 @@ def test_a_lost_step_ends_the_group() -> None:
     [
         (b"", "not a frame of a group"),
         (b"\x80\x04K\x01.", "not a frame of a group"),
-        (bytes([0xC7, 9]) + b"\x90", "protocol version 9 instead of 1"),
-        (bytes([0xC7, 1]) + b"\xff" * 9, "cannot be read"),
+        (bytes([0xC7, 9]) + b"\x90", "protocol version 9 instead of 2"),
+        (bytes([0xC7, 2]) + b"\xff" * 9, "cannot be read"),
         (wire.encode(Ack(1, "g", 2, b"")), "cannot be read"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuron_runtime.backend.host_sampling.adjustments import Adjustments, Seen
+from neuron_runtime.backend.host_sampling.adjustments import Adjustments, SeenTokens
 from neuron_runtime.core import Sampling
 
 VOCABULARY = 12
@@ -163,7 +163,7 @@ def test_tokens_outside_the_vocabulary_are_never_sampled() -> None:
 
 @given(st.lists(st.integers(0, 400), max_size=200), st.lists(st.integers(0, 400), max_size=400))
 def test_incremental_counts_equal_those_of_the_whole_answer(prompt: list[int], answer: list[int]) -> None:
-    seen = Seen(prompt, ())
+    seen = SeenTokens(prompt, ())
     for one in answer:
         seen.add(one)
     assert dict(zip(seen.ids.tolist(), seen.counts.tolist(), strict=True)) == {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
-from neuron_runtime.backend.nxdi.graph_plan import Plan, flags_of, lines_of, plan_of, read_plan
+from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, flags_of, lines_of, plan_of, read_plan
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.settings import RECOMPUTED, Settings
 from neuron_runtime.commands.command_line import main
@@ -39,7 +39,7 @@ def config(**more: object) -> RuntimeConfig:
     return parse_config(json.dumps({**document, **more}).encode())
 
 
-def planned(lengths: tuple[tuple[int, float], ...] = (), **more: object) -> Plan:
+def planned(lengths: tuple[tuple[int, float], ...] = (), **more: object) -> GraphPlan:
     return plan_of(config(**more), MODEL, TRN2, lengths)
 
 
@@ -187,7 +187,7 @@ def taken_graphs(settings: Settings) -> set[Graph]:
 
 
 @st.composite
-def open_plans(draw: st.DrawFn) -> Plan:
+def open_plans(draw: st.DrawFn) -> GraphPlan:
     """Of configurations that leave the sizes open."""
     blocks, rows = draw(st.booleans()), draw(st.integers(1, 9))
     num_blocks = draw(st.integers(2, 300))
@@ -205,7 +205,7 @@ def open_plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plan=open_plans())
-def test_each_chosen_graph_is_taken_by_some_call(plan: Plan) -> None:
+def test_each_chosen_graph_is_taken_by_some_call(plan: GraphPlan) -> None:
     settings = plan.settings
     never_taken = {*all_graphs(settings)} - taken_graphs(settings)
     # The library compiles the whole grid: a prompt that is computed at once leaves no room for a prefix in the largest.

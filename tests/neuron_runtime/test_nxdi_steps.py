@@ -18,7 +18,7 @@ from neuron_runtime.backend.nxdi.device_thread import DeviceThread
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.sampling_rows import device_parameters
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, GraphUse, Kind, Late, Request, Rows, Sampling, StepOutput
+from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, GraphUse, Late, Request, Rows, Sampling, StepOutput
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -35,16 +35,14 @@ def prompt(step: int, slot: int, *tokens: int, sampling: Sampling = GREEDY, **ch
     """A step that computes the prompt of a new sequence, with slots or in blocks 0, 1, ..."""
     added = Added(slot, tokens, len(tokens), sampling, changes.pop("blocks", (slot,)))
     rows = Rows((slot,), (0,), (len(tokens),), (NO_TOKEN,), (KNOWN,), (True,))
-    return Batch(step, Kind.PREFILL, changes.pop("rows", rows), added=(added,), **changes)
+    return Batch(step, changes.pop("rows", rows), 1, added=(added,), **changes)
 
 
 def decode(step: int, *rows: tuple[int, int, int], **changes: Any) -> Batch:
     """Rows of (slot, position, token)."""
     slots, positions, tokens = zip(*rows, strict=True)
     count = len(rows)
-    return Batch(
-        step, Kind.DECODE, Rows(slots, positions, (1,) * count, tokens, (KNOWN,) * count, (True,) * count), **changes
-    )
+    return Batch(step, Rows(slots, positions, (1,) * count, tokens, (KNOWN,) * count, (True,) * count), **changes)
 
 
 def run(backend: NxdiBackend, batch: Batch, late: Late | None = None) -> StepOutput:
@@ -86,7 +84,7 @@ def test_the_next_step_is_launched_while_forward_blocks_and_gets_its_token_from_
     backend.launch(prompt(0, 0, 5, 6, 7))
     backend.sample(0, None)
     assert application.entered.acquire(timeout=10)
-    backend.launch(Batch(1, Kind.DECODE, Rows((0,), (0,), (1,), (NO_TOKEN,), (0,), (True,))))
+    backend.launch(Batch(1, Rows((0,), (0,), (1,), (NO_TOKEN,), (0,), (True,))))
     backend.sample(1, None)
     assert not application.calls, "the first step still runs, and the second one is ready"
     application.allowed.release(2)
@@ -189,9 +187,9 @@ def test_a_segment_passes_the_prompt_from_its_beginning_and_the_slots_of_new_tok
     tokens, blocks = tuple(range(40)), (7, 3, 9, 1, 4)
     added = Added(0, tokens, 40, GREEDY, blocks)
     first = Rows((0,), (0,), (32,), (NO_TOKEN,), (KNOWN,), (False,))
-    assert run(backend, Batch(0, Kind.PREFILL, first, added=(added,))).token_ids == ((),)
+    assert run(backend, Batch(0, first, 1, added=(added,))).token_ids == ((),)
     second = Rows((0,), (0,), (8,), (NO_TOKEN,), (0,), (True,))
-    backend.launch(batch := Batch(1, Kind.PREFILL, second))
+    backend.launch(batch := Batch(1, second, 1))
     assert backend.graph(batch) == "prefill_16_after_64"
     backend.sample(1, None)
     output = backend.collect(1)
@@ -266,7 +264,7 @@ def many_steps(layout: str, *, follows: bool) -> tuple[list[dict[str, torch.Tens
     if blocks:
         added = Added(2, tuple(range(40)), 40, GREEDY, (9, 10, 11, 12, 13))
         chunk = Rows((2,), (0,), (32,), (NO_TOKEN,), (KNOWN,), (False,))
-        run(backend, Batch(2, Kind.PREFILL, chunk, added=(added,)))
+        run(backend, Batch(2, chunk, 1, added=(added,)))
     outputs = [run(backend, decode(3, (0, 3, 70), (1, 21, 71)))]
     lengths, free = [4, 22], iter(range(14, 32))
     for step in range(4, 24):
@@ -274,7 +272,7 @@ def many_steps(layout: str, *, follows: bool) -> tuple[list[dict[str, torch.Tens
         changes: dict[str, Any] = {"appended_blocks": appended, "released": (2,) if blocks and step == 10 else ()}
         if follows:
             rows = Rows((0, 1), (0, 0), (1, 1), (NO_TOKEN,) * 2, (0, 1), (True, True))
-            batch = Batch(step, Kind.DECODE, rows, **changes)
+            batch = Batch(step, rows, **changes)
         else:
             (first,), (second,) = outputs[-1].token_ids
             batch = decode(step, (0, lengths[0], first), (1, lengths[1], second), **changes)
@@ -300,9 +298,9 @@ def test_rows_that_repeat_need_blocks_and_lines_all_the_same() -> None:
         run(backend, prompt(0, 0, *range(fed), blocks=blocks))
         again = Rows((0,), (0,), (1,), (NO_TOKEN,), (0,), (True,))
         run(backend, decode(1, (0, fed, 7)))
-        run(backend, Batch(2, Kind.DECODE, again))
+        run(backend, Batch(2, again))
         with pytest.raises(IllegalBatch, match=f"step 3 .*{fed + 2}"):
-            backend.launch(Batch(3, Kind.DECODE, again))
+            backend.launch(Batch(3, again))
 
 
 def test_rows_that_repeat_cannot_keep_a_slot_that_is_released() -> None:
@@ -310,9 +308,9 @@ def test_rows_that_repeat_cannot_keep_a_slot_that_is_released() -> None:
     run(backend, prompt(0, 0, 1, 2))
     again = Rows((0,), (0,), (1,), (NO_TOKEN,), (0,), (True,))
     for step in (1, 2):
-        run(backend, Batch(step, Kind.DECODE, again))
+        run(backend, Batch(step, again))
     with pytest.raises(IllegalBatch, match="step 3 row 0 feeds positions 4 to 5 of slot 0"):
-        backend.launch(Batch(3, Kind.DECODE, again, released=(0,)))
+        backend.launch(Batch(3, again, released=(0,)))
 
 
 # Graphs
@@ -415,7 +413,7 @@ def test_nothing_runs_after_an_exception_of_forward() -> None:
     run(backend, prompt(0, 0, 1, 2))
     backend.launch(decode(1, (0, 2, 5)))
     backend.sample(1, None)
-    backend.launch(Batch(2, Kind.DECODE, Rows((0,), (0,), (1,), (NO_TOKEN,), (0,), (True,))))
+    backend.launch(Batch(2, Rows((0,), (0,), (1,), (NO_TOKEN,), (0,), (True,))))
     backend.sample(2, None)
     for step in (1, 2):
         with pytest.raises(FatalError, match="NRT_EXEC_NC_BUSY") as caught:
@@ -439,9 +437,7 @@ ILLEGAL = {
     "releases slot 3, which is free": decode(9, (0, 2, 5), (1, 2, 5), released=(3,)),
     "feeds positions 2 to 3 of slot 3": decode(9, (0, 2, 5), (1, 2, 5), (3, 2, 5)),
     "feeds positions 64 to 65": decode(9, (0, 64, 5), (1, 2, 5)),
-    "waits for a row of another slot": Batch(
-        9, Kind.DECODE, Rows((0, 1), (0, 0), (1, 1), (NO_TOKEN,) * 2, (0, 0), (True,) * 2)
-    ),
+    "waits for a row of another slot": Batch(9, Rows((0, 1), (0, 0), (1, 1), (NO_TOKEN,) * 2, (0, 0), (True,) * 2)),
 }
 
 

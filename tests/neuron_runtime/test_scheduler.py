@@ -12,7 +12,7 @@ import pytest
 
 from helpers.engine_driver import RecordingBackend, Run, alone, request, serve, start
 from helpers.strict_backend import neuron_limits
-from neuron_runtime.core import BackendLimits, FinishReason, Kind, PrefillBucket, Request, StepOutput
+from neuron_runtime.core import BackendLimits, FinishReason, PrefillBucket, Request, StepKind, StepOutput
 from neuron_runtime.engine import prefix_cache
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.pool import Pool
@@ -64,7 +64,7 @@ def test_a_chunk_is_never_longer_than_the_largest_bucket() -> None:
 def test_the_padding_of_prompts_counts_in_a_step() -> None:
     limits = buckets(replace(BLOCKS, max_rows=5, mixes_phases=False, max_step_tokens=31, max_prefill_rows=5), 8, 31)
     run = serve(limits, request("a", 27, 2), *[request(name, 3, 2) for name in "bcde"])
-    prefills = [batch.rows.num_tokens for batch in run.backend.batches if batch.kind is Kind.PREFILL]
+    prefills = [batch.rows.num_tokens for batch in run.backend.batches if batch.kind is StepKind.PREFILL]
     assert prefills == [(27,), (3, 3, 3), (3,)], "computing 31, 24 and 8 tokens"
 
 
@@ -74,7 +74,7 @@ def test_a_long_prompt_pads_no_short_one() -> None:
         NEURON, max_step_tokens=4096, max_prefill_rows=4, prefill_buckets=sizes, max_model_length=4096, block_size=4096
     )
     run = serve(limits, *[request(name, length, 2) for name, length in (("a", 4000), ("b", 20), ("c", 20), ("d", 20))])
-    prefills = [batch.rows.num_tokens for batch in run.backend.batches if batch.kind is Kind.PREFILL]
+    prefills = [batch.rows.num_tokens for batch in run.backend.batches if batch.kind is StepKind.PREFILL]
     assert prefills == [(4000,), (20, 20, 20)]
     assert [sum(map(limits.num_computed, lengths)) for lengths in prefills] == [4096, 384]
 
@@ -96,18 +96,13 @@ def test_no_chunk_starts_beyond_what_prefill_reaches() -> None:
     limits = replace(buckets(BLOCKS, 3, 6), max_rows=3, max_prefill_rows=2, max_step_tokens=11, max_prefill_start=18)
     assert limits.longest_prompt == 24
     run = serve(limits, request("a", 4, 2), request("b", 24, 2))
-    starts = [
-        start
-        for batch in run.backend.batches
-        for start, prefills in zip(batch.rows.start, batch.rows.prefills, strict=True)
-        if prefills
-    ]
+    starts = [start for batch in run.backend.batches for start in batch.rows.start[batch.num_decodes :]]
     assert starts == [0, 0, 6, 12, 18], "a chunk of 3 beside the first prompt would make the last one start at 21"
 
 
 def test_without_chunked_prefill_prompts_are_fed_whole() -> None:
     run = serve(NEURON, request("a", 20, max_tokens=3), request("b", 7, max_tokens=3))
-    prefills = [batch for batch in run.backend.batches if batch.kind is Kind.PREFILL]
+    prefills = [batch for batch in run.backend.batches if batch.kind is StepKind.PREFILL]
     assert [batch.rows.num_tokens for batch in prefills] == [(20,), (7,)]
 
 
@@ -145,7 +140,7 @@ def test_mixed_steps_advance_prompts_and_decodes_together() -> None:
 
 def test_every_decode_step_contains_every_live_row_in_slot_order() -> None:
     run = serve(NEURON, request("a", 4, 2), *[request(name, 4, 14) for name in "bcd"])
-    slots = [batch.rows.slot for batch in run.backend.batches if batch.kind is Kind.DECODE]
+    slots = [batch.rows.slot for batch in run.backend.batches if batch.kind is StepKind.DECODE]
     assert all(list(rows) == sorted(rows) for rows in slots)
     assert (0, 1, 2) in slots, "a line used again comes before those of older sequences"
 
@@ -247,7 +242,7 @@ def test_no_step_is_spent_on_a_row_whose_end_is_known() -> None:
 
 def test_a_foreseen_end_frees_its_row_without_delay() -> None:
     run = serve(NEURON, request("a", 5, 4), request("b", 5, 20))
-    assert run.steps.num_ahead == run.steps.num(Kind.DECODE)
+    assert run.steps.num_ahead == run.steps.num(StepKind.DECODE)
 
 
 # Cached prefixes

@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from neuron_runtime.backend.simulated.clock import VirtualClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.options import Options, limits_of, step_times
-from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
+from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
-from neuron_runtime.core import BackendLimits, DeviceMemory, FinishReason, GraphUse, Kind, Request, Sampling
+from neuron_runtime.core import BackendLimits, DeviceMemory, FinishReason, GraphUse, Request, Sampling, StepKind
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, Step, ToEngine
@@ -165,8 +165,8 @@ GRAPHS = (GraphUse("prefill_128", 100, 128), GraphUse("prefill_16", 12, 16), Gra
 
 def test_steps_are_counted_by_kind_and_graph() -> None:
     metrics = started()
-    prefill = {"kind": Kind.PREFILL, "num_tokens": 120, "graphs": GRAPHS}
-    decode = {"kind": Kind.DECODE, "num_tokens": 3}
+    prefill = {"kind": StepKind.PREFILL, "num_tokens": 120, "graphs": GRAPHS}
+    decode = {"kind": StepKind.DECODE, "num_tokens": 3}
     for number, numbers in enumerate((prefill, decode, decode)):
         applied = StepStats(step=number, device_seconds=0.008, host_seconds=0.0004, **numbers)  # type: ignore[arg-type]
         metrics.step(step(last_step=applied, work_seconds_total=0.01 * (number + 1)))
@@ -238,7 +238,7 @@ def test_idle_time_and_device_time_do_not_count_as_host_time(monkeypatch: pytest
     monkeypatch.setattr("neuron_runtime.processes.engine.time", SimpleNamespace(monotonic=clock.now))
     backend = SimulatedBackend(
         replace(LIMITS, vocabulary_size=512, steps_in_flight=1, token_feedback="host"),
-        StepTimes(decode=Phase(constant(0.01)), prefill=Phase(constant(0.03))),
+        StepTimes(decode=PhaseTimes(constant(0.01)), prefill=PhaseTimes(constant(0.03))),
         clock,
     )
     engine = Engine(backend, clock=clock.now)
@@ -265,7 +265,7 @@ def test_idle_time_and_device_time_do_not_count_as_host_time(monkeypatch: pytest
 
 def test_a_step_counts_once_when_messages_follow_it(tmp_path: Path) -> None:
     clock = VirtualClock()
-    times = StepTimes(decode=Phase(constant(0.01)), prefill=Phase(constant(0.03)))
+    times = StepTimes(decode=PhaseTimes(constant(0.01)), prefill=PhaseTimes(constant(0.03)))
     engine = Engine(SimulatedBackend(replace(LIMITS, vocabulary_size=512), times, clock), clock=clock.now)
     mail: list[ToEngine] = [Abort(("0",)), Add(Request("0", (1, 2, 3), Sampling(max_tokens=2)))]
     post, metrics = Post(clock, mail), started()

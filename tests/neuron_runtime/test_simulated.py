@@ -25,7 +25,7 @@ from neuron_runtime.backend.simulated import load_backend
 from neuron_runtime.backend.simulated.clock import Clock, VirtualClock, WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline, first_number, token_at
 from neuron_runtime.backend.simulated.options import MAX_TOP_K, MODES, Options, limits_of, read_options, step_times
-from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds
+from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, PhaseTimes, StepTimes, constant, milliseconds
 from neuron_runtime.backend_protocol import IllegalBatch, StepTime
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
@@ -34,7 +34,7 @@ from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import InvalidConfig
 
 VOCABULARY_SIZE = 101
-STEP = StepTimes(decode=Phase(constant(0.008)), prefill=Phase(constant(0.008)))
+STEP = StepTimes(decode=PhaseTimes(constant(0.008)), prefill=PhaseTimes(constant(0.008)))
 
 
 def request(name: str, num_prompt: int, max_tokens: int = 8, **sampling: Any) -> Request:
@@ -265,7 +265,8 @@ def test_a_step_starts_at_launch_or_at_the_end_of_the_previous_one() -> None:
 
 def test_padding_is_the_unused_part_of_a_bucket() -> None:
     times = StepTimes(
-        decode=Phase(milliseconds(((1, 5), (8, 12))), (4, 8)), prefill=Phase(milliseconds(((100, 10),)), (32, 128))
+        decode=PhaseTimes(milliseconds(((1, 5), (8, 12))), (4, 8)),
+        prefill=PhaseTimes(milliseconds(((100, 10),)), (32, 128)),
     )
     backend = SimulatedBackend(
         limits(Options(prefill="whole"), max_sequences=8, max_model_length=200), times, VirtualClock()
@@ -282,7 +283,7 @@ def test_padding_is_the_unused_part_of_a_bucket() -> None:
 
 
 def test_a_mixed_step_takes_the_time_of_both_phases_and_reports_both_buckets() -> None:
-    times = StepTimes(decode=Phase(constant(0.01), (4,)), prefill=Phase(constant(0.1), (16,)))
+    times = StepTimes(decode=PhaseTimes(constant(0.01), (4,)), prefill=PhaseTimes(constant(0.1), (16,)))
     clock = VirtualClock()
     backend = SimulatedBackend(limits(max_sequences=4, max_step_tokens=8), times, clock)
     engine = Engine(backend)
@@ -301,7 +302,7 @@ def test_each_prompt_takes_a_size_of_its_own_unless_phases_mix() -> None:
     for prefill, sizes in (("chunks", {16: 3, 64: 1}), ("mixed", {128: 1})):
         options = Options(prefill=prefill, prefill_buckets=(16, 64))  # type: ignore[arg-type]
         made = replace(limits(options, max_sequences=4, max_step_tokens=128), max_prefill_rows=4)
-        backend = SimulatedBackend(made, StepTimes(STEP.decode, Phase(constant(0.008), (16, 64))), VirtualClock())
+        backend = SimulatedBackend(made, StepTimes(STEP.decode, PhaseTimes(constant(0.008), (16, 64))), VirtualClock())
         engine = Engine(backend)
         for name, length in (("a", 60), ("b", 5), ("c", 6), ("d", 16)):
             engine.add(request(name, length, max_tokens=2))
@@ -360,9 +361,9 @@ def test_times_are_interpolated_linearly() -> None:
 
 
 def test_a_size_runs_in_the_smallest_bucket_that_fits() -> None:
-    phase = Phase(Curve(((1, 1.0), (100, 100.0))), (8, 32))
+    phase = PhaseTimes(Curve(((1, 1.0), (100, 100.0))), (8, 32))
     assert [phase.bucket(size) for size in (1, 8, 9, 32, 33, 70)] == [8, 8, 32, 32, 64, 96]
-    assert Phase(phase.curve).bucket(9) == 9
+    assert PhaseTimes(phase.curve).bucket(9) == 9
 
 
 @pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (2, 2.0)), ((3, 1.0), (2, 2.0)), ((1, 0.0),)])

@@ -18,7 +18,6 @@ from neuron_runtime.core import (
     Added,
     BackendLimits,
     Batch,
-    Kind,
     Late,
     PrefillBucket,
     Rows,
@@ -44,7 +43,7 @@ def prefill(step: int, *new: Added, **other: Any) -> Batch:
     lengths = tuple(len(a.token_ids) for a in new)
     return Batch(
         step=step,
-        kind=Kind.PREFILL,
+        num_prefills=len(new),
         rows=Rows(
             slot=tuple(a.slot for a in new),
             start=(0,) * len(new),
@@ -62,7 +61,7 @@ def decode(step: int, *rows: tuple[int, int, int], after: tuple[int, ...] | None
     """One token each of (slot, start, token)."""
     slot, start, token = zip(*rows, strict=True)
     waits = after or (KNOWN,) * len(rows)
-    return Batch(step, Kind.DECODE, Rows(slot, start, (1,) * len(rows), token, waits, (True,) * len(rows)), **other)
+    return Batch(step, Rows(slot, start, (1,) * len(rows), token, waits, (True,) * len(rows)), **other)
 
 
 def join(step: int, new: Added, start: int, **other: Any) -> Batch:
@@ -165,21 +164,21 @@ def illegal(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
             "slot 0 prefills from 4, the limit is 2",
             replace(buckets((2, 2), (4, 4)), max_prefill_start=2),
             with_rows(prefill(0, added(0, LONG, (0, 1, 2, 3))), num_tokens=(4,), samples=(False,)),
-            Batch(1, Kind.PREFILL, Rows((0,), (4,), (4,), (NO_TOKEN,), (KNOWN,), (False,))),
+            Batch(1, Rows((0,), (4,), (4,), (NO_TOKEN,), (KNOWN,), (False,)), 1),
         ),
         illegal("the host feeds tokens here", BLOCKS, prefill(0, added(0)), decode(1, (0, 0, NO_TOKEN), after=(0,))),
         illegal("no step is in flight", DEVICE, prefill(0, added(0)), decode(1, (0, 0, NO_TOKEN), after=(0,))),
-        illegal("is called decode and is prefill", BLOCKS, changed(prefill(0, added(0)), kind=Kind.DECODE)),
-        illegal("is called decode and is prefill", BLOCKS, changed(prefill(0, added(0, (7,))), kind=Kind.DECODE)),
-        illegal("is called prefill and is decode", BLOCKS, prefill(0, added(0)), changed(DECODE, kind=Kind.PREFILL)),
+        illegal(r"last 0 rows prefill rows: \[True\]", BLOCKS, changed(prefill(0, added(0)), num_prefills=0)),
+        illegal(r"last 0 rows prefill rows: \[True\]", BLOCKS, changed(prefill(0, added(0, (7,))), num_prefills=0)),
+        illegal(r"last 1 rows prefill rows: \[False\]", BLOCKS, prefill(0, added(0)), changed(DECODE, num_prefills=1)),
         illegal(
             "prefill and decode rows share a step",
             replace(BLOCKS, mixes_phases=False),
             prefill(0, added(0)),
             Batch(
                 1,
-                Kind.MIXED,
                 Rows((0, 1), (3, 0), (1, 3), (FIRST, NO_TOKEN), (KNOWN, KNOWN), (True, True)),
+                num_prefills=1,
                 added=(added(1),),
             ),
         ),

@@ -19,7 +19,7 @@ from neuron_runtime.backend.host_sampling.drawing import NotFinite
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.checkpoint import InvalidModel
-from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Kind, Late, Rows, Sampling, StepOutput
+from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Late, Rows, Sampling, StepKind, StepOutput
 from neuron_runtime.errors import ExitCode
 
 GREEDY = Sampling(temperature=0.0)
@@ -54,7 +54,7 @@ def added(backend: TorchBackend, slot: int, tokens: tuple[int, ...] = PROMPT, **
 
 
 def run(backend: TorchBackend, step: int, rows: Rows, late: Late | None = None, **delta: Any) -> StepOutput:
-    backend.launch(Batch(step=step, kind=Kind.MIXED, rows=rows, **delta))
+    backend.launch(Batch(step=step, rows=rows, num_prefills=len(rows), **delta))
     backend.sample(step, late)
     return backend.collect(step)
 
@@ -69,9 +69,9 @@ def greedy(folder: Path, tokens: tuple[int, ...], count: int) -> tuple[int, ...]
 def test_a_row_reads_the_token_of_the_step_in_flight_before_it_is_collected(
     backend: TorchBackend, folder: Path
 ) -> None:
-    prefill = Batch(0, Kind.PREFILL, rows((1, 0, 5, False)), added=(added(backend, 1),))
-    steps = [prefill, Batch(1, Kind.PREFILL, rows((1, 0, 8, True), after=0))]
-    steps += [Batch(n, Kind.DECODE, rows((1, 0, 1, True), after=0)) for n in range(2, 5)]
+    prefill = Batch(0, rows((1, 0, 5, False)), 1, added=(added(backend, 1),))
+    steps = [prefill, Batch(1, rows((1, 0, 8, True), after=0), 1)]
+    steps += [Batch(n, rows((1, 0, 1, True), after=0)) for n in range(2, 5)]
     for batch in steps:
         backend.launch(batch)
         backend.sample(batch.step, None)
@@ -84,9 +84,9 @@ def test_a_row_reads_the_token_of_the_step_in_flight_before_it_is_collected(
 def test_the_caller_schedules_while_the_device_works(backend: TorchBackend) -> None:
     gate = threading.Event()
     backend._thread.submit(gate.wait)
-    backend.launch(Batch(0, Kind.PREFILL, rows((0, 0, 13, True)), added=(added(backend, 0),)))
+    backend.launch(Batch(0, rows((0, 0, 13, True)), 1, added=(added(backend, 0),)))
     backend.sample(0, None)
-    backend.launch(Batch(1, Kind.DECODE, rows((0, 0, 1, True), after=0)))
+    backend.launch(Batch(1, rows((0, 0, 1, True), after=0)))
     backend.sample(1, None)
     gate.set()
     assert len(backend.collect(0).token_ids[0]) == len(backend.collect(1).token_ids[0]) == 1
@@ -160,7 +160,7 @@ def test_warm_up_leaves_no_trace(backend: TorchBackend, folder: Path) -> None:
     seen: list[float] = []
     times = backend.warm_up(lambda what, share: seen.append(share))
     assert (seen[0], seen[-1]) == (0.0, 1.0)
-    assert [(batch.kind, len(batch.rows)) for batch, _ in times] == [(Kind.PREFILL, 1), (Kind.DECODE, 1)]
+    assert [(batch.kind, len(batch.rows)) for batch, _ in times] == [(StepKind.PREFILL, 1), (StepKind.DECODE, 1)]
     assert all(seconds > 0 for _, seconds in times)
     output = run(backend, 0, rows((0, 0, 13, True)), added=(added(backend, 0),))
     assert output.token_ids[0] == greedy(folder, PROMPT, 1)
@@ -202,7 +202,7 @@ def test_an_error_on_the_device_thread_is_raised_at_collect(
         raise MemoryError("no scratch")
 
     monkeypatch.setattr(backend._decoder, "forward", fails)
-    backend.launch(Batch(0, Kind.PREFILL, rows((0, 0, 13, True)), added=(added(backend, 0),)))
+    backend.launch(Batch(0, rows((0, 0, 13, True)), 1, added=(added(backend, 0),)))
     backend.sample(0, None)
     with pytest.raises(MemoryError, match="no scratch"):
         backend.collect(0)

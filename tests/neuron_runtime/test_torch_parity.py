@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from helpers.torch_models import random_model
 from helpers.torch_parity import check_greedy, serve
-from neuron_runtime.core import Kind, Request, Sampling
+from neuron_runtime.core import Request, Sampling, StepKind
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 DRAWN = {"temperature": 0.9, "top_p": 0.95, "top_k": 50}
@@ -65,7 +65,7 @@ def test_greedy_tokens_match_transformers(setting: str, folder: Path) -> None:
     asked = requests({"temperature": 0.0})
     tokens, engine, steps = serve(folder, [(3 * i, r) for i, r in enumerate(asked)], **SETTINGS[setting])
     assert (engine.stats.num_preemptions_total > 0) == ("preempted" in setting)
-    assert steps.num_ahead + steps.num(Kind.MIXED) > 0
+    assert steps.num_ahead + steps.num(StepKind.MIXED) > 0
     check_greedy(folder, asked, tokens)
 
 

@@ -21,7 +21,7 @@ from helpers.strict_backend import StrictBackend
 from neuron_runtime.arguments import config_of
 from neuron_runtime.artifacts import loading
 from neuron_runtime.backend_protocol import ProgressCallback, StepTime, size_of
-from neuron_runtime.core import Added, BackendLimits, Batch, Kind, Late, Request, Rows, Sampling, StepOutput
+from neuron_runtime.core import Added, BackendLimits, Batch, Late, Request, Rows, Sampling, StepOutput
 from neuron_runtime.distributed.layout import ALONE
 from neuron_runtime.engine.messages import Add, FromEngine, Step, ToEngine
 from neuron_runtime.local_settings import LocalSettings
@@ -33,16 +33,16 @@ from neuron_runtime.processes.watchdog import LATE_SECONDS, StepLimits, WatchedB
 LIMITS = BackendLimits(max_rows=64, max_model_length=64, max_step_tokens=1024, num_blocks=64)
 
 
-def batch(step: int, kind: Kind = Kind.DECODE, num_rows: int = 1, num_tokens: int = 1) -> Batch:
+def batch(step: int, num_rows: int = 1, num_tokens: int = 1, num_prefills: int = 0) -> Batch:
     each = (num_tokens // num_rows,) * num_rows
-    return Batch(step, kind, Rows(slot=tuple(range(num_rows)), num_tokens=each))
+    return Batch(step, Rows(slot=tuple(range(num_rows)), num_tokens=each), num_prefills)
 
 
 def test_the_size_of_a_step_is_its_kind_and_rounded_rows_and_tokens() -> None:
     assert size_of(batch(0, num_rows=1)) == "decode of 1 rows, 1 tokens"
     assert size_of(batch(0, num_rows=5, num_tokens=5)) == "decode of 8 rows, 8 tokens"
-    assert size_of(batch(0, Kind.PREFILL, 1, 65)) == "prefill of 1 rows, 128 tokens"
-    assert size_of(batch(0, Kind.PREFILL, 2, 64)) == "prefill of 2 rows, 64 tokens"
+    assert size_of(batch(0, 1, 65, num_prefills=1)) == "prefill of 1 rows, 128 tokens"
+    assert size_of(batch(0, 2, 64, num_prefills=2)) == "prefill of 2 rows, 64 tokens"
 
 
 def test_a_step_may_take_ten_times_the_usual_time_of_its_graph() -> None:
@@ -63,7 +63,7 @@ def test_no_limit_is_longer_than_any_step_may_take() -> None:
     armed = Armed()
     device = replace(LIMITS, max_step_seconds=100.0)
     WatchedBackend(StrictBackend(device), armed).launch(
-        Batch(0, Kind.PREFILL, Rows((0,), (0,), (2,), (-1,), (-1,), (True,)), (Added(0, (1, 2), 2, Sampling(), (0,)),))
+        Batch(0, Rows((0,), (0,), (2,), (-1,), (-1,), (True,)), 1, (Added(0, (1, 2), 2, Sampling(), (0,)),))
     )
     assert armed.seconds == [100.0]
 
@@ -92,7 +92,7 @@ class TimedBackend:
 
     def warm_up(self, progress: ProgressCallback) -> list[StepTime]:
         self.now += 2000.0  # to compile
-        return [(batch(0), 2.0), (batch(0, Kind.PREFILL, 1, 512), 0.5)]
+        return [(batch(0), 2.0), (batch(0, 1, 512, num_prefills=1), 0.5)]
 
     def graph(self, batch: Batch) -> str:
         return size_of(batch)
@@ -166,7 +166,7 @@ def test_warm_up_steps_count_as_measurements_and_have_no_deadline() -> None:
     backend.warm_up(lambda what, share: None)
     assert armed.seconds == []
     device.seconds = dict.fromkeys(range(3), 1.0)
-    for launched in (batch(0), batch(1, Kind.PREFILL, 1, 512), batch(2, num_rows=2, num_tokens=2)):
+    for launched in (batch(0), batch(1, 1, 512, num_prefills=1), batch(2, num_rows=2, num_tokens=2)):
         backend.launch(launched)
     assert armed.seconds == [20.0, 20.0 + 10.0, 20.0 + 10.0 + 600.0]
 
@@ -175,7 +175,7 @@ class WarmBackend(StrictBackend):
     """A backend whose warm-up reports a slow prompt of three tokens."""
 
     def warm_up(self, progress: ProgressCallback) -> tuple[StepTime, ...]:
-        return ((batch(0, Kind.PREFILL, 1, 3), 7.0),)
+        return ((batch(0, 1, 3, num_prefills=1), 7.0),)
 
 
 class OneRequest:

@@ -23,7 +23,7 @@ from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.offline.llm import LLM
-from neuron_runtime.weights.fetching import Fetched, Supplied, fetch, materialize, supply
+from neuron_runtime.weights.fetching import Fetched, fetch, materialize, supply
 from neuron_runtime.weights.remote import RemoteFile, RemoteManifest, RemoteStore
 from neuron_runtime.weights.store import DAY_SECONDS, MANIFEST, Damaged, Entry, Store, StoredFile
 from neuron_runtime.weights.transfer import Amount, TransferLimits
@@ -77,7 +77,7 @@ def quiet(amount: Amount) -> None:
     """A report that nobody reads."""
 
 
-def supplied(remote: RemoteStore, folder: Path, uri: str = MODEL) -> Supplied:
+def supplied(remote: RemoteStore, folder: Path, uri: str = MODEL) -> Fetched:
     return supply(uri, remote, Store(folder), quiet, quiet)
 
 
@@ -119,11 +119,11 @@ class TestCopies:
         self, server: S3Server, remote: RemoteStore, model: Path, tmp_path: Path
     ) -> None:
         first = supplied(remote, tmp_path / "scratch")
-        assert first == Supplied(remote.uri_of(first.digest), first.digest, size(model), size(model))
+        assert first == Fetched(remote.uri_of(first.digest), first.digest, size(model), size(model))
         server.faults.sent_bytes.clear()
         server.received.clear()
         again = supplied(remote, tmp_path / "another")
-        assert again == Supplied(first.address, first.digest, size(model), 0)
+        assert again == Fetched(first.address, first.digest, size(model), 0)
         assert not server.faults.sent_bytes["model-00001-of-00004.safetensors"]
         assert not server.received
 

@@ -1,5 +1,7 @@
 """Types of the fields of NeuronModel, with their bounds and rules, for `model.py`."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +22,8 @@ class UriScheme:
 
     form: str
     pattern: str
+    separator: str = "/"
+    """What stands between the place and the path in it."""
 
 
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -39,11 +43,30 @@ URI_SCHEMES = {
     "oci": UriScheme(
         "oci://image[@digest][#path]",
         rf"^oci://[A-Za-z0-9][A-Za-z0-9_.:/@-]*(#/?{_SEGMENT}(/{_SEGMENT})*/?)?$",
+        separator="#",
     ),
     "file": UriScheme("file:///path", r"^file:///[^\s]+$"),
 }
 URI_FORMS = [scheme.form for scheme in URI_SCHEMES.values()]
 RELATIVE_FILE = "file:./"
+
+
+@dataclass(frozen=True)
+class ParsedUri:
+    """The parts of a URI that the operator acts on; the runtime reads the rest."""
+
+    scheme: str
+    place: str
+    """The claim, image, bucket or hub organization."""
+
+    @classmethod
+    def parse(cls, uri: str) -> ParsedUri:
+        """Parts of a URI of any form; a scheme that is unknown has its place before the first `/`."""
+        scheme, _, rest = uri.partition(":")
+        form = URI_SCHEMES.get(scheme)
+        return cls(scheme, rest.removeprefix("//").partition(form.separator if form else "/")[0])
+
+
 IS_RELATIVE = f"self.startsWith('{RELATIVE_FILE}')"
 
 Name = Annotated[str, Meta(min_length=1, max_length=253)]
@@ -64,7 +87,7 @@ SWITCH_WORDS = {"Auto": None, "Enabled": "enabled", "Disabled": "disabled"}
 
 
 def _has_known_form(uri: str) -> bool:
-    scheme = URI_SCHEMES.get(uri.partition("://")[0])
+    scheme = URI_SCHEMES.get(ParsedUri.parse(uri).scheme)
     return uri.startswith(RELATIVE_FILE) or bool(scheme and re.fullmatch(scheme.pattern, uri))
 
 

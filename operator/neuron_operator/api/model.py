@@ -7,6 +7,7 @@ them. A field that this version does not support declares it with `Supported`, a
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
@@ -22,6 +23,7 @@ from neuron_operator.api.field_types import (
     LabelValue,
     Length,
     Name,
+    ParsedUri,
     Quantities,
     Quantity,
     ServedName,
@@ -616,10 +618,6 @@ class Spec(SpecPart, frozen=True):
         """Whether replicas load a folder that a variable of the manifest names, or refuse to start."""
         return any(own.name == names.ARTIFACT_VARIABLE and own.value != "" for own in self.engine.env)
 
-    @property
-    def uri_scheme(self) -> str:
-        return self.model.uri.partition(":")[0]
-
 
 @dataclass(frozen=True)
 class NeuronModel:
@@ -642,9 +640,9 @@ class NeuronModel:
     def backend(self) -> str:
         return self.spec.backend
 
-    @property
-    def uri_scheme(self) -> str:
-        return self.spec.uri_scheme
+    @cached_property
+    def uri(self) -> ParsedUri:
+        return ParsedUri.parse(self.spec.model.uri)
 
     @property
     def is_compiled(self) -> bool:

@@ -29,8 +29,6 @@ from neuron_operator.why import nodes
 from neuron_operator.why.pods import UNEXPLAINED_POD_SECONDS, explain_pod
 from neuron_operator.why.refusals import explain_denial
 
-MAX_REPLICAS = MAX_GROUPS // 2
-"""Of a model on several nodes: the status has all of them, and as many of the revision before."""
 RECOVERED = timedelta(minutes=10)
 """A group that served for so long and then fails has failed for the first time."""
 MAX_DELAY = timedelta(minutes=10)

@@ -62,7 +62,7 @@ def resolve_key(model: NeuronModel, settings: Settings) -> str:
     """Hash of what facts depend on: URI, credentials, refresh annotation; also the image for a model inside it."""
     source = model.spec.model
     secret = source.credentials_secret_ref
-    image = runtime_image(model, settings) if model.uri_scheme == "file" else ""
+    image = runtime_image(model, settings) if model.uri.scheme == "file" else ""
     return names.digest([source.uri, secret.name if secret else "", model.refresh, image])
 
 

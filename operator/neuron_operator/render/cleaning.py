@@ -85,7 +85,7 @@ def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, n
         *("--unused-days", days, "--record", names.TERMINATION_LOG),
         *(("--keep", *needed) if needed else ()),
     )
-    name = names.shared_name("np", template(Settings(runtime_image=""), {}))
+    name = names.shared_name("prune", template(Settings(runtime_image=""), {}))
     # Not all namespaces at the same time: they may share a file system.
     minute = int(names.digest([model.namespace, name]), 16) % (24 * 60)
     made = shared(model, "batch/v1", "CronJob", name, component=names.ROLE_CLEAN)

@@ -89,10 +89,10 @@ _CONFIG = Mount(
 )
 """The configuration is an annotation, which the kubelet gives the pod as a file: no other object is to be kept."""
 
-RESOLVE = JobKind(names.ROLE_RESOLVE, "nf", 1800, PREFER_NOT_NEURON)
-FETCH = JobKind(names.ROLE_FETCH, "nw", 6 * 3600, NEVER_NEURON)
-COMPILE = JobKind(names.ROLE_COMPILE, "na", 6 * 3600, NEVER_NEURON)
-CHECK = JobKind(names.ROLE_CHECK, "nc", 1800, PREFER_NOT_NEURON)
+RESOLVE = JobKind(names.ROLE_RESOLVE, "facts", 1800, PREFER_NOT_NEURON)
+FETCH = JobKind(names.ROLE_FETCH, "weights", 6 * 3600, NEVER_NEURON)
+COMPILE = JobKind(names.ROLE_COMPILE, "artifact", 6 * 3600, NEVER_NEURON)
+CHECK = JobKind(names.ROLE_CHECK, "check", 1800, PREFER_NOT_NEURON)
 
 
 @remembered

@@ -13,6 +13,7 @@ import msgspec
 
 from neuron_operator.api import names
 from neuron_operator.api.errors import NotEnabled
+from neuron_operator.api.field_types import ParsedUri
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.read.world import ClaimFolder, Object, Place, Settings
@@ -75,7 +76,7 @@ def _resolved(kept: Kept, place: Place) -> Place:
 
 def check_source(model: NeuronModel, settings: Settings) -> None:
     """Raises NotEnabled if pods of this installation cannot read the URI."""
-    if model.uri_scheme == "oci" and not settings.storage.image_volumes:
+    if model.uri.scheme == "oci" and not settings.storage.image_volumes:
         raise NotEnabled(
             "spec.model.uri",
             "a model in an image",
@@ -86,13 +87,13 @@ def check_source(model: NeuronModel, settings: Settings) -> None:
 
 def source(model: NeuronModel) -> Access:
     """To read the model where its URI says."""
-    if model.uri_scheme == "oci":
-        image = model.spec.model.uri.removeprefix("oci://").partition("#")[0]
-        return Access((Mount(names.MODEL_VOLUME, names.IMAGE_DIR, {"image": {"reference": image}}, read_only=True),))
-    if model.uri_scheme == "pvc":
-        claim = model.spec.model.uri.removeprefix("pvc://").partition("/")[0]
+    if model.uri.scheme == "oci":
+        image = {"image": {"reference": model.uri.place}}
+        return Access((Mount(names.MODEL_VOLUME, names.IMAGE_DIR, image, read_only=True),))
+    if model.uri.scheme == "pvc":
+        claim = model.uri.place
         return Access((_claim(names.MODEL_VOLUME, f"{names.CLAIMS_DIR}/{claim}", claim, read_only=True),))
-    return Access(remotes=frozenset({model.uri_scheme} & names.CREDENTIALS.keys()))
+    return Access(remotes=frozenset({model.uri.scheme} & names.CREDENTIALS.keys()))
 
 
 def loading(model: NeuronModel, place: Place) -> Access:
@@ -148,8 +149,8 @@ def writing(kept: Kept, place: Place) -> Access:
     if claim := place.persistent_volume_claim:
         return Access((_claim(kept.name, kept.folder, claim.claim_name, sub_path=claim.sub_path),), folder)
     if store := place.object_store:
-        scheme = store.uri.partition(":")[0]
-        return Access((_folder(kept),), (*folder, kept.store_flag, store.uri), frozenset({scheme}))
+        remotes = frozenset({ParsedUri.parse(store.uri).scheme})
+        return Access((_folder(kept),), (*folder, kept.store_flag, store.uri), remotes)
     raise ValueError(f"{kept.name} are not kept in a shared place")
 
 

@@ -23,7 +23,7 @@ from typing import cast
 
 from neuron_runtime.artifacts.messages import Began, Ended, Failed, Made, Message, encode_line
 from neuron_runtime.artifacts.store import CompiledGraph
-from neuron_runtime.backend_protocol import Compiler, Graph
+from neuron_runtime.backend_protocol import Compiler, CompileUnit
 from neuron_runtime.config import load_config
 from neuron_runtime.engine.backends import CompilingPackage
 from neuron_runtime.errors import ExitCode, FatalError
@@ -48,7 +48,9 @@ def compile_graphs(compiler: Compiler, folder: Path, send: Callable[[Message], N
 
 
 @contextmanager
-def _watching(graph: Graph, done: list[CompiledGraph], count: int, send: Callable[[Message], None]) -> Iterator[None]:
+def _watching(
+    graph: CompileUnit, done: list[CompiledGraph], count: int, send: Callable[[Message], None]
+) -> Iterator[None]:
     """Report each part of a graph once it is ready; those that are not seen before, at the end."""
     began, ended, waiting = time.monotonic(), threading.Event(), list(graph.parts)
 

@@ -15,7 +15,7 @@ from neuron_runtime.backend.nxdi.graph_plan import read_plan
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.simulated.clock import Clock
-from neuron_runtime.backend.simulated.device import Call, Shape, SimulatedBackend
+from neuron_runtime.backend.simulated.device import Shape, SimulatedBackend, SimulatedCall
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.core import BackendLimits, Batch
 from neuron_runtime.errors import InvalidConfig
@@ -76,22 +76,19 @@ class PlannedBackend(SimulatedBackend):
         super().__init__(limits, times, clock, host_seconds_per_step=host_seconds_per_step)
         self._settings, self._curves = settings, (times.prefill.curve, times.decode.curve)
 
-    def calls(self, batch: Batch) -> list[Call]:
+    def calls(self, batch: Batch) -> list[SimulatedCall]:
         rows, starts, settings = batch.rows, self.starts(batch.rows), self._settings
         prefill, decode = self._curves
-        found, positions, slots = [], [], []
-        for slot, start, count, samples in zip(rows.slot, starts, rows.num_tokens, rows.samples, strict=True):
-            if count == 1 and samples and start:
-                positions.append(start)
-                slots.append(slot)
-                continue
+        calls, num_decodes = [], batch.num_decodes
+        for start, count in zip(starts[num_decodes:], rows.num_tokens[num_decodes:], strict=True):
             graph = prefill_graph(settings, start, start + count)
-            found.append(Call(graph.name, _shape(graph), count, prefill.seconds(graph.tokens)))
-        if positions:
+            calls.append(SimulatedCall(graph.name, _shape(graph), count, prefill.seconds(graph.tokens)))
+        if positions := starts[:num_decodes]:
+            slots = rows.slot[:num_decodes]
             num_rows = max(slots) + 1 if settings.layout == "slots" else len(slots)
             step = decode_graph(settings, num_rows, max(positions))
             filled, read = sum(positions) + len(positions), step.length * len(positions)
             seconds = decode.seconds(step.rows)
-            call = Call(step.name, _shape(step), len(slots), seconds, num_positions=read, num_filled=filled)
-            found.insert(0, call)
-        return found
+            call = SimulatedCall(step.name, _shape(step), len(slots), seconds, num_positions=read, num_filled=filled)
+            calls.insert(0, call)
+        return calls

@@ -38,7 +38,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Line:
     """One figure, with a value for each column of its table, or None."""
 
     name: str
@@ -62,7 +62,7 @@ class Table:
     """Related figures. `columns` name the values of each row."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[Line, ...]
     columns: tuple[str, ...]
 
     def text(self) -> str:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from neuron_runtime.backend.simulated.device import Shape
-from neuron_runtime.bench.report import Row, Table, percentile
+from neuron_runtime.bench.report import Line, Table, percentile
 from neuron_runtime.bench.simulation import Outcome
 
 if TYPE_CHECKING:
@@ -58,18 +58,18 @@ def tables(run: Run, targets: Targets, planned: Sequence[Shape] = ()) -> list[Ta
     ]
 
 
-def _figures(outcomes: Sequence[Outcome], targets: Targets) -> tuple[Row, ...]:
+def _figures(outcomes: Sequence[Outcome], targets: Targets) -> tuple[Line, ...]:
     ttft = [sorted(one.ttft for one in outcome.requests) for outcome in outcomes]
     long = [sorted(one.ttft for one in outcome.requests if one.long) for outcome in outcomes]
     gaps = [sorted(outcome.gaps) for outcome in outcomes]
     good = [outcome.num_good(targets.ttft, targets.gap) for outcome in outcomes]
     within = f"first token within {targets.ttft * 1000:g} ms, every gap within {targets.gap * 1000:g} ms"
 
-    def milliseconds(name: str, values: Sequence[float | None], note: str = "") -> Row:
-        return Row(name, tuple(None if value is None else value * 1000 for value in values), "ms", note=note)
+    def milliseconds(name: str, values: Sequence[float | None], note: str = "") -> Line:
+        return Line(name, tuple(None if value is None else value * 1000 for value in values), "ms", note=note)
 
-    def each(name: str, values: Sequence[float | int], unit: str, note: str = "") -> Row:
-        return Row(name, tuple(values), unit, note=note)
+    def each(name: str, values: Sequence[float | int], unit: str, note: str = "") -> Line:
+        return Line(name, tuple(values), unit, note=note)
 
     return (
         milliseconds("time to first token, p50", [percentile(values, 0.5) for values in ttft]),
@@ -98,17 +98,17 @@ def _padding(outcome: Outcome) -> float:
     return sum(use.seconds * use.padded_share for use in uses) / sum(use.seconds for use in uses)
 
 
-def _shapes(outcomes: Sequence[Outcome], planned: Sequence[Shape]) -> tuple[Row, ...]:
+def _shapes(outcomes: Sequence[Outcome], planned: Sequence[Shape]) -> tuple[Line, ...]:
     """Share of padding per compiled size; of a decode step over so many positions also the share without a token."""
     rows = []
     for shape in sorted({*planned, *(shape for outcome in outcomes for shape in outcome.shapes)}):
         uses = [outcome.shapes.get(shape) for outcome in outcomes]
         shares = tuple(None if use is None else use.padded_share * 100 for use in uses)
         counts = " and ".join(str(use.num_steps if use else 0) for use in uses)
-        rows.append(Row(_name_of(shape), shares, "% padding", note=f"in {counts} steps"))
+        rows.append(Line(_name_of(shape), shares, "% padding", note=f"in {counts} steps"))
         if any(use and use.num_positions for use in uses):
             empty = tuple(None if use is None else use.empty_share * 100 for use in uses)
-            rows.append(Row("  positions without a token", empty, "%"))
+            rows.append(Line("  positions without a token", empty, "%"))
     return tuple(rows)
 
 

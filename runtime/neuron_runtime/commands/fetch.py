@@ -19,7 +19,7 @@ from neuron_runtime import record
 from neuron_runtime.arguments import model_uri
 from neuron_runtime.console import AmountLine, bytes_text, say, seconds_text
 from neuron_runtime.uris import FORMS, parse_uri
-from neuron_runtime.weights.fetching import Fetched, Supplied, fetch, open_remote, supply
+from neuron_runtime.weights.fetching import Fetched, fetch, open_remote, supply
 from neuron_runtime.weights.store import Store
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
     return record.success("fetch", seconds=seconds, weights=stored)
 
 
-def _to_folder(uri: str, options: argparse.Namespace) -> Fetched | Supplied:
+def _to_folder(uri: str, options: argparse.Namespace) -> Fetched:
     return fetch(uri, Store(Path(options.store)), _shown(uri), options.digest)
 
 
-def _to_remote(uri: str, options: argparse.Namespace) -> Fetched | Supplied:
+def _to_remote(uri: str, options: argparse.Namespace) -> Fetched:
     remote = open_remote(options.store, "DIR")
     with ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(TemporaryDirectory(prefix="neuron-fetch-")))

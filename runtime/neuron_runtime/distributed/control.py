@@ -50,23 +50,12 @@ class Lifeline(Protocol):
     def clear(self) -> None: ...
 
 
-class _NoLifeline:
-    """Nobody looks."""
-
-    def set(self, seconds: float) -> None: ...
-
-    def clear(self) -> None: ...
-
-
 def member_lost(message: str) -> FatalError:
     return FatalError(ExitCode.GROUP_MEMBER_LOST, message)
 
 
 def disagrees(message: str) -> FatalError:
     return FatalError(ExitCode.GROUP_DISAGREES, message)
-
-
-UNWATCHED = _NoLifeline()
 
 
 class _Control(ABC):
@@ -231,7 +220,7 @@ class LeaderControl(_Control):
         *,
         on_end: OnEnd,
         on_leaving: Callable[[str], None] = lambda message: None,
-        lifeline: Lifeline = UNWATCHED,
+        lifeline: Lifeline,
     ) -> None:
         super().__init__(layout, zmq.ROUTER, on_end, lifeline)
         self.group = os.urandom(8).hex()
@@ -361,7 +350,7 @@ class MemberControl(_Control):
     on_end: the leader or another member ended the group with an error; called once, on the thread.
     """
 
-    def __init__(self, layout: Layout, rank: int, facts: Facts, on_end: OnEnd, lifeline: Lifeline = UNWATCHED) -> None:
+    def __init__(self, layout: Layout, rank: int, facts: Facts, on_end: OnEnd, lifeline: Lifeline) -> None:
         super().__init__(layout, zmq.DEALER, on_end, lifeline)
         self.rank = rank
         self._hello = Hello(rank, layout.size, os.urandom(8).hex(), facts)

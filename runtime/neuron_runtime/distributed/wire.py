@@ -25,7 +25,7 @@ from zmq.utils import z85
 from neuron_runtime.core import Batch, Late
 from neuron_runtime.errors import ExitCode, FatalError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when a message changes."""
 
 MAX_STEP_BYTES = 256 * 2**20

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from neuron_runtime.core import BackendLimits, Kind
+from neuron_runtime.core import BackendLimits, StepKind
 
 
 def stream_gap_bound(
-    limits: BackendLimits, longest_step_seconds: Mapping[Kind, float], max_consecutive_prefills: int = 1
+    limits: BackendLimits, longest_step_seconds: Mapping[StepKind, float], max_consecutive_prefills: int = 1
 ) -> float:
     """Maximum seconds until a running stream that is not preempted gets its next token.
 
@@ -21,7 +21,7 @@ def stream_gap_bound(
     Args:
         longest_step_seconds: by kind, from the end of the previous step to the end of the step.
     """
-    prefill = longest_step_seconds.get(Kind.PREFILL, 0.0)
-    own = max(longest_step_seconds.get(kind, 0.0) for kind in (Kind.DECODE, Kind.MIXED))
+    prefill = longest_step_seconds.get(StepKind.PREFILL, 0.0)
+    own = max(longest_step_seconds.get(kind, 0.0) for kind in (StepKind.DECODE, StepKind.MIXED))
     turn = own if limits.mixes_phases else own + max_consecutive_prefills * prefill
     return turn + (max(turn, prefill) if limits.max_tokens_per_row > 1 else 0.0)

@@ -16,7 +16,7 @@ from operator import add
 from msgspec.structs import replace
 
 from neuron_runtime.backend_protocol import Backend
-from neuron_runtime.core import Batch, FinishReason, Kind, Late, Request, StepOutput, TokenEvent, fill
+from neuron_runtime.core import Batch, FinishReason, Late, Request, StepKind, StepOutput, TokenEvent, fill
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
 from neuron_runtime.engine.bounds import stream_gap_bound
 from neuron_runtime.engine.guides import Guide, Guides, NoGuides
@@ -70,7 +70,7 @@ class Engine:
         """A batch is completed as soon as the previous step is collected."""
         self._stats = self._scheduler.stats
         self._max_consecutive_prefills = max_consecutive_prefills
-        self._longest_step_seconds: dict[Kind, float] = {}
+        self._longest_step_seconds: dict[StepKind, float] = {}
         self._applied_at: float | None = None
         """When the previous step was applied; None after an idle time."""
 
@@ -262,7 +262,7 @@ class Engine:
         )
         return events
 
-    def _measure(self, kind: Kind) -> None:
+    def _measure(self, kind: StepKind) -> None:
         """Measure the time since the end of the previous step."""
         now, longest = self._clock(), self._longest_step_seconds
         seconds = now - (now if self._applied_at is None else self._applied_at)

@@ -20,7 +20,6 @@ from neuron_runtime.core import (
     NO_TOKEN,
     BackendLimits,
     Batch,
-    Kind,
     Request,
     Rows,
     StepOutput,
@@ -203,8 +202,7 @@ class Scheduler:
 
     def _batch(self, decoders: list[Sequence], prefills: list[PrefillRow]) -> Batch:
         step, num_decode = self._num_steps, len(decoders)
-        kind = Kind.PREFILL if not decoders else Kind.MIXED if prefills else Kind.DECODE
-        decoders_wait = kind is Kind.PREFILL and bool(self.running.decoding)
+        decoders_wait = not decoders and bool(self.running.decoding)
         self._consecutive_prefills = self._consecutive_prefills + 1 if decoders_wait else 0
         sequences = decoders + [s for s, _ in prefills]
         rows = self._rows(decoders, prefills, sequences)
@@ -220,8 +218,8 @@ class Scheduler:
         blocks, running = self.blocks, self.running
         batch = Batch(
             step=step,
-            kind=kind,
             rows=rows,
+            num_prefills=len(prefills),
             added=tuple(running.added),
             appended_blocks=tuple(blocks.appended),
             released=tuple(running.released),
@@ -238,7 +236,7 @@ class Scheduler:
         if newest is not None and not prefills and newest.sequences == decoders:
             # Every row follows the same row of the step in flight: many steps in succession have equal rows.
             repeated, every = newest.batch.rows, tuple(range(num_decode))
-            if newest.batch.kind is Kind.DECODE and repeated.after == every:
+            if not newest.batch.num_prefills and repeated.after == every:
                 return repeated
             unknown = (NO_TOKEN,) * num_decode
             return Rows(repeated.slot, (0,) * num_decode, (1,) * num_decode, unknown, every, (True,) * num_decode)

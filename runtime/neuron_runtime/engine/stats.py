@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import msgspec
 
-from neuron_runtime.core import DeviceMemory, GraphUse, Kind
+from neuron_runtime.core import DeviceMemory, GraphUse, StepKind
 
 
 class StepStats(msgspec.Struct, kw_only=True, array_like=True):
     """One applied step."""
 
     step: int
-    kind: Kind
+    kind: StepKind
     num_tokens: int
     """Tokens fed."""
     num_new_tokens: int = 0

@@ -12,7 +12,7 @@ from functools import partial
 from operator import sub
 from typing import Any, Literal
 
-from neuron_runtime.core import BackendLimits, FinishReason, GraphUse, Kind
+from neuron_runtime.core import BackendLimits, FinishReason, GraphUse, StepKind
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.server.exposition import TEXT, Format
@@ -339,10 +339,10 @@ class Metrics:
         self._totals = [(book.number(family), take) for family, take in from_engine if family.kind == "counter"]
         of_steps = [(family, take) for family, take in read if family.source == "step"]
         self._per_graph = [(family, take) for family, take in of_steps if "bucket" in family.labels]
-        self._of_graph: dict[tuple[Kind, str], list[Update]] = {}
-        self._of_kind: dict[Kind, list[Update]] = {
+        self._of_graph: dict[tuple[StepKind, str], list[Update]] = {}
+        self._of_kind: dict[StepKind, list[Update]] = {
             kind: [(self._counter(family, kind), take) for family, take in of_steps if "bucket" not in family.labels]
-            for kind in Kind
+            for kind in StepKind
         }
         self._prompt_tokens = book.number(PROMPT_TOKENS)
         self._cached_tokens = book.number(PROMPT_TOKENS_CACHED)
@@ -457,7 +457,7 @@ class Metrics:
                     count(take(graph))
         self._last = stats
 
-    def _counter(self, family: Family, kind: Kind, bucket: str = "") -> Callable[[float], None]:
+    def _counter(self, family: Family, kind: StepKind, bucket: str = "") -> Callable[[float], None]:
         known = {"kind": kind.value, "bucket": bucket}
         labels = [known[label] for label in family.labels]
         if family.kind == "histogram":

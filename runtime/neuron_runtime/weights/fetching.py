@@ -84,26 +84,18 @@ class Tools:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A model on this machine. `read_bytes`: from its source, now; 0 if it was here already."""
-
-    folder: Path
-    digest: str
-    num_bytes: int
-    read_bytes: int = 0
-
-    @property
-    def address(self) -> str:
-        return str(self.folder)
-
-
-@dataclass(frozen=True)
-class Supplied:
-    """A model in a remote store. `read_bytes`: from its source, now; 0 if it was there already."""
+    """A model in its place: a folder, or the address of a remote store's entry. `read_bytes`: from its source, now; 0
+    if it was there already."""
 
     address: str
     digest: str
     num_bytes: int
     read_bytes: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """The address of a model on this machine."""
+        return Path(self.address)
 
 
 def fetch(
@@ -186,7 +178,7 @@ def supply(
     digest: str = "",
     source: Source | None = None,
     tools: Tools | None = None,
-) -> Supplied:
+) -> Fetched:
     """The model as a complete entry of a remote store, by way of a local one. Arguments and errors as of `fetch`.
 
     Nothing is read from the source if the remote store has the digest. A damaged entry is replaced.
@@ -199,11 +191,11 @@ def supply(
     if not digest:
         digest = Attempts(source, tools.sleep)(source.listing).digest
     if KEY.fullmatch(digest) and (present := remote.intact(digest)):
-        return Supplied(remote.uri_of(digest), digest, present.manifest.num_bytes)
+        return Fetched(remote.uri_of(digest), digest, present.manifest.num_bytes)
     found = fetch(uri, scratch, report, digest, source, tools=tools)
     if entry := scratch.find(found.digest):
         remote.upload(entry, report_upload)
-    return Supplied(remote.uri_of(found.digest), found.digest, found.num_bytes, found.read_bytes)
+    return Fetched(remote.uri_of(found.digest), found.digest, found.num_bytes, found.read_bytes)
 
 
 def materialize(
@@ -371,7 +363,7 @@ def _in_place(uri: str, folder: Path, digest: str, with_weights: bool, check: Sm
     read_config(folder)
     check(folder)
     if not with_weights:
-        return Fetched(folder, digest, 0)
+        return Fetched(str(folder), digest, 0)
     checkpoint = read_checkpoint(folder)
     if digest and checkpoint.digest != digest:
         raise FatalError(
@@ -380,12 +372,12 @@ def _in_place(uri: str, folder: Path, digest: str, with_weights: bool, check: Sm
             "refresh annotation to pin the current model",
         )
     num_bytes = sum((folder / file).stat().st_size for file in checkpoint.files)
-    return Fetched(folder, checkpoint.digest, num_bytes)
+    return Fetched(str(folder), checkpoint.digest, num_bytes)
 
 
 def _fetched(entry: Entry, check: SmallCheck, read_bytes: int = 0) -> Fetched:
     check(entry.folder)
-    return Fetched(entry.folder, entry.manifest.digest, entry.manifest.num_bytes, read_bytes)
+    return Fetched(str(entry.folder), entry.manifest.digest, entry.manifest.num_bytes, read_bytes)
 
 
 def _copy(

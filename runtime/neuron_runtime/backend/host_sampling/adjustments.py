@@ -31,7 +31,7 @@ _NOTHING = -2
 _NO_IDS: IntArray = np.zeros(0, dtype=np.int64)
 
 
-class Seen:
+class SeenTokens:
     """The distinct tokens of a sequence, in order of first occurrence, and how often each occurs in the output."""
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
@@ -72,7 +72,7 @@ class Rules:
     repetition: float
     presence: float
     frequency: float
-    seen: Seen | None
+    seen: SeenTokens | None
     """None unless there is a penalty."""
     allowed: IntArray | None
     banned: IntArray
@@ -138,7 +138,7 @@ class Adjustments:
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
-            seen=Seen(prompt if repeats else (), answer) if counts else None,
+            seen=SeenTokens(prompt if repeats else (), answer) if counts else None,
             allowed=None if params.allowed_token_ids is None else self._known(params.allowed_token_ids),
             banned=np.array([word[0] for word in words if len(word) == 1], dtype=np.int64),
             prefixes=np.array(

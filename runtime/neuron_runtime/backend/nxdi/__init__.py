@@ -15,7 +15,7 @@ from neuron_runtime.artifacts.loading import given_folder
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, find_target
 from neuron_runtime.backend.nxdi.foreign import holds_weights, within
-from neuron_runtime.backend.nxdi.graph_plan import Plan, plan_of
+from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.graphs import nxdi_compiler
 from neuron_runtime.backend.nxdi.models import IMPORT_PATH
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
@@ -27,20 +27,6 @@ from neuron_runtime.errors import InvalidConfig
 if TYPE_CHECKING:
     from neuron_runtime.backend_protocol import Backend, Compiler, ProgressCallback
     from neuron_runtime.config import RuntimeConfig
-
-__all__ = [
-    "ALWAYS_COMPILES",
-    "FREED_BY_EXIT",
-    "PROCESS_PER_RANK",
-    "check_config",
-    "check_model",
-    "compiler",
-    "compiler_reads_weights",
-    "load_backend",
-    "needs_weights",
-    "plan",
-    "versions",
-]
 
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
@@ -88,7 +74,7 @@ def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
     return nxdi_compiler(config, model_dir)
 
 
-def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> Plan:
+def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> GraphPlan:
     """See `PlanningPackage.plan`."""
     return plan_of(config, read_config(model_dir), find_target(config), tuple(lengths))
 

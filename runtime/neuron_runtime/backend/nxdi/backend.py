@@ -25,9 +25,10 @@ from neuron_runtime.backend.nxdi.buckets import (
 )
 from neuron_runtime.backend.nxdi.device_thread import DeviceThread
 from neuron_runtime.backend.nxdi.failures import classified
-from neuron_runtime.backend.nxdi.inputs import Call, Inputs, StepRows
-from neuron_runtime.backend.nxdi.sampling_rows import HostRows, IntArray
+from neuron_runtime.backend.nxdi.inputs import Call, Inputs
+from neuron_runtime.backend.nxdi.sampling_rows import HostRows
 from neuron_runtime.backend.nxdi.settings import Application, Settings
+from neuron_runtime.backend.slots import FedRows, IntArray
 from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime
 from neuron_runtime.core import (
     KNOWN,
@@ -37,7 +38,6 @@ from neuron_runtime.core import (
     Batch,
     DeviceMemory,
     GraphUse,
-    Kind,
     Late,
     Rows,
     Sampling,
@@ -60,7 +60,7 @@ class _Step(NamedTuple):
 
     batch: Batch
     calls: list[Call]
-    rows: StepRows
+    rows: FedRows
 
 
 class _Job(NamedTuple):
@@ -114,7 +114,7 @@ class NxdiBackend:
             progress("warming up", at / len(batches))
             for _ in range(NUM_WARM_UPS):
                 seconds = self._run_alone(batch).device_seconds
-                self._run_alone(Batch(step=batch.step, kind=Kind.DECODE, rows=Rows(), released=batch.rows.slot))
+                self._run_alone(Batch(step=batch.step, rows=Rows(), released=batch.rows.slot))
             times.append((batch, seconds))
         progress("warming up", 1.0)
         self._memory_due = 0.0  # so that the first request's step reports it
@@ -260,14 +260,14 @@ def _warm_up_batch(settings: Settings, graph: Graph, step: int) -> Batch | None:
         position = position_that_takes(settings, graph)
         if position is None:
             return None
-        start, end, kind = position, position + 1, Kind.DECODE
+        start, end, num_prefills = position, position + 1, 0
         if settings.layout == "slots":
             slot = graph.rows - 1
     else:
         found = prefill_that_takes(settings, graph)
         if found is None:
             return None
-        (start, end), kind = found, Kind.PREFILL
+        (start, end), num_prefills = found, 1
     num_blocks = -(-end // settings.block_size)
     added = Added(
         slot=slot,
@@ -277,4 +277,4 @@ def _warm_up_batch(settings: Settings, graph: Graph, step: int) -> Batch | None:
         blocks=tuple(range(num_blocks)) if settings.layout == "blocks" else (slot,),
     )
     rows = Rows((slot,), (start,), (end - start,), (NO_TOKEN,), (KNOWN,), (True,))
-    return Batch(step=step, kind=kind, rows=rows, added=(added,))
+    return Batch(step=step, rows=rows, num_prefills=num_prefills, added=(added,))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -40,15 +39,6 @@ FIXED_TOKENS = 384
 
 Lengths = tuple[tuple[int, float], ...]
 """A distribution: (length in tokens, probability), ascending."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Chosen buckets, and their padding."""
-
-    buckets: tuple[int, ...]
-    waste: float
-    """Share of device time that computes padding."""
 
 
 def log_uniform(low: int, high: int, num_points: int = 256) -> Lengths:
@@ -111,7 +101,7 @@ def choose(
     multiple: int = STEP,
     strict: bool = True,
     never: tuple[int, int] = (0, 0),
-) -> Sizes:
+) -> tuple[int, ...]:
     """The buckets with the least device time for these lengths, as few as are worth their graph.
 
     Exact, by dynamic programming over candidate sizes: the best k buckets end with `largest`, and every length takes
@@ -138,7 +128,6 @@ def choose(
     best = [above[j + 1] * costs[j] for j in range(last + 1)]
     chains: list[tuple[int, ...]] = [(j,) for j in range(last + 1)]
     chosen, found = best[last], chains[last]
-    exact = sum(probability * cost(max(length, 1)) for length, probability in lengths)
     for _ in range(min(max_buckets, len(sizes)) - 1):
         following, longer = list(best), list(chains)
         for j in range(1, last + 1):
@@ -149,7 +138,7 @@ def choose(
         if best[last] > chosen * (1 - MIN_SAVING):
             break
         chosen, found = best[last], chains[last]
-    return Sizes(tuple(sizes[j] for j in found), max(0.0, 1 - exact / chosen))
+    return tuple(sizes[j] for j in found)
 
 
 def _candidates(least: int, largest: int, multiple: int) -> list[int]:

@@ -60,8 +60,6 @@ class Platform:
     """Of one device."""
     logical_core: LogicalCore
     """Physical cores per logical core, unless configured."""
-    core_bytes: int
-    """Device memory per physical core."""
 
     @property
     def logical_cores(self) -> tuple[LogicalCore, ...]:
@@ -71,10 +69,10 @@ class Platform:
 PLATFORMS = {
     platform.name: platform
     for platform in (
-        Platform("inf2", 2, 1, 16 * 2**30),
-        Platform("trn1", 2, 1, 16 * 2**30),
-        Platform("trn2", 8, 2, 12 * 2**30),
-        Platform("trn3", 8, 2, 18 * 2**30),
+        Platform("inf2", 2, 1),
+        Platform("trn1", 2, 1),
+        Platform("trn2", 8, 2),
+        Platform("trn3", 8, 2),
     )
 }
 

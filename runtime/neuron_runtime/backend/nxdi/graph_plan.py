@@ -22,6 +22,7 @@ from neuron_runtime.backend.nxdi.neuron_config import spelled
 from neuron_runtime.backend.nxdi.settings import Settings, context_sizes, settings_of
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, seconds_text
+from neuron_runtime.dtypes import BY_NAME
 
 COMPILE_SECONDS_PER_LAYER = 2.4
 """Of one graph. From AWS's statement that a model of 15 GB takes about 15 minutes: 32 layers, 12 graphs."""
@@ -30,8 +31,6 @@ NO_CALL = "nothing: no call takes it"
 
 VERSION = 1
 """Of the document of a plan."""
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class PlannedGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GraphPlan:
     settings: Settings
     graphs: Sequence[PlannedGraph]
     prefill_padding: float
@@ -73,7 +72,7 @@ class Plan:
         return sum(graph.takes == NO_CALL for graph in self.graphs)
 
 
-def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, lengths: Lengths = ()) -> Plan:
+def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, lengths: Lengths = ()) -> GraphPlan:
     """The plan of a configuration.
 
     Args:
@@ -96,11 +95,11 @@ def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, len
         settings = settings_of(msgspec.structs.replace(config, buckets=buckets), model, target)
     facts = _Facts.of(model, settings.tensor)
     num_blocks = settings.num_blocks + (settings.layout == "blocks")  # NxD Inference adds one, for what is not kept
-    return Plan(
+    return GraphPlan(
         settings,
         [_planned(graph, settings, facts, lengths) for graph in all_graphs(settings)],
         _padding(lengths, settings),
-        facts.cached_numbers * num_blocks * settings.block_size * DTYPE_BYTES[settings.dtype],
+        facts.cached_numbers * num_blocks * settings.block_size * BY_NAME[settings.dtype].num_bytes,
     )
 
 
@@ -122,7 +121,7 @@ class _Document(msgspec.Struct):
     settings: Settings
 
 
-def lines_of(plan: Plan) -> list[str]:
+def lines_of(plan: GraphPlan) -> list[str]:
     """The plan as a table for people, one line per graph, and what sums up."""
     settings, graphs = plan.settings, plan.graphs
     widths = max(len(graph.name) for graph in graphs), max(len(graph.takes) for graph in graphs)
@@ -144,7 +143,7 @@ def lines_of(plan: Plan) -> list[str]:
     ]
 
 
-def flags_of(plan: Plan) -> str:
+def flags_of(plan: GraphPlan) -> str:
     """The flags that fix the buckets of a plan."""
     settings = plan.settings
     flags = {
@@ -214,7 +213,7 @@ def _planned(graph: Graph, settings: Settings, facts: _Facts, lengths: Lengths) 
     else:
         size, rows = graph.rows, graph.rows
         takes = f"up to {graph.rows} sequences of {_previous(settings.token_buckets, graph.length)} to {graph.length}"
-    tensor, width = settings.tensor, DTYPE_BYTES[settings.dtype]
+    tensor, width = settings.tensor, BY_NAME[settings.dtype].num_bytes
     widest = 2 * facts.hidden + max(2 * facts.intermediate, 3 * facts.heads) // tensor
     activations = size * widest * width + rows * facts.vocabulary // tensor * 4
     return PlannedGraph(graph.name, takes, padding, activations, COMPILE_SECONDS_PER_LAYER * facts.layers)

@@ -29,7 +29,7 @@ from neuron_runtime.backend.nxdi.foreign import (
 )
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
-from neuron_runtime.backend_protocol import Graph, Needs, Rank
+from neuron_runtime.backend_protocol import CompileUnit, Needs, Rank
 from neuron_runtime.checkpoint import SHARD_FILE, has_only_shards, read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
@@ -109,9 +109,9 @@ class NxdiCompiler:
     def tools(self) -> Mapping[str, str]:
         return {library.COMPILER: library.compiler_version()}
 
-    def graphs(self) -> Sequence[Graph]:
+    def graphs(self) -> Sequence[CompileUnit]:
         names = tuple(graph.name for graph in all_graphs(self._settings))
-        return [Graph(self._settings.application, self._compile, names, self._ready)]
+        return [CompileUnit(self._settings.application, self._compile, names, self._ready)]
 
     def check(self, folder: Path) -> None:
         """Loading graphs takes a device, so this looks for the files that loading will read."""

@@ -17,7 +17,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class NxdiFamily:
     """Models that one application class runs."""
 
     application: str
@@ -46,11 +46,11 @@ class Family:
 
 FAMILIES = (
     # Tokens of all were compared with those of transformers, on the Python part of NxD Inference.
-    Family("llama", "0.1", ("LlamaForCausalLM",)),
-    Family("mistral", "0.9", ("MistralForCausalLM",), before="llama", windows="kept", ignores=("rope_scaling",)),
-    Family("qwen2", "0.5", ("Qwen2ForCausalLM",), windows="ignored", ignores=("rope_scaling",)),
-    Family("qwen3", "0.5", ("Qwen3ForCausalLM",), windows="ignored", ignores=("rope_scaling", "attention_bias")),
-    Family(
+    NxdiFamily("llama", "0.1", ("LlamaForCausalLM",)),
+    NxdiFamily("mistral", "0.9", ("MistralForCausalLM",), before="llama", windows="kept", ignores=("rope_scaling",)),
+    NxdiFamily("qwen2", "0.5", ("Qwen2ForCausalLM",), windows="ignored", ignores=("rope_scaling",)),
+    NxdiFamily("qwen3", "0.5", ("Qwen3ForCausalLM",), windows="ignored", ignores=("rope_scaling", "attention_bias")),
+    NxdiFamily(
         "mixtral",
         "0.1",
         ("MixtralForCausalLM",),
@@ -58,8 +58,8 @@ FAMILIES = (
         ignores=("rope_scaling",),
         note="faster with SDK 2.28 than with newer ones",
     ),
-    Family("dbrx", "0.1", ("DbrxForCausalLM",), note="faster with SDK 2.28 than with newer ones"),
-    Family(
+    NxdiFamily("dbrx", "0.1", ("DbrxForCausalLM",), note="faster with SDK 2.28 than with newer ones"),
+    NxdiFamily(
         "qwen3_moe",
         "0.6",
         ("Qwen3MoeForCausalLM",),
@@ -67,7 +67,7 @@ FAMILIES = (
         ignores=("rope_scaling", "attention_bias"),
         note="SDK 2.28 runs it with 16 rows or more only",
     ),
-    Family(
+    NxdiFamily(
         "gpt_oss",
         "0.7",
         ("GptOssForCausalLM",),
@@ -76,7 +76,7 @@ FAMILIES = (
         mixed=True,
         note="its MXFP4 weights, and no others, are computed in bfloat16",
     ),
-    Family(
+    NxdiFamily(
         "llama4",
         "0.5",
         ("Llama4ForConditionalGeneration",),
@@ -84,7 +84,7 @@ FAMILIES = (
         layouts=("slots",),
         note="text only; faster with SDK 2.28 than with newer ones",
     ),
-    Family(
+    NxdiFamily(
         "gemma3",
         "0.9",
         ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
@@ -100,7 +100,7 @@ BY_APPLICATION = {family.application: family for family in FAMILIES}
 BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
 
-def family_of(model: Mapping[str, Any], application_class: str) -> Family:
+def family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
     """The family of a model.
 
     Args:
@@ -115,7 +115,7 @@ def family_of(model: Mapping[str, Any], application_class: str) -> Family:
         if family := BY_APPLICATION.get(application_class):
             return family
         if IMPORT_PATH.fullmatch(application_class):
-            return Family(application_class, "", ())
+            return NxdiFamily(application_class, "", ())
         known = ", ".join(sorted(BY_APPLICATION))
         message = f"must be one of {known}, or `module:Class`; got {application_class!r}"
         raise InvalidConfig("$.applicationClass", message)
@@ -148,7 +148,7 @@ def text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
     return found | {name: found[other] for name, other in OTHER_NAMES.items() if name not in found and other in found}
 
 
-def window_of(family: Family, text: Mapping[str, Any]) -> int:
+def window_of(family: NxdiFamily, text: Mapping[str, Any]) -> int:
     """Tokens that layers with a sliding window see; 0: none has one, or what its class does is not known.
 
     Args:

@@ -25,7 +25,7 @@ SHARDED = "save_sharded_checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class NeuronField:
     """A keyword of NeuronConfig."""
 
     name: str
@@ -45,13 +45,13 @@ class Field:
     """Where NeuronConfig keeps it: empty, under its name; None: not under a name of its own."""
 
 
-_Flag, _Number = partial(Field, kind=bool), partial(Field, kind=int)
-_Ours, _Derived = Field, partial(Field, derived=True)
+_Flag, _Number = partial(NeuronField, kind=bool), partial(NeuronField, kind=int)
+_Ours, _Derived = NeuronField, partial(NeuronField, derived=True)
 _SPECULATION, _QUANTIZATION, _DEBUGGING = "speculative decoding", "quantization", "capturing tensors"
 _CHUNKS = "chunked prefill of NxD Inference, which does not work, but segments do"
 
 
-def _all(make: Callable[..., Field], names: str, **more: Any) -> tuple[Field, ...]:
+def _all(make: Callable[..., NeuronField], names: str, **more: Any) -> tuple[NeuronField, ...]:
     return tuple(make(name, **more) for name in names.split())
 
 
@@ -84,26 +84,26 @@ FIELDS = (
     ),
     # Not built.
     *_all(
-        Field,
+        NeuronField,
         "speculation_length spec_batch_size enable_fused_speculation enable_eagle_speculation is_eagle_draft "
         "enable_eagle_draft_input_norm is_eagle3 is_medusa medusa_speculation_length num_medusa_heads medusa_tree "
         "token_tree_config draft_model_modules_to_not_convert eagle_rolling_buffer_kernel_enabled",
         feature=_SPECULATION,
     ),
     *_all(
-        Field,
+        NeuronField,
         "quantized quantized_checkpoints_path quantization_type quantization_dtype kv_cache_quant "
         "quantized_mlp_kernel_enabled rmsnorm_quantize_kernel_enabled modules_to_not_convert "
         "activation_quantization_type quantize_clamp_bound quantization_block_size quantization_block_axis "
         "quantization_scale_dtype is_mxfp4_compute is_full_model_shuffled kv_quant_config",
         feature=_QUANTIZATION,
     ),
-    Field("lora_config", feature="LoRA"),
-    Field("skip_vision", feature="multimodal input"),
-    *_all(Field, "tensor_replacement_config tensor_capture_config", feature=_DEBUGGING),
-    Field("attention_dp_degree", feature="data-parallel attention", neutral=(1,)),
-    Field("windowed_context_encoding_size", feature="windowed context encoding"),
-    *_all(Field, "is_chunked_prefill chunked_prefill_config", feature=_CHUNKS),
+    NeuronField("lora_config", feature="LoRA"),
+    NeuronField("skip_vision", feature="multimodal input"),
+    *_all(NeuronField, "tensor_replacement_config tensor_capture_config", feature=_DEBUGGING),
+    NeuronField("attention_dp_degree", feature="data-parallel attention", neutral=(1,)),
+    NeuronField("windowed_context_encoding_size", feature="windowed context encoding"),
+    *_all(NeuronField, "is_chunked_prefill chunked_prefill_config", feature=_CHUNKS),
     # Free: kernels, parallelism within a step, options of the compiler.
     *_all(
         _Flag,
@@ -125,9 +125,9 @@ FIELDS = (
         "cc_pipeline_tiling_factor weight_gather_seq_len_threshold cp_degree seq_len_threshold_for_cc_tiling "
         "lm_head_pad_alignment_size scratchpad_page_size mlp_cp_degree padded_hidden_size padded_intermediate_size",
     ),
-    *_all(Field, "rpl_reduce_dtype target attn_cls cast_type attention_dtype ep_dispatch_cc_option", kind=str),
-    Field("weights_to_skip_layout_optimization", kind=list),
-    Field("dma_order_config", kind=dict),
+    *_all(NeuronField, "rpl_reduce_dtype target attn_cls cast_type attention_dtype ep_dispatch_cc_option", kind=str),
+    NeuronField("weights_to_skip_layout_optimization", kind=list),
+    NeuronField("dma_order_config", kind=dict),
     # Of mixtures of experts.
     *_all(
         _Flag,
@@ -139,14 +139,14 @@ FIELDS = (
     _Flag("disable_normalize_top_k_affinities", only_experts=True, attribute=None),
     *_all(_Number, "moe_tp_degree moe_ep_degree", only_experts=True),
     *_all(
-        Field,
+        NeuronField,
         "capacity_factor hidden_act_scaling_factor hidden_act_bias gate_clamp_upper_limit gate_clamp_lower_limit "
         "up_clamp_upper_limit up_clamp_lower_limit",
         kind=float,
         only_experts=True,
     ),
-    *_all(Field, "blockwise_matmul_config router_config hybrid_sharding_config", kind=dict, only_experts=True),
-    Field("glu_type", kind=str, only_experts=True),
+    *_all(NeuronField, "blockwise_matmul_config router_config hybrid_sharding_config", kind=dict, only_experts=True),
+    NeuronField("glu_type", kind=str, only_experts=True),
 )
 
 BY_NAME = {field.name: field for field in FIELDS}
@@ -249,7 +249,7 @@ def _read(name: str, value: Any, at: str, application: str, private: bool) -> An
     return _of_kind(field, value, at)
 
 
-def _of_kind(field: Field, value: Any, at: str) -> Any:
+def _of_kind(field: NeuronField, value: Any, at: str) -> Any:
     if field.kind is None or (value is None and field.kind is bool):
         return value
     if field.name == "token_generation_batches" and isinstance(value, int) and not isinstance(value, bool):

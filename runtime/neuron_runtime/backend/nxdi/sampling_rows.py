@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from neuron_runtime.backend.host_sampling.sampler import Chosen, HostSampler
+from neuron_runtime.backend.slots import IntArray
 from neuron_runtime.core import Added, BackendLimits, Sampling, needs_host
 
-IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
 GREEDY = (1.0, 1.0, 1.0)

@@ -17,11 +17,12 @@ import msgspec
 
 from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.devices import LogicalCore, Target
-from neuron_runtime.backend.nxdi.models import Family, family_of, is_private, text_config, window_of
+from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.nxdi.neuron_config import PATH, SAMPLING, Override, merge, read_override
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig, uses_blocks
 from neuron_runtime.core import DeviceMemory
+from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ Without it, a prefill over a prefix attends to unused positions: its tokens are 
 TILE = 128
 """Positions that the cache manager wants along one axis of a sequence's blocks."""
 
-DTYPES = ("float32", "bfloat16", "float16")
 
 Sampling = Literal["Device", "DeviceWithLogits", "Host"]
 
@@ -154,7 +154,7 @@ class _Derivation:
         model: Mapping[str, Any],
         target: Target,
         override: Override,
-        family: Family,
+        family: NxdiFamily,
     ) -> None:
         self._config, self._model, self._target, self._override = config, model, target, override
         self._family = family
@@ -301,8 +301,8 @@ class _Derivation:
             stored = self._model.get("dtype") or self._model.get("torch_dtype") or "bfloat16"
             wanted = str(stored).removeprefix("torch.")
         with self._found.collecting():
-            if wanted not in DTYPES:
-                raise InvalidConfig(self._where("$.dtype"), f"must be one of {', '.join(DTYPES)}, got {wanted!r}")
+            if wanted not in COMPUTED:
+                raise InvalidConfig(self._where("$.dtype"), f"must be one of {', '.join(COMPUTED)}, got {wanted!r}")
         return str(wanted)
 
     def _layout(self) -> tuple[bool, bool, bool]:
@@ -447,7 +447,7 @@ class _Derivation:
         cost = bucket_plan.decode_cost(self._model, rows)
         multiple = math.lcm(bucket_plan.STEP, block_size) if blocks else bucket_plan.STEP
         most = bucket_plan.MAX_TOKEN_BUCKETS
-        return bucket_plan.choose(contexts, length, most, cost, least=2 * SMALLEST_BUCKET, multiple=multiple).buckets
+        return bucket_plan.choose(contexts, length, most, cost, least=2 * SMALLEST_BUCKET, multiple=multiple)
 
     def _row_buckets(self, rows: int, blocks: bool, asynchronous: bool) -> tuple[int, ...]:
         path = "$.buckets.sequences"
@@ -537,7 +537,7 @@ def context_sizes(lengths: bucket_plan.Lengths, largest: int, *, blocks: bool, l
     most = bucket_plan.MAX_SEGMENT_BUCKETS if blocks else bucket_plan.MAX_CONTEXT_BUCKETS
     never = RECOMPUTED if blocks else (0, 0)
     cost = bucket_plan.prefill_cost
-    return bucket_plan.choose(lengths, largest, most, cost, least=least, strict=not blocks, never=never).buckets
+    return bucket_plan.choose(lengths, largest, most, cost, least=least, strict=not blocks, never=never)
 
 
 def _segment(length: int, least: int) -> int:

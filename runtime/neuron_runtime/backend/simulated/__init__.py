@@ -26,19 +26,6 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ConfigProblems
 
-__all__ = [
-    "ALWAYS_COMPILES",
-    "FREED_BY_EXIT",
-    "PROCESS_PER_RANK",
-    "check_config",
-    "check_model",
-    "compiler",
-    "compiler_reads_weights",
-    "load_backend",
-    "needs_weights",
-    "versions",
-]
-
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
 PROCESS_PER_RANK = True

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from neuron_runtime.backend.simulated.options import Options
-from neuron_runtime.backend_protocol import Graph, Needs
+from neuron_runtime.backend_protocol import CompileUnit, Needs
 from neuron_runtime.core import BackendLimits
 
 FORMAT = 1
@@ -52,8 +52,8 @@ class SimulatedCompiler:
     def tools(self) -> Mapping[str, str]:
         return {"simulated": str(FORMAT)}
 
-    def graphs(self) -> Sequence[Graph]:
-        return [Graph(name, partial(self._compile, name)) for name in self._names()]
+    def graphs(self) -> Sequence[CompileUnit]:
+        return [CompileUnit(name, partial(self._compile, name)) for name in self._names()]
 
     def check(self, folder: Path) -> None:
         for name in self._names():

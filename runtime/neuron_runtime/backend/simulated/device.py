@@ -23,7 +23,6 @@ from neuron_runtime.core import (
     BackendLimits,
     Batch,
     GraphUse,
-    Kind,
     Late,
     Rows,
     Sampling,
@@ -82,7 +81,7 @@ class Timeline:
         self.num_steps += 1
         return self.free_at
 
-    def count(self, call: Call) -> None:
+    def count(self, call: SimulatedCall) -> None:
         use = self.shapes.setdefault(call.shape, ShapeUse())
         use.num_steps += 1
         use.num_used += call.used
@@ -147,7 +146,7 @@ class _Slot:
         return any(want is not None for want in wants)
 
 
-class Call(NamedTuple):
+class SimulatedCall(NamedTuple):
     """One run of a graph, for the decode rows or for a prompt."""
 
     name: str
@@ -166,8 +165,8 @@ class Call(NamedTuple):
         return self.shape[1]
 
 
-def _call(phase: str, bucket: int, used: int, seconds: float, *, is_compiled: bool) -> Call:
-    return Call(f"{phase}_{bucket}" if is_compiled else phase, (phase, bucket), used, seconds, is_compiled)
+def _call(phase: str, bucket: int, used: int, seconds: float, *, is_compiled: bool) -> SimulatedCall:
+    return SimulatedCall(f"{phase}_{bucket}" if is_compiled else phase, (phase, bucket), used, seconds, is_compiled)
 
 
 class _SimulatedStep(NamedTuple):
@@ -176,7 +175,7 @@ class _SimulatedStep(NamedTuple):
     ends: list[int]
     plain: bool
     """No live sequence is special."""
-    calls: list[Call]
+    calls: list[SimulatedCall]
     seconds: float
     ready_at: float
 
@@ -285,15 +284,13 @@ class SimulatedBackend:
         given = zip(rows.slot, rows.start, rows.after, strict=True)
         return [start if after == KNOWN else self._slots[slot].end for slot, start, after in given]
 
-    def calls(self, batch: Batch) -> list[Call]:
+    def calls(self, batch: Batch) -> list[SimulatedCall]:
         """What the device runs: all decode rows together, and with prefill buckets each prompt alone. Called before the
         batch's rows are fed."""
         limits, times, rows = self._limits, self._times, batch.rows
-        fed: list[int] = []
-        if batch.kind is not Kind.DECODE:
-            fed = [count for count, prefills in zip(rows.num_tokens, rows.prefills, strict=True) if prefills]
+        fed = rows.num_tokens[batch.num_decodes :]
         calls = []
-        if num_decode := len(rows) - len(fed):
+        if num_decode := batch.num_decodes:
             bucket = times.decode.bucket(num_decode)
             seconds = times.decode.curve.seconds(bucket)
             calls.append(_call("decode", bucket, num_decode, seconds, is_compiled=bool(times.decode.buckets)))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds
+from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, PhaseTimes, StepTimes, constant, milliseconds
 from neuron_runtime.config import RuntimeConfig, uses_blocks
 from neuron_runtime.core import BackendLimits, PrefillBucket, TokenFeedback
 from neuron_runtime.errors import InvalidConfig
@@ -95,7 +95,7 @@ def step_times(options: Options) -> StepTimes:
     )
 
 
-def _phase(name: str, curve: Curve, points: tuple[tuple[int, float], ...], buckets: tuple[int, ...]) -> Phase:
+def _phase(name: str, curve: Curve, points: tuple[tuple[int, float], ...], buckets: tuple[int, ...]) -> PhaseTimes:
     if points:
         try:
             curve = milliseconds(points)
@@ -103,7 +103,7 @@ def _phase(name: str, curve: Curve, points: tuple[tuple[int, float], ...], bucke
             raise InvalidConfig(f"{PATH}.{name}Milliseconds", str(error)) from error
     if list(buckets) != sorted({*buckets}) or min(buckets, default=1) < 1:
         raise InvalidConfig(f"{PATH}.{name}Buckets", f"must be positive and in ascending order, got {list(buckets)}")
-    return Phase(curve, buckets)
+    return PhaseTimes(curve, buckets)
 
 
 def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, longest: int) -> BackendLimits:

@@ -39,7 +39,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PhaseTimes:
     """The steps of one phase: their times, and the sizes that are compiled."""
 
     curve: Curve
@@ -66,8 +66,8 @@ class StepTimes:
     prefill: over prompt tokens, without those found in the prefix cache.
     """
 
-    decode: Phase
-    prefill: Phase
+    decode: PhaseTimes
+    prefill: PhaseTimes
 
 
 def constant(seconds: float) -> Curve:

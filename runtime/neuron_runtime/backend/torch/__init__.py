@@ -26,20 +26,6 @@ if TYPE_CHECKING:
     from neuron_runtime.backend_protocol import Backend, Compiler, ProgressCallback
     from neuron_runtime.config import RuntimeConfig
 
-__all__ = [
-    "ALWAYS_COMPILES",
-    "FREED_BY_EXIT",
-    "PROCESS_PER_RANK",
-    "check_config",
-    "check_model",
-    "compiler",
-    "compiler_reads_weights",
-    "load_backend",
-    "needs_weights",
-    "prepare",
-    "versions",
-]
-
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
 PROCESS_PER_RANK = True

@@ -76,7 +76,7 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class TorchFamily:
     """How one architecture differs from the others.
 
     defaults: values of fields that config.json leaves out, as in the configuration class of transformers. A null field
@@ -98,18 +98,18 @@ FIXED: Mapping[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0, 
 # Qwen's sliding layers begin at max_window_layers; where all layers slide (Mistral), that is layer 0.
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
-FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(fixed={"sliding_window": None}),
-    "MistralForCausalLM": Family(
+FAMILIES: Mapping[str, TorchFamily] = {
+    "LlamaForCausalLM": TorchFamily(fixed={"sliding_window": None}),
+    "MistralForCausalLM": TorchFamily(
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         fixed={"attention_bias": False, "mlp_bias": False, "use_sliding_window": True, "max_window_layers": 0},
     ),
-    "Qwen2ForCausalLM": Family(
+    "Qwen2ForCausalLM": TorchFamily(
         defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
         fixed={"attention_bias": True, "mlp_bias": False},
         output_bias=False,
     ),
-    "Qwen3ForCausalLM": Family(
+    "Qwen3ForCausalLM": TorchFamily(
         defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
         fixed={"mlp_bias": False},
         query_key_norm=True,

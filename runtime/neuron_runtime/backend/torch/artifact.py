@@ -19,7 +19,7 @@ from torch.export import Dim, export
 from neuron_runtime.backend.torch.architecture import DecoderConfig
 from neuron_runtime.backend.torch.cache import lazy_zeros
 from neuron_runtime.backend.torch.compiled import load_library
-from neuron_runtime.backend.torch.compiled_steps import PROCESSOR, Step, cxx
+from neuron_runtime.backend.torch.compiled_steps import PROCESSOR, StepGraph, cxx
 from neuron_runtime.backend.torch.step_module import DecodeStep, SeenInputs, StepInputs, distinct
 from neuron_runtime.checkpoint import InvalidModel
 
@@ -27,7 +27,7 @@ from neuron_runtime.checkpoint import InvalidModel
 ROWS, LINES, LENGTH, COLUMNS, LINES_PER_ROW = 5, 7, 96, 64, 3
 
 
-def compile_step(step: Step, model: DecoderConfig, dtype: torch.dtype, block_size: int, folder: Path) -> None:
+def compile_step(step: StepGraph, model: DecoderConfig, dtype: torch.dtype, block_size: int, folder: Path) -> None:
     """Write the library of one step. block_size: 0 for the slot layout."""
     module = DecodeStep(model, dtype, blocks=block_size > 0)
     inputs = _example(model, dtype, step.num_rows or ROWS, block_size)

@@ -17,10 +17,11 @@ import torch
 
 from neuron_runtime.backend.host_sampling.drawing import NotFinite
 from neuron_runtime.backend.host_sampling.sampler import HostSampler, logprobs_of
-from neuron_runtime.backend.torch.cache import IntArray, KVCache
+from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
+from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
-from neuron_runtime.backend.torch.mirror import SlotMirror
+from neuron_runtime.backend.torch.prompt_targets import PromptTargets
 from neuron_runtime.backend_protocol import ProgressCallback, StepTime, size_of
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.core import (
@@ -29,7 +30,6 @@ from neuron_runtime.core import (
     Added,
     BackendLimits,
     Batch,
-    Kind,
     Late,
     Rows,
     Sampling,
@@ -83,6 +83,7 @@ class TorchBackend:
         self._cache = cache
         self._limits = limits
         self._mirror = SlotMirror(limits)
+        self._prompts = PromptTargets(limits.max_rows)
         self._sampler = HostSampler(self._mirror.tokens, limits.vocabulary_size)
         self._thread = device or device_thread()
         self._running: deque[tuple[int, Future[_TorchStep]]] = deque()
@@ -110,9 +111,9 @@ class TorchBackend:
         prompt = Rows((0,), (0,), (length,), (NO_TOKEN,), (KNOWN,), (True,))
         decode = Rows((0,), (length,), (1,), (NO_TOKEN,), (KNOWN,), (True,))
         steps = (
-            Batch(step=-3, kind=Kind.PREFILL, rows=prompt, added=(added,)),
-            Batch(step=-2, kind=Kind.DECODE, rows=decode),
-            Batch(step=-1, kind=Kind.DECODE, rows=Rows(), released=(0,)),
+            Batch(step=-3, rows=prompt, num_prefills=1, added=(added,)),
+            Batch(step=-2, rows=decode),
+            Batch(step=-1, rows=Rows(), released=(0,)),
         )
         try:
             for _ in range(2):  # only the second run is timed
@@ -153,29 +154,34 @@ class TorchBackend:
     @torch.inference_mode()
     def _run(self, batch: Batch) -> _TorchStep:
         begin = time.perf_counter()
-        rows, token_ids = self._mirror.apply(batch)
+        rows = self._mirror.resolve(batch)
+        self._mirror.apply(batch, rows)
+        self._mirror.learn(rows)
         for added in batch.added:
             self._sampler.add(added)
-        sampled = np.flatnonzero(np.array(batch.rows.samples, dtype=bool))
+            self._prompts.add(added)
+        sampled = np.flatnonzero(rows.samples)
         if not len(batch.rows):
             return _TorchStep(batch, sampled, None, (), begin)
-        hidden = self._decoder.forward(torch.from_numpy(token_ids), self._cache.plan(rows))
-        ends = np.cumsum(rows.num_tokens)
-        prompt_logprobs = self._prompt_logprobs(batch, hidden, ends - rows.num_tokens)
+        num_tokens = rows.ends - rows.start
+        plan = self._cache.plan(StepRows(rows.start, num_tokens, self._mirror.blocks[rows.slots]))
+        hidden = self._decoder.forward(torch.from_numpy(self._mirror.token_ids(rows)), plan)
+        ends = np.cumsum(num_tokens)
+        prompt_logprobs = self._prompt_logprobs(rows, hidden, ends - num_tokens)
         if not len(sampled):
             return _TorchStep(batch, sampled, None, prompt_logprobs, begin)
         last = torch.from_numpy(ends[sampled] - 1)
         logits = self._decoder.logits(hidden[last] if len(last) != len(hidden) else hidden)
         return _TorchStep(batch, sampled, logits, prompt_logprobs, begin)
 
-    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor, begins: IntArray) -> PerRow:
+    def _prompt_logprobs(self, rows: FedRows, hidden: torch.Tensor, begins: IntArray) -> PerRow:
         """Computed for some positions at a time: logits of a whole prompt could take more memory than the model."""
-        targets = self._mirror.prompt_targets(batch)
+        targets = self._prompts.of_rows(rows, self._mirror.tokens)
         if not targets:
             return ()
-        counts = self._mirror.num_prompt_logprobs[list(batch.rows.slot)]
+        counts = self._prompts.num_logprobs[rows.slots]
         at_once = max(1, LOGITS_AT_ONCE // self._limits.vocabulary_size)
-        found: list[tuple[TokenLogprobs, ...]] = [()] * len(batch.rows)
+        found: list[tuple[TokenLogprobs, ...]] = [()] * len(rows.slots)
         for row, tokens in targets:
             of_row: list[TokenLogprobs] = []
             for begin in range(0, len(tokens), at_once):

@@ -13,10 +13,9 @@ from functools import cached_property
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-IntArray = npt.NDArray[np.int64]
+from neuron_runtime.backend.slots import IntArray
 
 LENGTH_STEP = 32
 """Decode attention rounds lengths up to a multiple of this."""
@@ -36,7 +35,7 @@ class StepRows:
     lines: IntArray
 
 
-class Seen(NamedTuple):
+class SeenColumns(NamedTuple):
     """What one-token rows attend to: columns `[begin, end)` of `lines`, in the order of the row's positions.
 
     lines: `[rows, lines per row]`. A row sees positions `[seen_from, seen_to)` of these columns, counted through all
@@ -93,7 +92,7 @@ class Reads(NamedTuple):
     prompts: tuple[PromptPart, ...]
 
 
-class Plan(Protocol):
+class CachePlan(Protocol):
     """Where the tokens of a step are written in `cache`, and what they attend to."""
 
     @property
@@ -116,7 +115,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The `Plan` of a step of these rows."""
+    """The `CachePlan` of a step of these rows."""
 
     cache: KVCache
     rows: StepRows
@@ -187,7 +186,7 @@ class KVCache:
         }
         return tuple(reads[window] for window in self.windows)
 
-    def write(self, layer: int, plan: Plan, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, layer: int, plan: CachePlan, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys and values `[tokens, kv_heads, dim]` of the step's tokens."""
         self.keys[layer][plan.write_line, :, plan.write_offset] = key
         self.values[layer][plan.write_line, :, plan.write_offset] = value
@@ -217,21 +216,21 @@ class KVCache:
             return storage[int(part.lines), :, part.span]
         return storage.index_select(0, part.lines).transpose(0, 1).flatten(1, 2)[:, part.span]
 
-    def seen(self, positions: IntArray, lines: IntArray, window: int | None) -> Seen:
+    def seen(self, positions: IntArray, lines: IntArray, window: int | None) -> SeenColumns:
         """What a token at each of `positions` `[rows]` attends to, of `lines` `[rows, lines per sequence]`."""
         ends, firsts = positions + 1, _first_seen(positions, window)
         if lines.shape[1] == 1:
             # The same columns for all rows, from the first to the last position that any of them sees.
             begin = int(firsts.min() // LENGTH_STEP * LENGTH_STEP)
             end = min(_rounded(ends.max(), LENGTH_STEP), self.line_length)
-            return Seen(lines, begin, end, firsts - begin, ends - begin)
+            return SeenColumns(lines, begin, end, firsts - begin, ends - begin)
         # Each row starts at the line of the first position that it sees.
         first_lines = firsts // self.line_length
         origins = first_lines * self.line_length
         num_lines = min(-(-_rounded((ends - origins).max(), LENGTH_STEP) // self.line_length), lines.shape[1])
         wanted = np.minimum(first_lines[:, np.newaxis] + np.arange(num_lines), lines.shape[1] - 1)
         wanted_lines = np.take_along_axis(lines, wanted, axis=1)
-        return Seen(wanted_lines, 0, self.line_length, firsts - origins, ends - origins)
+        return SeenColumns(wanted_lines, 0, self.line_length, firsts - origins, ends - origins)
 
     def _plan_decode(self, rows: StepRows, decodes: IntArray, begins: IntArray, window: int | None) -> DecodePart:
         seen = self.seen(rows.start[decodes], rows.lines[decodes], window)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel
 from neuron_runtime.config import RuntimeConfig, uses_blocks
+from neuron_runtime.dtypes import BY_STORED, COMPUTED_STORED
 
 DEFAULT_BLOCK_SIZE = 16
 EMBEDDING = "model.embed_tokens.weight"
-STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def dtype_of(config: RuntimeConfig, checkpoint: Checkpoint) -> str:
@@ -21,12 +21,12 @@ def dtype_of(config: RuntimeConfig, checkpoint: Checkpoint) -> str:
 def stored_dtype(checkpoint: Checkpoint) -> str:
     """The dtype in which the embedding is stored. Raises InvalidModel."""
     embedding = checkpoint.tensors.get(EMBEDDING)
-    if embedding is None or embedding.dtype not in STORED_DTYPES:
+    if embedding is None or embedding.dtype not in COMPUTED_STORED:
         found = "missing" if embedding is None else embedding.dtype
         raise InvalidModel(
-            f"{checkpoint.folder}: tensor {EMBEDDING} must have dtype {', '.join(STORED_DTYPES)}; it is {found}"
+            f"{checkpoint.folder}: tensor {EMBEDDING} must have dtype {', '.join(COMPUTED_STORED)}; it is {found}"
         )
-    return STORED_DTYPES[embedding.dtype]
+    return BY_STORED[embedding.dtype].name
 
 
 def block_size_of(config: RuntimeConfig) -> int:

@@ -19,7 +19,7 @@ from neuron_runtime.backend.torch.step_module import constants, step_inputs
 from neuron_runtime.errors import ExitCode, FatalError
 
 
-class Graph(Protocol):
+class CompiledStep(Protocol):
     """A compiled step, called with the tensors of `StepInputs`; returns the hidden states."""
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
@@ -28,7 +28,7 @@ class Graph(Protocol):
 class CompiledDecoder:
     """A decoder with the same interface, which runs graphs for decode steps. blocks: the layout of the cache."""
 
-    def __init__(self, decoder: Decoder, one_row: Graph, several_rows: Graph, *, blocks: bool) -> None:
+    def __init__(self, decoder: Decoder, one_row: CompiledStep, several_rows: CompiledStep, *, blocks: bool) -> None:
         self._decoder, self._blocks = decoder, blocks
         self._one_row, self._several_rows = one_row, several_rows
 
@@ -67,10 +67,10 @@ def load_library(path: Path) -> Any:
         raise FatalError(ExitCode.ARTIFACT_MISSING, f"{path}: cannot load the compiled step: {reason}") from error
 
 
-def _load(path: Path, decoder: Decoder) -> Graph:
+def _load(path: Path, decoder: Decoder) -> CompiledStep:
     """A graph that computes with the decoder's own tensors, which must outlive it."""
     library, tensors = load_library(path), constants(decoder.weights)
     names = library.get_constant_names_to_original_fqns()
     library.update_constant_buffer({name: tensors[ours] for name, ours in names.items()}, False, True, True)
-    graph: Graph = library
+    graph: CompiledStep = library
     return graph

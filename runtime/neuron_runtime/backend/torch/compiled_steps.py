@@ -14,7 +14,7 @@ machine, so graphs run on all nodes, and the key does not depend on which one co
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepGraph:
     """A step that is compiled. num_rows: None for every number above one."""
 
     name: str
@@ -22,8 +22,8 @@ class Step:
     num_rows: int | None
 
 
-ONE_ROW = Step("decode of one row", "decode-one.so", 1)
-SEVERAL_ROWS = Step("decode of several rows", "decode-several.so", None)
+ONE_ROW = StepGraph("decode of one row", "decode-one.so", 1)
+SEVERAL_ROWS = StepGraph("decode of several rows", "decode-several.so", None)
 STEPS = (ONE_ROW, SEVERAL_ROWS)
 
 

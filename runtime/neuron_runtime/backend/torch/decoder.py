@@ -15,7 +15,7 @@ from torch.nn import functional
 from neuron_runtime.backend.torch import rotary
 from neuron_runtime.backend.torch.architecture import DecoderConfig
 from neuron_runtime.backend.torch.attention import decode_attention, prompt_attention
-from neuron_runtime.backend.torch.cache import DecodePart, KVCache, Plan
+from neuron_runtime.backend.torch.cache import CachePlan, DecodePart, KVCache
 from neuron_runtime.backend.torch.linear import Linear, linear
 from neuron_runtime.backend.torch.parts import part_of_model, tokens_of
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
@@ -70,7 +70,7 @@ class Decoder:
         self._ranks = ranks
         self._tokens = tokens_of(config, ranks.rank, ranks.size)
 
-    def forward(self, token_ids: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, plan: CachePlan) -> torch.Tensor:
         """Feed `token_ids` `[tokens]`, storing their keys and values.
 
         Returns:
@@ -107,7 +107,7 @@ class Decoder:
         return self._ranks.sum(x)
 
     def _attend(
-        self, layer: int, plan: Plan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, plan: CachePlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Attention of all rows: query `[tokens, heads, dim]` to `[tokens, heads * dim]`."""
         decode, prompts = plan.reads[layer]

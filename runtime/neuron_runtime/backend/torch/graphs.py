@@ -17,8 +17,8 @@ from pathlib import Path
 
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config
 from neuron_runtime.backend.torch.choices import block_size_of, dtype_of
-from neuron_runtime.backend.torch.compiled_steps import PROCESSOR, STEPS, Step, cxx
-from neuron_runtime.backend_protocol import Graph, Needs
+from neuron_runtime.backend.torch.compiled_steps import PROCESSOR, STEPS, StepGraph, cxx
+from neuron_runtime.backend_protocol import CompileUnit, Needs
 from neuron_runtime.checkpoint import read_whole_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -51,8 +51,8 @@ class TorchCompiler:
     def tools(self) -> Mapping[str, str]:
         return {"c++": _version_of(cxx())}
 
-    def graphs(self) -> Sequence[Graph]:
-        return [Graph(step.name, partial(self._compile, step)) for step in STEPS]
+    def graphs(self) -> Sequence[CompileUnit]:
+        return [CompileUnit(step.name, partial(self._compile, step)) for step in STEPS]
 
     def check(self, folder: Path) -> None:
         from neuron_runtime.backend.torch.compiled import load_library  # noqa: PLC0415 - imports torch
@@ -60,7 +60,7 @@ class TorchCompiler:
         for step in STEPS:
             load_library(folder / step.file)
 
-    def _compile(self, step: Step, folder: Path) -> None:
+    def _compile(self, step: StepGraph, folder: Path) -> None:
         import torch  # noqa: PLC0415 - takes seconds
 
         from neuron_runtime.backend.torch.artifact import compile_step  # noqa: PLC0415 - imports torch

@@ -27,9 +27,10 @@ from neuron_runtime.checkpoint import Checkpoint, read_whole_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits
+from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.host import FreeMemory, free_memory, usable_cpus
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in COMPUTED}
 
 
 def load(

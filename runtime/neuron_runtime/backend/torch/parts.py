@@ -14,7 +14,7 @@ from neuron_runtime.backend.torch.architecture import DecoderConfig
 from neuron_runtime.errors import ExitCode, FatalError
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A range of one dimension of a tensor. `padded` rows: the range may end beyond the tensor, in zeros."""
 
     dimension: int
@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 
 WHOLE = None
-ELSEWHERE = Part(0, 0, 0)
+ELSEWHERE = TensorPart(0, 0, 0)
 """Another rank has this tensor."""
 
 
@@ -56,14 +56,14 @@ def tokens_of(model: DecoderConfig, rank: int, size: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
-def parts_of(model: DecoderConfig, rank: int, size: int) -> Mapping[str, Part | None]:
+def parts_of(model: DecoderConfig, rank: int, size: int) -> Mapping[str, TensorPart | None]:
     """By the last words of a tensor's name, the part that one rank reads; names that are missing are read whole."""
     if size == 1:
         return {}
     part, dim = part_of_model(model, size), model.head_dim
 
-    def nth(dimension: int, count: int, number: int = rank) -> Part:
-        return Part(dimension, number * count, (number + 1) * count)
+    def nth(dimension: int, count: int, number: int = rank) -> TensorPart:
+        return TensorPart(dimension, number * count, (number + 1) * count)
 
     query, inner = part.num_heads * dim, part.intermediate_size
     # With fewer heads of keys than ranks, neighbours have the same one.
@@ -72,8 +72,8 @@ def parts_of(model: DecoderConfig, rank: int, size: int) -> Mapping[str, Part | 
     # A bias after a sum over ranks must be added once.
     once = WHOLE if rank == 0 else ELSEWHERE
     return {
-        "embed_tokens.weight": Part(0, tokens.start, tokens.stop),
-        "lm_head.weight": Part(0, tokens.start, tokens.stop),
+        "embed_tokens.weight": TensorPart(0, tokens.start, tokens.stop),
+        "lm_head.weight": TensorPart(0, tokens.start, tokens.stop),
         "q_proj.weight": nth(0, query),
         "q_proj.bias": nth(0, query),
         "k_proj.weight": keys,

@@ -20,7 +20,7 @@ from neuron_runtime.backend.torch.linear import Packed
 
 
 class SeenInputs(NamedTuple):
-    """`cache.Seen` as tensors; columns: `[columns]`, the positions of each line that are read."""
+    """`cache.SeenColumns` as tensors; columns: `[columns]`, the positions of each line that are read."""
 
     lines: torch.Tensor
     columns: torch.Tensor
@@ -124,7 +124,7 @@ class DecodeStep(nn.Module):
 
 
 class _GraphPlan(NamedTuple):
-    """A `cache.Plan` of traced tensors."""
+    """A `cache.CachePlan` of traced tensors."""
 
     cache: KVCache
     positions: torch.Tensor

@@ -13,12 +13,12 @@ from typing import Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, Part
+from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, TensorPart
 from neuron_runtime.backend.torch.read_ahead import LOADING
 from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo
+from neuron_runtime.dtypes import COMPUTED_STORED
 
-READABLE_DTYPES = ("F32", "BF16", "F16")
 MAX_NAMED = 5
 """Tensors named in one error message."""
 
@@ -41,8 +41,8 @@ def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
         where = f"{checkpoint.folder / tensor.file}: tensor {name}"
         if tensor.shape != shape:
             raise InvalidModel(f"{where} has shape {list(tensor.shape)}, config.json requires {list(shape)}")
-        if tensor.dtype not in READABLE_DTYPES:
-            raise InvalidModel(f"{where} has dtype {tensor.dtype}; supported dtypes are {', '.join(READABLE_DTYPES)}")
+        if tensor.dtype not in COMPUTED_STORED:
+            raise InvalidModel(f"{where} has dtype {tensor.dtype}; supported dtypes are {', '.join(COMPUTED_STORED)}")
 
 
 class WeightReader:
@@ -53,7 +53,7 @@ class WeightReader:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         progress: ProgressCallback,
-        parts: Mapping[str, Part | None] = MappingProxyType({}),
+        parts: Mapping[str, TensorPart | None] = MappingProxyType({}),
     ) -> None:
         """parts: by the last words of a tensor's name, what of it is read; see `parts.parts_of`."""
         self._checkpoint = checkpoint
@@ -86,7 +86,7 @@ class WeightReader:
         """None also where another rank has them."""
         return self.take(*names) if present and self._part(names[0]) is not ELSEWHERE else None
 
-    def _part(self, name: str) -> Part | None:
+    def _part(self, name: str) -> TensorPart | None:
         return self._parts.get(".".join(name.rsplit(".", 2)[-2:]))
 
     def _shape(self, info: TensorInfo) -> tuple[int, ...]:
