@@ -41,7 +41,8 @@ lint: setup
 check: lint  ## run lint, type checks, import contracts and fast tests (two minutes)
 	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "$(FAST)"
 
-# Files in the order of tests/conftest.py. A test that needs a program waits until it is built.
+# Files in the order of tests/conftest.py. A test that needs a program waits until it is built. The first of three
+# processes has the cluster, for which it waits most of the time.
 IN_ORDER := --dist loadscope --no-loadscope-reorder
 
 test: cluster-deps  ## run all tests, with a cluster if this machine supports it
@@ -49,7 +50,7 @@ test: cluster-deps  ## run all tests, with a cluster if this machine supports it
 
 all-tests: setup
 	@$(MAKE) --no-print-directory lint test-neuron-versions
-	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "not long"
+	@$(TWO) $(BIN)/pytest -q -n 3 $(IN_ORDER) -m "not long"
 
 test-long: setup cluster-deps  ## run long tests: 100,000 random loads, many examples of each property, the test cluster under faults
 	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "long or hypothesis" --hypothesis-profile=many

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from cluster.rig.faults import kill_containers
 from cluster.rig.images import build_image
@@ -39,6 +40,18 @@ CHILD_KINDS = (
 WEIGHTS_CLAIM, ARTIFACTS_CLAIM = "neuron-serving-weights", "neuron-serving-artifacts"
 _TEMPLATE = {"pvcTemplate": {"storageClassName": STORAGE_CLASS, "size": "1Gi"}}
 CLAIMS_OF_THE_CHART = {"weights": _TEMPLATE, "artifacts": _TEMPLATE}
+
+RESOURCES = {
+    "configmaps": ("/api/v1", "ConfigMap"),
+    "pods": ("/api/v1", "Pod"),
+    "deployments": ("/apis/apps/v1", "Deployment"),
+    "statefulsets": ("/apis/apps/v1", "StatefulSet"),
+    "cronjobs": ("/apis/batch/v1", "CronJob"),
+    "jobs": ("/apis/batch/v1", "Job"),
+    "endpointslices": ("/apis/discovery.k8s.io/v1", "EndpointSlice"),
+    "neuronmodels": ("/apis/neuron-serving.dev/v1alpha1", "NeuronModel"),
+}
+"""Where the API server has the resources that stories look at, and their kinds."""
 
 DEVICES_SEEN = "import glob, os; print(*sorted(os.minor(os.stat(d).st_rdev) for d in glob.glob('/dev/neuron*')))"
 
@@ -115,6 +128,17 @@ def model_of(name: str, uri: str, **spec: Any) -> dict[str, Any]:
     }
 
 
+def listed(rig: Rig, resources: str, *, namespace: str = "", selector: str = "") -> list[Any]:
+    """The objects of resources, separated by commas, in a namespace or in all."""
+    found: list[Any] = []
+    for resource in resources.split(","):
+        api, kind = RESOURCES[resource]
+        place = f"{api}/namespaces/{namespace}" if namespace else api
+        answer = rig.read(f"{place}/{resource}?{urlencode({'labelSelector': selector})}")
+        found += [{"kind": kind, **item} for item in answer["items"]]
+    return found
+
+
 @dataclass(frozen=True)
 class WatchEvent:
     """A change of an object. Versions grow with every change of any object in the cluster."""
@@ -167,8 +191,8 @@ class Story:
         program = str(Path(sys.executable).parent / "kubectl-neuron")
         return self.rig.command(program, command, model, "-n", self.namespace, *arguments)
 
-    def items(self, kind: str, selector: str) -> list[Any]:
-        return list(json.loads(self.kubectl("get", kind, "-l", selector, "-o", "json"))["items"])
+    def items(self, resources: str, selector: str) -> list[Any]:
+        return listed(self.rig, resources, namespace=self.namespace, selector=selector)
 
     def apply(self, body: Any) -> None:
         self.kubectl("apply", "-f", "-", stdin=json.dumps(body))
@@ -178,7 +202,7 @@ class Story:
         self.apply({"apiVersion": "v1", "kind": "List", "items": list(bodies)})
 
     def condition(self, model: str, kind: str) -> dict[str, Any]:
-        body = json.loads(self.kubectl("get", "nm", model, "-o", "json"))
+        body = self.rig.read(f"{RESOURCES['neuronmodels'][0]}/namespaces/{self.namespace}/neuronmodels/{model}")
         found = [c for c in body.get("status", {}).get("conditions", []) if c["type"] == kind]
         current = [c for c in found if c["observedGeneration"] == body["metadata"]["generation"]]
         return current[0] if current else {"status": "Unknown", "reason": "", "message": ""}
@@ -282,17 +306,13 @@ class Story:
 
     def end_client(self, name: str) -> str:
         """Output of a finished client."""
-        phase = self.until(
-            f"pod {name} to end",
-            lambda: next(
-                (
-                    p
-                    for p in ["Succeeded", "Failed"]
-                    if self.kubectl("get", "pod", name, "-o", "jsonpath={.status.phase}") == p
-                ),
-                None,
-            ),
-        )
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
+
+        def ended() -> str | None:
+            phase: str = self.rig.read(path)["status"]["phase"]
+            return phase if phase in ("Succeeded", "Failed") else None
+
+        phase = self.until(f"pod {name} to end", ended)
         output = self.kubectl("logs", name)
         assert phase == "Succeeded", output
         self.kubectl("delete", "pod", name, "--wait=false")

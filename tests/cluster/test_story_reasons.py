@@ -18,7 +18,7 @@ from cluster.rig.images import build_image
 from cluster.rig.machine import WAIT_SECONDS
 from cluster.rig.rig import Rig
 from cluster.servers import hub_in_pod, registry_in_pod
-from cluster.stories import Story, install, load_images, uninstall
+from cluster.stories import Story, install, listed, load_images, uninstall
 from helpers.failures import FAILURES, Failure
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
@@ -147,7 +147,7 @@ See = Callable[[Course, list[Any], float], bool]
 
 def _look(rig: Rig, courses: list[Course], see: See) -> dict[str, list[Any]]:
     """Looks at all of them at once. Returns the conditions of those of which `see` is not true yet."""
-    seen = json.loads(rig.kubectl("get", "nm,pods,jobs,deployments", "-A", "-o", "json"))["items"]
+    seen = listed(rig, "neuronmodels,pods,jobs,deployments")
     now = time.monotonic()
     return {one.fault.name: _conditions(one, seen) for one in courses if not see(one, seen, now)}
 

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
-from helpers.failures import FAILURES, Failure
+from helpers.failures import FAILURES, OTHER_REASONS, Failure
 from helpers.operator_worlds import FACTS, body
 from helpers.rendered_cases import FILES, render
 from neuron_operator.__main__ import USAGE
@@ -515,6 +515,15 @@ def test_the_link_at_the_end_of_a_message_leads_to_the_section_of_its_reason(rea
 def test_every_failure_of_the_docs_is_induced_on_the_cluster(failure: Failure) -> None:
     assert failure.reason in set(Reason)
     assert f'"{failure.name}"' in (ROOT / "tests" / "cluster" / failure.shown_by).read_text()
+
+
+def test_a_test_shows_every_reason_of_the_docs() -> None:
+    documented = {reason for reason in Reason if reason.row.means}
+    by_failures = {failure.reason for failure in FAILURES.values()}
+    assert documented - by_failures == set(OTHER_REASONS)
+    for reason, file in OTHER_REASONS.items():
+        text = (ROOT / "tests" / file).read_text()
+        assert reason in text or Reason(reason).name in text, f"{reason} in {file}"
 
 
 def test_the_shown_facts_are_those_of_a_record() -> None:

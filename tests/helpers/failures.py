@@ -34,6 +34,29 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 FAILURES = {one.name: one for one in msgspec.convert(yaml.safe_load(CASES.read_text()), list[Failure])}
 
 
+OTHER_REASONS = {
+    "ArtifactMissing": "cluster/test_story_neuron.py",
+    "Checking": "cluster/test_operator_api_server.py",
+    "Compiling": "cluster/test_story_neuron.py",
+    "CrashLoop": "cluster/test_story_faults.py",
+    "DeviceFailed": "neuron_operator/test_groups.py",
+    "DeviceUnhealthy": "neuron_operator/test_nodes.py",
+    "Draining": "cluster/test_story_faults.py",
+    "DriverIncompatible": "neuron_runtime/test_nxdi_loading.py",
+    "Evicted": "neuron_operator/test_why.py",
+    "Fetching": "cluster/test_story_storage.py",
+    "GroupIncomplete": "neuron_runtime/test_group_commands.py",
+    "ModelTooLarge": "neuron_operator/test_plan_command.py",
+    "Resolving": "cluster/test_operator_api_server.py",
+    "RestartBudgetExhausted": "cluster/test_operator_groups.py",
+    "RolledBack": "cluster/test_operator_api_server.py",
+    "RollingOut": "neuron_operator/test_rollout.py",
+    "StorageNotConfigured": "neuron_operator/test_compile_step.py",
+    "WeightsMissing": "neuron_runtime/test_weights_remote.py",
+}
+"""The reasons of docs/troubleshooting.md that no failure above has, and the file of tests/ that shows each."""
+
+
 def check_says(name: str, condition: dict[str, Any]) -> None:
     failure = FAILURES[name]
     assert condition["reason"] == failure.reason, condition

@@ -67,22 +67,6 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
             yield one
 
 
-async def run(served: Serving, client: str, part: str, folder: Path) -> None:
-    try:
-        await foreign_clients.run(client, f"{str(served.http.base_url).rstrip('/')}/v1", MODEL, part, folder=folder)
-    except NotPossibleHere as reason:
-        # Nothing else of the project needs Node or its registry, so they may be missing even in CI.
-        (pytest.xfail if client.endswith(".mjs") else pytest.skip)(str(reason))
-
-
-@pytest.mark.parametrize(
-    "client",
-    ["langchain_client.py", "litellm_client.py", "openai_node.mjs", "pydantic_ai_client.py", "vercel_ai.mjs"],
-)
-async def test_an_agent_calls_a_tool_and_answers_with_its_result(served: Serving, client: str, tmp_path: Path) -> None:
-    await run(served, client, "tools", tmp_path)
-
-
 @pytest.mark.parametrize(
     "client",
     [
@@ -94,18 +78,14 @@ async def test_an_agent_calls_a_tool_and_answers_with_its_result(served: Serving
         "vercel_ai.mjs",
     ],
 )
-async def test_a_client_reads_an_answer_of_the_form_that_it_asked_for(
+async def test_a_client_understands_calls_of_tools_and_answers_of_a_form(
     served: Serving, client: str, tmp_path: Path
 ) -> None:
-    await run(served, client, "structured", tmp_path)
-
-
-async def test_responses_of_openai_for_node_are_streamed_with_calls(served: Serving, tmp_path: Path) -> None:
-    await run(served, "openai_node.mjs", "responses", tmp_path)
-
-
-async def test_an_item_that_was_not_stored_is_refused_by_name(served: Serving, tmp_path: Path) -> None:
-    await run(served, "vercel_ai.mjs", "stored", tmp_path)
+    try:
+        await foreign_clients.run(client, f"{str(served.http.base_url).rstrip('/')}/v1", MODEL, folder=tmp_path)
+    except NotPossibleHere as reason:
+        # Nothing else of the project needs Node or its registry, so they may be missing even in CI.
+        (pytest.xfail if client.endswith(".mjs") else pytest.skip)(str(reason))
 
 
 async def test_the_default_chat_of_open_webui_is_answered(served: Serving) -> None:

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from helpers.torch_models import random_model
 
 LOAD = """
@@ -32,7 +30,7 @@ for begin, end, flags in re.findall(
 ):
     if int(begin, 16) <= inside < int(end, 16):
         print("hg" in flags.split())
-backend.close()
+del weights
 """
 STEPS = """
 def step():
@@ -47,41 +45,37 @@ with ThreadPoolExecutor(1) as thread:
         for _ in range(15):
             thread.submit(step).result()
         print(faults() - before)
-backend.close()
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("model"))
-
-
-def printed(script: str, folder: Path, **environment: str) -> str:
+def printed(script: str, folder: Path, **environment: str) -> list[str]:
     given = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
     found = subprocess.run(
-        [sys.executable, "-c", (LOAD + script).replace("{folder!r}", repr(str(folder)))],
+        [sys.executable, "-c", (LOAD + script + "backend.close()").replace("{folder!r}", repr(str(folder)))],
         env={**given, **environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,
         text=True,
         timeout=200,
         check=True,
     )
-    return found.stdout.strip()
+    return found.stdout.split()
 
 
 HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists()
 """Whether the kernel records the request for huge pages, granted or not."""
 
 
-@pytest.mark.parametrize("environment", [{}, {"THP_MEM_ALLOC_ENABLE": "0"}])
-def test_weights_use_huge_pages_unless_the_environment_overrides(folder: Path, environment: dict[str, str]) -> None:
-    switch, *noted = printed(HUGE, folder, **environment).split()
-    assert switch == environment.get("THP_MEM_ALLOC_ENABLE", "1")
-    assert noted == [str(not environment)] or not HAS_HUGE_PAGES
-
-
-def test_memory_freed_by_a_step_is_reused(folder: Path) -> None:
-    num_faults = min(map(int, printed(STEPS, folder).split()))
+def test_weights_use_huge_pages_and_memory_freed_by_a_step_is_reused(tmp_path: Path) -> None:
+    words = printed(HUGE + STEPS, random_model(tmp_path))
+    switch, noted, faults = words[0], words[1:-10], words[-10:]
+    assert switch == "1"
+    assert noted == ["True"] or not HAS_HUGE_PAGES
     # 15 steps of 24 MiB cause thousands of page faults if their memory is allocated again, else next to none. The
     # kernel sometimes moves pages itself, so the best of several intervals counts.
-    assert num_faults < 100
+    assert min(map(int, faults)) < 100
+
+
+def test_the_environment_overrides_huge_pages(tmp_path: Path) -> None:
+    switch, *noted = printed(HUGE, random_model(tmp_path), THP_MEM_ALLOC_ENABLE="0")
+    assert switch == "0"
+    assert noted == ["False"] or not HAS_HUGE_PAGES

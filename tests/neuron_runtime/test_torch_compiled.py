@@ -92,7 +92,7 @@ def test_compiled_steps_over_slots_match_transformers(compiled: Compiled) -> Non
 
 @pytest.mark.slow
 def test_compiled_steps_over_blocks_match_transformers(tmp_path: Path) -> None:
-    model_dir = random_model(tmp_path / "model", architecture="Qwen3ForCausalLM", head_dim=32)
+    model_dir = random_model(tmp_path / "model", architecture="Qwen3ForCausalLM", head_dim=32, num_layers=1)
     config = runtime_config(layout="blocks", block_size=8)
     program = (
         "import sys; from pathlib import Path; from neuron_runtime.backend.torch import compiler; "

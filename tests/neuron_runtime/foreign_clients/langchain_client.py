@@ -65,5 +65,6 @@ def structured(model: ChatOpenAI) -> None:
         assert streamed == expected, how
 
 
-url, name, part = sys.argv[1:]
-{"tools": tools, "structured": structured}[part](ChatOpenAI(base_url=url, api_key="any", model=name, max_retries=0))
+url, name = sys.argv[1:]
+for part in (tools, structured):
+    part(ChatOpenAI(base_url=url, api_key="any", model=name, max_retries=0))

@@ -43,8 +43,7 @@ def structured(**to: Any) -> None:
     assert json.loads(loose.choices[0].message.content) == {"city": "Oslo in Norway", "degrees": "7 C"}, loose
 
 
-url, name, part = sys.argv[1:]
+url, name = sys.argv[1:]
 for provider in ("openai", "hosted_vllm"):
-    {"tools": tools, "structured": structured}[part](
-        model=f"{provider}/{name}", api_base=url, api_key="any", num_retries=0
-    )
+    for part in (tools, structured):
+        part(model=f"{provider}/{name}", api_base=url, api_key="any", num_retries=0)

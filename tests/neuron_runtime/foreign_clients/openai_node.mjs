@@ -4,7 +4,7 @@ import OpenAI from "openai";
 import { zodFunction, zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
 
-const [baseURL, model, part] = process.argv.slice(2);
+const [baseURL, model] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey: "any", maxRetries: 0 });
 const messages = [{ role: "user", content: "Will it rain in Oslo?" }];
 const parameters = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
@@ -46,4 +46,4 @@ async function structured() {
   for (const call of calling.choices[0].message.tool_calls) assert.deepEqual(call.function.parsed_arguments, report);
 }
 
-await { tools, responses, structured }[part]();
+for (const part of [tools, responses, structured]) await part();

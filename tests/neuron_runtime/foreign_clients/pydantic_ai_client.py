@@ -60,10 +60,11 @@ async def structured(models: list[Any]) -> None:
             assert streamed == expected, (output, streamed)
 
 
-url, name, part = sys.argv[1:]
-provider = OpenAIProvider(base_url=url, api_key="any")
-asyncio.run(
-    {"tools": tools, "structured": structured}[part](
-        [OpenAIChatModel(name, provider=provider), OpenAIResponsesModel(name, provider=provider)]
-    )
-)
+async def main(url: str, name: str) -> None:
+    provider = OpenAIProvider(base_url=url, api_key="any")
+    models = [OpenAIChatModel(name, provider=provider), OpenAIResponsesModel(name, provider=provider)]
+    for part in (tools, structured):
+        await part(models)
+
+
+asyncio.run(main(*sys.argv[1:]))

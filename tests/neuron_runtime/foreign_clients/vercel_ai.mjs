@@ -5,7 +5,7 @@ import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 
-const [baseURL, name, part] = process.argv.slice(2);
+const [baseURL, name] = process.argv.slice(2);
 const openai = createOpenAI({ baseURL, apiKey: "any" });
 const compatible = createOpenAICompatible({ name: "local", baseURL, supportsStructuredOutputs: true });
 const stateless = { openai: { store: false } };
@@ -57,4 +57,4 @@ async function structured() {
   }
 }
 
-await { tools, stored, structured }[part]();
+for (const part of [tools, stored, structured]) await part();
