@@ -18,7 +18,7 @@ import msgspec
 from neuron_runtime.artifacts.key import differences, key_of
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.selection import is_plain
-from neuron_runtime.weights.store import Damaged, Entry, Kind, Store, read_entry
+from neuron_runtime.weights.store import Damaged, Entry, EntryKind, Store, read_entry
 
 if TYPE_CHECKING:
     from neuron_runtime.weights.remote import RemoteStore
@@ -27,7 +27,7 @@ DOCUMENT = "artifact.json"
 MAX_DOCUMENT_BYTES = 2**20
 
 MAX_DOCUMENTS = 32
-"""Of another store, that are read for an error message."""
+"""So many documents of another store are read for an error message."""
 
 LARGE_BYTES = 2**28
 """Larger files (weights that were compiled in) are not read twice when a model is loaded."""
@@ -38,7 +38,7 @@ def is_artifact_file(name: str) -> bool:
     return all(map(is_plain, name.split("/")))
 
 
-ARTIFACTS = Kind(
+ARTIFACTS = EntryKind(
     "artifact",
     "compilation",
     is_artifact_file,

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime
 from neuron_runtime.backend.nxdi.buckets import (
     Decode,
     Graph,
@@ -30,6 +29,7 @@ from neuron_runtime.backend.nxdi.inputs import Call, Inputs
 from neuron_runtime.backend.nxdi.sampling_rows import HostRows
 from neuron_runtime.backend.nxdi.settings import Application, Settings
 from neuron_runtime.backend.slots import FedRows, IntArray
+from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime
 from neuron_runtime.core import (
     KNOWN,
     NO_TOKEN,
@@ -80,7 +80,7 @@ class _Done(NamedTuple):
 
 
 class NxdiBackend:
-    """See `backend.base.Backend`."""
+    """See `backend_protocol.Backend`."""
 
     def __init__(
         self, application: Application, settings: Settings, limits: BackendLimits, *, in_group: bool = False
@@ -223,10 +223,10 @@ class NxdiBackend:
         tokens[rows] = chosen.tokens
         if not chosen.logprobs:
             return ()
-        found: list[tuple[TokenLogprobs, ...]] = [()] * len(tokens)
+        per_row: list[tuple[TokenLogprobs, ...]] = [()] * len(tokens)
         for row, one in zip(rows.tolist(), chosen.logprobs, strict=True):
-            found[row] = (one,) if one else ()
-        return tuple(found)
+            per_row[row] = (one,) if one else ()
+        return tuple(per_row)
 
     def _check(self, tokens: IntArray) -> None:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._settings.vocabulary_size:
@@ -264,10 +264,10 @@ def _warm_up_batch(settings: Settings, graph: Graph, step: int) -> Batch | None:
         if settings.layout == "slots":
             slot = graph.rows - 1
     else:
-        found = prefill_that_takes(settings, graph)
-        if found is None:
+        span = prefill_that_takes(settings, graph)
+        if span is None:
             return None
-        (start, end), num_prefills = found, 1
+        (start, end), num_prefills = span, 1
     num_blocks = -(-end // settings.block_size)
     added = Added(
         slot=slot,

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.nxdi.buckets import Decode, Graph, Prefill, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.sampling_rows import DeviceParameters, FloatArray
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror, no_rows
+from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import NO_TOKEN, Batch
 
 NO_SLOT = -1
@@ -41,7 +41,7 @@ class Call:
     num_tokens: int
     """Tokens that these rows feed."""
     tokens: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Of a decode call: the token of each of these rows; NO_TOKEN if the step before samples it."""
+    """In a decode call, the token of each of these rows; NO_TOKEN if the step before samples it."""
     after: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """For each of these rows, its row in the step before."""
     source: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -93,7 +93,7 @@ class Inputs:
         self._next_id = num_slots
         self._resolved: tuple[Batch | None, FedRows, list[Graph]] = (None, _NO_ROWS, [])
         self._places: _Places | None = None
-        """Of the decode call made last."""
+        """The rows of the decode call made last."""
 
     def graphs(self, batch: Batch) -> list[Graph]:
         """The graphs that the batch will run, before or after it is applied.
@@ -212,27 +212,27 @@ class Inputs:
         of_place = slots[source]
         return _Places(places, source, of_place, identifiers, self._parameters.rows(of_place), *self._extent(rows))
 
-    def _decode_call(self, rows: FedRows, graph: Graph, found: _Places) -> Call:
+    def _decode_call(self, rows: FedRows, graph: Graph, places: _Places) -> Call:
         assert isinstance(graph, Decode)
         count = rows.num_decodes
         start, after = rows.start[:count], rows.after[:count]
         named = rows.token[:count].copy()  # `feed` writes to it
-        positions = start[found.source]
+        positions = start[places.source]
         arguments = {
             "position_ids": _column(positions),
-            "sampling_params": torch.from_numpy(found.parameters.copy()),
-            "seq_ids": torch.from_numpy(found.identifiers.copy()),
+            "sampling_params": torch.from_numpy(places.parameters.copy()),
+            "seq_ids": torch.from_numpy(places.identifiers.copy()),
         }
         if self._settings.layout == "blocks":
             block, offset = np.divmod(positions, self._block_size)
-            kept = self._mirror.blocks[found.of_place, block] * self._block_size + offset
+            kept = self._mirror.blocks[places.of_place, block] * self._block_size + offset
             kept[count:] = NO_SLOT
             width = graph.length // self._block_size
-            if found.table is None or found.table.shape[1] != width:
-                found.table = torch.from_numpy(self._mirror.blocks[found.of_place, :width])
+            if places.table is None or places.table.shape[1] != width:
+                places.table = torch.from_numpy(self._mirror.blocks[places.of_place, :width])
             arguments |= {
                 "slot_mapping": _column(kept),
-                "block_table": found.table,
+                "block_table": places.table,
                 "full_context_lens": _column(positions + 1),
                 "computed_context_lens": _column(positions.copy()),
             }
@@ -240,7 +240,7 @@ class Inputs:
             slots = rows.slots[:count]
             prompts = np.flatnonzero((named == NO_TOKEN) & (start < self._mirror.num_known[slots]))
             named[prompts] = self._mirror.tokens[slots[prompts], start[prompts]]
-        return Call(graph, arguments, np.arange(count), found.places, count, named, after, found.source)
+        return Call(graph, arguments, np.arange(count), places.places, count, named, after, places.source)
 
 
 _NO_ROWS = no_rows()
