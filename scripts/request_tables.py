@@ -11,7 +11,7 @@ import msgspec
 
 from markdown_table import table
 from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
-from neuron_runtime.not_built import LEAVE_OUT, Row, Surface, rows
+from neuron_runtime.not_built import LEAVE_OUT, NotBuilt, Surface, rows
 from neuron_runtime.offline import SamplingParams
 from neuron_runtime.requests.parameters import MODES, Parameter, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
@@ -30,7 +30,7 @@ def refused(where: Surface, spelled: Callable[[Any], str]) -> str:
     )
 
 
-def with_notes(name: str, accepted: Iterable[str], row: Row) -> str:
+def with_notes(name: str, accepted: Iterable[str], row: NotBuilt) -> str:
     """A refused name with its accepted values and its cure."""
     notes = [text for text in (", ".join(accepted), "" if row.cure == LEAVE_OUT else row.cure) if text]
     return f"{name} ({'; '.join(notes)})" if notes else name

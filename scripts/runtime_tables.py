@@ -40,7 +40,7 @@ def ignored_flags() -> str:
     return paragraph(f"`{serve.flag_of(row)}`" for row in rows)
 
 
-def _accepted(row: not_built.Row) -> tuple[str, ...]:
+def _accepted(row: not_built.NotBuilt) -> tuple[str, ...]:
     values = (f"--no-{serve.flag_of(row)[2:]}",) if row.is_switch else row.neutral
     return tuple(f"`{value}`" for value in values if value != "")
 

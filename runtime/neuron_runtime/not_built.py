@@ -45,7 +45,7 @@ class Surface(Flag):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class NotBuilt:
     """One name.
 
     neutral: values besides None that have no effect and are accepted.
@@ -82,108 +82,108 @@ _LLM = Surface.LLM | _FLAG
 _MESSAGES, _RESPONSES = Surface.MESSAGES, Surface.RESPONSES
 
 ROWS = (
-    Row("api_server_count", _FLAG, (1,), cure="add replicas: a server has one front end"),
-    Row("audio", _BODY),
-    Row("audio", _MESSAGE, ([],)),
-    Row("background", _RESPONSES, (False,)),
-    Row("chat_template", _BODY, cure="set the server's flag --chat-template instead"),
-    Row("container", _MESSAGES),
-    Row("context_management", _MESSAGES),
-    Row("conversation", _RESPONSES, cure="send the whole conversation in `input`"),
-    Row("convert", _LLM, ("auto", "none")),
-    Row("cpu_offload_gb", _LLM, (0,)),
-    Row("data_parallel_size", _LLM, (1,)),
-    Row("detokenize", _PARAMS, (True,)),
-    Row("disable_sliding_window", _LLM, (False,)),
-    Row("documents", _BODY, ([],)),
-    Row("download_dir", _FLAG, cure="set --weights-dir instead"),
-    Row("early_stopping", _PARAMS, (False,)),
-    Row("enable_lora", _LLM, (False,)),
-    Row("enable_prompt_embeds", _LLM, (False,)),
-    Row("enable_sleep_mode", _LLM, (False,)),
-    Row("extra_args", _PARAMS, ({},)),
-    Row("function", Surface.ROLE, cure="leave such messages out"),
-    Row("function_call", _BODY, ("none", "auto")),
-    Row("function_call", _MESSAGE, ([],)),
-    Row("functions", _BODY, ([],), 'leave it out, or send "function_call": "none"', unless="function_call"),
-    Row("guided_decoding", _PARAMS, cure="set `structured_outputs` instead"),
-    Row("hf_config_path", _LLM),
-    Row("hf_overrides", _LLM, ({},)),
-    Row("hf_token", _LLM, cure="set the environment variable HF_TOKEN"),
-    Row("kv_cache_dtype", _LLM, ("auto",)),
-    Row("kv_transfer_params", _BODY),
-    Row("length_penalty", _BODY | _PARAMS, (1,)),
-    Row("limit_mm_per_prompt", _LLM, ({},)),
-    Row("load_format", _LLM, ("auto", "safetensors")),
-    Row("logits_processors", _BODY | _PARAMS | _LLM, ([],)),
-    Row("lora_request", Surface.CALL),
-    Row("mcp_servers", _MESSAGES, ([],)),
-    Row("mm_processor_kwargs", _BODY | _LLM, ({},)),
-    Row("modalities", _BODY, (["text"],)),
-    Row("moderation", _BODY),
-    Row("no_repeat_ngram_size", Surface.GENERATION_CONFIG, (0,)),
-    Row("num_beams", Surface.GENERATION_CONFIG, (1,)),
-    Row("num_scheduler_steps", _LLM, (1,)),
-    Row("num_speculative_tokens", _LLM),
-    Row("output_config", _MESSAGES, ({},)),
-    Row("output_format", _MESSAGES),
-    Row("override_generation_config", _LLM, ({},)),
-    Row("pipeline_parallel_size", _LLM, (1,)),
-    Row("prediction", _BODY),
-    Row("previous_response_id", _RESPONSES, cure="send the whole conversation in `input`"),
-    Row("prompt", _RESPONSES, cure="send the text in `input`"),
-    Row("prompt_embeds", _BODY),
-    Row("quantization", _LLM),
-    Row("refusal", _MESSAGE),
-    Row("repetition_detection", _BODY),
-    Row("revision", _FLAG, cure="write it behind the model: org/name@revision"),
-    Row("root_path", _FLAG, ("",)),
-    Row("rope_scaling", _LLM, ({},)),
-    Row("rope_theta", _LLM),
-    Row("runner", _LLM, ("auto", "generate")),
-    Row("seed", _FLAG, cure="set `seed` in requests instead"),
-    Row("skip_tokenizer_init", _LLM, (False,)),
-    Row("spaces_between_special_tokens", _BODY | _PARAMS, (True,)),
-    Row("speculative_config", _LLM, ({},)),
-    Row("speculative_draft_tensor_parallel_size", _LLM),
-    Row("speculative_max_model_len", _LLM),
-    Row("speculative_model", _LLM, cure="leave it out, it does not change answers"),
-    Row("ssl_certfile", _FLAG, cure="put a proxy in front that ends TLS"),
-    Row("ssl_keyfile", _FLAG, cure="put a proxy in front that ends TLS"),
-    Row("store", _RESPONSES, (False,), cure="leave it out: nothing is stored"),
-    Row("suffix", _BODY, ("",)),
-    Row("task", _LLM, ("auto", "generate")),
-    Row("thinking_token_budget", _BODY),
-    Row("tokenizer", _LLM),
-    Row("tokenizer_mode", _LLM, ("auto",)),
-    Row("tokenizer_revision", _LLM),
-    Row("truncation", _RESPONSES, ("disabled",)),
-    Row("typical_p", Surface.GENERATION_CONFIG, (1,)),
-    Row("use_beam_search", _BODY | _PARAMS, (False,)),
-    Row("vllm_xargs", _BODY, ({},)),
-    Row("web_search_options", _BODY),
+    NotBuilt("api_server_count", _FLAG, (1,), cure="add replicas: a server has one front end"),
+    NotBuilt("audio", _BODY),
+    NotBuilt("audio", _MESSAGE, ([],)),
+    NotBuilt("background", _RESPONSES, (False,)),
+    NotBuilt("chat_template", _BODY, cure="set the server's flag --chat-template instead"),
+    NotBuilt("container", _MESSAGES),
+    NotBuilt("context_management", _MESSAGES),
+    NotBuilt("conversation", _RESPONSES, cure="send the whole conversation in `input`"),
+    NotBuilt("convert", _LLM, ("auto", "none")),
+    NotBuilt("cpu_offload_gb", _LLM, (0,)),
+    NotBuilt("data_parallel_size", _LLM, (1,)),
+    NotBuilt("detokenize", _PARAMS, (True,)),
+    NotBuilt("disable_sliding_window", _LLM, (False,)),
+    NotBuilt("documents", _BODY, ([],)),
+    NotBuilt("download_dir", _FLAG, cure="set --weights-dir instead"),
+    NotBuilt("early_stopping", _PARAMS, (False,)),
+    NotBuilt("enable_lora", _LLM, (False,)),
+    NotBuilt("enable_prompt_embeds", _LLM, (False,)),
+    NotBuilt("enable_sleep_mode", _LLM, (False,)),
+    NotBuilt("extra_args", _PARAMS, ({},)),
+    NotBuilt("function", Surface.ROLE, cure="leave such messages out"),
+    NotBuilt("function_call", _BODY, ("none", "auto")),
+    NotBuilt("function_call", _MESSAGE, ([],)),
+    NotBuilt("functions", _BODY, ([],), 'leave it out, or send "function_call": "none"', unless="function_call"),
+    NotBuilt("guided_decoding", _PARAMS, cure="set `structured_outputs` instead"),
+    NotBuilt("hf_config_path", _LLM),
+    NotBuilt("hf_overrides", _LLM, ({},)),
+    NotBuilt("hf_token", _LLM, cure="set the environment variable HF_TOKEN"),
+    NotBuilt("kv_cache_dtype", _LLM, ("auto",)),
+    NotBuilt("kv_transfer_params", _BODY),
+    NotBuilt("length_penalty", _BODY | _PARAMS, (1,)),
+    NotBuilt("limit_mm_per_prompt", _LLM, ({},)),
+    NotBuilt("load_format", _LLM, ("auto", "safetensors")),
+    NotBuilt("logits_processors", _BODY | _PARAMS | _LLM, ([],)),
+    NotBuilt("lora_request", Surface.CALL),
+    NotBuilt("mcp_servers", _MESSAGES, ([],)),
+    NotBuilt("mm_processor_kwargs", _BODY | _LLM, ({},)),
+    NotBuilt("modalities", _BODY, (["text"],)),
+    NotBuilt("moderation", _BODY),
+    NotBuilt("no_repeat_ngram_size", Surface.GENERATION_CONFIG, (0,)),
+    NotBuilt("num_beams", Surface.GENERATION_CONFIG, (1,)),
+    NotBuilt("num_scheduler_steps", _LLM, (1,)),
+    NotBuilt("num_speculative_tokens", _LLM),
+    NotBuilt("output_config", _MESSAGES, ({},)),
+    NotBuilt("output_format", _MESSAGES),
+    NotBuilt("override_generation_config", _LLM, ({},)),
+    NotBuilt("pipeline_parallel_size", _LLM, (1,)),
+    NotBuilt("prediction", _BODY),
+    NotBuilt("previous_response_id", _RESPONSES, cure="send the whole conversation in `input`"),
+    NotBuilt("prompt", _RESPONSES, cure="send the text in `input`"),
+    NotBuilt("prompt_embeds", _BODY),
+    NotBuilt("quantization", _LLM),
+    NotBuilt("refusal", _MESSAGE),
+    NotBuilt("repetition_detection", _BODY),
+    NotBuilt("revision", _FLAG, cure="write it behind the model: org/name@revision"),
+    NotBuilt("root_path", _FLAG, ("",)),
+    NotBuilt("rope_scaling", _LLM, ({},)),
+    NotBuilt("rope_theta", _LLM),
+    NotBuilt("runner", _LLM, ("auto", "generate")),
+    NotBuilt("seed", _FLAG, cure="set `seed` in requests instead"),
+    NotBuilt("skip_tokenizer_init", _LLM, (False,)),
+    NotBuilt("spaces_between_special_tokens", _BODY | _PARAMS, (True,)),
+    NotBuilt("speculative_config", _LLM, ({},)),
+    NotBuilt("speculative_draft_tensor_parallel_size", _LLM),
+    NotBuilt("speculative_max_model_len", _LLM),
+    NotBuilt("speculative_model", _LLM, cure="leave it out, it does not change answers"),
+    NotBuilt("ssl_certfile", _FLAG, cure="put a proxy in front that ends TLS"),
+    NotBuilt("ssl_keyfile", _FLAG, cure="put a proxy in front that ends TLS"),
+    NotBuilt("store", _RESPONSES, (False,), cure="leave it out: nothing is stored"),
+    NotBuilt("suffix", _BODY, ("",)),
+    NotBuilt("task", _LLM, ("auto", "generate")),
+    NotBuilt("thinking_token_budget", _BODY),
+    NotBuilt("tokenizer", _LLM),
+    NotBuilt("tokenizer_mode", _LLM, ("auto",)),
+    NotBuilt("tokenizer_revision", _LLM),
+    NotBuilt("truncation", _RESPONSES, ("disabled",)),
+    NotBuilt("typical_p", Surface.GENERATION_CONFIG, (1,)),
+    NotBuilt("use_beam_search", _BODY | _PARAMS, (False,)),
+    NotBuilt("vllm_xargs", _BODY, ({},)),
+    NotBuilt("web_search_options", _BODY),
     # Metadata of the caller, and what clients set for every model.
     *(
-        Row(name, _BODY, has_effect=False)
+        NotBuilt(name, _BODY, has_effect=False)
         for name in (
             *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
             *("safety_identifier", "service_tier", "store", "user", "verbosity"),
         )
     ),
     *(
-        Row(name, _RESPONSES, has_effect=False)
+        NotBuilt(name, _RESPONSES, has_effect=False)
         for name in (
             *("context_management", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
             *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
         )
     ),
     *(
-        Row(name, _MESSAGES, has_effect=False)
+        NotBuilt(name, _MESSAGES, has_effect=False)
         for name in ("cache_control", "inference_geo", "metadata", "service_tier", "speed")
     ),
     # Settings of GPUs or of vLLM's internals: values, then switches.
     *(
-        Row(name, _LLM, has_effect=False)
+        NotBuilt(name, _LLM, has_effect=False)
         for name in (
             *("compilation_config", "distributed_executor_backend", "gpu_memory_utilization"),
             *("max_parallel_loading_workers", "max_seq_len_to_capture", "preemption_mode", "scheduling_policy"),
@@ -191,7 +191,7 @@ ROWS = (
         )
     ),
     *(
-        Row(name, _LLM, (False,), has_effect=False)
+        NotBuilt(name, _LLM, (False,), has_effect=False)
         for name in (
             *(
                 "async_scheduling",
@@ -203,13 +203,13 @@ ROWS = (
             *("trust_remote_code", "use_v2_block_manager", "worker_use_ray"),
         )
     ),
-    Row("disable_log_requests", _FLAG, (False,), has_effect=False),
-    Row("enable_auto_tool_choice", _FLAG, (False,), has_effect=False),
-    Row("enable_server_load_tracking", _FLAG, (False,), has_effect=False),
-    Row("uvicorn_log_level", _FLAG, has_effect=False),
+    NotBuilt("disable_log_requests", _FLAG, (False,), has_effect=False),
+    NotBuilt("enable_auto_tool_choice", _FLAG, (False,), has_effect=False),
+    NotBuilt("enable_server_load_tracking", _FLAG, (False,), has_effect=False),
+    NotBuilt("uvicorn_log_level", _FLAG, has_effect=False),
 )
 
-_ROWS: dict[str, dict[Surface, Row]] = {}
+_ROWS: dict[str, dict[Surface, NotBuilt]] = {}
 for _row in ROWS:
     _ROWS.setdefault(_row.name, {}).update(dict.fromkeys(_row.where, _row))
 _SUBJECTS = {
@@ -219,7 +219,7 @@ _SUBJECTS = {
 }
 
 
-def rows(where: Surface) -> list[Row]:
+def rows(where: Surface) -> list[NotBuilt]:
     """The rows of one surface, ordered by name."""
     return [row for row in ROWS if where in row.where]
 

@@ -12,7 +12,7 @@ from helpers.step_counts import StepCounts
 from helpers.strict_backend import StrictBackend, next_token
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, Sampling, StepOutput
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.engine.prefix_cache import Keys
+from neuron_runtime.engine.prefix_cache import BlockKeys
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.engine.sequence import Phase
 
@@ -240,7 +240,7 @@ class Run:
     def _foresee(self, asked: Request) -> None:
         tokens = [*asked.prompt_token_ids, *alone(asked, self.late, self.backend.limits)[0]]
         size = self.backend.limits.block_size
-        keys = Keys(tokens, size, adapter=asked.adapter, cache_salt=asked.cache_salt).first(len(tokens) // size)
+        keys = BlockKeys(tokens, size, adapter=asked.adapter, cache_salt=asked.cache_salt).first(len(tokens) // size)
         for at, key in enumerate(keys):
             block = tuple(tokens[at * size : (at + 1) * size])
             assert self.held.setdefault(key, block) == block, "one key for two different contents"

@@ -22,7 +22,7 @@ from neuron_runtime.commands.command_line import build_parser, main
 from neuron_runtime.commands.serve import configuration
 from neuron_runtime.config import Accelerator, Buckets, RuntimeConfig, parse_config
 from neuron_runtime.errors import InvalidConfig
-from neuron_runtime.not_built import Row, Surface, rows
+from neuron_runtime.not_built import NotBuilt, Surface, rows
 
 
 def config_of(*words: str) -> RuntimeConfig:
@@ -275,7 +275,7 @@ LLM_ROWS = rows(Surface.LLM)
 
 
 @pytest.mark.parametrize("row", LLM_ROWS, ids=lambda row: row.name)
-def test_serve_takes_the_arguments_of_llm_as_flags(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_takes_the_arguments_of_llm_as_flags(row: NotBuilt, capsys: pytest.CaptureFixture[str]) -> None:
     flag = f"--{row.name.replace('_', '-')}"
     assert main(["serve", *([flag] if row.is_switch else [flag, "17"]), "a/m", "--dtype", "int7"]) == 2
     error = capsys.readouterr().err

@@ -153,12 +153,12 @@ MUTANTS = [
         "the_least_recently_used_blocks_are_evicted_first_and_later_ones_of_a_prompt_before_earlier",
     ),
     (
-        "prefix_cache:Keys.first",
+        "prefix_cache:BlockKeys.first",
         left_out("keys", nth=1),
         "an_equal_block_after_a_different_prefix_does_not_match",
     ),
-    ("prefix_cache:Keys.__init__", left_out("cache_salt"), "different_salts_and_adapters_share_no_blocks"),
-    ("prefix_cache:Keys.__init__", left_out("adapter"), "different_salts_and_adapters_share_no_blocks"),
+    ("prefix_cache:BlockKeys.__init__", left_out("cache_salt"), "different_salts_and_adapters_share_no_blocks"),
+    ("prefix_cache:BlockKeys.__init__", left_out("adapter"), "different_salts_and_adapters_share_no_blocks"),
     (
         f"{CACHE}.find",
         left_out("_coming", nth=1),

@@ -18,7 +18,7 @@ import msgspec
 from neuron_runtime.artifacts.key import differences, key_of
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.selection import is_plain
-from neuron_runtime.weights.store import Damaged, Entry, Kind, Store, read_entry
+from neuron_runtime.weights.store import Damaged, Entry, EntryKind, Store, read_entry
 
 if TYPE_CHECKING:
     from neuron_runtime.weights.remote import RemoteStore
@@ -38,7 +38,7 @@ def is_artifact_file(name: str) -> bool:
     return all(map(is_plain, name.split("/")))
 
 
-ARTIFACTS = Kind(
+ARTIFACTS = EntryKind(
     "artifact",
     "compilation",
     is_artifact_file,

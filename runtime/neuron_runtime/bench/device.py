@@ -115,55 +115,55 @@ def add_device_arguments(device: argparse._ArgumentGroup) -> None:
 
 def device_of(options: argparse.Namespace) -> Device:
     """The device that the flags describe. Raises InvalidConfig with the flag."""
-    given = {key: value for key, flag in SETTINGS.items() if (value := value_of(options, flag)) is not None}
-    given |= {key: [] for key in ("decodeBuckets", "prefillBuckets") if given.get(key) == EVERY_SIZE}
-    if not given.keys() & OF_TIMES:
-        given.setdefault("stepTimes", DEFAULT_STEP_TIMES)
+    settings = {key: value for key, flag in SETTINGS.items() if (value := value_of(options, flag)) is not None}
+    settings |= {key: [] for key in ("decodeBuckets", "prefillBuckets") if settings.get(key) == EVERY_SIZE}
+    if not settings.keys() & OF_TIMES:
+        settings.setdefault("stepTimes", DEFAULT_STEP_TIMES)
     if options.plan is not None:
-        return _planned(options, given)
-    given = {"prefill": "whole", "tokenFeedback": "device"} | given
-    published = PUBLISHED.get(given.get("stepTimes", ""))
+        return _planned(options, settings)
+    settings = {"prefill": "whole", "tokenFeedback": "device"} | settings
+    published = PUBLISHED.get(settings.get("stepTimes", ""))
     rows = options.max_num_seqs or (published.max_rows if published else DEFAULT_MAX_SEQUENCES)
     length = options.max_model_len or (published.max_model_length if published else DEFAULT_MAX_LENGTH)
     engine = {name: value for name in ENGINE_DEFAULTS if (value := getattr(options, name)) is not None}
     engine |= {"max_num_seqs": rows, "max_model_len": length}
     with naming(FLAG_NAMES | {f"overrideNeuronConfig.{key}": flag for key, flag in SETTINGS.items()}):
         config = config_of("file:///simulated", engine)
-        limits = limits_of(config, read_options(given), vocabulary_size=VOCABULARY_SIZE, longest=length)
-        given.setdefault("decodeBuckets", [rows])
-        given.setdefault("prefillBuckets", powers_of_two(limits.longest_prefill))
-        made = read_options(given)
-        limits = limits_of(config, made, vocabulary_size=VOCABULARY_SIZE, longest=length)
+        limits = limits_of(config, read_options(settings), vocabulary_size=VOCABULARY_SIZE, longest=length)
+        settings.setdefault("decodeBuckets", [rows])
+        settings.setdefault("prefillBuckets", powers_of_two(limits.longest_prefill))
+        simulated = read_options(settings)
+        limits = limits_of(config, simulated, vocabulary_size=VOCABULARY_SIZE, longest=length)
         if limits.longest_prompt < limits.longest_sequence - 1:
             fits, needed = limits.longest_prompt, limits.longest_sequence - 1
             problem = f"the largest must fit a prompt of {needed} tokens, not of {fits}"
             raise InvalidConfig("$.overrideNeuronConfig.prefillBuckets", problem)
-        times = step_times(made)
-    return Device(times, limits, given)
+        times = step_times(simulated)
+    return Device(times, limits, settings)
 
 
-def _planned(options: argparse.Namespace, given: Mapping[str, Any]) -> Device:
+def _planned(options: argparse.Namespace, settings: Mapping[str, Any]) -> Device:
     """A device with the graphs of a plan. Other flags may repeat what it says."""
     plan = settings_of_plan(options.plan)
     limits = replace(limits_of_plan(plan), vocabulary_size=VOCABULARY_SIZE)
-    found = ConfigProblems()
+    problems = ConfigProblems()
     for flag, planned in flags_of_plan(plan, limits).items():
         value = value_of(options, flag)
-        with found.collecting():
+        with problems.collecting():
             if value is not None and value != planned:
                 raise InvalidConfig(
                     flag, f"is {_shown(value)}, but --plan {options.plan} has {_shown(planned)}: leave out one of them"
                 )
-    with found.collecting():
+    with problems.collecting():
         if limits.longest_prompt < limits.longest_sequence - 1:
             fits, needed = limits.longest_prompt, limits.longest_sequence - 1
             raise InvalidConfig(
                 "--plan", f"its largest prefill must fit a prompt of {needed} tokens, not of {fits}: plan larger ones"
             )
-    with found.collecting(), naming({f"overrideNeuronConfig.{key}": flag for key, flag in SETTINGS.items()}):
-        times = {key: value for key, value in given.items() if key in OF_TIMES}
+    with problems.collecting(), naming({f"overrideNeuronConfig.{key}": flag for key, flag in SETTINGS.items()}):
+        times = {key: value for key, value in settings.items() if key in OF_TIMES}
         steps = step_times(read_options(times))
-    found.check()
+    problems.check()
     return Device(steps, limits, {**times, "plan": str(options.plan)}, plan)
 
 

@@ -169,13 +169,13 @@ def document(report: Report) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages in `VERSIONS_OF`."""
-    found = {"python": platform.python_version()}
+    by_name = {"python": platform.python_version()}
     for name in VERSIONS_OF:
         try:
-            found[name] = version(name)
+            by_name[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return by_name
 
 
 def machine() -> dict[str, Any]:

@@ -195,5 +195,5 @@ def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], 
     return config
 
 
-def flag_of(row: not_built.Row) -> str:
+def flag_of(row: not_built.NotBuilt) -> str:
     return f"--{row.name.replace('_', '-')}"

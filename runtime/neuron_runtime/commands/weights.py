@@ -16,7 +16,7 @@ from neuron_runtime import record
 from neuron_runtime.artifacts import store as artifacts
 from neuron_runtime.console import AmountLine, bytes_text, printable, say
 from neuron_runtime.errors import FatalError
-from neuron_runtime.weights.store import DAY_SECONDS, MODELS, AnyStore, Kind, Row, Store, check_key
+from neuron_runtime.weights.store import DAY_SECONDS, MODELS, AnyStore, EntryKind, ListedEntry, Store, check_key
 
 DEFAULT_UNUSED_DAYS = 30.0
 
@@ -43,7 +43,7 @@ def _artifacts(address: str) -> AnyStore:
     return _opened(address, artifacts.ARTIFACTS)
 
 
-def _opened(address: str, kind: Kind) -> AnyStore:
+def _opened(address: str, kind: EntryKind) -> AnyStore:
     if "://" in address:
         from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415 - brings boto3
 
@@ -105,7 +105,7 @@ def _ls(options: argparse.Namespace, store: AnyStore) -> None:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: ListedEntry) -> dict[str, Any]:
     shown = {"name": row.name, "state": row.state, "bytes": row.num_bytes, "used": _time(row.used), "uri": row.uri}
     return shown | ({"problem": row.problem} if row.problem else {})
 

@@ -18,13 +18,13 @@ Order = tuple[int, int]
 """Order of service; see `Sequence.order`."""
 
 
-class Keys:
+class BlockKeys:
     """Keys of the full blocks of a growing sequence, computed lazily and cached."""
 
     __slots__ = ("_block_size", "_keys", "_like", "_num_like", "_tokens")
 
     def __init__(
-        self, tokens: Sequence[int], block_size: int, *, adapter: int, cache_salt: str, like: Keys | None = None
+        self, tokens: Sequence[int], block_size: int, *, adapter: int, cache_salt: str, like: BlockKeys | None = None
     ) -> None:
         """Keep a reference to `tokens`, to which more may be appended.
 

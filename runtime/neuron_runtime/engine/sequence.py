@@ -11,7 +11,7 @@ from enum import Enum
 import msgspec
 
 from neuron_runtime.core import FinishReason, Request, TokenLogprobs
-from neuron_runtime.engine.prefix_cache import Keys
+from neuron_runtime.engine.prefix_cache import BlockKeys
 
 NEVER = sys.maxsize
 
@@ -82,7 +82,7 @@ class Sequence:
         self.order = order
         self.tokens = list(request.prompt_token_ids)
         like = previous.keys if previous is not None and _same_prompt(previous.request, request) else None
-        self.keys: Keys = Keys(
+        self.keys: BlockKeys = BlockKeys(
             self.tokens, block_size, adapter=request.adapter, cache_salt=request.cache_salt, like=like
         )
         self.num_prompt = len(self.tokens)

@@ -18,7 +18,7 @@ from neuron_runtime.text.chat_template import ChatTemplate, TemplateRefused
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """A message of a chat."""
 
     role: str
@@ -39,7 +39,7 @@ class Turn:
 class Chat:
     """A chat to answer."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[ChatTurn]
     options: ChatOptions = field(default_factory=ChatOptions)
     names: Names = field(default_factory=Names)
     tools: Sequence[Function] = ()
@@ -80,7 +80,7 @@ def chat_text(template: ChatTemplate | None, chat: Chat) -> str:
         raise InvalidRequest(message, field=name) from error
 
 
-def _plain(turn: Turn, template: ChatTemplate, names: Mapping[str | None, str]) -> dict[str, Any]:
+def _plain(turn: ChatTurn, template: ChatTemplate, names: Mapping[str | None, str]) -> dict[str, Any]:
     """A message as templates expect it. Raises InvalidRequest.
 
     names: the called function by id of the call.
@@ -100,7 +100,7 @@ def _plain(turn: Turn, template: ChatTemplate, names: Mapping[str | None, str]) 
     return plain if name is None else {**plain, "name": name}
 
 
-def _content(turn: Turn, template: ChatTemplate) -> str | list[dict[str, str]] | None:
+def _content(turn: ChatTurn, template: ChatTemplate) -> str | list[dict[str, str]] | None:
     """The content in the form that the template handles: a string or a list of parts."""
     content = turn.content
     if content is None:

@@ -44,11 +44,11 @@ from neuron_runtime.weights.store import (
     MODELS,
     Damaged,
     Entry,
-    Kind,
+    EntryKind,
+    ListedEntry,
     Manifest,
     Progress,
     Pruned,
-    Row,
     Store,
     StoredFile,
     WaitingLine,
@@ -139,7 +139,7 @@ class RemoteStore:
         uri: str,
         field: str = "--weights-store",
         *,
-        kind: Kind = MODELS,
+        kind: EntryKind = MODELS,
         limits: TransferLimits = LIMITS,
         sleep: Callable[[float], None] = time.sleep,
         free_bytes: Callable[[Path], int] = free_bytes,
@@ -319,21 +319,21 @@ class RemoteStore:
     def address(self) -> str:
         return self.uri
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[ListedEntry]:
         """Everything in it, with the time of the last write if an entry is not complete."""
         for key, items in self._folders().items():
             num_bytes, written = sum(item.num_bytes for item in items), max(item.written for item in items)
             used = _used(items)
             if used is None:
-                yield Row(key, "partial", num_bytes, written)
+                yield ListedEntry(key, "partial", num_bytes, written)
                 continue
             try:
                 entry = self.find(key)
             except Damaged as error:
-                yield Row(key, "damaged", num_bytes, used, problem=error.reason)
+                yield ListedEntry(key, "damaged", num_bytes, used, problem=error.reason)
                 continue
             if entry is not None:
-                yield Row(key, "complete", entry.manifest.num_bytes, used, entry.manifest.uri)
+                yield ListedEntry(key, "complete", entry.manifest.num_bytes, used, entry.manifest.uri)
 
     def verify(self, progress: Progress) -> Iterator[tuple[str, list[str]]]:
         """Each complete entry, and what is wrong with the contents of its files, which are all read."""
@@ -532,7 +532,7 @@ class RemoteStore:
 class _EntrySource(S3Source):
     """The files of one entry, as a `Source`."""
 
-    def __init__(self, place: S3Place, model: S3Model, entry: RemoteEntry, kind: Kind) -> None:
+    def __init__(self, place: S3Place, model: S3Model, entry: RemoteEntry, kind: EntryKind) -> None:
         super().__init__(model, place.client, missing=kind.missing)
         self.uri = f"{place.uri}/{entry.key}"
         self._sums = {file.name: file.sha256 for file in entry.manifest.files}
@@ -561,7 +561,7 @@ class _Sent(BaseSubscriber):  # type: ignore[misc]
         self.ended.release()
 
 
-def parse_manifest(raw: bytes, where: str, kind: Kind) -> RemoteManifest:
+def parse_manifest(raw: bytes, where: str, kind: EntryKind) -> RemoteManifest:
     """The manifest of an entry. Raises Damaged, naming `where`, if this is none. Names of files are not checked."""
     try:
         return msgspec.json.decode(raw, type=RemoteManifest)
@@ -569,7 +569,7 @@ def parse_manifest(raw: bytes, where: str, kind: Kind) -> RemoteManifest:
         raise Damaged(where, f"its manifest is malformed: {error}", kind) from error
 
 
-def _summed(folder: Path, file: StoredFile, kind: Kind) -> RemoteFile:
+def _summed(folder: Path, file: StoredFile, kind: EntryKind) -> RemoteFile:
     """The file with its CRC-32, after its sha256 was compared."""
     sha256, crc32, num_bytes = hashlib.sha256(), 0, 0
     try:

@@ -50,7 +50,7 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 @dataclass(frozen=True)
-class Kind:
+class EntryKind:
     """What a store holds, and how errors speak of it."""
 
     noun: str
@@ -65,7 +65,7 @@ class Kind:
     """If a store lacks it, or there is no store."""
 
 
-MODELS = Kind(
+MODELS = EntryKind(
     "model",
     "download",
     is_part,
@@ -78,7 +78,7 @@ MODELS = Kind(
 class Damaged(FatalError):
     """An entry does not have the files of its manifest."""
 
-    def __init__(self, folder: Path | str, what: str, kind: Kind = MODELS) -> None:
+    def __init__(self, folder: Path | str, what: str, kind: EntryKind = MODELS) -> None:
         self.reason = what
         self.what = f"{folder} is damaged: {what}"
         super().__init__(kind.damaged, f"{self.what}; {kind.cure}")
@@ -170,7 +170,7 @@ class Entry:
         return wrong
 
 
-def read_entry(folder: Path, kind: Kind = MODELS) -> Entry | None:
+def read_entry(folder: Path, kind: EntryKind = MODELS) -> Entry | None:
     """The complete entry in a folder, None if there is no such folder. Raises Damaged."""
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
@@ -195,7 +195,7 @@ def read_entry(folder: Path, kind: Kind = MODELS) -> Entry | None:
     return entry
 
 
-def check_manifest(manifest: Manifest, where: Path | str, kind: Kind) -> None:
+def check_manifest(manifest: Manifest, where: Path | str, kind: EntryKind) -> None:
     """Raises Damaged, naming `where`, if this cannot be the manifest of an entry. Names of files come from it."""
     if manifest.version != MANIFEST_VERSION or not all(kind.accepts(file.name) for file in manifest.files):
         raise Damaged(where, "its manifest is not of this version", kind)
@@ -228,7 +228,7 @@ class Partial:
 
 
 @dataclass(frozen=True)
-class Row:
+class ListedEntry:
     """A line about something in a store. `used`, or written if it is partial, in seconds since 1970."""
 
     name: str
@@ -255,12 +255,12 @@ Progress = Callable[[str, int], Callable[[int], None]]
 class AnyStore(Protocol):
     """A store, wherever it is, as the commands look after it. Every method raises FatalError if it cannot be read."""
 
-    kind: Kind
+    kind: EntryKind
 
     @property
     def address(self) -> str: ...
 
-    def rows(self) -> Iterator[Row]: ...
+    def rows(self) -> Iterator[ListedEntry]: ...
 
     def verify(self, progress: Progress) -> Iterator[tuple[str, list[str]]]: ...
 
@@ -270,7 +270,7 @@ class AnyStore(Protocol):
 class Store:
     """One folder of models or artifacts."""
 
-    def __init__(self, folder: Path, kind: Kind = MODELS) -> None:
+    def __init__(self, folder: Path, kind: EntryKind = MODELS) -> None:
         self.folder = folder
         self.kind = kind
 
@@ -455,19 +455,19 @@ class Store:
     def address(self) -> str:
         return str(self.folder)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[ListedEntry]:
         """Everything in it. Raises FatalError if it cannot be read."""
         for key in self.all_keys():
             try:
                 entry = self.read(key)
             except Damaged as error:
                 folder = self.folder / key
-                yield Row(key, "damaged", bytes_in(folder), folder.lstat().st_mtime, problem=error.reason)
+                yield ListedEntry(key, "damaged", bytes_in(folder), folder.lstat().st_mtime, problem=error.reason)
                 continue
             if entry is not None:
-                yield Row(key, "complete", entry.manifest.num_bytes, entry.used, entry.manifest.uri)
+                yield ListedEntry(key, "complete", entry.manifest.num_bytes, entry.used, entry.manifest.uri)
         for partial in self.partials():
-            yield Row(partial.key, "partial", partial.num_bytes, partial.written)
+            yield ListedEntry(partial.key, "partial", partial.num_bytes, partial.written)
 
     def verify(self, progress: Progress) -> Iterator[tuple[str, list[str]]]:
         """Each complete entry, and what is wrong with the contents of its files."""

@@ -14,7 +14,7 @@ from neuron_runtime.core import Acts
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
 from neuron_runtime.requests.admission import Admission, Ask
-from neuron_runtime.requests.chats import Chat, Turn
+from neuron_runtime.requests.chats import Chat, ChatTurn
 from neuron_runtime.requests.options import ChatOptions, FunctionName, NamedTool
 from neuron_runtime.requests.parameters import Names, Parameter
 from neuron_runtime.requests.sampling_fields import MaxTokens, Temperature, TopK, TopP, sampling_of
@@ -127,7 +127,7 @@ def chat_of(body: CountTokensBody, **options: Any) -> Chat:
     ]
     continues = bool(turns) and turns[-1].role == "assistant" and not turns[-1].calls
     if body.system:
-        turns.insert(0, Turn("system", _texts(body.system, "system"), "system"))
+        turns.insert(0, ChatTurn("system", _texts(body.system, "system"), "system"))
     choice = body.tool_choice
     return Chat(
         turns=turns,
@@ -169,11 +169,11 @@ def _choice(choice: ToolChoice | None) -> Any:
     return NamedTool("function", FunctionName(choice.name))
 
 
-def _of_user(message: InputMessage, at: str) -> Iterator[Turn]:
+def _of_user(message: InputMessage, at: str) -> Iterator[ChatTurn]:
     """Results of calls are turns of their own, and come first."""
     content = message.content
     if isinstance(content, str):
-        yield Turn(message.role, content, at)
+        yield ChatTurn(message.role, content, at)
         return
     texts = list[str]()
     for number, block in enumerate(content):
@@ -183,15 +183,15 @@ def _of_user(message: InputMessage, at: str) -> Iterator[Turn]:
             continue
         call_id = _required(block, "tool_use_id", where)
         result = _texts(_blocks(block.content or "", where), f"{where}.content")
-        yield Turn("tool", result, where, call_id=call_id)
+        yield ChatTurn("tool", result, where, call_id=call_id)
     if texts or not content:
-        yield Turn(message.role, texts, at)
+        yield ChatTurn(message.role, texts, at)
 
 
-def _of_assistant(message: InputMessage, at: str) -> Iterator[Turn]:
+def _of_assistant(message: InputMessage, at: str) -> Iterator[ChatTurn]:
     content = message.content
     if isinstance(content, str):
-        yield Turn("assistant", content, at)
+        yield ChatTurn("assistant", content, at)
         return
     texts, calls, reasoning = list[str](), list[EarlierCall](), ""
     for number, block in enumerate(content):
@@ -207,7 +207,7 @@ def _of_assistant(message: InputMessage, at: str) -> Iterator[Turn]:
                 calls.append(EarlierCall(name, block.input, _required(block, "id", where)))
             case _:
                 texts.append(_text(block, where))
-    yield Turn("assistant", texts, at, reasoning=reasoning or None, calls=calls)
+    yield ChatTurn("assistant", texts, at, reasoning=reasoning or None, calls=calls)
 
 
 def _blocks(content: str | list[Any], at: str) -> str | list[Block]:
@@ -225,7 +225,7 @@ def _required(block: Block, name: str, at: str) -> str:
     return value
 
 
-_TURNS: Mapping[str, Callable[[InputMessage, str], Iterator[Turn]]] = {
+_TURNS: Mapping[str, Callable[[InputMessage, str], Iterator[ChatTurn]]] = {
     "user": _of_user,
     "system": _of_user,
     "assistant": _of_assistant,

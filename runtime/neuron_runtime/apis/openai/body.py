@@ -16,7 +16,7 @@ from neuron_runtime.core import ACTS
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface, is_neutral, refuse, rows
 from neuron_runtime.requests.admission import Admission, Ask
-from neuron_runtime.requests.chats import Chat, Turn
+from neuron_runtime.requests.chats import Chat, ChatTurn
 from neuron_runtime.requests.options import ChatOptions, CompletionOptions
 from neuron_runtime.requests.parameters import NO_NAMES, Names, Parameter, parameters_of
 from neuron_runtime.requests.prompts import PromptField
@@ -234,7 +234,7 @@ def _chat(body: ChatBody | TokenizeBody, options: ChatOptions, names: Names = NO
 _REFUSED_IN_MESSAGES = [row.name for row in rows(Surface.MESSAGE)]
 
 
-def _turn(message: Message, at: str) -> Turn:
+def _turn(message: Message, at: str) -> ChatTurn:
     for field in _REFUSED_IN_MESSAGES:
         value = getattr(message, field)
         if value is not None:
@@ -244,7 +244,7 @@ def _turn(message: Message, at: str) -> Turn:
     if content is None and message.role != "assistant":
         raise InvalidRequest(f"`{at}.content` is missing", field=f"{at}.content")
     calls = list(_calls(message, at))
-    return Turn(
+    return ChatTurn(
         role=message.role,
         content=list(_texts(content, at)) if isinstance(content, list) else content,
         at=at,

@@ -16,7 +16,7 @@ from neuron_runtime.core import ACTS
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
 from neuron_runtime.requests.admission import Admission, Ask
-from neuron_runtime.requests.chats import Chat, Turn
+from neuron_runtime.requests.chats import Chat, ChatTurn
 from neuron_runtime.requests.forms import JsonSchema, ResponseFormat
 from neuron_runtime.requests.options import ChatOptions, FunctionName, NamedTool
 from neuron_runtime.requests.parameters import Names, Parameter
@@ -153,9 +153,9 @@ def admitted(admission: Admission, body: ResponsesBody) -> Ask:
 
 def chat_of(body: ResponsesBody) -> Chat:
     """What admission gets. Raises InvalidRequest."""
-    turns = list[Turn]()
+    turns = list[ChatTurn]()
     if body.instructions is not None:
-        turns.append(Turn("system", body.instructions, "instructions"))
+        turns.append(ChatTurn("system", body.instructions, "instructions"))
     items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     for at, item in enumerate(items):
         add = _ITEMS.get(item.type)
@@ -205,7 +205,7 @@ def _response_format(form: TextFormat) -> ResponseFormat:
     return ResponseFormat(form.type, JsonSchema(schema=form.schema))
 
 
-def _message(turns: list[Turn], item: Item, at: str) -> None:
+def _message(turns: list[ChatTurn], item: Item, at: str) -> None:
     if item.role is None:
         raise InvalidRequest(f"`{at}.role` is missing", field=f"{at}.role")
     if item.content is None:
@@ -215,26 +215,26 @@ def _message(turns: list[Turn], item: Item, at: str) -> None:
     if item.role == "assistant" and turns and _is_open(turns[-1]):
         turns[-1] = replace(turns[-1], content=content)
     else:
-        turns.append(Turn(item.role, content, at))
+        turns.append(ChatTurn(item.role, content, at))
 
 
-def _reasoning(turns: list[Turn], item: Item, at: str) -> None:
+def _reasoning(turns: list[ChatTurn], item: Item, at: str) -> None:
     parts = item.content if isinstance(item.content, list) and item.content else item.summary or []
-    turns.append(Turn("assistant", None, at, reasoning="".join(part.text or "" for part in parts)))
+    turns.append(ChatTurn("assistant", None, at, reasoning="".join(part.text or "" for part in parts)))
 
 
-def _call(turns: list[Turn], item: Item, at: str) -> None:
+def _call(turns: list[ChatTurn], item: Item, at: str) -> None:
     name = _required(item, "name", at)
     call = EarlierCall(name, item.arguments, _required(item, "call_id", at))
     if turns and turns[-1].role == "assistant":
         turns[-1] = replace(turns[-1], calls=[*turns[-1].calls, call], at=at)
     else:
-        turns.append(Turn("assistant", None, at, calls=[call]))
+        turns.append(ChatTurn("assistant", None, at, calls=[call]))
 
 
-def _output(turns: list[Turn], item: Item, at: str) -> None:
+def _output(turns: list[ChatTurn], item: Item, at: str) -> None:
     output = _texts(item.output or "", f"{at}.output")
-    turns.append(Turn("tool", output, at, call_id=_required(item, "call_id", at)))
+    turns.append(ChatTurn("tool", output, at, call_id=_required(item, "call_id", at)))
 
 
 def _required(part: Item | FunctionTool, name: str, at: str) -> str:
@@ -255,12 +255,12 @@ def _choice(choice: str | FunctionChoice | None) -> Any:
     return NamedTool("function", FunctionName(choice.name)) if isinstance(choice, FunctionChoice) else choice
 
 
-def _is_open(turn: Turn) -> bool:
+def _is_open(turn: ChatTurn) -> bool:
     """Whether the assistant's text is yet to come."""
     return turn.role == "assistant" and turn.content is None and not turn.calls
 
 
-_ITEMS: Mapping[str, Callable[[list[Turn], Item, str], None]] = {
+_ITEMS: Mapping[str, Callable[[list[ChatTurn], Item, str], None]] = {
     "message": _message,
     "reasoning": _reasoning,
     "function_call": _call,

@@ -223,10 +223,10 @@ class NxdiBackend:
         tokens[rows] = chosen.tokens
         if not chosen.logprobs:
             return ()
-        found: list[tuple[TokenLogprobs, ...]] = [()] * len(tokens)
+        per_row: list[tuple[TokenLogprobs, ...]] = [()] * len(tokens)
         for row, one in zip(rows.tolist(), chosen.logprobs, strict=True):
-            found[row] = (one,) if one else ()
-        return tuple(found)
+            per_row[row] = (one,) if one else ()
+        return tuple(per_row)
 
     def _check(self, tokens: IntArray) -> None:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._settings.vocabulary_size:
@@ -264,10 +264,10 @@ def _warm_up_batch(settings: Settings, graph: Graph, step: int) -> Batch | None:
         if settings.layout == "slots":
             slot = graph.rows - 1
     else:
-        found = prefill_that_takes(settings, graph)
-        if found is None:
+        span = prefill_that_takes(settings, graph)
+        if span is None:
             return None
-        (start, end), num_prefills = found, 1
+        (start, end), num_prefills = span, 1
     num_blocks = -(-end // settings.block_size)
     added = Added(
         slot=slot,

@@ -212,27 +212,27 @@ class Inputs:
         of_place = slots[source]
         return _Places(places, source, of_place, identifiers, self._parameters.rows(of_place), *self._extent(rows))
 
-    def _decode_call(self, rows: FedRows, graph: Graph, found: _Places) -> Call:
+    def _decode_call(self, rows: FedRows, graph: Graph, places: _Places) -> Call:
         assert isinstance(graph, Decode)
         count = rows.num_decodes
         start, after = rows.start[:count], rows.after[:count]
         named = rows.token[:count].copy()  # `feed` writes to it
-        positions = start[found.source]
+        positions = start[places.source]
         arguments = {
             "position_ids": _column(positions),
-            "sampling_params": torch.from_numpy(found.parameters.copy()),
-            "seq_ids": torch.from_numpy(found.identifiers.copy()),
+            "sampling_params": torch.from_numpy(places.parameters.copy()),
+            "seq_ids": torch.from_numpy(places.identifiers.copy()),
         }
         if self._settings.layout == "blocks":
             block, offset = np.divmod(positions, self._block_size)
-            kept = self._mirror.blocks[found.of_place, block] * self._block_size + offset
+            kept = self._mirror.blocks[places.of_place, block] * self._block_size + offset
             kept[count:] = NO_SLOT
             width = graph.length // self._block_size
-            if found.table is None or found.table.shape[1] != width:
-                found.table = torch.from_numpy(self._mirror.blocks[found.of_place, :width])
+            if places.table is None or places.table.shape[1] != width:
+                places.table = torch.from_numpy(self._mirror.blocks[places.of_place, :width])
             arguments |= {
                 "slot_mapping": _column(kept),
-                "block_table": found.table,
+                "block_table": places.table,
                 "full_context_lens": _column(positions + 1),
                 "computed_context_lens": _column(positions.copy()),
             }
@@ -240,7 +240,7 @@ class Inputs:
             slots = rows.slots[:count]
             prompts = np.flatnonzero((named == NO_TOKEN) & (start < self._mirror.num_known[slots]))
             named[prompts] = self._mirror.tokens[slots[prompts], start[prompts]]
-        return Call(graph, arguments, np.arange(count), found.places, count, named, after, found.source)
+        return Call(graph, arguments, np.arange(count), places.places, count, named, after, places.source)
 
 
 _NO_ROWS = no_rows()

@@ -123,9 +123,9 @@ def allowed_from(mask: memoryview, token: int, vocabulary_size: int) -> int:
         bits = rest.lstrip(b"\0")[:1]
         if bits:
             byte = first // 8 + len(rest) - len(rest.lstrip(b"\0"))
-            found = 8 * byte + (bits[0] & -bits[0]).bit_length() - 1
-            if found < vocabulary_size:
-                return found
+            candidate = 8 * byte + (bits[0] & -bits[0]).bit_length() - 1
+            if candidate < vocabulary_size:
+                return candidate
     raise IllegalBatch("a mask allows no token")
 
 
@@ -281,8 +281,8 @@ class SimulatedBackend:
 
     def starts(self, rows: Rows) -> list[int]:
         """The position at which each row starts."""
-        given = zip(rows.slot, rows.start, rows.after, strict=True)
-        return [start if after == KNOWN else self._slots[slot].end for slot, start, after in given]
+        columns = zip(rows.slot, rows.start, rows.after, strict=True)
+        return [start if after == KNOWN else self._slots[slot].end for slot, start, after in columns]
 
     def calls(self, batch: Batch) -> list[SimulatedCall]:
         """What the device runs: all decode rows together, and with prefill buckets each prompt alone. Called before the
@@ -304,17 +304,17 @@ class SimulatedBackend:
     def _logprobs(
         self, done: _SimulatedStep, token_ids: tuple[tuple[int, ...], ...]
     ) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        wanted = [slot.added.sampling.logprobs for slot in done.slots]
-        if all(count is None for count in wanted):
+        counts = [slot.added.sampling.logprobs for slot in done.slots]
+        if all(count is None for count in counts):
             return ()
         return tuple(
             () if count is None else tuple(self._uniform(token, count) for token in sampled)
-            for sampled, count in zip(token_ids, wanted, strict=True)
+            for sampled, count in zip(token_ids, counts, strict=True)
         )
 
     def _prompt_logprobs(self, done: _SimulatedStep) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        wanted = [slot.added.sampling.prompt_logprobs for slot in done.slots]
-        if all(count is None for count in wanted):
+        counts = [slot.added.sampling.prompt_logprobs for slot in done.slots]
+        if all(count is None for count in counts):
             return ()
         return tuple(
             ()
@@ -324,7 +324,7 @@ class SimulatedBackend:
                 for token in slot.added.token_ids[: slot.added.num_prompt_tokens][end - num_tokens + 1 : end + 1]
             )
             for slot, end, num_tokens, count in zip(
-                done.slots, done.ends, done.batch.rows.num_tokens, wanted, strict=True
+                done.slots, done.ends, done.batch.rows.num_tokens, counts, strict=True
             )
         )
 

@@ -181,7 +181,7 @@ class TorchBackend:
             return ()
         counts = self._prompts.num_logprobs[rows.slots]
         at_once = max(1, LOGITS_AT_ONCE // self._limits.vocabulary_size)
-        found: list[tuple[TokenLogprobs, ...]] = [()] * len(rows.slots)
+        per_row: list[tuple[TokenLogprobs, ...]] = [()] * len(rows.slots)
         for row, tokens in targets:
             of_row: list[TokenLogprobs] = []
             for begin in range(0, len(tokens), at_once):
@@ -189,8 +189,8 @@ class TorchBackend:
                 first = int(begins[row]) + begin
                 logits = self._decoder.logits(hidden[first : first + len(part)])
                 of_row += logprobs_of(logits, part, int(counts[row]))
-            found[row] = tuple(of_row)
-        return tuple(found)
+            per_row[row] = tuple(of_row)
+        return tuple(per_row)
 
     @torch.inference_mode()
     def _sample(self, launched: Future[_TorchStep], late: Late | None) -> StepOutput:
@@ -200,12 +200,12 @@ class TorchBackend:
         if step.logits is not None:
             sampled = step.sampled
             masks = late.of_rows(sampled.tolist()) if late else None
-            tokens, found = self._sampler.choose(step.logits, *self._mirror.sampled_positions(sampled), masks)
+            tokens, of_sampled = self._sampler.choose(step.logits, *self._mirror.sampled_positions(sampled), masks)
             self._mirror.record(sampled, tokens)
             for row, token in zip(sampled.tolist(), tokens.tolist(), strict=True):
                 token_ids[row] = (token,)
-            if found:
-                of_row = dict(zip(sampled.tolist(), found, strict=True))
+            if of_sampled:
+                of_row = dict(zip(sampled.tolist(), of_sampled, strict=True))
                 logprobs = tuple((one,) if (one := of_row.get(row)) else () for row in range(len(token_ids)))
         return StepOutput(
             step=step.batch.step,

@@ -22,9 +22,9 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
     """The dtype in which the embedding is stored. Raises InvalidModel."""
     embedding = checkpoint.tensors.get(EMBEDDING)
     if embedding is None or embedding.dtype not in COMPUTED_STORED:
-        found = "missing" if embedding is None else embedding.dtype
+        stored = "missing" if embedding is None else embedding.dtype
         raise InvalidModel(
-            f"{checkpoint.folder}: tensor {EMBEDDING} must have dtype {', '.join(COMPUTED_STORED)}; it is {found}"
+            f"{checkpoint.folder}: tensor {EMBEDDING} must have dtype {', '.join(COMPUTED_STORED)}; it is {stored}"
         )
     return BY_STORED[embedding.dtype].name
 
