@@ -30,9 +30,9 @@ FETCH_REQUESTS: Requests = {"cpu": "500m", "memory": "256Mi"}
 
 MIB = 2**20
 SMALL_FILES_BYTES = 64 * MIB
-"""Of a model beside its weights: tokenizer and configuration."""
+"""Files of a model beside its weights: tokenizer and configuration."""
 PROCESS_BYTES = 64 * MIB
-"""Of the supervisor, of the front end and of a simulated engine: 30 to 65 MiB measured."""
+"""Memory of the supervisor, of the front end and of a simulated engine, each: 30 to 65 MiB measured."""
 SCRATCH_SHARE = 0.1
 """Activations and copies while weights are packed, as a share of weights and cache."""
 DEFAULT_SEQUENCES = 8

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 WATCH_SECONDS = 0.5
 """Interval of looks at a running compiler."""
 MAX_SHARE = 0.99
-"""Of a stage that has not ended: after the last graph comes the compiler's own end."""
+"""The share of a stage that has not ended: after the last graph comes the compiler's own end."""
 MAX_OUTPUT_BYTES = 4096
 MAX_TAIL_CHARACTERS = 600
 OUT_OF_MEMORY = ("Cannot allocate memory", "std::bad_alloc", "virtual memory exhausted")

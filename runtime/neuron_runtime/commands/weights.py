@@ -26,7 +26,7 @@ class Contents:
     """What a store holds, in the words of the commands."""
 
     name: str
-    """Of the command."""
+    """The name of the command."""
     noun: str
     work: str
     """What makes one."""

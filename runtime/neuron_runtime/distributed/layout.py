@@ -56,7 +56,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     leader: str = ""
     port: int = DEFAULT_PORT
     address: str = ""
-    """Of this node, as others reach it; empty: that from which it reaches the leader."""
+    """The address at which others reach this node; empty: that from which it reaches the leader."""
     secret_file: str = ""
     run_dir: str = ""
     join_seconds: Annotated[float, Meta(gt=0)] = DEFAULT_JOIN_SECONDS
@@ -133,7 +133,7 @@ def address_of(host: str) -> str:
 
 
 def num_nodes_of(environment: Mapping[str, str]) -> int:
-    """Of the group of this process; 1 without one. Raises InvalidConfig."""
+    """Nodes of the group of this process; 1 without one. Raises InvalidConfig."""
     return _number(environment, NUM_NODES_VARIABLE, 1, 1, MAX_NODES)
 
 

@@ -62,7 +62,7 @@ class ProcessEngine:
 
     @property
     def pid(self) -> int:
-        """Of the engine process."""
+        """The id of the engine process."""
         return self._child.process.pid
 
     def find_model(self) -> Path:

@@ -143,7 +143,7 @@ class Supervisor:
         self._keys = [] if api_key_file is None else [f"--api-key-file={api_key_file}"]
         self._signals = signals
         self._began = began
-        """Of the command, then of the last restart."""
+        """When the command began, then the last restart."""
         self._budget = RestartBudget()
         self._incarnation = 0
         self._stall = ""

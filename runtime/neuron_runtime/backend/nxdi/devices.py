@@ -26,7 +26,7 @@ from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LOGICAL_CORE_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 LOGICAL_CORE_VARIABLES = (LOGICAL_CORE_VARIABLE, "NEURON_RT_VIRTUAL_CORE_SIZE")
-"""Of NxD Inference, and of the Neuron runtime."""
+"""NxD Inference reads the first, the Neuron runtime the second."""
 VISIBLE_CORES_VARIABLE = "NEURON_RT_VISIBLE_CORES"
 NUM_CORES_VARIABLE = "NEURON_RT_NUM_CORES"
 PROCESS_TAG_VARIABLE = "NEURON_PROCESS_TAG"
@@ -57,7 +57,7 @@ _PLATFORM = re.compile(r"(inf2|trn1|trn2|trn3)(?![0-9])")
 class Platform:
     name: str
     physical_cores: int
-    """Of one device."""
+    """Physical cores of one device."""
     logical_core: LogicalCore
     """Physical cores per logical core, unless configured."""
 

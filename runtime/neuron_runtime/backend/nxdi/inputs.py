@@ -41,7 +41,7 @@ class Call:
     num_tokens: int
     """Tokens that these rows feed."""
     tokens: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Of a decode call: the token of each of these rows; NO_TOKEN if the step before samples it."""
+    """In a decode call, the token of each of these rows; NO_TOKEN if the step before samples it."""
     after: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """For each of these rows, its row in the step before."""
     source: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -93,7 +93,7 @@ class Inputs:
         self._next_id = num_slots
         self._resolved: tuple[Batch | None, FedRows, list[Graph]] = (None, _NO_ROWS, [])
         self._places: _Places | None = None
-        """Of the decode call made last."""
+        """The rows of the decode call made last."""
 
     def graphs(self, batch: Batch) -> list[Graph]:
         """The graphs that the batch will run, before or after it is applied.

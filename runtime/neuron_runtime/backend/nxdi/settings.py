@@ -105,7 +105,7 @@ class Application(Protocol):
         versions."""
 
     def memory(self) -> DeviceMemory | None:
-        """Of one of its cores, by the Neuron runtime; None if that does not say. Not called during another call."""
+        """Memory of one of its cores by the Neuron runtime; None if it is unknown. Not called during another call."""
 
 
 def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target) -> Settings:
