@@ -43,9 +43,10 @@ class ApiProxy:
             name: value for name, value in request.headers.items() if name.lower() not in ("host", "content-length")
         }
         url = server.url + request.raw_path
-        body = await request.read() or None  # an empty one would get a Content-Type, which the API server refuses
         try:
-            async with session.request(request.method, url, headers=headers, data=body) as upstream:
+            async with session.request(
+                request.method, url, headers=headers, data=await request.read() or None
+            ) as upstream:
                 response = web.StreamResponse(status=upstream.status)
                 for name in ("Content-Type", "Retry-After"):
                     if name in upstream.headers:
