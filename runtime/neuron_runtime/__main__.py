@@ -1,84 +1,27 @@
-"""The command `neuron-runtime`: parses arguments, runs one command, and turns errors into exit codes and records."""
+"""Where `neuron-runtime` and `python -m neuron_runtime` start: SIGTERM is taken before anything that takes time is
+imported.
+
+The kernel drops a signal for which the first process of a container has no handler yet. A pod that is deleted while it
+starts would then run on, with its devices, until the end of its grace period.
+"""
 
 from __future__ import annotations
 
-import argparse
+import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, NoReturn
 
-from neuron_runtime import record
-from neuron_runtime.bench import simulate
-from neuron_runtime.commands import compile_model, fetch, follow, inspect, plan_buckets, serve, weights
-from neuron_runtime.console import say
-from neuron_runtime.entry import INTERRUPTED
-from neuron_runtime.errors import ServingError
-
-COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
-    "serve": (serve.add_arguments, "serve a model over HTTP"),
-    "follow": (follow.add_arguments, "run the ranks of one node of a group that another node leads"),
-    "inspect": (inspect.add_arguments, "show facts about a model from its config and the headers of its weights"),
-    "fetch": (fetch.add_arguments, "fetch a model into a store, from where it can be served"),
-    "compile": (compile_model.add_arguments, "compile a model into a store, from where it can be served"),
-    "plan-buckets": (plan_buckets.add_arguments, "list the graphs that a model would be compiled to, with estimates"),
-    "weights": (weights.add_commands, "list, verify or prune the models of a store"),
-    "artifacts": (partial(weights.add_commands, contents=weights.ARTIFACTS), "list, verify or prune compiled models"),
-    "bench": (simulate.add_commands, "simulate a deployment"),
-}
-"""By name: the function that adds its arguments, and a line of help."""
+INTERRUPTED = 130
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports errors in one line; argparse prints the usage first."""
-
-    def parse_known_args(  # type: ignore[override]  # overloaded there, by the type of the namespace
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[Any, list[str]]:
-        """Each command refuses its own unknown arguments; argparse leaves them to the outermost parser."""
-        options, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return options, unknown
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = build_parser().parse_args(arguments)
-    began = time.monotonic()
-    command: Callable[[argparse.Namespace, float], record.Record] = options.run
+def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        outcome = command(options, began)
-    except ServingError as error:
-        outcome = record.failure(options.command, error, time.monotonic() - began)
+        # Here, because the handler must be set first.
+        from neuron_runtime.commands.command_line import main as run  # noqa: PLC0415
+
+        return run()
     except KeyboardInterrupt:
         return INTERRUPTED
-    if not outcome.ok:
-        say(f"{outcome.reason}: {outcome.message}" if outcome.reason else outcome.message)
-    if options.record is not None and (outcome.command != "serve" or not outcome.ok):
-        _write(outcome, options.record)
-    return outcome.exit_code
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="neuron-runtime", description="Serve language models: continuous batching, OpenAI's API.")
-    parser.add_argument("--version", action="version", version=f"neuron-runtime {version('neuron-serving')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (add_arguments, meaning) in COMMANDS.items():
-        add_arguments(commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}."))
-    return parser
-
-
-def _write(outcome: record.Record, path: Path) -> None:
-    try:
-        record.write(outcome, path)
-    except OSError as error:
-        say(f"cannot write the record to {path}: {error.strerror}")
 
 
 if __name__ == "__main__":

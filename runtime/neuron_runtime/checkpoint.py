@@ -334,7 +334,7 @@ def _read_config(folder: Path) -> bytes:
 
 
 def _names(folder: Path) -> set[str]:
-    """Of the files of a model's folder."""
+    """Names of the files in a model's folder."""
     return {path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("weights/*"))}
 
 

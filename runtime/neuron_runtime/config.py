@@ -189,9 +189,6 @@ class ServerOptions(Document, frozen=True, kw_only=True):
         Flag(metavar="JSON", read=json_or_text),
     ] = ()
     client_stall_seconds: Annotated[Count, "Disconnect a client that reads nothing for this long", Flag()] = 60
-    num_front_ends: Annotated[
-        int, Meta(ge=1, le=64), "Number of front-end processes (HTTP and text)", Flag("api_server_count")
-    ] = 1
     max_body_bytes: Annotated[Count, "Maximum size of a request body", Flag()] = 32 * 1024 * 1024
     max_output_tokens: Annotated[
         int, Meta(ge=0), "Maximum `max_tokens` of a request; 0: limited only by the model's length", Flag()

@@ -276,7 +276,7 @@ class GraphUse(NamedTuple):
 
 
 class DeviceMemory(NamedTuple):
-    """Of one core, as the device's runtime reports it."""
+    """Memory of one core, as the device's runtime reports it."""
 
     used_bytes: int
     free_bytes: int

@@ -16,7 +16,7 @@ class Dtype:
     stored: str
     """As in safetensors."""
     num_bytes: int
-    """Of one number."""
+    """Bytes of one number."""
     alias: str = ""
     """Another name, which vLLM takes."""
 

@@ -95,7 +95,7 @@ def model_facts(
 
 
 def _checked_shape(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Of an architecture of ours, whose tensors are known."""
+    """The shape of an architecture of ours, whose tensors are known."""
     config = decoder_config(checkpoint.config)
     for name, shape in tensor_shapes(config).items():
         tensor = checkpoint.tensors.get(name)
@@ -126,7 +126,7 @@ def _architectures(checkpoint: Checkpoint) -> list[str]:
 
 
 def _shape_by_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Of an architecture that NxD Inference alone runs."""
+    """The shape of an architecture that NxD Inference alone runs."""
     names = _architectures(checkpoint)
     known = next((name for name in names if name in BY_ARCHITECTURE), names[0] if names else "")
     config = dict(text_config(checkpoint.config))

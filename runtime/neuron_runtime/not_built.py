@@ -82,6 +82,7 @@ _LLM = Surface.LLM | _FLAG
 _MESSAGES, _RESPONSES = Surface.MESSAGES, Surface.RESPONSES
 
 ROWS = (
+    NotBuilt("api_server_count", _FLAG, (1,), cure="add replicas: a server has one front end"),
     NotBuilt("audio", _BODY),
     NotBuilt("audio", _MESSAGE, ([],)),
     NotBuilt("background", _RESPONSES, (False,)),

@@ -36,7 +36,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     vocabulary_size: int
     max_position_embeddings: int
     intermediate_size: int = 0
-    """Of the feed-forward layers; 0: config.json lacks it, as all that follow."""
+    """The size of the feed-forward layers; 0: config.json lacks it, as all that follow."""
     num_experts: int = 0
     tied_embeddings: bool = False
     """Whether the checkpoint has one matrix for embedding and head, of which devices hold two."""

@@ -37,8 +37,8 @@ from neuron_runtime.engine import messages
 from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.messages import First, ModelFound, Ready, Step, Update
 from neuron_runtime.engine.stats import EngineStats
-from neuron_runtime.server.control import EngineStarted, encode_line
-from neuron_runtime.server.supervisor import listen, url_of
+from neuron_runtime.processes.control import EngineStarted, encode_line
+from neuron_runtime.processes.supervisor import listen, url_of
 
 NUM_STREAMS = (64, 256)
 NUM_STEPS = 200
@@ -136,17 +136,12 @@ def running_front_end(
         run_dir = Path(folder)
         (run_dir / "config.json").write_bytes(msgspec.json.encode(config))
         inbox = messages.socket(context, zmq.PULL, run_dir, messages.ENGINE_INBOX, 1)
-        outbox = messages.socket(context, zmq.PUSH, run_dir, messages.outbox_of(0), 1)
+        outbox = messages.socket(context, zmq.PUSH, run_dir, messages.ENGINE_OUTBOX, 1)
         fd, url = listener.fileno(), url_of(listener)
         command = [
-            *(sys.executable, "-m", "neuron_runtime.server.front_end"),
+            *(sys.executable, "-m", "neuron_runtime.processes.front_end"),
             *(f"--config={run_dir}/config.json", f"--run-dir={run_dir}", f"--record={run_dir}/record"),
-            *(
-                f"--parent-pid={os.getpid()}",
-                f"--listener-fd={fd}",
-                f"--url={url}",
-                "--front-end=0",
-            ),
+            *(f"--parent-pid={os.getpid()}", f"--listener-fd={fd}", f"--url={url}"),
         ]
         process = subprocess.Popen(
             command,

@@ -19,18 +19,18 @@ from statistics import median
 
 from bench.report import Load, Meter, Row, at_most
 from helpers.groups import Unwatched
-from neuron_runtime.backend.base import Backend, ProgressCallback, StepTime
 from neuron_runtime.backend.simulated.clock import WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
+from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
 from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepKind, StepOutput
 from neuron_runtime.distributed.control import LeaderControl
-from neuron_runtime.distributed.group import Following
 from neuron_runtime.distributed.layout import Layout, read_secret
 from neuron_runtime.distributed.replicated import ReplicatedBackend, StepChannel
 from neuron_runtime.distributed.wire import Facts, Keys
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.run_dir import made_run_dir
+from neuron_runtime.processes.group import Following
+from neuron_runtime.processes.run_dir import made_run_dir
 
 RANKS = (1, 2, 4)
 ROWS = 64

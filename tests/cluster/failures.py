@@ -103,7 +103,7 @@ def _label(scene: Scene) -> None:
 def _freeze(scene: Scene) -> None:
     (pod,) = scene.story.ready_pods("probe-failing")
     scene.held["probe"] = scene.undo.enter_context(ExitStack())
-    scene.held["probe"].enter_context(frozen(scene.rig, pod, "neuron_runtime.server.front_end"))
+    scene.held["probe"].enter_context(frozen(scene.rig, pod, "neuron_runtime.processes.front_end"))
 
 
 def _give_volume(scene: Scene) -> None:

@@ -39,7 +39,7 @@ QUESTION = "How do I resolve a model again?"
 TOKEN, WRONG_TOKEN = "hf_Aright0000000000000000000000000000", "hf_Wrong0000000000000000000000000000"
 API_KEY = "sk-Cluster00000000000000000000000000"
 CPU_NODE, NEURON_NODE = "n3", "n1"
-ENGINE_MODULE = "neuron_runtime.engine.process"
+ENGINE_MODULE = "neuron_runtime.processes.engine"
 PAUSED = "neuron-serving.dev/paused"
 NUM_TOKENS = 1900
 """Tokens of a long answer: it takes many times as long as ending a pod."""

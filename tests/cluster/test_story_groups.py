@@ -31,7 +31,7 @@ OF_GROUPS = "pods,statefulsets,services,secrets,networkpolicies,poddisruptionbud
 SPARE = "n3"
 """A node without devices: for the client and the operator, and for the groups on CPUs that must leave another node."""
 NEURON, CPU = {"type": "Neuron", "devices": 6}, {"type": "CPU"}
-ENGINE, RANK = "neuron_runtime.engine.process", "neuron_runtime.distributed.process"
+ENGINE, RANK = "neuron_runtime.processes.engine", "neuron_runtime.processes.rank"
 
 TRAFFIC = """
 import http.client, json, os, sys, threading, time

@@ -6,7 +6,6 @@ Scraped are a server under the scripted load, an overloaded model, a foreign vLL
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from cluster.rig.machine import wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers.promql import Answer, Result, Scraped, evaluate
 from helpers.scripted_load import ScriptedLoad, run_against_a_server
@@ -27,7 +26,6 @@ from neuron_operator.run.metrics import Metrics as OperatorMetrics
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats
-from neuron_runtime.server import neuron_monitor
 from neuron_runtime.server.metrics import FAMILIES, Metrics
 
 CHART = Path(__file__).parents[2] / "charts" / "neuron-serving"
@@ -36,7 +34,6 @@ BOARD, OPERATOR_BOARD = BOARDS["neuron-serving"], BOARDS["neuron-serving-operato
 DOCS_FOLDER = Path(__file__).parents[2] / "docs"
 DOCS = (DOCS_FOLDER / "metrics.md").read_text()
 SCALED_OBJECT = yaml.safe_load((CHART.parents[1] / "examples" / "autoscaling-keda.yaml").read_text())
-MONITOR = Path(__file__).parents[1] / "fakes" / "neuron-monitor"
 RULES_TEXT = (CHART / "rules" / "neuron-serving.yaml").read_text()
 RULES = {rule["alert"]: rule for group in yaml.safe_load(RULES_TEXT)["groups"] for rule in group["rules"]}
 PANELS = [panel for board in BOARDS.values() for panel in board["panels"] if panel["type"] != "row"]
@@ -61,7 +58,7 @@ def substituted(expression: str, num_scrapes: int) -> str:
         "__rate_interval": f"{PERIOD_SECONDS * num_scrapes:.0f}s",
         "namespace": ".*",
         "model": "chat",
-        "pod": ".*",
+        "pod": "chat-.*",
     }
     return re.sub(r"\$(\w+)", lambda match: values[match[1]], expression)
 
@@ -196,7 +193,7 @@ def bad_model(num_stalls: int) -> str:
     for _ in range(num_stalls):
         metrics.tokens(1, 3.0)
     metrics.step(Step((), (), EngineStats(num_preemptions_total=num_stalls, stream_gap_bound_seconds=0.1 * num_stalls)))
-    return metrics.render().decode()
+    return metrics.render(metrics.export()).decode()
 
 
 def somebody_elses(num_waiting: int) -> str:
@@ -208,29 +205,42 @@ def somebody_elses(num_waiting: int) -> str:
     return text.replace(idle, idle.replace("0.0", str(num_waiting)))
 
 
-def of_neuron_devices(folder: Path, num_scrapes: int) -> list[str]:
-    """What a server of the model adds where it finds `neuron-monitor`, between whose reports it is scraped."""
-    metrics = Metrics("chat")
-    metrics.read_at_scrape(lambda: neuron_monitor.readings(folder))
-    texts: list[str] = []
+MEMORY_USES = ("constants", "model_code", "model_shared_scratchpad", "runtime_memory", "tensors")
 
-    def is_reported() -> bool:
-        text = "".join(line for line in metrics.render().decode().splitlines(keepends=True) if "_neuron_" in line)
-        if "neuron_executions_total{" in text and text not in texts:
-            texts.append(text)
-        return len(texts) == num_scrapes
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(MONITOR), prepend=os.pathsep)
-        patch.setenv(neuron_monitor.TAG_VARIABLE, "chat.1")
-        process = neuron_monitor.start(folder)
-        assert process is not None
-        try:
-            wait_until("enough reports", is_reported)
-        finally:
-            process.kill()
-            process.wait()
-    return texts
+def of_neuron_devices(number: int) -> str:
+    """The n-th answer of AWS's exporter on the node of the pod, as it is documented."""
+    registry = CollectorRegistry()
+    node = {"instance_id": "i-0abc", "instance_name": "", "instance_type": "trn2.48xlarge"}
+
+    def series(kind: type[Gauge | Counter], name: str, value: float, **labels: str) -> None:
+        family = families.setdefault(name, kind(name, "of AWS", (*node, *labels), registry=None))
+        one = family.labels(**node, **labels)
+        if isinstance(one, Counter):
+            one.inc(value)
+        else:
+            one.set(value)
+
+    families: dict[str, Gauge | Counter] = {}
+    for tag in ("chat-0", "4711"):
+        for core in "01":
+            series(Gauge, "neuroncore_utilization_ratio", 0.4201, neuroncore=core, runtime_tag=tag)
+            for use in MEMORY_USES:
+                labels = {"memory_location": "None", "neuroncore": core, "runtime_tag": tag}
+                series(Gauge, f"neuroncore_memory_usage_{use}", 2e8, **labels)
+        for location in ("host", "neuron_device"):
+            series(Gauge, "neuron_runtime_memory_used_bytes", 7e9, memory_location=location, runtime_tag=tag)
+        for status in ("completed", "timed_out"):
+            series(Counter, "execution_status_total", 123 * number, status_type=status, runtime_tag=tag)
+        for error in ("transient", "hardware"):
+            series(Counter, "execution_errors_total", number, error_type=error, runtime_tag=tag)
+        for percentile in ("p50", "p99"):
+            series(Gauge, "execution_latency_seconds", 0.01, percentile=percentile, runtime_tag=tag)
+    for event in ("mem_ecc_corrected", "mem_ecc_uncorrected"):
+        series(Counter, "hardware_ecc_events_total", 3 * number, neuron_device_index="0", event_type=event)
+    for family in families.values():
+        registry.register(family)
+    return generate_latest(registry).decode()
 
 
 @pytest.fixture(scope="module")
@@ -239,18 +249,19 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
 
 
 @pytest.fixture(scope="module")
-def scraped(load: ScriptedLoad, tmp_path_factory: pytest.TempPathFactory) -> list[Scraped]:
+def scraped(load: ScriptedLoad) -> list[Scraped]:
     """Every scrape of the load, and a last one with a failing operator."""
     made = []
     scrapes = [*load.scrapes, load.scrapes[-1]]
-    of_devices = of_neuron_devices(tmp_path_factory.mktemp("monitor"), len(scrapes))
     for number, scrape in enumerate(scrapes):
         at, last = number * PERIOD_SECONDS, number == len(load.scrapes)
         model = {"namespace": "team", "pod": "chat-0", "job": "models"}
         operator = {"namespace": "neuron-serving", "job": "operator"}
         made += [
             Scraped(scrape.text, at, model, scrape.content_type),
-            Scraped(of_devices[number], at, model | {"endpoint": "devices"}),
+            Scraped(
+                of_neuron_devices(number), at, {"namespace": "neuron-monitor", "job": "devices", "pod": "monitor-0"}
+            ),
             Scraped(bad_model(100 * number), at, model | {"pod": "bad-0"}),
             Scraped(somebody_elses(100 * number), at, {"namespace": "elsewhere", "job": "vllm", "pod": "theirs-0"}),
             Scraped(
@@ -307,7 +318,7 @@ def test_the_board_shows_the_load(load: ScriptedLoad, scraped: list[Scraped], re
     shares = {labels["code"]: value for labels, value in results["Error rate / A"].samples if value}
     assert shares == {code: pytest.approx(count / expected.responses.total()) for code, count in errors.items()}
     assert results["Error rate / B"].numbers == [pytest.approx(1 / sum(expected.finished.values()))]
-    assert {labels["process"] for labels, _ in results["Memory / A"].samples} == {"supervisor", "engine", "front-end-0"}
+    assert {labels["process"] for labels, _ in results["Memory / A"].samples} == {"supervisor", "engine", "front-end"}
     assert rates("Preemptions") == {"chat-0": expected.preemptions}
     assert results["Ready replicas / A"].numbers == [1]
     assert results["Missing replicas / A"].value(namespace="team", name="chat") == 0
@@ -315,7 +326,10 @@ def test_the_board_shows_the_load(load: ScriptedLoad, scraped: list[Scraped], re
     hits = results["Prefix cache hit rate / A"].value(pod="chat-0")
     assert hits == pytest.approx(expected.prefix_hits / sum(expected.prompts))
     assert results["Device utilization / A"].value(pod="chat-0") > 0
+    (busy,) = {labels["runtime_tag"] for labels, _ in results["NeuronCore utilization / A"].samples}
+    assert busy == "chat-0", "not another process of the node"
     assert results["NeuronCore utilization / A"].value(neuroncore="0") == pytest.approx(0.4201)
+    assert results["Device memory by use / A"].value(__name__="neuroncore_memory_usage_tensors") == 2 * 2e8
     assert results["Padding waste / A"].value(kind="decode", bucket="none") == 0
     assert results["Prompt length / A"].numbers[0] <= max(expected.prompts)
 
@@ -338,7 +352,8 @@ def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[st
         "vllm:request_params_max_tokens": "read when a model is sized",
         "vllm:request_max_num_generation_tokens": "read when a model is sized",
     }
-    assert {name for name in shown if not name.startswith("neuron_operator_")} <= ours
+    devices = set(re.findall(r"^# TYPE (?!\S+_created)(\S+) ", of_neuron_devices(1), re.MULTILINE))
+    assert {name for name in shown if not name.startswith("neuron_operator_")} - ours == devices
     assert ours - shown == without.keys()
     operator = {name for name in shown if name.startswith("neuron_operator_")}
     metrics = OperatorMetrics()

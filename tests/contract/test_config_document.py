@@ -24,11 +24,11 @@ from neuron_operator.render import config_document as operator
 from neuron_operator.render.jobs import compile_jobs, fetch_job, resolve_job
 from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
 from neuron_runtime import config as runtime
-from neuron_runtime.__main__ import build_parser
 from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
 from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, PLATFORMS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
+from neuron_runtime.commands.command_line import build_parser
 
 KNOWN = msgspec.convert(FACTS, Facts)
 LIMITS = {
@@ -48,7 +48,6 @@ SERVING = {
     "toolCallParser": st.sampled_from(["hermes", "llama3_json", "mistral"]),
     "generationConfig": st.sampled_from(["Enabled", "Disabled"]),
     "accessLog": st.sampled_from(["Enabled", "Disabled"]),
-    "numFrontEnds": st.integers(1, 64),
 }
 
 
@@ -94,9 +93,7 @@ def test_the_runtime_reads_the_document_of_a_manifest(
         reasoning_parser=serving.get("reasoningParser", ""),
         tool_call_parser=serving.get("toolCallParser", ""),
     )
-    assert config.server == runtime.ServerOptions(
-        access_log=serving.get("accessLog") != "Disabled", num_front_ends=serving.get("numFrontEnds", 1)
-    )
+    assert config.server == runtime.ServerOptions(access_log=serving.get("accessLog") != "Disabled")
 
 
 @given(
@@ -208,8 +205,6 @@ def test_choices_and_bounds_of_the_manifest_match_the_runtime() -> None:
     assert schema_of(Serving, "dtype")["enum"] == schema_of(runtime.RuntimeConfig, "dtype")["enum"]
     for parser in ("reasoningParser", "toolCallParser"):
         assert ["", *schema_of(Serving, parser)["enum"]] == schema_of(runtime.TextOptions, parser)["enum"]
-    front_ends = schema_of(Serving, "numFrontEnds"), schema_of(runtime.ServerOptions, "numFrontEnds")
-    assert front_ends[0]["maximum"] == front_ends[1]["maximum"]
 
 
 COMPILED = {"backend": "torch", "compile": "Enabled"}

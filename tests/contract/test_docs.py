@@ -37,22 +37,23 @@ from neuron_operator.place.sizes import _ranges
 from neuron_operator.render import jobs as render_jobs
 from neuron_operator.run import metrics as operator_metrics
 from neuron_runtime import config, not_built, offline
-from neuron_runtime.__main__ import COMMANDS, build_parser
 from neuron_runtime.apis.openai.body import DetokenizeBody, TokenizeBody
 from neuron_runtime.backend.host_sampling.drawing import NUMBERS_OF_CANDIDATES
 from neuron_runtime.backend.host_sampling.likeliest import GROUP
 from neuron_runtime.backend.host_sampling.sampler import MAX_LOGPROBS
 from neuron_runtime.backend.torch import choices, sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
+from neuron_runtime.commands.command_line import COMMANDS, build_parser
 from neuron_runtime.commands.serve import DRAIN_ON_THE_COMMAND_LINE
 from neuron_runtime.core import FinishReason, Sampling
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, MAX_RETRY_SECONDS, MOST_QUEUED_TOKENS
-from neuron_runtime.engine.watchdog import FIRST_STEP_SECONDS, MIN_STEP_SECONDS
 from neuron_runtime.errors import ExitCode, InvalidRequest
 from neuron_runtime.not_built import Surface
+from neuron_runtime.processes import restarts
+from neuron_runtime.processes.watchdog import FIRST_STEP_SECONDS, MIN_STEP_SECONDS
 from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
 from neuron_runtime.requests import sampling_fields
-from neuron_runtime.server import access_log, restarts, tracing
+from neuron_runtime.server import access_log, tracing
 from neuron_runtime.server import metrics as server_metrics
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.exchange import OPEN_PATHS, Exchange

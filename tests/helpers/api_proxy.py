@@ -44,7 +44,9 @@ class ApiProxy:
         }
         url = server.url + request.raw_path
         try:
-            async with session.request(request.method, url, headers=headers, data=await request.read()) as upstream:
+            async with session.request(
+                request.method, url, headers=headers, data=await request.read() or None
+            ) as upstream:
                 response = web.StreamResponse(status=upstream.status)
                 for name in ("Content-Type", "Retry-After"):
                     if name in upstream.headers:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from neuron_runtime.backend.base import CompileUnit, Needs
+from neuron_runtime.backend_protocol import CompileUnit, Needs
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
 

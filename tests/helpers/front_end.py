@@ -26,14 +26,14 @@ from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig, Se
 from neuron_runtime.core import BackendLimits, StepOutput
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backpressure import QueueLimits
-from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, ModelFound, Ready
-from neuron_runtime.engine.process import Border, Worker
 from neuron_runtime.grammars.guides import grammar_guides
-from neuron_runtime.server.control import Control, EngineEnded, EngineStarted, StartDrain, encode_line
-from neuron_runtime.server.front_end import FrontEnd
-from neuron_runtime.server.supervisor import listen, url_of
+from neuron_runtime.processes.control import Control, EngineEnded, EngineStarted, StartDrain, encode_line
+from neuron_runtime.processes.engine import Border, Worker
+from neuron_runtime.processes.front_end import FrontEnd
+from neuron_runtime.processes.lifeline import Deadline
+from neuron_runtime.processes.supervisor import listen, url_of
 
 MODEL = "test-model"
 LIMITS = BackendLimits(

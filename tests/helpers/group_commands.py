@@ -20,7 +20,7 @@ from helpers.ports import free_ports
 from helpers.serve_command import ENGINE, ServeCommand, children, post
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
-RANK = "neuron_runtime.distributed.process"
+RANK = "neuron_runtime.processes.rank"
 
 
 LONG: dict[str, Any] = {"prompt": "a core", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}

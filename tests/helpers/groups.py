@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from neuron_runtime.backend.base import Backend
+from neuron_runtime.backend_protocol import Backend
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.control import LeaderControl, MemberControl
 from neuron_runtime.distributed.following import StepReceiver, follow
@@ -16,7 +16,7 @@ from neuron_runtime.distributed.layout import MIN_SECRET_BYTES, Layout, read_sec
 from neuron_runtime.distributed.replicated import ReplicatedBackend, StepChannel
 from neuron_runtime.distributed.wire import Facts, Keys
 from neuron_runtime.errors import FatalError
-from neuron_runtime.run_dir import made_run_dir
+from neuron_runtime.processes.run_dir import made_run_dir
 
 FACTS = Facts(config="c", weights="w", artifact="", libraries={"torch": "2.9"})
 

@@ -220,7 +220,7 @@ class ScriptedLoad:
                     while True:
                         last = await anext(lines)
                 assert "error" in last
-                # Front ends get the message one after the other.
+                # The front end gets the message later.
                 await self._until("neuron_serving_group_members_present", 0)
         self.expected.was_cut_off("error", 14, LONG)
         self.expected.restarts += 1
@@ -274,15 +274,15 @@ class ScriptedLoad:
             await asyncio.sleep(0.005)
 
 
-def run_against_a_server(folder: Path, *flags: str) -> ScriptedLoad:
+def run_against_a_server(folder: Path) -> ScriptedLoad:
     """Runs the load against the command with a small model on the torch backend."""
     from helpers.chat_model import write_chat_model
     from helpers.serve_command import ENGINE, serve, stopped
 
-    with serve(str(write_chat_model(folder / "model", max_length=MODEL_LENGTH)), *FLAGS, *flags) as command:
+    with serve(str(write_chat_model(folder / "model", max_length=MODEL_LENGTH)), *FLAGS) as command:
 
         async def ready_again() -> None:
-            await asyncio.to_thread(command.until_every_front_end_is_ready, 2)
+            await asyncio.to_thread(command.until_ready, 2)
 
         @contextlib.contextmanager
         def killed_engine() -> Iterator[None]:
@@ -291,6 +291,6 @@ def run_against_a_server(folder: Path, *flags: str) -> ScriptedLoad:
             with stopped(command.successor(ENGINE, engine)):
                 yield
 
-        load = ScriptedLoad(command.until_every_front_end_is_ready(), killed_engine, until_ready=ready_again)
+        load = ScriptedLoad(command.until_ready(), killed_engine, until_ready=ready_again)
         asyncio.run(load.run())
     return load

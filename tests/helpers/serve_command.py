@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,13 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 READY = re.compile(r"ready after [\d.]+ s: (http://\S+)/v1")
 AT = re.compile(r" at (http://\S+)")
-FRONT_END, ENGINE = "neuron_runtime.server.front_end", "neuron_runtime.engine.process"
+FRONT_END, ENGINE = "neuron_runtime.processes.front_end", "neuron_runtime.processes.engine"
 PATIENCE_SECONDS = 60.0
 """Time limit of a response on a busy machine."""
 END_SECONDS = 240.0
@@ -82,20 +79,6 @@ class ServeCommand:
     def until_ready(self, times: int = 1) -> str:
         self.until(lambda: len(READY.findall(self.text)) >= times)
         return str(READY.findall(self.text)[-1])
-
-    def until_every_front_end_is_ready(self, times: int = 1) -> str:
-        """Several front ends: the first ready one reports for all."""
-        url = self.until_ready(times)
-        waiting = {pid for pid, command in children(self.process.pid) if FRONT_END in command}
-        pids, address = sorted(waiting), urlsplit(url)
-        with contextlib.ExitStack() as opened:
-            while waiting:
-                assert address.hostname
-                one = http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE_SECONDS)
-                opened.callback(one.close)
-                until_healthy(one)
-                waiting.discard(owner(one.sock, pids))
-        return url
 
     def child(self, module: str) -> int:
         """Pid of the newest child that runs this module; waits until there is one."""
@@ -162,38 +145,6 @@ def stopped(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def owner(connection: socket.socket, pids: list[int]) -> int:
-    """The local process that accepted a connection, after it has sent something over it."""
-    own, other = connection.getsockname()[1], connection.getpeername()[1]
-    while True:
-        # The kernel's list may change while it is read in parts: a line may be missing.
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            _, local, remote, *_, inode = line.split()[:10]
-            if int(local.partition(":")[2], 16) == other and int(remote.partition(":")[2], 16) == own:
-                for pid in pids:
-                    if f"socket:[{inode}]" in open_files(pid):
-                        return pid
-
-
-def open_files(pid: int) -> set[str]:
-    found = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found.add(os.readlink(link))
-    return found
-
-
-def until_healthy(connection: http.client.HTTPConnection) -> None:
-    """Waits until the process at its other end can serve."""
-    while True:
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        answer.read()
-        if answer.status == 200:
-            return
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime, size_of
+from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime, size_of
 from neuron_runtime.core import (
     KNOWN,
     NO_TOKEN,

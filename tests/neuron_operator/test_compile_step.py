@@ -375,7 +375,7 @@ def test_the_earlier_revision_serves_until_the_artifact_of_an_edit_is_there() ->
 def test_an_edit_that_needs_no_other_artifact_compiles_nothing() -> None:
     world, before = compiled()
     world, decision = settle(
-        replace(world, body={**world.body, "spec": {**SPEC, "serving": {"numFrontEnds": 2}}}), USING
+        replace(world, body={**world.body, "spec": {**SPEC, "serving": {"reasoningParser": "qwen3"}}}), USING
     )
     assert len(compile_jobs(world)) == 1
     assert labels_of(find(decision.desired, "Deployment")["spec"]["template"]) != labels_of(

@@ -192,7 +192,6 @@ def test_scaling_and_explicit_defaults_do_not_roll(spec: dict[str, Any]) -> None
         {"serving": {"chatTemplate": "{{ messages }}"}},
         {"serving": {"reasoningParser": "qwen3"}},
         {"serving": {"accessLog": "Disabled"}},
-        {"serving": {"numFrontEnds": 2}},
         {"accelerator": {"devices": 1}},
         {"engine": {"backend": "torch", "image": "registry.example/other:1"}},
         {"engine": {"backend": "torch", "env": [{"name": "A", "value": "1"}]}},

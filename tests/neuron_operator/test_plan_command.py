@@ -19,7 +19,7 @@ from neuron_operator.decide.pin import pin
 from neuron_operator.local.plan import SETTINGS
 from neuron_operator.read.records import Facts
 from neuron_operator.read.world import FreeDevices, Provisionable
-from neuron_runtime.__main__ import main as runtime_main
+from neuron_runtime.commands.command_line import main as runtime_main
 from neuron_runtime.inspection import facts_as_json, inspect_model
 
 MODELS = yaml.safe_load((CASES / "sizing" / "models.yaml").read_text())

@@ -68,7 +68,6 @@ def test_a_tiny_model_requests_little() -> None:
         ({"serving": {"maxSequences": 32}}, {}),
         ({"serving": {"blockSize": 16, "numBlocks": 8192}}, {}),
         ({"serving": {"dtype": "float32"}}, {"serving": {"dtype": "bfloat16"}}),
-        ({"serving": {"numFrontEnds": 4}}, {}),
         ({}, {"engine": {"backend": "simulated"}}),
     ],
     ids=str,

@@ -25,13 +25,13 @@ from helpers.memory_groups import memory_group
 from helpers.tiny_model import write_tiny_model
 from helpers.weights import shelf_with_model
 from neuron_runtime import record
-from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.compiling import Wanted, cause, make, wanted_artifact
 from neuron_runtime.artifacts.key import covered
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, check_artifact, provide
 from neuron_runtime.artifacts.memory import session_bytes
 from neuron_runtime.artifacts.store import artifact_store, read_artifact
 from neuron_runtime.backend import simulated as simulated_package
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import ModelSource, RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.fetching import materialize

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.key import compiled_part, covered, differences, key_of
 from neuron_runtime.backend import simulated
-from neuron_runtime.backend.base import Needs
+from neuron_runtime.backend_protocol import Needs
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig, ServerOptions, TextOptions, parse_config
 
 NEEDS = Needs(
@@ -38,7 +38,7 @@ def test_fields_that_graphs_do_not_depend_on_are_no_part_of_what_is_compiled() -
         plain,
         served_names=("a", "b"),
         text=TextOptions(reasoning_parser="qwen3"),
-        server=ServerOptions(num_front_ends=3),
+        server=ServerOptions(max_choices=3),
         limits=msgspec.structs.replace(plain.limits, max_queued_requests=7),
     )
     assert other != plain

@@ -14,11 +14,11 @@ from helpers.artifacts import COVER, GRAPHS, publish
 from helpers.s3_server import BUCKET, S3Server
 from helpers.tiny_model import write_tiny_model
 from neuron_runtime import record
-from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.compiling import make, wanted_artifact
 from neuron_runtime.artifacts.loading import Places, check_artifact, provide
 from neuron_runtime.artifacts.store import artifact_store, find, remote_artifacts
 from neuron_runtime.checkpoint import read_checkpoint
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.fetching import described, supply

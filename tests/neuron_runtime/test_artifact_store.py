@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from helpers.artifacts import COVER, GRAPHS, publish
-from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.key import key_of
 from neuron_runtime.artifacts.store import DOCUMENT, artifact_store, entries_of, find, nearest
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.errors import ExitCode
 from neuron_runtime.weights.store import Damaged, Store, StoredFile
 

@@ -6,12 +6,12 @@ import argparse
 import re
 from pathlib import Path
 
-from neuron_runtime.__main__ import build_parser
 from neuron_runtime.backend.simulated.device import ShapeUse
 from neuron_runtime.backend.simulated.options import Options
 from neuron_runtime.bench import simulated_tables
 from neuron_runtime.bench.simulated_tables import Run, Targets
 from neuron_runtime.bench.simulation import PREFILL_FIRST, Outcome, Timed
+from neuron_runtime.commands.command_line import build_parser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench import front_end
 from bench.front_end import cpu_seconds, reading_clients
-from neuron_runtime.server.supervisor import listen, url_of
+from neuron_runtime.processes.supervisor import listen, url_of
 
 pytestmark = pytest.mark.long
 

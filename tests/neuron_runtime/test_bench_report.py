@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from neuron_runtime.__main__ import main
 from neuron_runtime.bench import report
 from neuron_runtime.bench.report import Line, Report, Table
+from neuron_runtime.commands.command_line import main
 
 TABLE = Table("Speed", (Line("gap", (12.34, None), "ms", "64 rows"), Line("rows", (4, 123456.7))), ("ours", "other"))
 SHORT = ("bench", "simulate", "--seconds", "1", "--rate", "20", "--warm-up-seconds", "0")
@@ -100,7 +100,7 @@ def test_a_plot_without_matplotlib_names_the_package_to_install(
 
 def test_parsing_the_commands_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from neuron_runtime.__main__ import build_parser; build_parser(); "
+        "import sys; from neuron_runtime.commands.command_line import build_parser; build_parser(); "
         "sys.exit(bool({'torch', 'matplotlib', 'numpy', 'zmq', 'asyncio', 'starlette'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

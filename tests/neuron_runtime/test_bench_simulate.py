@@ -16,7 +16,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from neuron_runtime.__main__ import build_parser, main
 from neuron_runtime.backend.nxdi.buckets import name_of
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
@@ -33,6 +32,7 @@ from neuron_runtime.bench.simulate import group_seconds
 from neuron_runtime.bench.simulated_tables import Run, Targets
 from neuron_runtime.bench.simulation import PREFILL_FIRST, VLLM_NEURON, Outcome, Policy, Simulation, Timed
 from neuron_runtime.bench.traffic import Conversation, Traffic, Turn, conversations
+from neuron_runtime.commands.command_line import build_parser, main
 from neuron_runtime.config import parse_config
 from neuron_runtime.core import BackendLimits, Batch, Request, Sampling
 from neuron_runtime.engine.loop import Engine

@@ -17,8 +17,8 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime import arguments
-from neuron_runtime.__main__ import build_parser, main
 from neuron_runtime.arguments import BY_ARGUMENT, model_uri, on_this_machine
+from neuron_runtime.commands.command_line import build_parser, main
 from neuron_runtime.commands.serve import configuration
 from neuron_runtime.config import Accelerator, Buckets, RuntimeConfig, parse_config
 from neuron_runtime.errors import InvalidConfig
@@ -471,7 +471,7 @@ def test_help_lists_the_common_flags(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_supervisor_imports_neither_torch_nor_the_web_stack() -> None:
     code = (
-        "import sys, neuron_runtime.__main__, neuron_runtime.server.supervisor, neuron_runtime.engine.backends; "
+        "import sys, neuron_runtime.commands.command_line, neuron_runtime.processes.supervisor; "
         "sys.exit(bool({'torch', 'transformers', 'starlette', 'uvicorn', 'zmq', 'asyncio'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -481,16 +481,16 @@ def test_a_signal_to_stop_is_obeyed_while_the_program_is_still_importing_its_mod
     """The first process of a container would lose it."""
     program = """
         import os, signal, sys
-        from neuron_runtime import entry
+        from neuron_runtime import __main__
 
         class Stopping:
             def find_spec(self, name, path=None, target=None):
-                if name == "neuron_runtime.__main__":
+                if name == "neuron_runtime.commands.command_line":
                     os.kill(os.getpid(), signal.SIGTERM)
 
         sys.meta_path.insert(0, Stopping())
         sys.argv[1:] = ["--version"]
-        sys.exit(entry.main())
+        sys.exit(__main__.main())
         """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

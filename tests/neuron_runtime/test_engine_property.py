@@ -17,7 +17,7 @@ import pytest
 from helpers.engine_driver import Run, even_only, max_steps, start
 from helpers.random_loads import some_limits, some_requests
 from helpers.strict_backend import StrictBackend
-from neuron_runtime.backend.base import IllegalBatch
+from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import Added, Request, Sampling, StepKind, needs_host
 from neuron_runtime.engine.bounds import stream_gap_bound
 

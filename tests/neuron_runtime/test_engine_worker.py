@@ -1,4 +1,4 @@
-"""The worker of the engine process: messages of front ends in, one message per step out, over a border of lists."""
+"""The worker of the engine process: messages of the front end in, one message per step out, over a border of lists."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from helpers.engine_driver import request
 from helpers.strict_backend import StrictBackend, neuron_limits
 from helpers.torch_models import runtime_config
 from neuron_runtime.core import BackendLimits, Batch, PrefillBucket
-from neuron_runtime.engine import process
 from neuron_runtime.engine.backends import warn_of_limits
-from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Add, FromEngine, Joined, Step, ToEngine
-from neuron_runtime.engine.process import Border, Worker
+from neuron_runtime.processes import engine as process
+from neuron_runtime.processes.engine import Border, Worker
+from neuron_runtime.processes.lifeline import Deadline
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ class Lists:
         mail, self.mail = self.mail, []
         return mail
 
-    def send_step(self, step: Step) -> None:
-        self.sent.append(step)
+    def send(self, message: FromEngine) -> None:
+        self.sent.append(message)
 
     @property
     def refused(self) -> list[str]:
         return [one.request_id for step in self.sent if isinstance(step, Step) for one in step.refused]
 
-    def resend_model(self, front_end: int) -> None:
+    def resend_model(self) -> None:
         pass
 
 
@@ -98,12 +98,11 @@ def test_requests_of_a_replaced_front_end_are_dropped_whether_they_arrive_before
 ) -> None:
     engine, border = Engine(StrictBackend(neuron_limits())), Lists()
     worker = Worker(engine, cast(Any, border), deadline)
-    border.mail = [Add(request("0-8", 3)), Add(request("1-3", 3)), Joined(0, first_number=100)]
-    border.mail += [Add(request("0-9", 3)), Add(request("0-100", 3))]
+    border.mail = [Add(request("8", 3)), Joined(first_number=100), Add(request("9", 3)), Add(request("100", 3))]
     worker.turn()
-    border.mail = [Add(request("0-10", 3)), Add(request("0-101", 3))]
+    border.mail = [Add(request("10", 3)), Add(request("101", 3))]
     worker.turn()
-    assert sorted(engine.request_ids) == ["0-100", "0-101", "1-3"]
+    assert sorted(engine.request_ids) == ["100", "101"]
 
 
 def test_refusals_are_sent_before_the_step_and_only_once(deadline: Deadline) -> None:
@@ -116,10 +115,10 @@ def test_refusals_are_sent_before_the_step_and_only_once(deadline: Deadline) -> 
             super().launch(batch)
 
     worker = Worker(Engine(Watching(neuron_limits(max_rows=1)), max_queued_requests=1), cast(Any, border), deadline)
-    border.mail = [Add(request(f"0-{number}", 3)) for number in range(3)]
+    border.mail = [Add(request(f"{number}", 3)) for number in range(3)]
     worker.turn()
-    assert refused_at_launch[0] == ["0-2"]
-    assert border.refused == ["0-2"]
+    assert refused_at_launch[0] == ["2"]
+    assert border.refused == ["2"]
 
 
 def test_an_idle_engine_shows_that_it_lives(deadline: Deadline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from neuron_runtime.distributed.layout import (
 )
 from neuron_runtime.distributed.wire import Facts
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
-from neuron_runtime.run_dir import made_run_dir
+from neuron_runtime.processes.run_dir import made_run_dir
 
 LIMITS = BackendLimits(max_rows=2, max_model_length=20, max_step_tokens=8, block_size=4, num_blocks=20)
 

@@ -16,8 +16,8 @@ import pytest
 from helpers.hub import Shelf, serving
 from helpers.tiny_model import TINY_CONFIG, write_tiny_model
 from neuron_runtime import record
-from neuron_runtime.__main__ import main
 from neuron_runtime.checkpoint import InvalidModel, TensorInfo, read_checkpoint
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model
 from neuron_runtime.record import ModelFacts

@@ -25,7 +25,7 @@ from helpers.mutation import (
     valued,
     without,
 )
-from neuron_runtime.backend.base import IllegalBatch
+from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.errors import BackendFailed
 
 SCHEDULER = "scheduler:Scheduler"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -420,6 +421,7 @@ def test_the_environment_of_the_neuron_libraries_keeps_what_is_set(tmp_path: Pat
         "NEURON_RT_VIRTUAL_CORE_SIZE": "2",
         "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2",
         "BASE_COMPILE_WORK_DIR": f"{tmp_path}/",
+        "NEURON_PROCESS_TAG": socket.gethostname(),
         "NEURON_RT_NUM_CORES": "4",
         "NEURON_RT_DBG_SCRATCHPAD_ON_SINGLE_CORE": "1",
         "NEURON_SCRATCHPAD_PAGE_SIZE": "1024",

@@ -14,12 +14,12 @@ import pytest
 import zmq
 
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
-from neuron_runtime.run_dir import MAX_PATH_BYTES, PREFIX, made_run_dir
+from neuron_runtime.processes.lifeline import Deadline
+from neuron_runtime.processes.run_dir import MAX_PATH_BYTES, PREFIX, made_run_dir
 
 HOLD = """
-from neuron_runtime.run_dir import made_run_dir
+from neuron_runtime.processes.run_dir import made_run_dir
 with made_run_dir() as folder:
     (folder / "socket").touch()
     print(folder, flush=True)
@@ -111,5 +111,5 @@ def test_a_run_directory_too_long_for_socket_addresses_is_refused(
                 pass
         else:
             with made_run_dir() as made, zmq.Context() as context:
-                messages.socket(context, zmq.PULL, made, messages.outbox_of(999), 10_000).close()
+                messages.socket(context, zmq.PULL, made, messages.ENGINE_OUTBOX, 10_000).close()
         assert list(folder.iterdir()) == []

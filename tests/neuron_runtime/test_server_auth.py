@@ -13,7 +13,7 @@ import pytest_asyncio
 from helpers.chat_model import write_chat_model
 from helpers.front_end import Serving, make_model, serving
 from helpers.serve_command import children, get, post, serve
-from neuron_runtime.__main__ import main
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.commands.serve import API_KEY_VARIABLE
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import ExitCode, InvalidConfig

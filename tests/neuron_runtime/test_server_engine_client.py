@@ -1,4 +1,4 @@
-"""The clients of several front ends at one engine: the queue's limits hold for their sum, and a new engine never meets
+"""The client of the engine: the limits of its queue hold while it takes no requests, and a new engine never meets
 requests of the previous one."""
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import pytest
 from neuron_runtime.core import BackendLimits, FinishReason, Request, Sampling
 from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.messages import Add, Ready, Step, ToEngine, Update
-from neuron_runtime.engine.process import Border
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import BackendFailed, Overloaded
+from neuron_runtime.processes.engine import Border
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.metrics import Metrics
-from neuron_runtime.server.shared_counts import SharedCounts
 
 LIMITS = BackendLimits(max_rows=2, max_model_length=64, max_step_tokens=64, num_blocks=64)
 
@@ -50,36 +49,29 @@ def run_dir() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def engine(run_dir: Path, incarnation: int = 1) -> Iterator[Border]:
-    """The sockets of an engine for two front ends; the test plays the engine."""
-    border = Border(run_dir, incarnation, 2)
+    """The sockets of an engine; the test plays the engine."""
+    border = Border(run_dir, incarnation)
     yield border
     border.close()
 
 
 @contextlib.asynccontextmanager
-async def clients(run_dir: Path) -> AsyncIterator[list[EngineClient]]:
-    made = [
-        EngineClient(
-            run_dir,
-            number,
-            Metrics("model"),
-            SharedCounts(run_dir, number, 2),
-            on_model=lambda folder: None,
-            on_ready=lambda ready: None,
-            on_broken=lambda error: None,
-        )
-        for number in range(2)
-    ]
+async def client_in(run_dir: Path) -> AsyncIterator[EngineClient]:
+    made = EngineClient(
+        run_dir,
+        Metrics("model"),
+        on_model=lambda folder: None,
+        on_ready=lambda ready: None,
+        on_broken=lambda error: None,
+    )
     yield made
-    for one in made:
-        one.close()
+    made.close()
 
 
-async def until_ready(border: Border, clients: list[EngineClient], queue: QueueLimits, incarnation: int = 1) -> None:
-    for one in clients:
-        one.engine_started(incarnation)
+async def until_ready(border: Border, client: EngineClient, queue: QueueLimits, incarnation: int = 1) -> None:
+    client.engine_started(incarnation)
     border.send(Ready(LIMITS, queue, 0.0, 0.0))
-    while not all(one.ready for one in clients):
+    while not client.ready:
         await asyncio.sleep(0.001)
 
 
@@ -108,54 +100,48 @@ async def received(border: Border, count: int) -> list[ToEngine]:
     return mail
 
 
-async def test_the_limit_of_requests_holds_for_all_front_ends_together(run_dir: Path) -> None:
+async def test_the_limit_of_requests_holds_while_a_step_runs(run_dir: Path) -> None:
     with engine(run_dir) as border:
-        async with clients(run_dir) as (one, other):
-            await until_ready(border, [one, other], QueueLimits(max_requests=4))
-            # No step runs meanwhile. A front end alone may use the whole queue.
-            first = submit(other, Asker())
-            ids = admitted(one)
+        async with client_in(run_dir) as client:
+            await until_ready(border, client, QueueLimits(max_requests=4))
+            first = submit(client, Asker())
+            ids = admitted(client)
             assert len(ids) == LIMITS.max_rows + 4 - 1
-            assert admitted(other) == []
-            one.abort(ids[:2])
-            assert len(admitted(other)) == 2
-            stats = EngineStats(num_running=1)
-            border.send_step(Step((Update(first, (7,), FinishReason.LENGTH),), (), stats))
-            while first in other._recipients:
+            client.abort(ids[:2])
+            assert len(admitted(client)) == 2
+            border.send(Step((Update(first, (7,), FinishReason.LENGTH),), (), EngineStats(num_running=1)))
+            while first in client._recipients:
                 await asyncio.sleep(0.001)
-            assert len(admitted(one)) == 1
+            assert len(admitted(client)) == 1
 
 
-async def test_the_limit_of_prompt_tokens_holds_for_all_front_ends_together(run_dir: Path) -> None:
+async def test_the_limit_of_prompt_tokens_holds_while_a_step_runs(run_dir: Path) -> None:
     with engine(run_dir) as border:
-        async with clients(run_dir) as (one, other):
-            await until_ready(border, [one, other], QueueLimits(max_requests=1000, max_tokens=32))
+        async with client_in(run_dir) as client:
+            await until_ready(border, client, QueueLimits(max_requests=1000, max_tokens=32))
             # The prompts of the rows are sent in addition.
             room = 32 + LIMITS.max_rows * LIMITS.max_model_length
-            taken = [submit(client, Asker(), 16) for client in (one, other) for _ in range(3)]
-            assert len(taken) + len(admitted(one, 16)) == room // 16
-            assert admitted(other, 16) == []
+            assert len(admitted(client, 16)) == room // 16
 
 
 async def test_a_new_engine_meets_no_request_of_the_previous_one(run_dir: Path) -> None:
     asker = Asker()
-    async with clients(run_dir) as (one, other):
+    async with client_in(run_dir) as client:
         with engine(run_dir) as ended, engine(run_dir, 2) as border:
-            await until_ready(ended, [one, other], QueueLimits())
-            old = [submit(one, asker) for _ in range(2)]
+            await until_ready(ended, client, QueueLimits())
+            old = [submit(client, asker) for _ in range(2)]
             await received(ended, 2)
-            for client in (one, other):
-                client.engine_ended("it was killed")
-            await until_ready(border, [one, other], QueueLimits(), 2)
+            client.engine_ended("it was killed")
+            await until_ready(border, client, QueueLimits(), 2)
             assert [str(error) for error in asker.errors] == ["it was killed"]
             # Their recipient ends only now.
-            one.abort(old)
+            client.abort(old)
             new_asker = Asker()
-            new = submit(one, new_asker)
+            new = submit(client, new_asker)
             assert new not in old
             # Late tokens of the ended engine, under its own ids and even under the new one.
-            ended.send_step(Step(tuple(Update(name, (6,)) for name in (*old, new)), (), EngineStats()))
-            border.send_step(Step((Update(old[0], (8,)), Update(new, (7,), FinishReason.LENGTH)), (), EngineStats()))
+            ended.send(Step(tuple(Update(name, (6,)) for name in (*old, new)), (), EngineStats()))
+            border.send(Step((Update(old[0], (8,)), Update(new, (7,), FinishReason.LENGTH)), (), EngineStats()))
             while not new_asker.tokens:
                 await asyncio.sleep(0.001)
             assert (asker.tokens, new_asker.tokens) == ([], [7])
@@ -165,13 +151,12 @@ async def test_a_new_engine_meets_no_request_of_the_previous_one(run_dir: Path) 
 
 
 async def test_requests_of_an_ended_engine_do_not_count_towards_the_limits_of_the_next(run_dir: Path) -> None:
-    async with clients(run_dir) as (one, other):
+    async with client_in(run_dir) as client:
         with engine(run_dir) as ended, engine(run_dir, 2) as border:
-            await until_ready(ended, [one, other], QueueLimits(max_requests=4))
-            admitted(one)
-            for client in (one, other):
-                client.engine_ended("it was killed")
+            await until_ready(ended, client, QueueLimits(max_requests=4))
+            admitted(client)
+            client.engine_ended("it was killed")
             with pytest.raises(BackendFailed, match="it was killed"):
-                submit(other, Asker())
-            await until_ready(border, [one, other], QueueLimits(max_requests=4), 2)
-            assert len(admitted(other)) == LIMITS.max_rows + 4
+                submit(client, Asker())
+            await until_ready(border, client, QueueLimits(max_requests=4), 2)
+            assert len(admitted(client)) == LIMITS.max_rows + 4

@@ -14,10 +14,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_families
 
 from helpers.front_end import MODEL, Serving, make_model, serving
-from neuron_runtime.server.control import EngineEnded, EngineStarted
+from neuron_runtime.processes.control import EngineEnded, EngineStarted
+from neuron_runtime.processes.usage import Processes
 from neuron_runtime.server.exposition import OPENMETRICS, TEXT, Format, chosen_format, encoded
 from neuron_runtime.server.metrics import GENERATION_ROUTES, RESPONSE_CODES
-from neuron_runtime.server.processes import Processes
 
 PROMETHEUS_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
@@ -133,16 +133,15 @@ async def test_responses_are_counted_by_route_and_code_but_not_probes(model_dir:
 # Processes
 
 
-def test_the_first_front_end_reports_the_supervisor_and_the_engine() -> None:
-    for front_end, names in ((0, {"front-end-0", "supervisor", "engine"}), (1, {"front-end-1"})):
-        processes = Processes(front_end)
-        processes.engine_pid = os.getppid()
-        found = {(family.name, labels): value for family, labels, value in processes.read()}
-        assert {labels[0] for _, labels in found} == names
-        own = (f"front-end-{front_end}",)
-        assert found["process_resident_memory_bytes", own] > 1e6
-        assert found["process_cpu_seconds_total", own] > 0
-        assert 0 < found["process_open_fds", own] < found["process_max_fds", own]
+def test_the_front_end_reports_all_processes() -> None:
+    processes = Processes()
+    processes.engine_pid = os.getppid()
+    values = {(family.name, labels): value for family, labels, value in processes.read()}
+    assert {labels[0] for _, labels in values} == {"front-end", "supervisor", "engine"}
+    own = ("front-end",)
+    assert values["process_resident_memory_bytes", own] > 1e6
+    assert values["process_cpu_seconds_total", own] > 0
+    assert 0 < values["process_open_fds", own] < values["process_max_fds", own]
 
 
 async def test_a_process_that_has_ended_has_no_series(model_dir: Path) -> None:
@@ -153,7 +152,7 @@ async def test_a_process_that_has_ended_has_no_series(model_dir: Path) -> None:
             return {dict(labels)["process"] for name, labels in found if name == "process_cpu_seconds_total"}
 
         served.tell(EngineStarted(2, pid=os.getppid()))
-        with_engine = {"front-end-0", "supervisor", "engine"}
+        with_engine = {"front-end", "supervisor", "engine"}
         await served.until(lambda: served.front_end.client.detail == "starting")
         assert await processes() == with_engine
         served.tell(EngineEnded("it was killed"))

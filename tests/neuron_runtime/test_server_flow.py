@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving, until_healthy
-from neuron_runtime.server.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
+from neuron_runtime.processes.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
 
 LONG = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 STREAM = {**LONG, "stream": True}

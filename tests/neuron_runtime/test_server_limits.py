@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from helpers.front_end import Serving, make_model, serving
-from neuron_runtime.__main__ import build_parser, main
+from neuron_runtime.commands.command_line import build_parser, main
 from neuron_runtime.commands.serve import configuration
 from neuron_runtime.config import RuntimeConfig, ServerOptions, parse_config
 from neuron_runtime.errors import ExitCode, InvalidConfig

@@ -1,4 +1,4 @@
-"""Counts of a front end, sums over front ends, and the exposition for Prometheus."""
+"""Counts of a front end, and the exposition for Prometheus."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, c
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits, DeviceMemory, FinishReason, GraphUse, Request, Sampling, StepKind
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, Step, ToEngine
-from neuron_runtime.engine.process import Worker
 from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
+from neuron_runtime.processes.engine import Worker
+from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.server.exchange import Exchange, ExchangeCounter
 from neuron_runtime.server.metrics import (
     CORE_MEMORY,
@@ -50,9 +50,13 @@ def samples(text: bytes) -> dict[Sample, float]:
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
 
-def value(metrics: Metrics, name: str, *others: Exported, **labels: str) -> float:
-    wanted = frozenset({"model_name": "m", "engine": "0", **labels}.items())
-    return samples(metrics.render(others))[name, wanted]
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    series = frozenset({"model_name": "m", "engine": "0", **labels}.items())
+    return samples(rendered(metrics))[name, series]
+
+
+def rendered(metrics: Metrics) -> bytes:
+    return metrics.render(metrics.export())
 
 
 def step(**numbers: object) -> Step:
@@ -69,7 +73,7 @@ def started(incarnation: int = 1) -> Metrics:
 def test_the_memory_of_a_device_has_series_from_its_first_report_to_the_end_of_its_engine() -> None:
     metrics, used = started(), "neuron_serving_neuron_logical_core_memory_used_bytes"
     metrics.step(step())
-    assert f"{used}{{" not in metrics.render().decode()
+    assert f"{used}{{" not in rendered(metrics).decode()
     sent = messages.encoder.encode(step(device_memory=DeviceMemory(7, 5)))
     received = messages.decode_from_engine(sent)
     assert isinstance(received, Step)
@@ -77,7 +81,7 @@ def test_the_memory_of_a_device_has_series_from_its_first_report_to_the_end_of_i
     assert value(metrics, used) == 7
     assert value(metrics, "neuron_serving_neuron_logical_core_memory_free_bytes") == 5
     metrics.engine_ended()
-    assert f"{used}{{" not in metrics.render().decode()
+    assert f"{used}{{" not in rendered(metrics).decode()
 
 
 # Numbers
@@ -92,7 +96,7 @@ def test_a_histogram_uses_the_bucket_that_prometheus_uses(
     for number, times in observed:
         book.distribution(family).observe(number, times)
     book.distribution(family)
-    found = samples(generate_latest(book.registry([book.export(0)], {})))
+    found = samples(generate_latest(book.registry(book.export(), {})))
     for le in (0.5, 1.0, 5.0):
         expected = sum(times for number, times in observed if number <= le)
         assert found["h_bucket", frozenset({("le", str(le))})] == expected
@@ -107,48 +111,20 @@ def test_an_observation_on_a_bound_counts_below_it() -> None:
     assert one.export() == (1.0, 1, 0, 0)
 
 
-def test_process_counts_are_summed_and_engine_values_come_from_the_most_recent_process() -> None:
-    each = Family("each_total", "counter", "e.", ("reason",))
-    reported = Family("reported", "gauge", "t.", counted_by="engine")
-    parts = []
-    for heard, reasons in ((3, "ab"), (7, "bb"), (5, "")):
-        book = Book([each, reported])
-        for reason in reasons:
-            book.number(each, reason).add(1)
-        book.number(reported).value = heard
-        parts.append(book.export(heard))
-    found = samples(generate_latest(Book([each, reported]).registry(parts, {"model_name": "m"})))
-    assert {(name, dict(labels).get("reason")): number for (name, labels), number in found.items()} == {
-        ("each_total", "a"): 1,
-        ("each_total", "b"): 3,
-        ("reported", None): 7,
-    }
-
-
 def test_exported_values_survive_serialisation() -> None:
-    one, other = started(), started()
-    for metrics in (one, other):
-        metrics.first_token(0.5, 0.25, 12, 8)
-        metrics.tokens(1, None)
-        metrics.tokens(4, 0.4)
-        metrics.finished(
-            FinishReason.STOP,
-            num_prompt_tokens=12,
-            num_cached_tokens=8,
-            num_tokens=5,
-            seconds=1.0,
-            prefill_seconds=0.25,
-            decode_seconds=0.5,
-        )
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(other.export()), type=Exported)
-    assert sent == other.export()
-    assert value(one, "vllm:generation_tokens_total", sent) == 10
-    assert value(one, "vllm:inter_token_latency_seconds_count", sent) == 8
-    assert value(one, "vllm:request_success_total", sent, finished_reason="stop") == 2
-    assert value(one, "vllm:prompt_tokens_cached_total", sent) == 16
-    assert value(one, "vllm:request_prefill_kv_computed_tokens_sum", sent) == 8
-    assert value(one, "vllm:request_inference_time_seconds_sum", sent) == 1.5
-    assert value(one, "neuron_serving_load_seconds", sent) == 3, "reported by the engine, not summed"
+    one, successor = started(), Metrics("m")
+    one.first_token(0.5, 0.25, 12, 8)
+    one.tokens(1, None)
+    one.tokens(4, 0.4)
+    one.refused("overloaded")
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(one.export()), type=Exported)
+    assert sent == one.export()
+    successor.restore(sent)
+    successor.tokens(4, 0.4)
+    assert value(successor, "vllm:generation_tokens_total") == 9
+    assert value(successor, "vllm:inter_token_latency_seconds_count") == 8
+    assert value(successor, "vllm:prompt_tokens_cached_total") == 8
+    assert value(successor, "neuron_serving_requests_refused_total", reason="overloaded") == 1
 
 
 # The engine
@@ -180,7 +156,7 @@ def test_a_restarted_engine_with_another_cache_drops_the_old_series() -> None:
     metrics = started()
     metrics.engine_started(2)
     metrics.engine_ready(BackendLimits(2, 256, 256, block_size=32, num_blocks=8), 1.0, 1.0)
-    shapes = [dict(labels) for name, labels in samples(metrics.render()) if name == "vllm:cache_config_info"]
+    shapes = [dict(labels) for name, labels in samples(rendered(metrics)) if name == "vllm:cache_config_info"]
     assert shapes == [{"model_name": "m", "engine": "0", "block_size": "32", "num_gpu_blocks": "8"}]
 
 
@@ -249,7 +225,7 @@ class Post:
         self._pass(self.WAIT if wait else self.LOOK)
         return [self._mail.pop()] if wait else []
 
-    def send_step(self, step: Step) -> None:
+    def send(self, step: Step) -> None:
         self.steps.append(cast(Step, messages.decode_from_engine(messages.encoder.encode(step))))
         self._pass(self.SEND)
 
@@ -259,14 +235,14 @@ class Post:
 
 def test_idle_time_and_device_time_do_not_count_as_host_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = VirtualClock()
-    monkeypatch.setattr("neuron_runtime.engine.process.time", SimpleNamespace(monotonic=clock.now))
+    monkeypatch.setattr("neuron_runtime.processes.engine.time", SimpleNamespace(monotonic=clock.now))
     backend = SimulatedBackend(
         replace(LIMITS, vocabulary_size=512, steps_in_flight=1, token_feedback="host"),
         StepTimes(decode=PhaseTimes(constant(0.01)), prefill=PhaseTimes(constant(0.03))),
         clock,
     )
     engine = Engine(backend, clock=clock.now)
-    post = Post(clock, [Add(Request(f"0-{number}", (1, 2, 3), Sampling(max_tokens=5))) for number in range(2)])
+    post = Post(clock, [Add(Request(f"{number}", (1, 2, 3), Sampling(max_tokens=5))) for number in range(2)])
     with Deadline(tmp_path / "deadline") as deadline:
         worker = Worker(engine, cast(Any, post), deadline)
         for _ in range(2):
@@ -291,7 +267,7 @@ def test_a_step_counts_once_when_messages_follow_it(tmp_path: Path) -> None:
     clock = VirtualClock()
     times = StepTimes(decode=PhaseTimes(constant(0.01)), prefill=PhaseTimes(constant(0.03)))
     engine = Engine(SimulatedBackend(replace(LIMITS, vocabulary_size=512), times, clock), clock=clock.now)
-    mail: list[ToEngine] = [Abort(("0-0",)), Add(Request("0-0", (1, 2, 3), Sampling(max_tokens=2)))]
+    mail: list[ToEngine] = [Abort(("0",)), Add(Request("0", (1, 2, 3), Sampling(max_tokens=2)))]
     post, metrics = Post(clock, mail), started()
     with Deadline(tmp_path / "deadline") as deadline:
         worker = Worker(engine, cast(Any, post), deadline)
@@ -340,7 +316,7 @@ def test_a_request_that_ran_is_never_counted_as_refused() -> None:
     ExchangeCounter(metrics).ended(over(BackendFailed("died"), 503, FinishReason.ERROR, FinishReason.ERROR))
     ExchangeCounter(metrics).ended(over(BackendFailed("died"), 200, FinishReason.STOP, FinishReason.ERROR))
     ExchangeCounter(metrics).ended(over(None, 200, *[FinishReason.STOP] * 4))
-    refused = [v for (name, _), v in samples(metrics.render()).items() if name.endswith("requests_refused_total")]
+    refused = [v for (name, _), v in samples(rendered(metrics)).items() if name.endswith("requests_refused_total")]
     assert sum(refused) == 0
     assert value(metrics, "vllm:request_params_n_count") == 4, "once for each prompt"
     assert value(metrics, "vllm:request_params_max_tokens_sum") == 72, "once for each answer"
@@ -362,22 +338,20 @@ def test_the_cpu_time_of_a_new_process_starts_again() -> None:
     """The restored count of a predecessor would double that of a process that lives on."""
     cpu = next(family for family in PROCESS if family.kind == "counter")
     first, second = started(), started()
-    first.read_at_scrape(lambda: [(cpu, ("front-end-0",), 7.0), (cpu, ("engine",), 70.0)])
+    first.read_at_scrape(lambda: [(cpu, ("front-end",), 7.0), (cpu, ("engine",), 70.0)])
     second.restore(first.export())
-    second.read_at_scrape(lambda: [(cpu, ("front-end-0",), 1.0), (cpu, ("engine",), 71.0)])
-    other = started()
-    other.read_at_scrape(lambda: [(cpu, ("front-end-1",), 3.0)])
-    for process, seconds in (("front-end-0", 1), ("engine", 71), ("front-end-1", 3)):
-        assert value(second, cpu.name, other.export(), process=process) == seconds
+    second.read_at_scrape(lambda: [(cpu, ("front-end",), 1.0), (cpu, ("engine",), 71.0)])
+    for process, seconds in (("front-end", 1), ("engine", 71)):
+        assert value(second, cpu.name, process=process) == seconds
 
 
 # The text
 
 
 def test_series_for_the_board_exist_before_the_first_request() -> None:
-    there, not_yet = {name for name, _ in samples(started().render())}, (*CORE_MEMORY, GROUP_WAIT)
+    there, not_yet = {name for name, _ in samples(rendered(started()))}, (*CORE_MEMORY, GROUP_WAIT)
     for family in FAMILIES:
-        if family.labels != ("kind", "bucket") and family.counted_by != "process" and family not in not_yet:
+        if family.labels != ("kind", "bucket") and family.source != "scrape" and family not in not_yet:
             assert there & {family.name, f"{family.name}_count"}, family.name
 
 
@@ -386,7 +360,7 @@ FINER = ("vllm:inter_token_latency_seconds", "vllm:request_time_per_output_token
 
 
 def test_every_query_of_vllms_boards_finds_its_series() -> None:
-    there = {name for name, _ in samples(started().render())}
+    there = {name for name, _ in samples(rendered(started()))}
     assert set(VLLM["boards"]) <= there
 
 

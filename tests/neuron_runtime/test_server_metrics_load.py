@@ -18,15 +18,14 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 DOCUMENTED = {
     name: kind
     for name, kind in re.findall(r"^\| `([a-z0-9_:]+)` \| (counter|gauge|histogram) \|", DOCS.read_text(), re.MULTILINE)
-    # The latter exist only where neuron-monitor runs; test_neuron_monitor.py has a fake one.
+    # The latter exist only on a device.
     if not name.startswith(("neuron_operator_", "neuron_serving_neuron_"))
 }
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
-    # The front end of a connection counts its requests, and any scraped front end reports all.
-    return run_against_a_server(tmp_path_factory.mktemp("load"), "--api-server-count", "2")
+    return run_against_a_server(tmp_path_factory.mktemp("load"))
 
 
 Check = Callable[[ScriptedLoad, Scrape, str], None]
@@ -108,7 +107,7 @@ def sizes(expected: Callable[[ScriptedLoad], list[int]], cut_off: bool = False) 
     return check
 
 
-PROCESSES = {"supervisor", "engine", "front-end-0", "front-end-1"}
+PROCESSES = {"supervisor", "engine", "front-end"}
 
 
 def each_process(plausible: Callable[[float], bool]) -> Check:

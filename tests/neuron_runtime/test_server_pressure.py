@@ -27,8 +27,8 @@ from helpers.serve_command import ENGINE, FRONT_END, ServeCommand, children, get
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.messages import First, Step, Update
 from neuron_runtime.engine.stats import EngineStats
+from neuron_runtime.processes.supervisor import listen, url_of
 from neuron_runtime.server.bodies import BODIES_AT_ONCE
-from neuron_runtime.server.supervisor import listen, url_of
 
 LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
 
@@ -338,14 +338,14 @@ async def test_in_a_flood_over_http_every_client_that_honours_retry_after_is_ser
 @pytest.mark.slow
 def test_frozen_and_killed_processes_under_load_leave_nothing_behind(chat_dir: Path) -> None:
     """`serve` itself checks the port, the files and the processes."""
-    with simulated(chat_dir, "--api-server-count", "2", "--max-num-seqs", "8") as command:
+    with simulated(chat_dir, "--max-num-seqs", "8") as command:
         url = command.until_ready()
         with contextlib.ExitStack() as connections:
             for _ in range(16):
                 one = connections.enter_context(connect(url))
                 one.sendall(request(LONG | {"max_tokens": 4000}))
             pids = [pid for pid, line in children(command.process.pid) if "neuron_runtime" in line]
-            assert len(pids) == 3
+            assert len(pids) == 2
             for pid in pids:
                 stop(pid)
             shared = {path for pid in pids for path in mapped_files(pid) if path.startswith("/dev/shm/")}

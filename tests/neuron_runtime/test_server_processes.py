@@ -208,7 +208,7 @@ def test_the_children_of_a_killed_supervisor_exit(model_dir: Path, short_dir: Pa
 
 def test_a_stopped_engine_is_not_ready_until_it_continues_and_is_detected_as_hung(model_dir: Path) -> None:
     """The process of a hung step is ended; the limit comes from the shared file."""
-    from neuron_runtime.engine.lifeline import Deadline
+    from neuron_runtime.processes.lifeline import Deadline
 
     with serve(str(model_dir), "--port", "0") as command:
         url = command.until_ready()

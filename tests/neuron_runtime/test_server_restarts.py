@@ -11,12 +11,12 @@ import pytest
 
 from helpers import virtual_time
 from helpers.serve_command import stopped
-from neuron_runtime.children import Child, describe_exit
-from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.errors import BackendFailed, Draining, ExitCode, FatalError, ServingError
+from neuron_runtime.processes.children import Child, describe_exit
+from neuron_runtime.processes.lifeline import Deadline
+from neuron_runtime.processes.restarts import CURED_BY_RESTART, RestartBudget, cured_by_restart
 from neuron_runtime.record import Record, write
 from neuron_runtime.server.gate import Gate
-from neuron_runtime.server.restarts import CURED_BY_RESTART, RestartBudget, cured_by_restart
 
 CRASHED = BackendFailed("crashed")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from helpers.front_end import make_model, serving, until_healthy
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats
-from neuron_runtime.server.control import EngineStarted
+from neuron_runtime.processes.control import EngineStarted
 from neuron_runtime.server.engine_client import MAX_IDS
 from neuron_runtime.server.metrics import Metrics
 
@@ -36,4 +36,4 @@ def test_a_new_front_end_does_not_count_earlier_steps() -> None:
     metrics.engine_started(1, joined=True)
     for queries in (50, 60):
         metrics.step(Step((), (), EngineStats(num_prefix_queries_total=queries)))
-    assert b'vllm:prefix_cache_queries_total{engine="0",model_name="m"} 10.0' in metrics.render()
+    assert b'vllm:prefix_cache_queries_total{engine="0",model_name="m"} 10.0' in metrics.render(metrics.export())

@@ -21,13 +21,13 @@ from helpers.guides import FORM, Rule, RuleGuides
 from helpers.serve_command import serve
 from helpers.strict_backend import StrictBackend
 from neuron_runtime import LLM, SamplingParams
-from neuron_runtime.__main__ import main
-from neuron_runtime.backend.base import IllegalBatch, StepTime
 from neuron_runtime.backend.simulated import load_backend
 from neuron_runtime.backend.simulated.clock import Clock, VirtualClock, WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline, first_number, token_at
 from neuron_runtime.backend.simulated.options import MAX_TOP_K, MODES, Options, limits_of, read_options, step_times
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, PhaseTimes, StepTimes, constant, milliseconds
+from neuron_runtime.backend_protocol import IllegalBatch, StepTime
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput, TokenEvent, needs_host
 from neuron_runtime.engine.loop import Engine

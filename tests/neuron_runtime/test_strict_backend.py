@@ -11,7 +11,7 @@ from msgspec.structs import replace as changed
 
 from helpers.guides import FORM, mask_of
 from helpers.strict_backend import StrictBackend, neuron_limits, next_token, num_kept
-from neuron_runtime.backend.base import IllegalBatch
+from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import (
     KNOWN,
     NO_TOKEN,

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from helpers.guides import mask_of
 from helpers.torch_models import load_backend, random_model, reference, reference_logits
-from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.host_sampling.drawing import NotFinite
 from neuron_runtime.backend.torch.backend import TorchBackend
+from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Late, Rows, Sampling, StepKind, StepOutput
 from neuron_runtime.errors import ExitCode

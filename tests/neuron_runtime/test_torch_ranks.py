@@ -18,7 +18,6 @@ from safetensors import safe_open
 from helpers.groups import group_of
 from helpers.torch_models import MODELS, random_model, reference, reference_logits, runtime_config
 from helpers.torch_parity import TOLERANCE, check_greedy, feed, load_decoder_and_cache, random_sequences
-from neuron_runtime.backend.base import Rank
 from neuron_runtime.backend.torch import weights
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.backend import TorchBackend
@@ -26,6 +25,7 @@ from neuron_runtime.backend.torch.cache import StepRows
 from neuron_runtime.backend.torch.loader import load, load_decoder
 from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.backend.torch.ranks import Gloo, Ranks
+from neuron_runtime.backend_protocol import Rank
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.core import Request, Sampling
 from neuron_runtime.engine.loop import Engine

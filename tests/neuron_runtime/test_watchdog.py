@@ -20,15 +20,15 @@ from helpers import strict_backend
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.arguments import config_of
 from neuron_runtime.artifacts import loading
-from neuron_runtime.backend.base import ProgressCallback, StepTime, size_of
-from neuron_runtime.children import Child
+from neuron_runtime.backend_protocol import ProgressCallback, StepTime, size_of
 from neuron_runtime.core import Added, BackendLimits, Batch, Late, Request, Rows, Sampling, StepOutput
 from neuron_runtime.distributed.layout import ALONE
-from neuron_runtime.engine import process
-from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.messages import Add, FromEngine, Step, ToEngine
-from neuron_runtime.engine.watchdog import LATE_SECONDS, StepLimits, WatchedBackend
 from neuron_runtime.local_settings import LocalSettings
+from neuron_runtime.processes import engine as process
+from neuron_runtime.processes.children import Child
+from neuron_runtime.processes.lifeline import Deadline
+from neuron_runtime.processes.watchdog import LATE_SECONDS, StepLimits, WatchedBackend
 
 LIMITS = BackendLimits(max_rows=64, max_model_length=64, max_step_tokens=1024, num_blocks=64)
 
@@ -188,10 +188,9 @@ class OneRequest:
     def stop_at_sigterm(self) -> Callable[[], bool]:
         return lambda: self._stops
 
-    def send(self, message: FromEngine) -> None: ...
-
-    def send_step(self, step: Step) -> None:
-        self._stops = any(news.finish_reason for news in step.updates)
+    def send(self, message: FromEngine) -> None:
+        if isinstance(message, Step):
+            self._stops = any(news.finish_reason for news in message.updates)
 
     def receive(self, wait: bool) -> list[ToEngine]:
         mail, self._mail = self._mail, []
@@ -214,7 +213,7 @@ def test_the_engine_process_knows_warmed_up_shapes_from_the_start(
     for module in (process, loading):
         monkeypatch.setattr(module, "backend_package", lambda config: package)
     armed = ArmedDeadline()
-    asked = Request("0-1", (5, 6, 7), Sampling(max_tokens=1))
+    asked = Request("1", (5, 6, 7), Sampling(max_tokens=1))
     try:
         settings = LocalSettings(weights_dir=tmp_path, artifacts_dir=tmp_path)
         process.serve(
@@ -235,9 +234,9 @@ HANG = """
     from pathlib import Path
     from helpers.strict_backend import StrictBackend
     from neuron_runtime.core import BackendLimits, Request, Sampling
-    from neuron_runtime.engine.lifeline import Deadline
+    from neuron_runtime.processes.lifeline import Deadline
     from neuron_runtime.engine.loop import Engine
-    from neuron_runtime.engine.watchdog import StepLimits, WatchedBackend
+    from neuron_runtime.processes.watchdog import StepLimits, WatchedBackend
 
     class HangingBackend(StrictBackend):
         def collect(self, step):

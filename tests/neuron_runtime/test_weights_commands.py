@@ -18,7 +18,7 @@ from helpers.file_faults import FileFaults
 from helpers.hub import Shelf, serving
 from helpers.weights import contents, shelf_with_model, size
 from neuron_runtime import record
-from neuron_runtime.__main__ import main
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.weights.store import DAY_SECONDS
 
 MODEL = "hf://acme/model"

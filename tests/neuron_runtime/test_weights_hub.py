@@ -12,7 +12,7 @@ import pytest
 
 from helpers.hub import Shelf, serving
 from helpers.tiny_model import write_tiny_model
-from neuron_runtime.backend.base import ProgressCallback
+from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError

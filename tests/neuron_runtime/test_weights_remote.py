@@ -19,7 +19,7 @@ import pytest
 from helpers.s3_server import BUCKET, S3Server, use
 from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, size, write_model
 from neuron_runtime import record
-from neuron_runtime.__main__ import main
+from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.offline.llm import LLM

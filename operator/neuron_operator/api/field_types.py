@@ -29,7 +29,7 @@ class UriScheme:
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN = f"{_LABEL}([.]{_LABEL})*"
 _SEGMENT = r"([.]{0,2}[^\s/?#.]|[.]{3})[^\s/?#]*"
-"""Of a path: neither empty nor `.` or `..`."""
+"""A segment of a path is neither empty nor `.` or `..`."""
 _IN_S3 = rf"^s3://[a-z0-9]([.]?[-a-z0-9])+[.]?[a-z0-9](/{_SEGMENT})+/?$"
 
 URI_SCHEMES = {

@@ -285,12 +285,6 @@ class Serving(SpecPart, frozen=True):
         "Whether each request is logged as [a line of JSON](server.md#access-log), without its content.",
         ConfigKey("server.accessLog", {"Enabled": None, "Disabled": False}),
     ] = "Enabled"
-    num_front_ends: Annotated[
-        Annotated[int, Meta(ge=1, le=64)] | None,
-        "Processes per pod for HTTP and text, in addition to the engine; by default 1. See "
-        "[several front ends](server.md#several-front-ends).",
-        ConfigKey("server.numFrontEnds"),
-    ] = None
     api_key_secret_ref: ApiKeySecret | None = None
 
 

@@ -135,7 +135,7 @@ GROUP_PORT_VARIABLE = "NEURON_SERVING_GROUP_PORT"
 SHM_VOLUME = "shm"
 SHM_DIR = "/dev/shm"  # noqa: S108 - an emptyDir in the pod
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
-"""Of the Neuron libraries: the family of devices to compile for."""
+"""The Neuron libraries read here the family of devices to compile for."""
 ARTIFACT_VARIABLE = "NEURON_COMPILED_ARTIFACTS"
 """Names the artifact that a pod loads instead of one of the store."""
 
@@ -165,7 +165,7 @@ MAX_STATEFUL_SET = MAX_LABEL - 11
 """The StatefulSet controller makes a label's value of its name and a hash of ten characters."""
 HASH_LENGTH = 10
 SHARED_HASH_LENGTH = 20
-"""Of objects that models share: whoever has another's name has its result."""
+"""Hashes are longer in names that models share: whoever has another's name has its result."""
 
 
 def digest(value: object, length: int = HASH_LENGTH) -> str:
@@ -195,7 +195,7 @@ def config_name(model: str, content_hash: str) -> str:
 
 
 def group_name(model: str, replica: int, revision: str, attempt: int) -> str:
-    """Of a group's objects. Each attempt has its own name, so that nothing of an earlier one can be mistaken for it."""
+    """The name of a group's objects. Each attempt has its own, so that nothing of an earlier one is mistaken for it."""
     return _derived(model, f"-{replica}-{revision}-{attempt}", MAX_STATEFUL_SET - len(FOLLOWERS_SUFFIX))
 
 

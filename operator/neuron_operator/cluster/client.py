@@ -61,7 +61,7 @@ class Resource:
     plural: str
     namespaced: bool = True
     is_only_metadata: bool = False
-    """Of its objects, lists and watches bring the metadata alone."""
+    """Whether lists and watches bring the metadata of its objects alone."""
 
     @property
     def group(self) -> str:
@@ -217,7 +217,7 @@ class WatchEvent:
 
     @classmethod
     def of(cls, line: bytes | bytearray) -> WatchEvent:
-        """Of a line of the API server's answer."""
+        """Parse a line of the API server's answer."""
         event = msgspec.json.decode(line, type=_EventLine)
         found = msgspec.json.decode(event.object, type=_Identified).metadata
         return cls(event.type, found.namespace, found.name, found.resource_version, event.object)

@@ -161,7 +161,7 @@ _IDENTITY: Fields = {"f:apiVersion": {}, "f:kind": {}, "f:metadata": {"f:name": 
 """Fields that no entry names."""
 
 _key = lru_cache(maxsize=1024)(json.loads)
-"""Of a list item. The same few are read in every pass; nobody changes what this returns."""
+"""The key of a list item. The same few are read in every pass; nobody changes what this returns."""
 
 
 def _quantity(value: Any) -> Any:

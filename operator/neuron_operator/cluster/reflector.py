@@ -129,7 +129,7 @@ class _Kept:
     encoded: bytes
     version: int
     key: Key
-    """Of its model."""
+    """The key of its model."""
 
     def decode(self) -> Object:
         return _decoded(self.encoded)
@@ -475,8 +475,8 @@ class Caches:
         return tuple(obj for kind in self._children for obj in self._objects(kind, key))
 
     def pods(self, key: Key, uid: str, children: Iterable[Object]) -> tuple[Object, ...]:
-        """Of the model with this UID and these children, and of the Jobs that the models of its namespace share. An
-        earlier model of the same name may have left pods that still answer until they are collected."""
+        """The pods of the model with this UID and these children, and of the Jobs that models of its namespace share.
+        An earlier model of the same name may have left pods that still answer until they are collected."""
         between = (*children, *self._objects(REPLICA_SETS, key))
         owners = {text(owner, "metadata", "uid"): owner for owner in between}
         # The StatefulSets between a LeaderWorkerSet and its pods do not have our labels.

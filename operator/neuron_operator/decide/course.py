@@ -541,7 +541,7 @@ def _history(observed: Observed, course: Course, current: str) -> tuple[PastRevi
 
 
 def _artifacts(observed: Observed, course: Course) -> Iterator[ArtifactStatus]:
-    """Of the wanted revision, and of the one that serves until then."""
+    """The artifacts of the wanted revision, and of the one that serves until then."""
     for known in _distinct(course.wanted, course.served):
         for name in known.shared if known.pinned.compiling else ():
             kept, job = observed.keepers.get(name), observed.jobs.get(name)

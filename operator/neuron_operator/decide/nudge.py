@@ -24,7 +24,7 @@ JOB_PATIENCE = timedelta(seconds=20)
 @dataclass(frozen=True)
 class Nudge:
     value: str
-    """Of the annotation; empty: pods have never been refused."""
+    """The value of the annotation; empty: pods have never been refused."""
     due: datetime | None = None
     """When it changes next; None: pods are not refused."""
 

@@ -34,7 +34,7 @@ from neuron_operator.render.serving import config_name
 from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
 
 MAX_BYTES = 2**53
-"""Of a number in the status; an estimate may be larger where the manifest insists."""
+"""Numbers in the status end here; an estimate may be larger where the manifest insists."""
 
 
 @remembered

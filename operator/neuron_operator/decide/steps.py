@@ -125,7 +125,7 @@ class Walk:
     done: frozenset[str] = frozenset()
     """Names of the Jobs of the steps that are done."""
     used: frozenset[str] = frozenset()
-    """Of them, those whose results the revision needs as long as it lives."""
+    """Those whose results the revision needs as long as it lives."""
     failed: JobView | None = None
     """The Job of the current step, if it ended without a record that can be used."""
     retry_seconds: int = MIN_RETRY_SECONDS

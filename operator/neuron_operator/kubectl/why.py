@@ -35,7 +35,7 @@ class Culprit:
 
     @property
     def log_options(self) -> tuple[str, ...]:
-        """Of the run that ended, if it runs again after an error."""
+        """Options that show the log of the run that ended, if the container runs again after an error."""
         runs_again = bool(self.container.running_since) and self.container.ended is not None
         return ("--previous",) if runs_again else ()
 

@@ -27,7 +27,7 @@ class Family:
     name: str
     """As compilers know it."""
     physical_cores: int
-    """Of one device."""
+    """Physical cores of one device."""
     logical_core: Literal[1, 2]
     """Physical cores per logical core, unless a node is set up differently."""
     core_memory: int

@@ -44,10 +44,10 @@ BLOCK_SIZE = 32
 """As the runtime's default."""
 
 MAX_NODES = 64
-"""Of a replica."""
+"""A replica has at most so many nodes."""
 
 HOST_PROCESSES_BYTES = 256 * 2**20
-"""Of a pod beside its engine."""
+"""Memory of the processes of a pod beside its engine."""
 
 
 class Supply(IntEnum):
@@ -68,7 +68,7 @@ class Site:
     name: str
     family: Family
     devices: int
-    """Of a node; 0: unknown."""
+    """Devices of one node; 0: unknown."""
     price: float
     """Dollars per hour of a node."""
     host_memory: int = 0
@@ -387,7 +387,7 @@ class _Case:
     mode: DeviceMode
     wishes: Wishes
     max_nodes: int = 1
-    """Of a replica, if the manifest says nothing."""
+    """Nodes of a replica whose manifest does not say how many."""
 
     @property
     def node_counts(self) -> tuple[int, ...]:

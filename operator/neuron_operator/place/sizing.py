@@ -13,13 +13,13 @@ from neuron_operator.place.catalog import MIB, Family
 from neuron_operator.read.records import Facts
 
 USABLE_SHARE = 0.95
-"""Of a core's memory; the rest is for what is not counted here. Reports of full cores end at 15.97 of 16 GiB
-(aws-neuron/transformers-neuronx#49 and #92)."""
+"""The share of a core's memory to plan with; the rest is for what is not counted here. Reports of full cores
+end at 15.97 of 16 GiB (aws-neuron/transformers-neuronx#49 and #92)."""
 
 MICROCODE_BYTES = 96 * MIB
-"""Of each physical core ("Neuron device memory" in the documentation of the Neuron runtime)."""
+"""Each physical core holds so much ("Neuron device memory" in the documentation of the Neuron runtime)."""
 COLLECTIVES_BYTES = 512 * MIB
-"""Of each logical core, if there are several: 367 and 518 MiB reported (transformers-neuronx#92 and #49)."""
+"""Each logical core holds so much, if there are several: 367 and 518 MiB reported (transformers-neuronx#92 and #49)."""
 SCRATCHPAD_BYTES = 512 * MIB
 """Shared by all graphs of a core, in addition to activations (the same reports)."""
 GRAPH_BYTES_PER_LAYER = 2 * MIB
@@ -37,7 +37,7 @@ SEGMENT_TOKENS = 2048
 SHORTEST_PREFIX = 512
 
 TORCH_BYTES = 512 * MIB
-"""Of an engine with torch beside weights: 350 MiB measured, without its libraries' files."""
+"""An engine with torch needs so much beside weights: 350 MiB measured, without its libraries' files."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 COMPUTED_IN = "bfloat16"
@@ -87,7 +87,7 @@ class Load:
     """Tokens; 0: the layout is slots, a line of the model's length for each sequence."""
     num_blocks: int = 0
     longest_prefill: int = 0
-    """Of one call; 0: the length."""
+    """The most tokens of one prefill; 0: the length."""
     context_buckets: int = 0
     """Number; 0: the runtime chooses them, as the token buckets."""
     token_buckets: int = 0
@@ -191,8 +191,8 @@ def activation_bytes(facts: Facts, widths: Widths, load: Load, tensor: int) -> i
 
 
 def host_bytes(facts: Facts, widths: Widths, nodes: int = 1) -> int:
-    """Of the engine on a node's host while it loads weights onto devices: the whole checkpoint, and the shards that are
-    made from it for the cores of this node."""
+    """Memory of the engine on a node's host while it loads weights onto devices: the whole checkpoint, and
+    the shards that are made from it for the cores of this node."""
     return TORCH_BYTES + facts.weights_bytes + _up(facts.parameters * widths.weights, nodes)
 
 

@@ -24,7 +24,7 @@ class Target:
     cores: int
     """Logical cores of the devices of a replica, on all its nodes."""
     tensor: int
-    """Of them, those that the model runs on: its tensor-parallel degree."""
+    """The logical cores that the model runs on: its tensor-parallel degree."""
     instance_types: tuple[str, ...] = ()
     """The types of nodes for it; empty: the manifest names one."""
     site: str = ""
@@ -32,7 +32,7 @@ class Target:
     load: Load | None = None
     """Length, sequences and blocks; None: the runtime decides."""
     memory: Memory | None = None
-    """Of each core."""
+    """The memory of each core."""
 
     @property
     def node_rule(self) -> Object | None:

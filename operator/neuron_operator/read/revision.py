@@ -32,7 +32,7 @@ class Compiling(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults
     image: str
     artifacts: Place
     family: str = ""
-    """Of the devices that the model runs on; empty: it does not."""
+    """The family of devices that the model runs on; empty: it runs on none."""
 
     def __post_init__(self) -> None:
         if not self.artifacts.is_shared:
@@ -112,7 +112,7 @@ def from_object(keeper: Object) -> Revision | None:
 
 
 def shared_annotation(revision: Revision) -> dict[str, str]:
-    """Of the ControllerRevision, whose data never changes, and of the Deployment that runs it."""
+    """An annotation of the ControllerRevision, whose data never changes, and of the Deployment that runs it."""
     return {names.SHARED_ANNOTATION: ",".join(revision.shared)} if revision.shared else {}
 
 

@@ -143,7 +143,7 @@ class PodView:
     container: ContainerView
     """The runtime container."""
     memory_limit: str
-    """Of the runtime container, as a quantity."""
+    """The memory limit of the runtime container, as a quantity."""
     variables: frozenset[str]
     """Names of the runtime container's environment variables."""
     env_from: tuple[str, ...]

@@ -115,7 +115,7 @@ class World:
     shared: tuple[Object, ...] = ()
     """What the models of the namespace share: Jobs of steps, and ConfigMaps with their records."""
     refusals: tuple[Refusal, ...] = ()
-    """Of this pass."""
+    """Writes that did not happen in this pass."""
     free: FreeDevices | None = None
     """None: not read in this pass."""
     nodes: tuple[Object, ...] = ()
@@ -160,7 +160,7 @@ class Decision:
     desired: tuple[Object, ...] = ()
     """In apply order, with owner references; empty if nothing may be changed now."""
     changes: tuple[Change, ...] = ()
-    """Of shared objects; before anything is deleted."""
+    """Changes of shared objects, made before anything is deleted."""
     delete: tuple[Object, ...] = ()
     """Live objects to prune."""
     status: Object | None = None
@@ -277,7 +277,7 @@ class GroupSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     host_network: bool = False
     controller: GroupController = "StatefulSet"
     max_nodes: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Of a replica whose manifest does not say how many: more only where the model does not fit on fewer."""
+    """Nodes of a replica whose manifest does not say how many: more only where the model does not fit on fewer."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ DEADLINE_SECONDS = 6 * 3600
 """Deleting many small files on a network file system is slow."""
 
 _KEY = re.compile("[0-9a-f]{40,64}")
-"""Of an entry of a store. Records are not trusted: anything else could be a flag."""
+"""The key of an entry of a store. Records are not trusted: anything else could be a flag."""
 
 
 def cleaners(

@@ -27,7 +27,7 @@ class Attempt:
     replica: int
     number: int
     labels: Mapping[str, str]
-    """Of the nodes that it may use, besides what the template says."""
+    """Labels of the nodes that it may use, besides what the template says."""
 
 
 def group_owner(

@@ -64,7 +64,7 @@ class JobKind:
 
     role: str
     prefix: str
-    """Of the names of the Job and of the ConfigMap with its record."""
+    """The names of the Job and of the ConfigMap with its record begin with this."""
     deadline_seconds: int
     """Includes pulling a runtime image of several GB on a new node."""
     node_affinity: Mapping[str, Any]

@@ -30,9 +30,9 @@ FETCH_REQUESTS: Requests = {"cpu": "500m", "memory": "256Mi"}
 
 MIB = 2**20
 SMALL_FILES_BYTES = 64 * MIB
-"""Of a model beside its weights: tokenizer and configuration."""
+"""Files of a model beside its weights: tokenizer and configuration."""
 PROCESS_BYTES = 64 * MIB
-"""Of the supervisor, of each front end and of a simulated engine: 30 to 65 MiB measured."""
+"""Memory of the supervisor, of the front end and of a simulated engine, each: 30 to 65 MiB measured."""
 SCRATCH_SHARE = 0.1
 """Activations and copies while weights are packed, as a share of weights and cache."""
 DEFAULT_SEQUENCES = 8
@@ -56,7 +56,7 @@ def fetch_requests(weights: Place, facts: Facts) -> Requests:
 def serving_requests(model: NeuronModel, facts: Facts, nodes: int = 1) -> Requests:
     """What a pod of a replica needs to load the model and to answer at about a token per second. CPU: a share for each
     process, and with torch some for reading weights."""
-    millicores = MILLICORES_PER_PROCESS * (1 + _num_front_ends(model))
+    millicores = 2 * MILLICORES_PER_PROCESS
     if model.backend == "torch":
         millicores += 1000 * _weights_bytes(model, facts) // READ_BYTES_PER_CORE
     elif BACKENDS[model.backend].on_device:
@@ -67,7 +67,7 @@ def serving_requests(model: NeuronModel, facts: Facts, nodes: int = 1) -> Reques
 def serving_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> int:
     """Bytes of the processes, and with the torch backend weights, cache and scratch; with devices, weights on their way
     to them. The cache has room for the sequences and length (or blocks) of the manifest."""
-    memory = PROCESS_BYTES * (1 + _num_front_ends(model))
+    memory = 2 * PROCESS_BYTES
     if model.backend == "torch":
         weights, cache = _weights_bytes(model, facts), _cache_bytes(model, facts)
         memory += TORCH_BYTES + int((weights + cache) * (1 + SCRATCH_SHARE))
@@ -81,10 +81,6 @@ def serving_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> int:
 def mebibytes(number: int) -> str:
     """As a quantity."""
     return f"{number // MIB}Mi"
-
-
-def _num_front_ends(model: NeuronModel) -> int:
-    return model.spec.serving.num_front_ends or 1
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from neuron_operator.read.world import Object
 PASS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 PassResult = Literal["unchanged", "changed", "retried", "failed", "cancelled"]
-"""Of a reconciliation."""
+"""How a pass ended."""
 
 
 class Metrics:

@@ -79,7 +79,7 @@ class Operator:
         self._settings = settings
         self._metrics = metrics
         self._queue: WorkQueue[Key] | None = None
-        """Of this term; None while another replica leads."""
+        """The queue of this term; None while another replica leads."""
         self.caches = Caches(
             cluster,
             settings.watch_namespaces or (None,),

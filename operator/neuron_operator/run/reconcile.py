@@ -262,8 +262,8 @@ class _Writes:
             raise _Refused(refusal(Refused.FAILED, message=str(fault)), retry=fault) from fault
 
     async def _relabel(self, live: Object, desired: Object) -> None:
-        """Of a shared Job, record or claim nothing else is repaired: its owners change by `Decision.changes`, its
-        content never."""
+        """Repair the labels of a shared Job, record or claim, and nothing else: its owners change by
+        `Decision.changes`, its content never."""
         labels = labels_of(desired)
         if not labels.items() <= labels_of(live).items():
             await self.change(Change(live, {"metadata": {"labels": dict(labels)}}))

@@ -18,7 +18,7 @@ from neuron_runtime.errors import (
 )
 
 ECHOED_CHARACTERS = 200
-"""Of a long text in an error, this many characters of its beginning and of its end are sent."""
+"""An error sends so many characters of the beginning and of the end of a long text."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Failure:
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Failure:
-        """Of one message or several."""
+        """A failure with one message or several."""
         message = joined([_shortened(part) for part in parts])
         return cls(status, kind, message, None if param is None else _shortened(param), code, headers or {})
 

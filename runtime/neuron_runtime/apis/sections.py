@@ -29,7 +29,7 @@ class Section:
     kind: SectionKind
     id: str
     name: str = ""
-    """Of the called function."""
+    """The name of the called function."""
     call_id: str = ""
     parts: list[str] = field(default_factory=list)
     located: list[Located] = field(default_factory=list)

@@ -27,7 +27,7 @@ from neuron_runtime.artifacts.key import compiled_part, covered, key_of
 from neuron_runtime.artifacts.memory import session_bytes
 from neuron_runtime.artifacts.messages import Began, Ended, Failed, Lines, Made, Message
 from neuron_runtime.artifacts.store import ARTIFACTS, DOCUMENT, Artifact, find
-from neuron_runtime.backend.base import ProgressCallback
+from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import CONFIG_FILE, read_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, say, seconds_text
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 WATCH_SECONDS = 0.5
 """Interval of looks at a running compiler."""
 MAX_SHARE = 0.99
-"""Of a stage that has not ended: after the last graph comes the compiler's own end."""
+"""The share of a stage that has not ended: after the last graph comes the compiler's own end."""
 MAX_OUTPUT_BYTES = 4096
 MAX_TAIL_CHARACTERS = 600
 OUT_OF_MEMORY = ("Cannot allocate memory", "std::bad_alloc", "virtual memory exhausted")

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from neuron_runtime.backend.base import Needs
+from neuron_runtime.backend_protocol import Needs
 from neuron_runtime.config import COMPILED, RuntimeConfig
 
 COVER_VERSION = 1

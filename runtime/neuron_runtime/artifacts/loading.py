@@ -23,7 +23,7 @@ from neuron_runtime.artifacts.store import (
     read_fitting,
     remote_artifacts,
 )
-from neuron_runtime.backend.base import ONE_RANK, Backend, ProgressCallback, Rank
+from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.engine.backends import backend_package, check_ranks, compiles, compiling_package

@@ -34,7 +34,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     tools: dict[str, str] = {}
     graphs: tuple[CompiledGraph, ...] = ()
     peak_bytes: int = 0
-    """Of the largest of its processes."""
+    """The peak memory of the largest of its processes."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -23,7 +23,7 @@ from typing import cast
 
 from neuron_runtime.artifacts.messages import Began, Ended, Failed, Made, Message, encode_line
 from neuron_runtime.artifacts.store import CompiledGraph
-from neuron_runtime.backend.base import Compiler, CompileUnit
+from neuron_runtime.backend_protocol import Compiler, CompileUnit
 from neuron_runtime.config import load_config
 from neuron_runtime.engine.backends import CompilingPackage
 from neuron_runtime.errors import ExitCode, FatalError

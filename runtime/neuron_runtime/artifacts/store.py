@@ -27,7 +27,7 @@ DOCUMENT = "artifact.json"
 MAX_DOCUMENT_BYTES = 2**20
 
 MAX_DOCUMENTS = 32
-"""Of another store, that are read for an error message."""
+"""So many documents of another store are read for an error message."""
 
 LARGE_BYTES = 2**28
 """Larger files (weights that were compiled in) are not read twice when a model is loaded."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from neuron_runtime.backend.base import IllegalBatch
+from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Rows
 
 IntArray = npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ def no_rows() -> FedRows:
 
 
 class SlotMirror:
-    """Of a batch the caller first asks for the rows (`resolve`), which changes nothing, then applies it (`apply`)."""
+    """A caller asks for the rows of a batch (`resolve`), which changes nothing, and then applies it (`apply`)."""
 
     def __init__(self, sizes: SlotSizes) -> None:
         num_slots, self._sizes = sizes.max_rows, sizes
@@ -65,7 +65,7 @@ class SlotMirror:
         """Tokens of each slot that are in `tokens`."""
         max_blocks = -(-sizes.max_model_length // sizes.block_size)
         self.blocks: IntArray = np.zeros((num_slots, max_blocks), dtype=np.int64)
-        """Of each slot, in order; any valid block behind them."""
+        """The blocks of each slot, in order; any valid block behind them."""
         self._num_blocks: IntArray = np.zeros(num_slots, dtype=np.int64)
         self._capacity: IntArray = np.zeros(num_slots, dtype=np.int64)
         """Tokens that fit the blocks and the model's length."""

@@ -71,7 +71,7 @@ class Device:
     settings: Mapping[str, Any]
     """Source of the times, for the report."""
     plan: Settings | None = None
-    """Of the graphs; None: those of the times."""
+    """The plan of the graphs; None: those of the times."""
 
 
 def add_device_arguments(device: argparse._ArgumentGroup) -> None:

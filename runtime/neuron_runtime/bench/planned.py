@@ -51,7 +51,7 @@ def flags_of_plan(settings: Settings, limits: BackendLimits) -> dict[str, Any]:
 
 
 def shapes_of_plan(settings: Settings) -> list[Shape]:
-    """Of all graphs, also those that no call takes."""
+    """The shapes of all graphs, also those that no call takes."""
     return [_shape(graph) for graph in all_graphs(settings)]
 
 

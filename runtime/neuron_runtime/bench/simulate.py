@@ -34,7 +34,7 @@ SPANS = {
 WARM_UP_SECONDS = 30.0
 
 GROUP_SECONDS, RANK_SECONDS = 150e-6, 25e-6
-"""Of the leader's CPU per step of 64 rows, measured with 2 to 12 ranks on one machine (`bench.group`)."""
+"""The leader's CPU time per step of 64 rows, measured with 2 to 12 ranks on one machine (`bench.group`)."""
 
 POLICY_NAMES = ["prefill-first", "vllm-neuron"]
 """The keys of `simulation.POLICIES`, which brings the engine."""

@@ -28,7 +28,7 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"color": "tab:orange", "linewidth": 5, "alpha": 0.6, "zorder": 2},
     {"color": "tab:green", "linewidth": 9, "alpha": 0.4, "zorder": 1},
 )
-"""Of each policy: the first one is a thin line above the wide ones, so that all show where they are equal."""
+"""Line widths of the policies: the first is thin, above the wide ones, so that all show where they are equal."""
 NUM_QUEUE_SPANS = 60
 """Spans of the plot of waiting requests, which shows means."""
 

@@ -106,7 +106,7 @@ class Outcome:
     busy_share: float
     """Share of the period in which the device was busy."""
     shapes: dict[Shape, ShapeUse]
-    """Of the whole run, including warm-up."""
+    """Uses in the whole run, including warm-up."""
     num_preemptions: int
     gap_bound: float | None
     """The engine's own bound of the gap between tokens; None if there is none."""

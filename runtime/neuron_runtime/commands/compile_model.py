@@ -17,11 +17,15 @@ import msgspec
 
 from neuron_runtime import record
 from neuron_runtime.arguments import FLAG_NAMES, naming
+from neuron_runtime.artifacts.compiling import make, wanted_artifact
+from neuron_runtime.artifacts.store import artifact_store, read_artifact, remote_artifacts
 from neuron_runtime.commands.serve import add_model, add_model_flags, configuration
 from neuron_runtime.config import COMPILED, RuntimeConfig
 from neuron_runtime.console import StageLines, say
+from neuron_runtime.engine.backends import check_backend, compiling_package
 from neuron_runtime.flags import Field
 from neuron_runtime.local_settings import add_artifact_flags, add_weights_flags, check_stores
+from neuron_runtime.weights.fetching import described, materialize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +43,6 @@ def is_compiled(field: Field) -> bool:
 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
-    from neuron_runtime.artifacts.compiling import make, wanted_artifact  # noqa: PLC0415
-    from neuron_runtime.artifacts.store import artifact_store, read_artifact, remote_artifacts  # noqa: PLC0415
-    from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
-
     # As the first process of a container, this one would otherwise ignore SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     check_stores(options)
@@ -72,9 +72,6 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
 @contextmanager
 def _model(config: RuntimeConfig, options: argparse.Namespace, progress: StageLines) -> Iterator[tuple[Path, str]]:
     """A folder with as much of the model as its backend needs to compile it, and the digest."""
-    from neuron_runtime.engine.backends import compiling_package  # noqa: PLC0415
-    from neuron_runtime.weights.fetching import described, materialize  # noqa: PLC0415
-
     package, places = compiling_package(config), (options.weights_dir, options.weights_store)
     with described(config.model, *places, with_weights=package.needs_weights(config)) as (folder, digest):
         if not package.compiler_reads_weights(config):

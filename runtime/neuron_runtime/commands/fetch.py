@@ -19,9 +19,10 @@ from neuron_runtime import record
 from neuron_runtime.arguments import model_uri
 from neuron_runtime.console import AmountLine, bytes_text, say, seconds_text
 from neuron_runtime.uris import FORMS, parse_uri
+from neuron_runtime.weights.fetching import Fetched, fetch, open_remote, supply
+from neuron_runtime.weights.store import Store
 
 if TYPE_CHECKING:
-    from neuron_runtime.weights.fetching import Fetched
     from neuron_runtime.weights.transfer import Amount
 
 
@@ -62,16 +63,10 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
 
 
 def _to_folder(uri: str, options: argparse.Namespace) -> Fetched:
-    from neuron_runtime.weights.fetching import fetch  # noqa: PLC0415
-    from neuron_runtime.weights.store import Store  # noqa: PLC0415
-
     return fetch(uri, Store(Path(options.store)), _shown(uri), options.digest)
 
 
 def _to_remote(uri: str, options: argparse.Namespace) -> Fetched:
-    from neuron_runtime.weights.fetching import open_remote, supply  # noqa: PLC0415
-    from neuron_runtime.weights.store import Store  # noqa: PLC0415
-
     remote = open_remote(options.store, "DIR")
     with ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(TemporaryDirectory(prefix="neuron-fetch-")))

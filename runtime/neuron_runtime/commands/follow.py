@@ -15,7 +15,13 @@ import msgspec
 from neuron_runtime import record
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
+from neuron_runtime.distributed.layout import layout_for
+from neuron_runtime.engine.backends import check_backend
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
+from neuron_runtime.processes.children import CONFIG_FILE, Failures
+from neuron_runtime.processes.ranks import NodeRanks
+from neuron_runtime.processes.run_dir import made_run_dir
+from neuron_runtime.processes.supervisor import TICK_SECONDS, Signals
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
     """Raises ServingError with the reason for which the group ended."""
-    from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
-
     config = load_config(options.config)
     check_backend(config)
     follow(config, LocalSettings.of(options))
@@ -37,12 +41,6 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
 
 def follow(config: RuntimeConfig, settings: LocalSettings) -> None:
     """Returns when the leader says that the work is done. Raises ServingError."""
-    from neuron_runtime.children import CONFIG_FILE, Failures  # noqa: PLC0415
-    from neuron_runtime.distributed.group import layout_for  # noqa: PLC0415
-    from neuron_runtime.distributed.ranks import NodeRanks  # noqa: PLC0415
-    from neuron_runtime.run_dir import made_run_dir  # noqa: PLC0415
-    from neuron_runtime.server.supervisor import TICK_SECONDS, Signals  # noqa: PLC0415
-
     layout, signals = layout_for(config, leads=False), Signals()
     with made_run_dir() as run_dir:
         (run_dir / CONFIG_FILE).write_bytes(msgspec.json.encode(config))

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
-    from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model  # noqa: PLC0415
+    from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model  # noqa: PLC0415 - brings the backends
 
     facts = inspect_model(model_uri(options.uri), options.backend, options.application_class)
     print(facts_as_json(facts) if options.json else facts_as_text(options.uri, facts))

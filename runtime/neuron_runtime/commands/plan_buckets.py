@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,11 +16,10 @@ from neuron_runtime import record
 from neuron_runtime.arguments import FLAG_NAMES, naming
 from neuron_runtime.commands.compile_model import is_compiled
 from neuron_runtime.commands.serve import add_model, add_model_flags, configuration
+from neuron_runtime.engine.backends import GraphPlan, planning_package
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.local_settings import add_weights_flags
-
-if TYPE_CHECKING:
-    from neuron_runtime.engine.backends import GraphPlan
+from neuron_runtime.weights.fetching import described
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
-    from neuron_runtime.engine.backends import planning_package  # noqa: PLC0415
-    from neuron_runtime.weights.fetching import described  # noqa: PLC0415
-
     lengths = read_lengths(options.prompt_lengths) if options.prompt_lengths else ()
     with naming(FLAG_NAMES) if options.config is None else nullcontext():
         config = configuration(options, check=planning_package)

@@ -16,13 +16,20 @@ from typing import Any
 
 from neuron_runtime import not_built, record
 from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, model_uri, naming, on_this_machine
+from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines, say
+from neuron_runtime.distributed.layout import layout_for
+from neuron_runtime.engine.backends import backend_package, check_backend
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import Field, add_flags, json_or_text
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
 from neuron_runtime.not_built import Surface
+from neuron_runtime.processes.run_dir import made_run_dir
+from neuron_runtime.processes.supervisor import Signals, Supervisor, listen, url_of
+from neuron_runtime.server.auth import api_key_file, check_keys
 from neuron_runtime.uris import FORMS
+from neuron_runtime.weights.fetching import materialize
 
 DEFAULT_PORT = 8000
 
@@ -97,11 +104,6 @@ def add_model_flags(parser: argparse.ArgumentParser, wanted: Callable[[Field], b
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
     """Serve until a signal, or only check. Raises ServingError if serving is impossible."""
-    from neuron_runtime.distributed.group import layout_for  # noqa: PLC0415
-    from neuron_runtime.run_dir import made_run_dir  # noqa: PLC0415
-    from neuron_runtime.server.auth import api_key_file, check_keys  # noqa: PLC0415
-    from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
-
     config = configuration(options)
     settings = LocalSettings.of(options)
     if options.check:
@@ -139,10 +141,7 @@ def check(config: RuntimeConfig, settings: LocalSettings) -> None:
 
     Whether the model fits into memory is not checked: the machine that serves has another amount.
     """
-    from neuron_runtime.checkpoint import check_tokenizer  # noqa: PLC0415
-    from neuron_runtime.engine.backends import backend_package  # noqa: PLC0415
-    from neuron_runtime.server.front_end import load_text  # noqa: PLC0415
-    from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415
+    from neuron_runtime.processes.front_end import load_text  # noqa: PLC0415 - brings the web stack
 
     folder = materialize(
         config.model,
@@ -163,7 +162,6 @@ def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], 
     Args:
         check: raises what is wrong; by default that this machine can run the backend, which accepts the document.
     """
-    from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
 
     check = check or check_backend
     found = ConfigProblems()

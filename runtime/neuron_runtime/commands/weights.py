@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from neuron_runtime import record
+from neuron_runtime.artifacts import store as artifacts
 from neuron_runtime.console import AmountLine, bytes_text, printable, say
 from neuron_runtime.errors import FatalError
-
-if TYPE_CHECKING:
-    from neuron_runtime.weights.store import AnyStore, EntryKind, ListedEntry
+from neuron_runtime.weights.store import DAY_SECONDS, MODELS, AnyStore, EntryKind, ListedEntry, Store, check_key
 
 DEFAULT_UNUSED_DAYS = 30.0
 
@@ -27,7 +26,7 @@ class Contents:
     """What a store holds, in the words of the commands."""
 
     name: str
-    """Of the command."""
+    """The name of the command."""
     noun: str
     work: str
     """What makes one."""
@@ -37,23 +36,18 @@ class Contents:
 
 
 def _models(address: str) -> AnyStore:
-    from neuron_runtime.weights.store import MODELS  # noqa: PLC0415
-
     return _opened(address, MODELS)
 
 
 def _artifacts(address: str) -> AnyStore:
-    from neuron_runtime.artifacts.store import ARTIFACTS  # noqa: PLC0415
-
-    return _opened(address, ARTIFACTS)
+    return _opened(address, artifacts.ARTIFACTS)
 
 
 def _opened(address: str, kind: EntryKind) -> AnyStore:
     if "://" in address:
-        from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415
+        from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415 - brings boto3
 
         return RemoteStore(address, "DIR", kind=kind)
-    from neuron_runtime.weights.store import Store  # noqa: PLC0415
 
     return Store(Path(address), kind)
 
@@ -148,8 +142,6 @@ class _Progress:
 
 
 def _prune(options: argparse.Namespace, store: AnyStore) -> None:
-    from neuron_runtime.weights.store import DAY_SECONDS, check_key  # noqa: PLC0415
-
     for digest in options.keep:
         check_key(digest)
     num_bytes = 0

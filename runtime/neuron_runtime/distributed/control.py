@@ -42,7 +42,7 @@ OnEnd = Callable[[FatalError], None]
 
 
 class Lifeline(Protocol):
-    """Where the thread says until when it will show life again; see `engine.lifeline.Deadline`. Whoever started the
+    """Where the thread says until when it will show life again; see `processes.lifeline.Deadline`. Whoever started the
     process reads it: a process that is stopped cannot end itself."""
 
     def set(self, seconds: float) -> None: ...

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import zmq
 
-from neuron_runtime.backend.base import Backend
+from neuron_runtime.backend_protocol import Backend
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.control import MemberControl, member_lost
 from neuron_runtime.distributed.layout import Layout, bracketed

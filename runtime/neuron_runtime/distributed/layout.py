@@ -7,6 +7,7 @@ A *node* is a pod of the group, a *rank* a process of it. Node 0 leads: it has H
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from typing import Annotated, Self
 import msgspec
 from msgspec import Meta
 
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
 NODE_VARIABLE = "NEURON_SERVING_RANK"
@@ -53,7 +56,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     leader: str = ""
     port: int = DEFAULT_PORT
     address: str = ""
-    """Of this node, as others reach it; empty: that from which it reaches the leader."""
+    """The address at which others reach this node; empty: that from which it reaches the leader."""
     secret_file: str = ""
     run_dir: str = ""
     join_seconds: Annotated[float, Meta(gt=0)] = DEFAULT_JOIN_SECONDS
@@ -130,8 +133,20 @@ def address_of(host: str) -> str:
 
 
 def num_nodes_of(environment: Mapping[str, str]) -> int:
-    """Of the group of this process; 1 without one. Raises InvalidConfig."""
+    """Nodes of the group of this process; 1 without one. Raises InvalidConfig."""
     return _number(environment, NUM_NODES_VARIABLE, 1, 1, MAX_NODES)
+
+
+def layout_for(config: RuntimeConfig, *, leads: bool, environment: Mapping[str, str] = os.environ) -> Layout:
+    """The group of this command. leads: it is `serve`, not `follow`. Raises InvalidConfig with the variable."""
+    package = backend_package(config)
+    layout = layout_of(environment, config.parallelism.tensor, process_per_rank=package.PROCESS_PER_RANK)
+    if layout.num_nodes == 1 and not leads:
+        raise InvalidConfig(NUM_NODES_VARIABLE, "is the number of pods of the group, at least 2: use `serve` for one")
+    if (layout.node == 0) != leads:
+        here, there = ("follow", "serve") if layout.node == 0 else ("serve", "follow")
+        raise InvalidConfig(NODE_VARIABLE, f"is {layout.node}: use `neuron-runtime {there}` here instead of `{here}`")
+    return layout
 
 
 def layout_of(environment: Mapping[str, str], tensor: int, *, process_per_rank: bool) -> Layout:

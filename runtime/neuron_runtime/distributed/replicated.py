@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 import zmq
 
-from neuron_runtime.backend.base import Backend, ProgressCallback, StepTime
+from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
 from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.control import LeaderControl, disagrees, member_lost

@@ -29,9 +29,9 @@ PROTOCOL = 2
 """Raised when a message changes."""
 
 MAX_STEP_BYTES = 256 * 2**20
-"""Of a frame with a step: the token ids of all prompts that it adds."""
+"""The limit of a frame with a step, which has the token ids of all prompts that it adds."""
 MAX_MESSAGE_BYTES = 64 * 2**10
-"""Of any other frame."""
+"""The limit of any other frame."""
 MAX_TEXT = 2000
 CONNECT_MILLISECONDS = 3000
 """The kernel alone tries for minutes, ever more rarely: a leader that appears meanwhile would be noticed late."""

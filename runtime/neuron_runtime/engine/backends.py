@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from neuron_runtime.backend.base import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
+from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits

@@ -92,20 +92,18 @@ class Backpressure:
         """Prompt tokens of waiting requests."""
         return self._num_tokens
 
-    def enter(self, request_id: str, num_tokens: int, num_live: int, now: float, tokens_elsewhere: int = 0) -> None:
+    def enter(self, request_id: str, num_tokens: int, num_live: int, now: float) -> None:
         """Queue a request, or raise Overloaded with the time until a retry should succeed.
 
         num_live: number of running and waiting requests.
-        tokens_elsewhere: prompt tokens that wait in other queues with the same limits.
         """
         limits = self._limits
-        waiting_tokens = self._num_tokens + tokens_elsewhere
         excess_requests = num_live + 1 - self._max_rows - limits.max_requests
-        excess_tokens = waiting_tokens + num_tokens - limits.max_tokens
+        excess_tokens = self._num_tokens + num_tokens - limits.max_tokens
         if excess_requests > 0:
             what = f"{limits.max_requests} requests are waiting"
-        elif excess_tokens > 0 and waiting_tokens:
-            what = f"{waiting_tokens} prompt tokens are waiting, at most {limits.max_tokens} may"
+        elif excess_tokens > 0 and self._num_tokens:
+            what = f"{self._num_tokens} prompt tokens are waiting, at most {limits.max_tokens} may"
         else:
             self._waiting[request_id] = num_tokens
             self._num_tokens += num_tokens

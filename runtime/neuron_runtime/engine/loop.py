@@ -15,7 +15,7 @@ from operator import add
 
 from msgspec.structs import replace
 
-from neuron_runtime.backend.base import Backend
+from neuron_runtime.backend_protocol import Backend
 from neuron_runtime.core import Batch, FinishReason, Late, Request, StepKind, StepOutput, TokenEvent, fill
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
 from neuron_runtime.engine.bounds import stream_gap_bound

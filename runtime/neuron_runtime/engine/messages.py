@@ -1,9 +1,8 @@
 """The protocol between the engine process and a front end: messages, encoding and sockets.
 
 A front end sends requests and aborts, and announces when it replaces another one. The engine sends its start-up
-progress, then **one message per step** to each front end, with the events of that front end's requests. Refusals go
-ahead of the step. The encoding is msgpack, validated against these types on receipt. Both ends run on one machine from
-one installation, so there is no version.
+progress, then **one message per step**. Refusals go ahead of the step. The encoding is msgpack, validated against these
+types on receipt. Both ends run on one machine from one installation, so there is no version.
 """
 
 from __future__ import annotations
@@ -24,24 +23,14 @@ RECONNECT_MILLISECONDS = 10
 """Retry interval while the other process has not opened its socket."""
 
 
-def request_id(front_end: int, number: int) -> str:
-    """The id of the n-th request of a front end."""
-    return f"{front_end}-{number}"
-
-
-def front_end_of(request_id: str) -> int:
-    """The front end of a request."""
-    return int(request_id.partition("-")[0])
+def request_id(number: int) -> str:
+    """The id of the n-th request."""
+    return str(number)
 
 
 def number_of(request_id: str) -> int:
-    """Which request of its front end it is."""
-    return int(request_id.partition("-")[2])
-
-
-def outbox_of(front_end: int) -> str:
-    """The name of the socket on which a front end receives messages of the engine."""
-    return f"{ENGINE_OUTBOX}-{front_end}"
+    """The number from which `request_id` made this id."""
+    return int(request_id)
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -63,7 +52,6 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     turn.
     """
 
-    front_end: int
     first_number: int
 
 

@@ -19,12 +19,12 @@ from neuron_runtime.errors import InvalidRequest
 
 MAX_CPU_SECONDS = 2
 MAX_MEMORY_BYTES = 1 << 30
-"""Of the child's address space, with Python and the library."""
+"""The limit of the child's address space, with Python and the library."""
 MAX_REFUSAL_CHARACTERS = 1000
 STACK_BYTES = 4 << 20
 """Half of what the threads have that compile a form which the child has found to be good."""
 MAX_SECONDS = 60.0
-"""Of waiting for the child, on a machine that is busy with other things."""
+"""How long to wait for the child, on a machine that is busy with other things."""
 
 
 class Checked(msgspec.Struct):

@@ -20,7 +20,7 @@ LIMITS = LLParserLimits(
     precompute_large_lexemes=False,  # nothing is paid before it is needed
     verbose_errors=False,
 )
-"""Of work and memory for one form; the library stops by itself when a mask would need more."""
+"""Limits of work and memory for one form; the library stops by itself when a mask would need more."""
 
 
 def grammar_of(form: Form) -> str:

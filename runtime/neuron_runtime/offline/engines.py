@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from neuron_runtime.backend.base import Backend
+from neuron_runtime.artifacts.loading import Places, load_backend
+from neuron_runtime.backend_protocol import Backend
 from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import StageLines
@@ -21,6 +22,7 @@ from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings
+from neuron_runtime.weights.fetching import materialize
 
 
 class OfflineEngine(Protocol):
@@ -81,8 +83,6 @@ class LocalEngine:
         return self._engine.has_work
 
     def find_model(self) -> Path:
-        from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415  (brings a hub client)
-
         config, settings = self._config, self._settings
         self._model_dir = materialize(
             config.model,
@@ -96,8 +96,6 @@ class LocalEngine:
         return self._model_dir
 
     def load(self) -> BackendLimits:
-        from neuron_runtime.artifacts.loading import Places, load_backend  # noqa: PLC0415
-
         settings = self._settings
         places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
         self._backend = load_backend(self._model_dir, self._config, places, self._progress)

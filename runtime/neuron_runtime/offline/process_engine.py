@@ -18,7 +18,6 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from neuron_runtime.children import CONFIG_FILE, ENGINE_MODULE, ENGINE_NAME, Child, Failures, start_child
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import BackendLimits, Request, TokenEvent
 from neuron_runtime.engine import messages
@@ -26,7 +25,8 @@ from neuron_runtime.engine.messages import Abort, Add, ModelFound, Ready, Step
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, InvalidRequest, ServingError
 from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.run_dir import made_run_dir
+from neuron_runtime.processes.children import CONFIG_FILE, ENGINE_MODULE, ENGINE_NAME, Child, Failures, start_child
+from neuron_runtime.processes.run_dir import made_run_dir
 
 CHECK_MILLISECONDS = 1000
 """While it waits for a message, the caller checks this often that the engine process lives."""
@@ -49,9 +49,9 @@ class ProcessEngine:
             (run_dir / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             stack.callback(context.destroy, linger=0)
-            self._from_engine = messages.socket(context, zmq.PULL, run_dir, messages.outbox_of(0), 1)
+            self._from_engine = messages.socket(context, zmq.PULL, run_dir, messages.ENGINE_OUTBOX, 1)
             self._to_engine = messages.socket(context, zmq.PUSH, run_dir, messages.ENGINE_INBOX, 1)
-            self._child = _started([*settings.arguments, "--incarnation=1", "--num-front-ends=1"], run_dir)
+            self._child = _started([*settings.arguments, "--incarnation=1"], run_dir)
             stack.callback(self._child.close)
             stack.callback(self._child.end)
             self._end = weakref.finalize(self, _closed_by, os.getpid(), stack.pop_all())
@@ -62,7 +62,7 @@ class ProcessEngine:
 
     @property
     def pid(self) -> int:
-        """Of the engine process."""
+        """The id of the engine process."""
         return self._child.process.pid
 
     def find_model(self) -> Path:

@@ -32,7 +32,7 @@ def typed(fields: Mapping[str, Any], body_type: type[Body], *, ignores_unknown: 
     rows = parameters_of(body_type)
     surface: Surface = getattr(body_type, "surface", Surface.BODY)
     elsewhere: Callable[[str, Any], bool] = getattr(body_type, "elsewhere", lambda name, value: False)
-    given = {name: value for name, value in fields.items() if name in rows}
+    known = {name: value for name, value in fields.items() if name in rows}
     wrong: list[InvalidRequest] = []
     for name, value in fields.items():
         if name not in rows:
@@ -44,14 +44,14 @@ def typed(fields: Mapping[str, Any], body_type: type[Body], *, ignores_unknown: 
                 wrong.append(error)
     body, mistyped = None, set[str]()
     try:
-        body = msgspec.convert(given, body_type, str_keys=True)
+        body = msgspec.convert(known, body_type, str_keys=True)
     except InvalidRequest as error:
         wrong.append(error)
     except (msgspec.ValidationError, RecursionError) as error:
-        found = list(problems(given, body_type)) or [explain(error, body_type)]
-        wrong += [_as_request_error(path, message) for path, message in found]
-        mistyped = {name for path, _ in found for name in _KEY.findall(path)[:1]}
-    for name, value in given.items():
+        places = list(problems(known, body_type)) or [explain(error, body_type)]
+        wrong += [_as_request_error(path, message) for path, message in places]
+        mistyped = {name for path, _ in places for name in _KEY.findall(path)[:1]}
+    for name, value in known.items():
         if name not in mistyped:
             try:
                 rows[name].check(name, value)

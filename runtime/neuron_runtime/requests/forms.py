@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from neuron_runtime.core import Form, FormKind
 from neuron_runtime.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from neuron_runtime.requests.sampling_fields import SamplingFields
 
 MAX_FORM_CHARACTERS = 1 << 18
 MAX_FORM_DEPTH = 64
@@ -55,18 +58,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     backend: Annotated[str | None, "Accepted without effect"] = None
 
 
-class FormFields(Protocol):
-    """Those declared in `sampling_fields`."""
-
-    response_format: ResponseFormat | None
-    structured_outputs: StructuredOutputs | None
-    guided_json: dict[str, Any] | bool | str | None
-    guided_regex: str | None
-    guided_choice: list[str] | None
-    guided_grammar: str | None
-
-
-def form_of(fields: FormFields, response_format: str) -> Form | None:
+def form_of(fields: SamplingFields, response_format: str) -> Form | None:
     """The form that a request asks for; None: any text.
 
     response_format: what the client's API calls this field.

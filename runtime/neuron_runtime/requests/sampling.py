@@ -102,4 +102,4 @@ _CONVERSIONS: dict[str, Callable[[Sampler, Any, Generate], Any]] = {
     "seed": lambda sampler, value, options: secrets.randbits(63) if value is None else value,
     "stop_token_ids": Sampler._stop_token_ids,
 }
-"""Of the parameters that `core.Sampling` does not hold as clients write them."""
+"""Conversions of parameters that `core.Sampling` does not hold as clients write them."""

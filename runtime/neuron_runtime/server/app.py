@@ -52,6 +52,7 @@ from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
 from neuron_runtime.server.exposition import VARY, chosen_format, encoded
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.generation import LiveGeneration
+from neuron_runtime.server.kept_metrics import KeptMetrics
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.objects import (
     Detokenized,
@@ -67,7 +68,6 @@ from neuron_runtime.server.objects import (
 )
 from neuron_runtime.server.openapi import Operation, application
 from neuron_runtime.server.responding import GenerationResponse
-from neuron_runtime.server.summed_metrics import SummedMetrics
 from neuron_runtime.server.wire import error_answer, failure_answer, parse_body
 
 Made = TypeVar("Made")
@@ -98,7 +98,7 @@ class State(Protocol):
 
     client: EngineClient
     metrics: Metrics
-    summed_metrics: SummedMetrics
+    kept_metrics: KeptMetrics
     gate: Gate
     bodies: Bodies
     served_names: tuple[str, ...]
@@ -315,7 +315,7 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         form = chosen_format(request.headers.get("accept", ""))
-        text = await self._state.summed_metrics.render(form)
+        text = self._state.kept_metrics.render(form)
         body, headers = encoded(text, request.headers.get("accept-encoding", ""))
         return Response(body, headers={"content-type": form.content_type, "vary": VARY, **headers})
 

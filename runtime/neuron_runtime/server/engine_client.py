@@ -22,7 +22,6 @@ from neuron_runtime.engine.backpressure import Backpressure, QueueLimits
 from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, Ready, Refused, StartProgress, Step, Update
 from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.metrics import Metrics
-from neuron_runtime.server.shared_counts import Count, SharedCounts
 
 MAX_STEPS_AT_ONCE = 64
 """Messages that are processed before other work of the event loop gets a turn."""
@@ -47,8 +46,6 @@ class EngineClient:
     """Requests in, updates out, across engine restarts.
 
     Args:
-        front_end: index of this front end.
-        counts: what all front ends have sent; this one writes its part.
         on_model: called with the model's folder whenever an engine has found it.
         on_ready: called whenever an engine is ready.
         on_broken: called if receiving failed permanently, which is a bug.
@@ -57,9 +54,7 @@ class EngineClient:
     def __init__(
         self,
         run_dir: Path,
-        front_end: int,
         metrics: Metrics,
-        counts: SharedCounts,
         *,
         on_model: Callable[[Path], None],
         on_ready: Callable[[Ready], None],
@@ -70,9 +65,7 @@ class EngineClient:
         self._stall = ""
         """Why the engine does not respond although it is ready; empty: it does."""
         self._run_dir = run_dir
-        self._front_end = front_end
         self._metrics = metrics
-        self._counts = counts
         self._on_model = on_model
         self._on_ready = on_ready
         self._on_broken = on_broken
@@ -80,23 +73,22 @@ class EngineClient:
         self._ids = itertools.count()
         self._recipients: dict[str, tuple[Recipient, int]] = {}
         self._queue = Backpressure(QueueLimits(), max_rows=0, now=time.monotonic())
-        """Bounds what all front ends have sent, with the limits of the engine: it reads no requests during a step."""
+        """Bounds what was sent, with the limits of the engine: it reads no requests during a step."""
         self._to_engine: zmq.Socket[bytes] | None = None
         self._from_engine: zmq.Socket[bytes] | None = None
 
     def engine_started(self, incarnation: int, num_predecessors: int = 0) -> None:
-        """Connect to the n-th engine process; `num_predecessors`: earlier front ends in this place that used it."""
+        """Connect to the n-th engine process; `num_predecessors`: earlier front ends that used it."""
         self._disconnect()
         self.ready, self.detail, self._stall = False, "starting", ""
         self._metrics.engine_started(incarnation, joined=num_predecessors > 0)
-        name = messages.outbox_of(self._front_end)
-        self._from_engine = messages.socket(self._context, zmq.PULL, self._run_dir, name, incarnation)
+        self._from_engine = messages.socket(self._context, zmq.PULL, self._run_dir, messages.ENGINE_OUTBOX, incarnation)
         self._to_engine = messages.socket(self._context, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, incarnation)
         if num_predecessors:
             # Updates of their requests may still arrive.
             first_number = num_predecessors * MAX_IDS
             self._ids = itertools.count(first_number)
-            self._send(Joined(self._front_end, first_number))
+            self._send(Joined(first_number))
         loop = asyncio.get_running_loop()
         loop.add_reader(self._from_engine.fileno(), self._receive)
         # The descriptor is edge-triggered: check once for messages that arrived before.
@@ -110,7 +102,6 @@ class EngineClient:
         self.fail_all(BackendFailed(message))
         # The next engine must not hear of them.
         self._recipients.clear()
-        self._share_counts()
 
     def engine_stalled(self, message: str) -> None:
         """Refuse requests until the message is empty; those in flight continue then."""
@@ -132,17 +123,14 @@ class EngineClient:
         if not self._recipients:
             self._queue.resume(now)
         for index, make in enumerate(requests):
-            request_id = messages.request_id(self._front_end, next(self._ids))
+            request_id = messages.request_id(next(self._ids))
             request = make(request_id)
-            num_elsewhere, tokens_elsewhere = (sum(self._counts.others(one)) for one in (Count.REQUESTS, Count.TOKENS))
-            num_live = len(self._recipients) + num_elsewhere
             try:
-                self._queue.enter(request_id, len(request.prompt_token_ids), num_live, now, tokens_elsewhere)
+                self._queue.enter(request_id, len(request.prompt_token_ids), len(self._recipients), now)
             except Overloaded:
                 self.abort(ids)
                 raise
             self._recipients[request_id] = (recipient, index)
-            self._share_counts()
             self._send(Add(request))
             ids.append(request_id)
         return ids
@@ -152,7 +140,6 @@ class EngineClient:
         live = tuple(one for one in ids if self._recipients.pop(one, None) is not None)
         if live and self.ready:
             self._queue.leave(live)
-            self._share_counts()
             self._send(Abort(live))
 
     def check_ready(self) -> None:
@@ -205,7 +192,6 @@ class EngineClient:
             case Ready(limits, queue):
                 now = time.monotonic()
                 self._queue = Backpressure(outstanding_limits(limits, queue), limits.max_rows, now)
-                self._share_counts()
                 self.ready, self.detail = True, "ready"
                 self._metrics.engine_ready(
                     message.limits, message.load_seconds, message.warm_up_seconds, message.num_ranks
@@ -238,15 +224,10 @@ class EngineClient:
             entry = recipients.pop(refused.request_id, None)
             if entry is not None:
                 entry[0].fail(_refusal(refused))
-        self._share_counts()
-
-    def _share_counts(self) -> None:
-        self._counts.set(Count.REQUESTS, len(self._recipients))
-        self._counts.set(Count.TOKENS, self._queue.num_tokens)
 
 
 def outstanding_limits(limits: BackendLimits, queue: QueueLimits) -> QueueLimits:
-    """What the front ends may have sent: the engine's queue, and the prompts of all rows until their first tokens."""
+    """What the front end may have sent: the engine's queue, and the prompts of all rows until their first tokens."""
     return QueueLimits(queue.max_requests, queue.max_tokens + limits.max_rows * limits.max_model_length)
 
 

@@ -18,7 +18,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from neuron_runtime.apis.failures import Failure
 from neuron_runtime.apis.openai.errors import OPENAI
-from neuron_runtime.server.accepting import Connections
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line plus headers; also trailers, and data between two chunks."""
@@ -77,11 +76,8 @@ def body_writer(scope: Scope) -> BodyWriter:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    def __init__(self, connections: Connections, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._counted = connections
-        self._busy = True
-        """False between requests."""
         self._unfinished_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
@@ -91,12 +87,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._counted.opened()
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._counted.closed(busy=self._busy)
         self._stop_waiting()
         answered = self._answered
         if answered is not None and not answered.response_complete:
@@ -130,9 +124,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        if not self._busy:
-            self._busy = True
-            self._counted.became_busy()
         self._unfinished_bytes += len(data)
         while data:
             try:
@@ -188,9 +179,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.pipeline:
             self._answered = self.pipeline[-1][0]
-        elif self._busy:
-            self._busy = False
-            self._counted.became_idle()
         super().on_response_complete()
 
     def resume_writing(self) -> None:

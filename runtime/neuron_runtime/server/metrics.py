@@ -1,7 +1,7 @@
 """All Prometheus metrics of a serving process: names, help texts and sources.
 
 Names, units and labels are vLLM's where the meaning is the same, so dashboards and autoscalers work unchanged; our own
-start with `neuron_serving_`. Each front end updates one `Metrics`; `render` adds the numbers of all front ends.
+start with `neuron_serving_`. The front end updates one `Metrics`, and `kept_metrics` writes it at a scrape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from neuron_runtime.core import BackendLimits, FinishReason, GraphUse, StepKind
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.server.exposition import TEXT, Format
-from neuron_runtime.server.series import Book, CountedBy, Exported, Family, Reading
+from neuron_runtime.server.series import Book, Exported, Family, Reading, Source
 
 # The bounds of vLLM, so that queries over both add equal buckets. Gaps have more at the low end, because steps take a
 # few milliseconds; token counts do not end at the model's length, which is known only when the engine is ready.
@@ -44,7 +44,7 @@ FAMILIES: list[Family] = []
 
 def _family(
     kind: Literal["counter", "gauge", "histogram"],
-    counted_by: CountedBy,
+    source: Source,
     name: str,
     text: str,
     read: Callable[[Any], float] | None = None,
@@ -53,11 +53,11 @@ def _family(
     labels: tuple[str, ...] = (),
     use: str = "",
 ) -> Family:
-    FAMILIES.append(Family(name, kind, text, labels, bounds, counted_by, read, use))
+    FAMILIES.append(Family(name, kind, text, labels, bounds, source, read, use))
     return FAMILIES[-1]
 
 
-_gauge, _counter, _histogram = (partial(_family, kind, "each") for kind in ("gauge", "counter", "histogram"))
+_gauge, _counter, _histogram = (partial(_family, kind, "front_end") for kind in ("gauge", "counter", "histogram"))
 _engine_gauge, _engine_counter = (partial(_family, kind, "engine") for kind in ("gauge", "counter"))
 """Values and totals of `EngineStats`, and values set when an engine starts."""
 _step_counter, _step_histogram = (partial(_family, kind, "step") for kind in ("counter", "histogram"))
@@ -65,7 +65,7 @@ _step_counter, _step_histogram = (partial(_family, kind, "step") for kind in ("c
 _graph_counter = partial(_family, "counter", "step", labels=("kind", "bucket"))
 """Each call of a graph adds a value of its `GraphUse`; labels are the kind of the step and the graph's name."""
 _process_gauge, _process_counter = (
-    partial(_family, kind, "process", labels=("process",)) for kind in ("gauge", "counter")
+    partial(_family, kind, "scrape", labels=("process",)) for kind in ("gauge", "counter")
 )
 
 _engine_gauge(
@@ -282,16 +282,14 @@ MEMBERS = _engine_gauge(
     "neuron_serving_group_members_present", "Number of active ranks of this replica; 0 while its engine is not ready."
 )
 PROCESS = (
-    _process_counter("process_cpu_seconds_total", "CPU time.", use="a front end whose rate is near 1 is the limit"),
+    _process_counter("process_cpu_seconds_total", "CPU time.", use="front-end near 1: it is the limit, add replicas"),
     _process_gauge("process_resident_memory_bytes", "Resident memory.", use="memory limits, leaks"),
     _process_gauge("process_virtual_memory_bytes", "Virtual memory."),
     _process_gauge("process_open_fds", "Open file descriptors."),
     _process_gauge("process_max_fds", "Maximum number of open file descriptors.", use="bounds connections"),
     _process_gauge("process_start_time_seconds", "Start, in Unix time.", use="restarts"),
 )
-"""As in the library, by process: supervisor, engine, front-end-0 and so on."""
-
-_monitor_gauge, _monitor_counter = (partial(_family, kind, "process") for kind in ("gauge", "counter"))
+"""As in the library, by process: supervisor, engine, front-end."""
 
 CORE_MEMORY = (
     _engine_gauge(
@@ -307,52 +305,6 @@ CORE_MEMORY = (
     ),
 )
 """In the order of `DeviceMemory`. There are no series until a step has reported it."""
-
-NEURON = (
-    _monitor_gauge(
-        "neuron_serving_neuron_memory_used_bytes",
-        "Memory that the Neuron runtime of this server uses: host, neuron_device (of all its cores).",
-        labels=("memory",),
-    ),
-    _monitor_gauge(
-        "neuron_serving_neuron_core_memory_used_bytes",
-        "Device memory of each NeuronCore: constants (weights), model_code, model_shared_scratchpad, runtime_memory, "
-        "tensors (with the KV cache).",
-        labels=("neuroncore", "use"),
-    ),
-    _monitor_gauge(
-        "neuron_serving_neuron_device_memory_size_bytes", "Memory of one Neuron device.", use="with the used bytes"
-    ),
-    _monitor_gauge(
-        "neuron_serving_neuron_core_utilization",
-        "Fraction of the last seconds in which a NeuronCore was busy, 0 to 1.",
-        labels=("neuroncore",),
-        use="utilization",
-    ),
-    _monitor_counter(
-        "neuron_serving_neuron_executions_total",
-        "Executions of graphs by outcome, such as completed, completed_with_err, timed_out.",
-        labels=("outcome",),
-    ),
-    _monitor_counter(
-        "neuron_serving_neuron_execution_errors_total",
-        "Errors of executions by type, such as transient, runtime, hardware.",
-        labels=("error",),
-        use="should stay 0",
-    ),
-    _monitor_gauge(
-        "neuron_serving_neuron_execution_seconds",
-        "Device time of the executions of the last seconds, by percentile, such as p50, p99.",
-        labels=("percentile",),
-    ),
-    _monitor_counter(
-        "neuron_serving_neuron_ecc_events_total",
-        "Memory errors of each Neuron device of the node, corrected and uncorrected.",
-        labels=("neuron_device", "event"),
-        use="replace a node with uncorrected ones",
-    ),
-)
-"""From `neuron-monitor`, if it is on PATH."""
 
 ENGINE = "0"
 """The label of vLLM's engines; a process has one."""
@@ -377,16 +329,15 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self._labels = {"model_name": model_name, "engine": ENGINE}
         self._book = book = Book(FAMILIES)
-        self._heard = 0
         self._last: EngineStats | None = None
         self._at_scrape: list[Callable[[], Iterable[Reading]]] = []
         self._seen: dict[str, float] = {}
 
         read = [(family, family.read) for family in FAMILIES if family.read is not None]
-        from_engine = [(family, take) for family, take in read if family.counted_by == "engine"]
+        from_engine = [(family, take) for family, take in read if family.source == "engine"]
         self._gauges = [(book.number(family), take) for family, take in from_engine if family.kind == "gauge"]
         self._totals = [(book.number(family), take) for family, take in from_engine if family.kind == "counter"]
-        of_steps = [(family, take) for family, take in read if family.counted_by == "step"]
+        of_steps = [(family, take) for family, take in read if family.source == "step"]
         self._per_graph = [(family, take) for family, take in of_steps if "bucket" in family.labels]
         self._of_graph: dict[tuple[StepKind, str], list[Update]] = {}
         self._of_kind: dict[StepKind, list[Update]] = {
@@ -422,31 +373,30 @@ class Metrics:
     # Exposition
 
     def export(self) -> Exported:
-        """The numbers of this front end, for another one to render."""
-        for family in (*PROCESS, *NEURON):
+        """The numbers now, for `render` and for a successor to continue."""
+        for family in PROCESS:
             # Processes that have ended.
             self._book.forget(family)
         for read in self._at_scrape:
             for family, labels, now in read():
                 number = self._book.number(family, *labels)
-                if family.kind == "counter" and family.counted_by == "each":
+                if family.kind == "counter" and family.source == "front_end":
                     # In addition to the predecessor's count.
                     number.value += now - self._seen.get(family.name, 0.0)
                     self._seen[family.name] = now
                 else:
                     number.value = now
-        return self._book.export(self._heard)
+        return self._book.export()
 
     def restore(self, exported: Exported) -> None:
         """Continue from the numbers that a predecessor exported."""
-        self._heard = exported.heard
         self._book.restore(exported)
         # Gauges of the old engine no longer apply.
         self.engine_ended()
 
-    def render(self, others: Iterable[Exported] = (), form: Format = TEXT) -> bytes:
-        """The exposition: the sum of this front end's numbers and the others'."""
-        return form.write(self._book.registry((self.export(), *others), self._labels))
+    def render(self, exported: Exported, form: Format = TEXT) -> bytes:
+        """The exposition of these numbers."""
+        return form.write(self._book.registry(exported, self._labels))
 
     def read_at_scrape(self, read: Callable[[], Iterable[Reading]]) -> None:
         """Read numbers from elsewhere at each scrape; counters must start at 0."""
@@ -462,7 +412,6 @@ class Metrics:
     def engine_ready(
         self, limits: BackendLimits, load_seconds: float, warm_up_seconds: float, num_ranks: int = 1
     ) -> None:
-        self._heard += 1
         for family in (CACHE_CONFIG, LORA_REQUESTS):
             self._book.forget(family)
         self._book.number(CACHE_CONFIG, str(limits.block_size), str(limits.num_blocks)).value = 1
@@ -484,7 +433,6 @@ class Metrics:
         """Process a message of the engine."""
         stats = step.stats
         last = self._last or stats
-        self._heard += 1
         for gauge, read in self._gauges:
             gauge.value = read(stats)
         for total, read in self._totals:

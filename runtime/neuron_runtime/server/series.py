@@ -1,8 +1,8 @@
-"""Counters, gauges and histograms with cheap updates, and sums over processes as the library's objects.
+"""Counters, gauges and histograms with cheap updates, and their numbers as the library's objects.
 
 Used by `metrics`, which declares the metrics. A front end updates them for every streamed token, so an increment is an
 addition and an observation a bisection, several times cheaper than the library's objects. The numbers of a process are
-plain data that another process can add to its own.
+plain data from which a successor can continue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 Labels = tuple[str, ...]
-CountedBy = Literal["each", "engine", "step", "process"]
+Source = Literal["front_end", "engine", "step", "scrape"]
 Made = TypeVar("Made")
 
 
@@ -31,9 +31,8 @@ class Family:
     name: as in the exposition; counters end with `_total`.
     labels: names in addition to those of all series of the process.
     bounds: upper bounds of a histogram's buckets, ascending, without infinity.
-    counted_by: `each`: every front end counts its part, and the parts are added; `engine` and `step`: every front end
-        gets the same numbers from the engine, per message or per step, and those of the front end with most messages
-        are used; `process`: like `each`, for values that a front end reads anew at every scrape.
+    source: `front_end`: the front end counts; `engine` and `step`: the engine sends the numbers, per message or per
+        step; `scrape`: the values of other processes, read anew at every scrape.
     read: extracts the number from the engine's message, see `Metrics.step`.
     use: purpose for users, in docs/metrics.md.
     """
@@ -43,7 +42,7 @@ class Family:
     text: str
     labels: Labels = ()
     bounds: tuple[float, ...] = ()
-    counted_by: CountedBy = "each"
+    source: Source = "front_end"
     read: Callable[[Any], float] | None = None
     use: str = ""
 
@@ -93,14 +92,12 @@ class Distribution:
 
 
 class Exported(msgspec.Struct, frozen=True, array_like=True):
-    """All numbers of one process, which another one can add to its own.
+    """All numbers of one process, from which its successor continues.
 
-    heard: number of engine messages that they include.
     series: (metric, label values, numbers); the numbers of a counter or gauge are its value, those of a histogram its
         sum and the count of every bucket.
     """
 
-    heard: int
     series: tuple[tuple[str, Labels, tuple[float, ...]], ...]
 
 
@@ -122,8 +119,8 @@ class Book:
         for key in [key for key in self._series if key[0] == family.name]:
             del self._series[key]
 
-    def export(self, heard: int) -> Exported:
-        return Exported(heard, tuple((*key, one.export()) for key, one in self._series.items()))
+    def export(self) -> Exported:
+        return Exported(tuple((*key, one.export()) for key, one in self._series.items()))
 
     def restore(self, exported: Exported) -> None:
         """Replace the numbers by those of another process. Ignores unknown metrics."""
@@ -133,10 +130,10 @@ class Book:
                 one = self.distribution(family, *labels) if family.bounds else self.number(family, *labels)
                 one.restore(numbers)
 
-    def registry(self, parts: Iterable[Exported], labels: dict[str, str]) -> CollectorRegistry:
-        """The sum of all parts, each series with the additional `labels`, for a writer of the library."""
+    def registry(self, exported: Exported, labels: dict[str, str]) -> CollectorRegistry:
+        """The numbers, each series with the additional `labels`, for a writer of the library."""
         registry = CollectorRegistry()
-        registry.register(_Parts(self._families, list(parts), labels))
+        registry.register(_Numbers(self._families, exported, labels))
         return registry
 
     def _one(self, family: Family, labels: Labels, make: Callable[[], Made]) -> Made:
@@ -148,23 +145,18 @@ class Book:
         return made
 
 
-class _Parts(Collector):
-    def __init__(self, families: dict[str, Family], parts: list[Exported], labels: dict[str, str]) -> None:
+class _Numbers(Collector):
+    def __init__(self, families: dict[str, Family], exported: Exported, labels: dict[str, str]) -> None:
         self._families = families
-        self._parts = parts
+        self._exported = exported
         self._labels = labels
 
     def collect(self) -> Iterator[Any]:
-        believed = max(self._parts, key=lambda part: part.heard)
-        together: dict[str, dict[Labels, tuple[float, ...]]] = {}
-        for part in self._parts:
-            for name, labels, numbers in part.series:
-                if self._families[name].counted_by in ("each", "process") or part is believed:
-                    series = together.setdefault(name, {})
-                    known = series.get(labels, (0.0,) * len(numbers))
-                    series[labels] = tuple(a + b for a, b in zip(known, numbers, strict=True))
+        by_family: dict[str, dict[Labels, tuple[float, ...]]] = {name: {} for name in self._families}
+        for name, labels, numbers in self._exported.series:
+            by_family[name][labels] = numbers
         for name, family in self._families.items():
-            yield self._family(family, together.get(name, {}))
+            yield self._family(family, by_family[name])
 
     def _family(self, family: Family, series: dict[Labels, tuple[float, ...]]) -> Any:
         names = (*self._labels, *family.labels)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from neuron_runtime.backend.base import ProgressCallback
+from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
     GRAPHS_CONFIG_FILE,

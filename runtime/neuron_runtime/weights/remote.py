@@ -63,11 +63,11 @@ RIGHTS = (
 )
 USED = ".used"
 PART_BYTES = 64 * 2**20
-"""Of an upload in parts."""
+"""The size of each part of an upload in parts."""
 NUM_UPLOADS = 8
 """Parts that are uploaded at the same time."""
 NUM_ATTEMPTS = 5
-"""Of each part, by the client library."""
+"""The client library tries each part so often."""
 NUM_READERS = 4
 """Files that are read at the same time before an upload, or asked for."""
 MAX_DELETED = 1000
@@ -117,7 +117,7 @@ class RemoteEntry:
 
     key: str
     uri: str
-    """Of the folder with its files."""
+    """The URI of the folder with its files."""
     manifest: RemoteManifest
     files: Mapping[str, SourceFile]
 

@@ -60,7 +60,7 @@ class EntryKind:
     """Whether an entry may have a file of this name."""
     damaged: ExitCode
     cure: str
-    """Of a damaged one."""
+    """What to do about a damaged one."""
     missing: ExitCode
     """If a store lacks it, or there is no store."""
 

@@ -73,7 +73,7 @@ class Chunk:
 
 
 def num_chunks(num_bytes: int, limits: TransferLimits) -> int:
-    """Of one file; an empty one has one, too."""
+    """Chunks of one file; an empty one has one, too."""
     return max(1, -(-num_bytes // limits.chunk_bytes))
 
 

@@ -129,35 +129,39 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     previous_response_id: Annotated[None, "Always null."] = None
 
 
-class _Event(msgspec.Struct, kw_only=True):
+class NumberedEvent(msgspec.Struct, kw_only=True):
+    """An event of a stream."""
+
     sequence_number: Number
 
 
-class _OfResponse(_Event, kw_only=True):
+class AnswerEvent(NumberedEvent, kw_only=True):
+    """About the whole answer."""
+
     response: Annotated[ResponseObject, "The answer so far."]
 
 
-class ResponseCreated(_OfResponse, tag="response.created"):
+class ResponseCreated(AnswerEvent, tag="response.created"):
     """The first event of a stream."""
 
 
-class ResponseInProgress(_OfResponse, tag="response.in_progress"):
+class ResponseInProgress(AnswerEvent, tag="response.in_progress"):
     """The answer is being generated."""
 
 
-class ResponseCompleted(_OfResponse, tag="response.completed"):
+class ResponseCompleted(AnswerEvent, tag="response.completed"):
     """The last event of a stream: the answer is complete."""
 
 
-class ResponseIncomplete(_OfResponse, tag="response.incomplete"):
+class ResponseIncomplete(AnswerEvent, tag="response.incomplete"):
     """The last event of a stream: the token limit was reached."""
 
 
-class ResponseFailed(_OfResponse, tag="response.failed"):
+class ResponseFailed(AnswerEvent, tag="response.failed"):
     """The last event of a stream that failed."""
 
 
-class ErrorEvent(_Event, tag="error", kw_only=True):
+class ErrorEvent(NumberedEvent, tag="error", kw_only=True):
     """The stream fails; `response.failed` follows."""
 
     code: Annotated[str | None, "Machine-readable reason."]
@@ -165,73 +169,77 @@ class ErrorEvent(_Event, tag="error", kw_only=True):
     param: Annotated[None, "Always null."] = None
 
 
-class _OfItem(_Event, kw_only=True):
+class ItemEvent(NumberedEvent, kw_only=True):
+    """About an item."""
+
     output_index: OutputIndex
 
 
-class OutputItemAdded(_OfItem, tag="response.output_item.added", kw_only=True):
+class OutputItemAdded(ItemEvent, tag="response.output_item.added", kw_only=True):
     """An item begins."""
 
     item: Annotated[OutputItem, "The item without its content."]
 
 
-class OutputItemDone(_OfItem, tag="response.output_item.done", kw_only=True):
+class OutputItemDone(ItemEvent, tag="response.output_item.done", kw_only=True):
     """An item is complete."""
 
     item: Annotated[OutputItem, "The whole item."]
 
 
-class _OfPart(_OfItem, kw_only=True):
+class PartEvent(ItemEvent, kw_only=True):
+    """About a part of an item."""
+
     item_id: ItemId
     content_index: ContentIndex = 0
 
 
-class ContentPartAdded(_OfPart, tag="response.content_part.added", kw_only=True):
+class ContentPartAdded(PartEvent, tag="response.content_part.added", kw_only=True):
     """A part of an item begins."""
 
     part: Annotated[ContentOfItem, "The part without its text."]
 
 
-class ContentPartDone(_OfPart, tag="response.content_part.done", kw_only=True):
+class ContentPartDone(PartEvent, tag="response.content_part.done", kw_only=True):
     """A part of an item is complete."""
 
     part: Annotated[ContentOfItem, "The whole part."]
 
 
-class OutputTextDelta(_OfPart, tag="response.output_text.delta", kw_only=True):
+class OutputTextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
     """New text."""
 
     delta: Annotated[str, "The new text."]
     logprobs: Logprobs = []
 
 
-class OutputTextDone(_OfPart, tag="response.output_text.done", kw_only=True):
+class OutputTextDone(PartEvent, tag="response.output_text.done", kw_only=True):
     """The text is complete."""
 
     text: Annotated[str, "The whole text."]
     logprobs: Logprobs = []
 
 
-class ReasoningTextDelta(_OfPart, tag="response.reasoning_text.delta", kw_only=True):
+class ReasoningTextDelta(PartEvent, tag="response.reasoning_text.delta", kw_only=True):
     """New reasoning."""
 
     delta: Annotated[str, "The new reasoning."]
 
 
-class ReasoningTextDone(_OfPart, tag="response.reasoning_text.done", kw_only=True):
+class ReasoningTextDone(PartEvent, tag="response.reasoning_text.done", kw_only=True):
     """The reasoning is complete."""
 
     text: Annotated[str, "The whole reasoning."]
 
 
-class CallArgumentsDelta(_OfItem, tag="response.function_call_arguments.delta", kw_only=True):
+class CallArgumentsDelta(ItemEvent, tag="response.function_call_arguments.delta", kw_only=True):
     """New arguments of a call."""
 
     item_id: ItemId
     delta: Annotated[str, "The new part of the JSON."]
 
 
-class CallArgumentsDone(_OfItem, tag="response.function_call_arguments.done", kw_only=True):
+class CallArgumentsDone(ItemEvent, tag="response.function_call_arguments.done", kw_only=True):
     """The arguments of a call are complete."""
 
     item_id: ItemId

@@ -23,6 +23,8 @@ from neuron_runtime.apis.responses.objects import (
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
+    ItemEvent,
+    NumberedEvent,
     OutputItem,
     OutputItemAdded,
     OutputItemDone,
@@ -31,6 +33,7 @@ from neuron_runtime.apis.responses.objects import (
     OutputTextDelta,
     OutputTextDone,
     OutputTokensDetails,
+    PartEvent,
     ReasoningItem,
     ReasoningText,
     ReasoningTextDelta,
@@ -44,9 +47,6 @@ from neuron_runtime.apis.responses.objects import (
     ResponseObject,
     ResponseUsage,
     Status,
-    _Event,
-    _OfItem,
-    _OfPart,
 )
 from neuron_runtime.apis.sections import Section, SectionWriter, event
 from neuron_runtime.core import FinishReason
@@ -179,16 +179,16 @@ class ResponsesWriter(SectionWriter):
         return OutputText(text=section.text, logprobs=self._logprobs(section.located))
 
     def _logprobs(self, located: Sequence[Located]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._speller.chat(located, self._response.top_logprobs)["content"]
-        return found
+        entries: list[dict[str, Any]] = self._speller.chat(located, self._response.top_logprobs)["content"]
+        return entries
 
-    def _part_event(self, kind: type[_OfPart], section: Section, **fields: Any) -> bytes:
+    def _part_event(self, kind: type[PartEvent], section: Section, **fields: Any) -> bytes:
         return self._item_event(kind, section, item_id=_item_id(section), **fields)
 
-    def _item_event(self, kind: type[_OfItem], section: Section, **fields: Any) -> bytes:
+    def _item_event(self, kind: type[ItemEvent], section: Section, **fields: Any) -> bytes:
         return self._event(kind, output_index=section.index, **fields)
 
-    def _event(self, kind: type[_Event], **fields: Any) -> bytes:
+    def _event(self, kind: type[NumberedEvent], **fields: Any) -> bytes:
         self._number += 1
         return event(kind(sequence_number=self._number, **fields))
 

@@ -11,14 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_runtime.backend.base import ONE_RANK, Rank
+from neuron_runtime.artifacts.loading import given_folder
 from neuron_runtime.backend.nxdi import library
+from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, find_target
+from neuron_runtime.backend.nxdi.foreign import holds_weights, within
+from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
+from neuron_runtime.backend.nxdi.graphs import nxdi_compiler
 from neuron_runtime.backend.nxdi.models import IMPORT_PATH
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
+from neuron_runtime.backend.nxdi.settings import settings_of
+from neuron_runtime.backend_protocol import ONE_RANK, Rank
+from neuron_runtime.checkpoint import read_config
+from neuron_runtime.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
-    from neuron_runtime.backend.nxdi.graph_plan import GraphPlan
+    from neuron_runtime.backend_protocol import Backend, Compiler, ProgressCallback
     from neuron_runtime.config import RuntimeConfig
 
 FREED_BY_EXIT = True
@@ -28,9 +35,6 @@ PROCESS_PER_RANK = False
 
 def needs_weights(config: RuntimeConfig) -> bool:
     """A sharded checkpoint is part of the artifact."""
-    from neuron_runtime.artifacts.loading import given_folder  # noqa: PLC0415  (imports what imports this)
-    from neuron_runtime.backend.nxdi.foreign import holds_weights  # noqa: PLC0415
-
     given = given_folder()
     return not compiler_reads_weights(config) and not (given is not None and holds_weights(given))
 
@@ -49,12 +53,6 @@ def check_config(config: RuntimeConfig) -> None:
 def check_model(model_dir: Path, config: RuntimeConfig) -> None:
     """Raises what `settings_of` does, if this machine says for which platform. Graphs that others compiled may decide
     what the configuration leaves open, so they are compared with it only when they are loaded."""
-    from neuron_runtime.artifacts.loading import given_folder  # noqa: PLC0415  (imports what imports this)
-    from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, find_target  # noqa: PLC0415
-    from neuron_runtime.backend.nxdi.foreign import within  # noqa: PLC0415
-    from neuron_runtime.backend.nxdi.settings import settings_of  # noqa: PLC0415
-    from neuron_runtime.checkpoint import read_config  # noqa: PLC0415
-    from neuron_runtime.errors import InvalidConfig  # noqa: PLC0415
 
     if given_folder() is not None or within(model_dir):
         return
@@ -73,17 +71,11 @@ def versions() -> dict[str, str]:
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
     """See `CompilingPackage.compiler`."""
-    from neuron_runtime.backend.nxdi.graphs import nxdi_compiler  # noqa: PLC0415
-
     return nxdi_compiler(config, model_dir)
 
 
 def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> GraphPlan:
     """See `PlanningPackage.plan`."""
-    from neuron_runtime.backend.nxdi.devices import find_target  # noqa: PLC0415
-    from neuron_runtime.backend.nxdi.graph_plan import plan_of  # noqa: PLC0415
-    from neuron_runtime.checkpoint import read_config  # noqa: PLC0415
-
     return plan_of(config, read_config(model_dir), find_target(config), tuple(lengths))
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime
 from neuron_runtime.backend.nxdi.buckets import (
     Decode,
     Graph,
@@ -30,6 +29,7 @@ from neuron_runtime.backend.nxdi.inputs import Call, Inputs
 from neuron_runtime.backend.nxdi.sampling_rows import HostRows
 from neuron_runtime.backend.nxdi.settings import Application, Settings
 from neuron_runtime.backend.slots import FedRows, IntArray
+from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime
 from neuron_runtime.core import (
     KNOWN,
     NO_TOKEN,
@@ -80,7 +80,7 @@ class _Done(NamedTuple):
 
 
 class NxdiBackend:
-    """See `backend.base.Backend`."""
+    """See `backend_protocol.Backend`."""
 
     def __init__(
         self, application: Application, settings: Settings, limits: BackendLimits, *, in_group: bool = False

@@ -28,7 +28,7 @@ MAX_TOKEN_BUCKETS = 8
 """At most 24 graphs of one model: all are compiled one after another, and all are loaded."""
 
 SHORTEST_PROMPT = 16
-"""Of the traffic that is assumed."""
+"""The shortest prompt of the traffic that is assumed."""
 
 MIN_SAVING = 0.02
 """A further bucket must save at least this share of the device time of its phase."""
@@ -62,7 +62,7 @@ def longest_of(lengths: Lengths, count: int) -> Lengths:
 
 
 def contexts_of(lengths: Lengths, rows: int) -> Lengths:
-    """Of the longest context in a decode step, with every order of magnitude of rows equally likely."""
+    """Lengths of the longest context in a decode step; every order of magnitude of rows is equally likely."""
     counts = [1 << at for at in range(rows.bit_length())]
     found = [longest_of(lengths, count) for count in counts]
     return tuple((length, sum(one[at][1] for one in found) / len(counts)) for at, (length, _) in enumerate(lengths))

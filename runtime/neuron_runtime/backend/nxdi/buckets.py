@@ -7,19 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from neuron_runtime.backend.nxdi.settings import RECOMPUTED, Settings
 from neuron_runtime.core import name_of_step
-
-if TYPE_CHECKING:
-    from neuron_runtime.backend.nxdi.settings import Settings
 
 LOOKAHEAD = 2
 """In asynchronous mode, a decode step this close below the end of a bucket runs alone, in the next larger bucket."""
-
-RECOMPUTED = (256, 512)
-"""NxD Inference computes a prompt above the first and up to the second size without its cached prefix, if it has a
-bucket of the second: its authors measured that this is faster."""
 
 
 class Prefill(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,9 +26,11 @@ from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LOGICAL_CORE_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 LOGICAL_CORE_VARIABLES = (LOGICAL_CORE_VARIABLE, "NEURON_RT_VIRTUAL_CORE_SIZE")
-"""Of NxD Inference, and of the Neuron runtime."""
+"""NxD Inference reads the first, the Neuron runtime the second."""
 VISIBLE_CORES_VARIABLE = "NEURON_RT_VISIBLE_CORES"
 NUM_CORES_VARIABLE = "NEURON_RT_NUM_CORES"
+PROCESS_TAG_VARIABLE = "NEURON_PROCESS_TAG"
+"""By which AWS's exporter names a process; the board of the chart compares it with names of pods."""
 EXEC_TIMEOUT_VARIABLE = "NEURON_RT_EXEC_TIMEOUT"
 
 ROOT_VARIABLE = "NEURON_RT_ROOT_COMM_ID"
@@ -54,7 +57,7 @@ _PLATFORM = re.compile(r"(inf2|trn1|trn2|trn3)(?![0-9])")
 class Platform:
     name: str
     physical_cores: int
-    """Of one device."""
+    """Physical cores of one device."""
     logical_core: LogicalCore
     """Physical cores per logical core, unless configured."""
 
@@ -207,6 +210,7 @@ def environment_of(
         **dict.fromkeys(LOGICAL_CORE_VARIABLES, str(target.logical_core)),
         PLATFORM_VARIABLE: target.platform.name,
         EXEC_TIMEOUT_VARIABLE: str(EXEC_TIMEOUT_SECONDS),
+        PROCESS_TAG_VARIABLE: socket.gethostname(),
     }
     if scratch is not None:
         wanted["BASE_COMPILE_WORK_DIR"] = f"{scratch}/"

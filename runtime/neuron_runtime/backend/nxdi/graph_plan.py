@@ -25,12 +25,12 @@ from neuron_runtime.console import bytes_text, seconds_text
 from neuron_runtime.dtypes import BY_NAME
 
 COMPILE_SECONDS_PER_LAYER = 2.4
-"""Of one graph. From AWS's statement that a model of 15 GB takes about 15 minutes: 32 layers, 12 graphs."""
+"""The time for one layer of one graph. AWS states 15 minutes for a model of 15 GB: 32 layers, 12 graphs."""
 
 NO_CALL = "nothing: no call takes it"
 
 VERSION = 1
-"""Of the document of a plan."""
+"""The version of the document of a plan."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What NxD Inference compiles of a model: all its graphs in one unit, which only this library can load.
 
-`NxdiCompiler` is the `Compiler` of `backend.base`. Describing needs no Neuron library but their versions; they are
+`NxdiCompiler` is the `Compiler` of `backend_protocol`. Describing needs no Neuron library but their versions; they are
 imported to compile.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from neuron_runtime.backend.base import CompileUnit, Needs, Rank
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import Prefill, all_graphs
 from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of, environment_of_group, find_target
@@ -30,6 +29,7 @@ from neuron_runtime.backend.nxdi.foreign import (
 )
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
+from neuron_runtime.backend_protocol import CompileUnit, Needs, Rank
 from neuron_runtime.checkpoint import SHARD_FILE, has_only_shards, read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
@@ -43,7 +43,7 @@ _NOT_OF_GRAPHS = ("skip_warmup",)
 
 
 class NxdiCompiler:
-    """See `backend.base.Compiler`."""
+    """See `backend_protocol.Compiler`."""
 
     def __init__(self, config: RuntimeConfig, model_dir: Path) -> None:
         self._config, self._model_dir = config, model_dir

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.nxdi.buckets import Decode, Graph, Prefill, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.sampling_rows import DeviceParameters, FloatArray
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror, no_rows
+from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import NO_TOKEN, Batch
 
 NO_SLOT = -1
@@ -41,7 +41,7 @@ class Call:
     num_tokens: int
     """Tokens that these rows feed."""
     tokens: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Of a decode call: the token of each of these rows; NO_TOKEN if the step before samples it."""
+    """In a decode call, the token of each of these rows; NO_TOKEN if the step before samples it."""
     after: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """For each of these rows, its row in the step before."""
     source: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -95,7 +95,7 @@ class Inputs:
         self._next_id = num_slots
         self._resolved: tuple[Batch | None, FedRows, list[Graph]] = (None, _NO_ROWS, [])
         self._places: _Places | None = None
-        """Of the decode call made last."""
+        """The rows of the decode call made last."""
 
     def graphs(self, batch: Batch) -> list[Graph]:
         """The graphs that the batch will run, before or after it is applied.

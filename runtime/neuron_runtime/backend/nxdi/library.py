@@ -146,7 +146,7 @@ class NxdApplication:
 
 
 def device_memory() -> DeviceMemory | None:
-    """Of one logical core of this process, which must have loaded a model; None if this version does not tell."""
+    """Memory of one logical core of this process, which must have loaded a model; None if it is unknown."""
     import torch  # noqa: PLC0415  (takes seconds)
 
     try:

@@ -9,7 +9,7 @@ MAX_LOGPROBS = 20
 """As OpenAI's API, where logits reach the host."""
 
 TIMEOUT_SHARE = 0.9
-"""Of the Neuron runtime's own limit on a step: the watchdog ends a hung one before."""
+"""The share of the Neuron runtime's own limit on a step after which the watchdog ends a hung one."""
 
 
 def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:

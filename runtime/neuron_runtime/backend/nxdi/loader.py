@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from neuron_runtime.backend.base import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.devices import Target, check_cores, exec_timeout_seconds, has_efa
@@ -14,6 +13,7 @@ from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weigh
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION
 from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError

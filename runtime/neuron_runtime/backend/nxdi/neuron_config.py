@@ -38,7 +38,7 @@ class NeuronField:
     neutral: tuple[Any, ...] = (False, 0, [], {})
     """Values besides None with which it is off."""
     kind: type | None = None
-    """Of its values; None: any."""
+    """The type of its values; None: any."""
     only_experts: bool = False
     """Only models with mixtures of experts have it."""
     attribute: str | None = ""
@@ -166,7 +166,7 @@ SAMPLING_FIELDS = {
         _Number("sampling_dp_degree"),
     )
 }
-"""Of OnDeviceSamplingConfig, which drops others silently."""
+"""The fields of OnDeviceSamplingConfig, which drops others silently."""
 
 OF_REQUESTS = ("top_k", "top_p", "temperature")
 """Also of OnDeviceSamplingConfig: with dynamic sampling they have no effect."""
@@ -183,7 +183,7 @@ class Override:
 
     values: Mapping[str, Any]
     sampling: Mapping[str, Any]
-    """Of OnDeviceSamplingConfig."""
+    """Fields of OnDeviceSamplingConfig."""
     on_host: bool = False
     """Whether on-device sampling is switched off."""
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 
 from neuron_runtime.backend.nxdi import bucket_plan
-from neuron_runtime.backend.nxdi.buckets import RECOMPUTED
 from neuron_runtime.backend.nxdi.devices import LogicalCore, Target
 from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.nxdi.neuron_config import PATH, SAMPLING, Override, merge, read_override
@@ -34,6 +33,9 @@ DEFAULT_MAX_LENGTH = 4096
 DEFAULT_BLOCK_SIZE = 32
 DEFAULT_SEGMENT_TOKENS = 2048
 DEFAULT_GLOBAL_TOPK = 256
+RECOMPUTED = (256, 512)
+"""NxD Inference computes a prompt above the first and up to the second size without its cached prefix, if it has a
+bucket of the second: its authors measured that this is faster."""
 SMALLEST_BUCKET = 128
 
 MIN_ACTIVE_TOKENS = 128
@@ -103,7 +105,7 @@ class Application(Protocol):
         versions."""
 
     def memory(self) -> DeviceMemory | None:
-        """Of one of its cores, by the Neuron runtime; None if that does not say. Not called during another call."""
+        """Memory of one of its cores by the Neuron runtime; None if it is unknown. Not called during another call."""
 
 
 def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target) -> Settings:

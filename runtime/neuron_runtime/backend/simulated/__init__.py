@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from neuron_runtime.backend.base import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.backend.fields import check_fields
 from neuron_runtime.backend.simulated.clock import WallClock
 from neuron_runtime.backend.simulated.compiler import SimulatedCompiler
@@ -21,6 +20,7 @@ from neuron_runtime.backend.simulated.options import (
     read_options,
     step_times,
 )
+from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.checkpoint import InvalidModel, read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import BackendLimits

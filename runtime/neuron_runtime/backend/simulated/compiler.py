@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from neuron_runtime.backend.base import CompileUnit, Needs
 from neuron_runtime.backend.simulated.options import Options
+from neuron_runtime.backend_protocol import CompileUnit, Needs
 from neuron_runtime.core import BackendLimits
 
 FORMAT = 1
@@ -22,7 +22,7 @@ BLOCK_BYTES = 2**24
 
 
 class SimulatedCompiler:
-    """See `backend.base.Compiler`."""
+    """See `backend_protocol.Compiler`."""
 
     def __init__(self, limits: BackendLimits, options: Options) -> None:
         self._limits = limits

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime, size_of
 from neuron_runtime.backend.simulated.clock import Clock
 from neuron_runtime.backend.simulated.step_times import StepTimes
+from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime, size_of
 from neuron_runtime.core import (
     KNOWN,
     Added,
@@ -181,7 +181,7 @@ class _SimulatedStep(NamedTuple):
 
 
 class SimulatedBackend:
-    """See `backend.base.Backend`. One token per row; layout, feedback and phases are those of the limits."""
+    """See `backend_protocol.Backend`. One token per row; layout, feedback and phases are those of the limits."""
 
     def __init__(
         self, limits: BackendLimits, times: StepTimes, clock: Clock, *, host_seconds_per_step: float = 0.0

@@ -10,19 +10,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_runtime.backend.base import ONE_RANK, Rank
 from neuron_runtime.backend.fields import check_fields
 from neuron_runtime.backend.torch.allocation import set_up_allocation
 from neuron_runtime.backend.torch.architecture import decoder_config
+from neuron_runtime.backend.torch.graphs import torch_compiler
 from neuron_runtime.backend.torch.import_size import check_room_for_torch
 from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.backend.torch.read_ahead import LOADING, ReadAhead
+from neuron_runtime.backend_protocol import ONE_RANK, Rank
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.host import FreeMemory
 
 if TYPE_CHECKING:
-    from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
+    from neuron_runtime.backend_protocol import Backend, Compiler, ProgressCallback
     from neuron_runtime.config import RuntimeConfig
 
 FREED_BY_EXIT = False
@@ -82,8 +83,6 @@ def prepare(model_dir: Path, num_ranks: int = 1) -> ReadAhead:
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
     """See `CompilingPackage.compiler`."""
-    from neuron_runtime.backend.torch.graphs import torch_compiler  # noqa: PLC0415 - only models that are compiled
-
     return torch_compiler(config, model_dir)
 
 

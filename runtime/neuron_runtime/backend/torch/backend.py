@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from neuron_runtime.backend.base import ProgressCallback, StepTime, size_of
 from neuron_runtime.backend.host_sampling.drawing import NotFinite
 from neuron_runtime.backend.host_sampling.sampler import HostSampler, logprobs_of
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
@@ -23,6 +22,7 @@ from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.prompt_targets import PromptTargets
+from neuron_runtime.backend_protocol import ProgressCallback, StepTime, size_of
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.core import (
     KNOWN,
@@ -70,7 +70,7 @@ def device_thread(set_up: Callable[[], None] = lambda: None) -> ThreadPoolExecut
 
 
 class TorchBackend:
-    """See `backend.base.Backend`. `device` is the thread on which the decoder was loaded."""
+    """See `backend_protocol.Backend`. `device` is the thread on which the decoder was loaded."""
 
     def __init__(
         self,

@@ -1,54 +1,36 @@
 """What the torch backend compiles of a model: its decode step, once for one row and once for any larger number.
 
-`TorchCompiler` is the `Compiler` of `backend.base`. Describing needs no torch; it is imported to compile and to check.
-Prompts are not compiled: eager torch computes long steps as fast.
+`TorchCompiler` is the `Compiler` of `backend_protocol`. Describing needs no torch; it is imported to compile and to
+check. Prompts are not compiled: eager torch computes long steps as fast.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from neuron_runtime.backend.base import CompileUnit, Needs
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config
 from neuron_runtime.backend.torch.choices import block_size_of, dtype_of
+from neuron_runtime.backend.torch.compiled_steps import PROCESSOR, STEPS, StepGraph, cxx
+from neuron_runtime.backend_protocol import CompileUnit, Needs
 from neuron_runtime.checkpoint import read_whole_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
-PROCESSOR = "x86-64-v3"
-"""The level of processors that graphs are compiled for (x86-64 psABI): those with AVX2. It is not that of the compiling
-machine, so graphs run on all nodes, and the key does not depend on which one compiled them."""
 COMPILED_DTYPES = ("float32", "bfloat16")
 """oneDNN, whose products the graphs call, has float16 on few processors."""
-SOURCES = ("step_module", "artifact", "decoder", "attention", "rotary", "linear", "cache")
+SOURCES = ("compiled_steps", "step_module", "artifact", "decoder", "attention", "rotary", "linear", "cache")
 """The modules that make a graph."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepGraph:
-    """A step that is compiled. num_rows: None for every number above one."""
-
-    name: str
-    file: str
-    num_rows: int | None
-
-
-ONE_ROW = StepGraph("decode of one row", "decode-one.so", 1)
-SEVERAL_ROWS = StepGraph("decode of several rows", "decode-several.so", None)
-STEPS = (ONE_ROW, SEVERAL_ROWS)
-
-
 class TorchCompiler:
-    """See `backend.base.Compiler`."""
+    """See `backend_protocol.Compiler`."""
 
     def __init__(self, model: DecoderConfig, dtype: str, block_size: int) -> None:
         self._model, self._dtype, self._block_size = model, dtype, block_size
@@ -73,15 +55,15 @@ class TorchCompiler:
         return [CompileUnit(step.name, partial(self._compile, step)) for step in STEPS]
 
     def check(self, folder: Path) -> None:
-        from neuron_runtime.backend.torch.compiled import load_library  # noqa: PLC0415 - torch
+        from neuron_runtime.backend.torch.compiled import load_library  # noqa: PLC0415 - imports torch
 
         for step in STEPS:
             load_library(folder / step.file)
 
     def _compile(self, step: StepGraph, folder: Path) -> None:
-        import torch  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - takes seconds
 
-        from neuron_runtime.backend.torch.artifact import compile_step  # noqa: PLC0415 - torch
+        from neuron_runtime.backend.torch.artifact import compile_step  # noqa: PLC0415 - imports torch
 
         compile_step(step, self._model, getattr(torch, self._dtype), self._block_size, folder)
 
@@ -96,11 +78,6 @@ def torch_compiler(config: RuntimeConfig, model_dir: Path) -> TorchCompiler:
         supported = " or ".join(COMPILED_DTYPES)
         raise InvalidConfig("$.dtype", f"must be {supported} if `compile` is true, got {dtype}")
     return TorchCompiler(decoder_config(checkpoint.config), dtype, block_size_of(config))
-
-
-def cxx() -> str:
-    """The C++ compiler's command."""
-    return os.environ.get("CXX", "g++")
 
 
 def _version_of(command: str) -> str:

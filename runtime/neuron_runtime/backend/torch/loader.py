@@ -12,7 +12,6 @@ from threading import Event
 
 import torch
 
-from neuron_runtime.backend.base import ONE_RANK, ProgressCallback, Rank
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.backend import TorchBackend, device_thread
 from neuron_runtime.backend.torch.cache import KVCache
@@ -23,6 +22,7 @@ from neuron_runtime.backend.torch.parts import part_of_model, parts_of
 from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.backend.torch.weights import WeightReader, check_tensors
+from neuron_runtime.backend_protocol import ONE_RANK, ProgressCallback, Rank
 from neuron_runtime.checkpoint import Checkpoint, read_whole_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say

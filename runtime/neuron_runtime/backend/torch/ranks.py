@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from neuron_runtime.backend.base import Rank
+from neuron_runtime.backend_protocol import Rank
 from neuron_runtime.errors import ExitCode, FatalError
 
 MEETING = timedelta(minutes=10)

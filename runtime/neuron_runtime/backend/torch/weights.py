@@ -13,9 +13,9 @@ from typing import Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, TensorPart
 from neuron_runtime.backend.torch.read_ahead import LOADING
+from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo
 from neuron_runtime.dtypes import COMPUTED_STORED
 

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,25 +27,24 @@ import uvloop
 from neuron_runtime import record
 from neuron_runtime.config import RuntimeConfig, TextOptions, load_config
 from neuron_runtime.console import say
-from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.messages import Ready
 from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidConfig
+from neuron_runtime.processes import control
+from neuron_runtime.processes.children import FRONT_END_DEADLINE
+from neuron_runtime.processes.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
+from neuron_runtime.processes.lifeline import Deadline, die_with_parent
+from neuron_runtime.processes.usage import Processes
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
-from neuron_runtime.server import control, neuron_monitor
-from neuron_runtime.server.accepting import Acceptor, Connections, Share
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
-from neuron_runtime.server.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
 from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import ExchangeCounter
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
+from neuron_runtime.server.kept_metrics import KeptMetrics
 from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
-from neuron_runtime.server.processes import Processes
-from neuron_runtime.server.shared_counts import SharedCounts
-from neuron_runtime.server.summed_metrics import SummedMetrics
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 from neuron_runtime.text.tool_calls import TOOL_PARSERS, ToolFormat, recognized
@@ -105,36 +103,26 @@ class FrontEnd:
         run_dir: Path,
         url: str,
         api_key_file: Path | None = None,
-        *,
-        front_end: int = 0,
     ) -> None:
-        """front_end: index of this front end."""
         self.served_names = config.served_names
         self.config = config
         self.has_keys = api_key_file is not None
         self.metrics = Metrics(config.served_names[0])
         self.gate = Gate()
         self.bodies = Bodies(config.server.max_body_bytes)
-        self.summed_metrics = SummedMetrics(self.metrics, run_dir, front_end, config.server.num_front_ends)
-        self._counts = SharedCounts(run_dir, front_end, config.server.num_front_ends)
+        self.kept_metrics = KeptMetrics(self.metrics, run_dir)
         self.client = EngineClient(
             run_dir,
-            front_end,
             self.metrics,
-            self._counts,
             on_model=self._model_found,
             on_ready=self._engine_ready,
             on_broken=self._fail,
         )
         self._edge = Edge(config.server, api_key_file, (ExchangeCounter(self.metrics),))
-        self._processes = Processes(front_end)
+        self._processes = Processes()
         self.metrics.read_at_scrape(self._processes.read)
-        if front_end == 0:
-            self.metrics.read_at_scrape(partial(neuron_monitor.readings, run_dir))
         self.metrics.read_at_scrape(lambda: [(LOG_LINES_LOST, (), self._edge.num_log_lines_lost)])
-        self._first, self._speaks = front_end == 0, False
-        """Of several front ends, only the first prints that the engine is ready; a replacement prints it too."""
-        self._deadline = Deadline(run_dir / f"front-end-{front_end}")
+        self._deadline = Deadline(run_dir / FRONT_END_DEADLINE)
         self._url = url
         self._began = time.monotonic()
         self._text: asyncio.Task[Text] | None = None
@@ -165,25 +153,17 @@ class FrontEnd:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
-        server, connections = Server(config), Connections(self._counts)
-        make_protocol = partial(BoundedProtocol, connections, config, server.server_state, {})
-        acceptor = Acceptor(listener, Share(self._counts, connections), make_protocol)
-        await self.summed_metrics.open()
+        server = Server(config)
         beating = asyncio.create_task(self._beat())
         self.metrics.read_at_scrape(lambda: [(OPEN_CONNECTIONS, (), len(server.server_state.connections))])
-        serving = asyncio.create_task(server.serve(sockets=[]))
-        accepting = asyncio.create_task(acceptor.run())
-        accepting.add_done_callback(self._check_end)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
         following = asyncio.create_task(self._follow(orders))
         await asyncio.wait((serving, following, self._failed), return_when=asyncio.FIRST_COMPLETED)
         following.cancel()
-        accepting.cancel()
         server.should_exit = True
         await serving
         beating.cancel()
-        listener.close()
         self._deadline.close()
-        self.summed_metrics.close()
         self.bodies.close()
         self.client.close()
         self._edge.close()
@@ -215,7 +195,6 @@ class FrontEnd:
                 case EngineStarted(incarnation, num_predecessors, pid, began):
                     self._ready, self._began = None, began
                     self._processes.engine_pid = pid
-                    self._speaks = self._first or num_predecessors > 0
                     self.client.engine_started(incarnation, num_predecessors)
                 case EngineEnded(message):
                     self._processes.engine_pid = None
@@ -238,11 +217,6 @@ class FrontEnd:
     def _model_found(self, model_dir: Path) -> None:
         self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self.config.text))
         self._text.add_done_callback(self._text_loaded)
-
-    def _check_end(self, task: asyncio.Task[Any]) -> None:
-        """Without this task, nothing works."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
 
     def _text_loaded(self, task: asyncio.Task[Text]) -> None:
         if task.cancelled():
@@ -278,8 +252,6 @@ class FrontEnd:
             reasoning=text.reasoning,
             tool_format=text.tool_format,
         )
-        if not self._speaks:
-            return
         for notice in text.defaults.notices:
             say(notice)
         say(
@@ -296,7 +268,6 @@ async def run(options: argparse.Namespace) -> int:
             options.run_dir,
             options.url,
             options.api_key_file,
-            front_end=options.front_end,
         )
         await front_end.run(listener, sys.stdin)
     except FatalError as error:
@@ -307,12 +278,11 @@ async def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="neuron_runtime.server.front_end")
+    parser = argparse.ArgumentParser(prog="neuron_runtime.processes.front_end")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--listener-fd", type=int, required=True)
     parser.add_argument("--url", required=True)
-    parser.add_argument("--front-end", type=int, required=True, help="index of this front end")
     parser.add_argument("--api-key-file", type=Path)
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)

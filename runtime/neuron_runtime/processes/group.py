@@ -1,6 +1,6 @@
 """A process's place in its group: what `serve`, `follow` and the processes of ranks need to take part.
 
-`layout_for` reads the group from configuration and environment. `Leading` surrounds rank 0's work, `Following` that of
+`Leading` surrounds rank 0's work, `Following` that of
 every other rank: both meet the others, tell them how they end, and learn why the others did.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -18,40 +18,25 @@ from typing import Self
 import msgspec
 
 from neuron_runtime.artifacts.compiling import digest_of, wanted_artifact
-from neuron_runtime.backend.base import ONE_RANK, Backend, ProgressCallback, Rank
+from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.control import LeaderControl, MemberControl, OnEnd
 from neuron_runtime.distributed.following import StepReceiver, follow
 from neuron_runtime.distributed.layout import (
-    NODE_VARIABLE,
-    NUM_NODES_VARIABLE,
     RENDEZVOUS_FILE,
     Layout,
     bracketed,
-    layout_of,
     read_secret,
 )
 from neuron_runtime.distributed.replicated import ReplicatedBackend, StepChannel
 from neuron_runtime.distributed.wire import Facts, Keys
 from neuron_runtime.engine.backends import backend_package, compiles
-from neuron_runtime.engine.lifeline import Deadline
-from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, ServingError
+from neuron_runtime.errors import ExitCode, FatalError, ServingError
+from neuron_runtime.processes.lifeline import Deadline
 
 WAITING = "waiting for the other ranks"
-
-
-def layout_for(config: RuntimeConfig, *, leads: bool, environment: Mapping[str, str] = os.environ) -> Layout:
-    """The group of this command. leads: it is `serve`, not `follow`. Raises InvalidConfig with the variable."""
-    package = backend_package(config)
-    layout = layout_of(environment, config.parallelism.tensor, process_per_rank=package.PROCESS_PER_RANK)
-    if layout.num_nodes == 1 and not leads:
-        raise InvalidConfig(NUM_NODES_VARIABLE, "is the number of pods of the group, at least 2: use `serve` for one")
-    if (layout.node == 0) != leads:
-        here, there = ("follow", "serve") if layout.node == 0 else ("serve", "follow")
-        raise InvalidConfig(NODE_VARIABLE, f"is {layout.node}: use `neuron-runtime {there}` here instead of `{here}`")
-    return layout
 
 
 def place_of(layout: Layout, rank: int) -> Rank:

@@ -31,7 +31,7 @@ class Rank:
     rendezvous: str = ""
     """Where ranks meet: a file of one machine (`file:///...`), or `tcp://host:port`, where rank 0 listens."""
     address: str = ""
-    """Of this node, as other ranks reach it."""
+    """The address at which other ranks reach this node."""
 
 
 ONE_RANK = Rank()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from neuron_runtime.backend.base import Backend, ProgressCallback, StepTime
+from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
 from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput
 
 MIN_STEP_SECONDS = 30.0

@@ -15,17 +15,17 @@ import traceback
 from pathlib import Path
 
 from neuron_runtime.artifacts.loading import Places, load_backend
-from neuron_runtime.backend.base import ProgressCallback
+from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
-from neuron_runtime.distributed.group import Following, facts_of, place_of
 from neuron_runtime.distributed.layout import Layout
 from neuron_runtime.engine.backends import backend_package
-from neuron_runtime.engine.lifeline import Deadline, die_with_parent
-from neuron_runtime.engine.process import Ending, device_failure
-from neuron_runtime.engine.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
+from neuron_runtime.processes.engine import Ending, device_failure
+from neuron_runtime.processes.group import Following, facts_of, place_of
+from neuron_runtime.processes.lifeline import Deadline, die_with_parent
+from neuron_runtime.processes.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
 from neuron_runtime.weights.fetching import materialize
 
 
@@ -67,7 +67,7 @@ def _report_of(layout: Layout, rank: int) -> ProgressCallback:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="neuron_runtime.distributed.process")
+    parser = argparse.ArgumentParser(prog="neuron_runtime.processes.rank")
     parser.add_argument("--config", type=Path, required=True)
     add_local_flags(parser)
     parser.add_argument("--run-dir", type=Path, required=True)

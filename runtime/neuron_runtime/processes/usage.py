@@ -1,7 +1,6 @@
 """CPU time, memory and files of the processes of one command, for `/metrics`.
 
-Created by each front end, and read at a scrape. Every front end reports itself, and the first one also the supervisor
-and the engine, so the sum over front ends has every process once. Without `/proc` there are no series.
+Created by the front end, and read at a scrape. Without `/proc` there are no series.
 """
 
 from __future__ import annotations
@@ -18,17 +17,12 @@ _FAMILIES = {family.name: family for family in PROCESS}
 
 
 class Processes:
-    """front_end: index of this front end."""
-
-    def __init__(self, front_end: int) -> None:
+    def __init__(self) -> None:
         self.engine_pid: int | None = None
         """None while there is no engine process."""
-        self._front_end = front_end
 
     def read(self) -> Iterator[Reading]:
-        pids: dict[str, int | None] = {f"front-end-{self._front_end}": os.getpid()}
-        if self._front_end == 0:
-            pids |= {"supervisor": os.getppid(), "engine": self.engine_pid}
+        pids = {"supervisor": os.getppid(), "engine": self.engine_pid, "front-end": os.getpid()}
         for name, pid in pids.items():
             if pid is not None:
                 yield from _readings(name, pid)

@@ -1,4 +1,4 @@
-"""The supervisor of `neuron-runtime serve`: owns the listening socket, runs the engine process and the front ends.
+"""The supervisor of `neuron-runtime serve`: owns the listening socket, runs the engine process and the front end.
 
 A small process without an event loop: it wakes up once a second or on a signal. Children are separate commands, never
 forks, and exit with it. It restarts children that exit a limited number of times, kills those that hang, turns SIGTERM
@@ -23,24 +23,24 @@ from types import FrameType
 
 import msgspec
 
-from neuron_runtime.children import (
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.console import say
+from neuron_runtime.distributed.layout import ALONE, Layout
+from neuron_runtime.errors import ExitCode, InvalidConfig, ServingError
+from neuron_runtime.local_settings import LocalSettings
+from neuron_runtime.processes.children import (
     CONFIG_FILE,
     ENGINE_MODULE,
     ENGINE_NAME,
+    FRONT_END_DEADLINE,
     STOP_SECONDS,
     Child,
     Failures,
     start_child,
 )
-from neuron_runtime.config import RuntimeConfig
-from neuron_runtime.console import say
-from neuron_runtime.distributed.layout import ALONE, Layout
-from neuron_runtime.distributed.ranks import NodeRanks
-from neuron_runtime.errors import ExitCode, InvalidConfig, ServingError
-from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.server import neuron_monitor
-from neuron_runtime.server.control import Control, EngineEnded, EngineStalled, EngineStarted, StartDrain, encode_line
-from neuron_runtime.server.restarts import (
+from neuron_runtime.processes.control import Control, EngineEnded, EngineStalled, EngineStarted, StartDrain, encode_line
+from neuron_runtime.processes.ranks import NodeRanks
+from neuron_runtime.processes.restarts import (
     CURED_BY_REPLACEMENT,
     CURED_BY_RESTART,
     RestartBudget,
@@ -143,14 +143,14 @@ class Supervisor:
         self._keys = [] if api_key_file is None else [f"--api-key-file={api_key_file}"]
         self._signals = signals
         self._began = began
-        """Of the command, then of the last restart."""
+        """When the command began, then the last restart."""
         self._budget = RestartBudget()
         self._incarnation = 0
         self._stall = ""
-        """What the front ends were told of the engine."""
-        self._front_ends: list[Child] = []
-        self._num_predecessors = [0] * config.server.num_front_ends
-        """For each front end, earlier processes in its place. Never reset: it makes the ids of requests unique."""
+        """What the front end knows about the engine."""
+        self._front_end: Child
+        self._num_predecessors = 0
+        """Number of earlier front ends. Never reset: it makes the ids of requests unique."""
         self._failures = Failures()
         self._run_dir = run_dir
         self._layout = layout.in_folder(run_dir)
@@ -160,9 +160,7 @@ class Supervisor:
     def run(self) -> None:
         """Returns after a drain. Raises ServingError if serving cannot continue."""
         raise_open_files()
-        monitor = neuron_monitor.start(self._run_dir) if self._config.backend == "nxdi" else None
-        for number in range(self._config.server.num_front_ends):
-            self._front_ends.append(self._start_front_end(number))
+        self._front_end = self._start_front_end()
         self._start_engine()
         self._ranks = NodeRanks(self._layout, self._settings, self._run_dir, self._engine)
         served = False
@@ -170,21 +168,17 @@ class Supervisor:
             self._serve()
             served = True
         finally:
-            self._end_front_ends()
-            self._end_engine()
+            self._end_front_end()
+            self._engine.end()
             self._ranks.end(at_once=not served)
-            if monitor is not None:
-                monitor.kill()
-                monitor.wait()
 
     def _serve(self) -> None:
         while not self._signals.num_stops:
             self._signals.sleep(TICK_SECONDS)
             self._report_stall()
             self._kill_hung_children()
-            ended = next((number for number, one in enumerate(self._front_ends) if not one.lives), None)
-            if ended is not None:
-                self._replace_front_end(ended)
+            if not self._front_end.lives:
+                self._replace_front_end()
             elif not self._ranks.live:
                 self._end_group()
             elif not self._engine.lives:
@@ -202,12 +196,11 @@ class Supervisor:
         self._send(StartDrain(delay, drain.seconds))
         deadline = time.monotonic() + delay + drain.seconds + STOP_SECONDS
         stops, engine_lives = self._signals.num_stops, True
-        while any(one.lives for one in self._front_ends) and time.monotonic() < deadline:
+        while self._front_end.lives and time.monotonic() < deadline:
             if self._signals.interrupted and self._signals.num_stops > stops:
                 stops = self._signals.num_stops
                 self._send(StartDrain(0.0, 0.0))
-                for child in self._front_ends:
-                    child.resume()
+                self._front_end.resume()
                 deadline = min(deadline, time.monotonic() + STOP_SECONDS)
             if engine_lives and not self._engine.lives:
                 engine_lives = False
@@ -216,14 +209,14 @@ class Supervisor:
             self._kill_hung_children()
 
     def _report_stall(self) -> None:
-        """Tell the front ends when the engine does not respond, before it counts as hung, and when it does again."""
+        """Tell the front end when the engine does not respond, before it counts as hung, and when it does again."""
         if self._engine.lives and (stall := self._engine.stall) != self._stall:
             self._stall = stall
             say(f"{stall}: not ready" if stall else "the engine process responds again")
             self._send(EngineStalled(stall))
 
     def _kill_hung_children(self) -> None:
-        for child in (*self._front_ends, self._engine):
+        for child in (self._front_end, self._engine):
             child.kill_if_hung()
         self._ranks.kill_hung()
 
@@ -249,29 +242,21 @@ class Supervisor:
                 self._signals.sleep(left)
         raise failure
 
-    def _replace_front_end(self, number: int) -> None:
-        """Only its own connections are lost; the engine continues requests of the others."""
-        ended = self._front_ends[number]
+    def _replace_front_end(self) -> None:
+        """Its connections and their requests are lost. The engine continues, with the model and its cache."""
+        ended = self._front_end
         self._check(self._failures.of(ended), CURED_BY_REPLACEMENT)
         ended.close()
-        self._num_predecessors[number] += 1
-        self._front_ends[number] = self._start_front_end(number)
-        started = self._engine_started(self._num_predecessors[number], time.monotonic())
-        self._send(started, self._front_ends[number])
+        self._num_predecessors += 1
+        self._front_end = self._start_front_end()
+        self._send(self._engine_started(self._num_predecessors, time.monotonic()))
 
-    def _end_front_ends(self) -> None:
-        """Stop the front ends, which get time to answer requests in flight with an error."""
+    def _end_front_end(self) -> None:
+        """Stop the front end, which gets time to answer requests in flight with an error."""
         self._send(StartDrain(0.0, 0.0))
-        deadline = time.monotonic() + STOP_SECONDS
-        for child in self._front_ends:
-            child.resume()
-        for child in self._front_ends:
-            child.wait_or_kill(max(0.0, deadline - time.monotonic()))
-            child.close()
-        self._front_ends.clear()
-
-    def _end_engine(self) -> None:
-        self._engine.end()
+        self._front_end.resume()
+        self._front_end.wait_or_kill(STOP_SECONDS)
+        self._front_end.close()
 
     def _check(self, failure: ServingError, codes: Set[ExitCode]) -> None:
         error = self._budget.failure_to_end_with(failure, time.monotonic(), codes)
@@ -279,18 +264,14 @@ class Supervisor:
             raise error
         say(f"{failure}; restarting it")
 
-    def _start_front_end(self, number: int) -> Child:
-        """All front ends accept from the same socket; an idle one takes the next connection."""
+    def _start_front_end(self) -> Child:
         fd = self._listener.fileno()
         return start_child(
             "front end",
-            "neuron_runtime.server.front_end",
-            [
-                *(f"--listener-fd={fd}", f"--url={url_of(self._listener)}", *self._keys),
-                f"--front-end={number}",
-            ],
+            "neuron_runtime.processes.front_end",
+            [f"--listener-fd={fd}", f"--url={url_of(self._listener)}", *self._keys],
             self._run_dir,
-            f"front-end-{number}",
+            FRONT_END_DEADLINE,
             stdin=subprocess.PIPE,
             pass_fds=(fd,),
         )
@@ -298,11 +279,7 @@ class Supervisor:
     def _start_engine(self) -> None:
         self._incarnation += 1
         self._stall = ""
-        arguments = [
-            *self._settings.arguments,
-            f"--incarnation={self._incarnation}",
-            f"--num-front-ends={self._config.server.num_front_ends}",
-        ]
+        arguments = [*self._settings.arguments, f"--incarnation={self._incarnation}"]
         self._engine = start_child(
             ENGINE_NAME, ENGINE_MODULE, arguments, self._run_dir, f"deadline-{self._incarnation}"
         )
@@ -311,13 +288,11 @@ class Supervisor:
     def _engine_started(self, num_predecessors: int, began: float) -> EngineStarted:
         return EngineStarted(self._incarnation, num_predecessors, self._engine.process.pid, began)
 
-    def _send(self, message: Control, *only: Child) -> None:
-        """Send to all front ends, or only to these."""
-        line = encode_line(message)
-        for child in only or self._front_ends:
-            pipe = child.process.stdin
-            assert pipe is not None
-            # The next check finds one that has exited.
-            with contextlib.suppress(BrokenPipeError):
-                pipe.write(line)
-                pipe.flush()
+    def _send(self, message: Control) -> None:
+        """Send to the front end."""
+        pipe = self._front_end.process.stdin
+        assert pipe is not None
+        # The next check finds out that it has exited.
+        with contextlib.suppress(BrokenPipeError):
+            pipe.write(encode_line(message))
+            pipe.flush()

@@ -13,7 +13,7 @@ class EngineStarted(msgspec.Struct, frozen=True, tag="engine_started"):
 
     incarnation: int
     num_predecessors: int = 0
-    """Number of earlier front ends in this place, whichever engine they used."""
+    """Number of earlier front ends, whichever engine they used."""
     pid: int | None = None
     began: float = 0.0
     """Monotonic clock at the beginning of this start: of the command, or of the restart of a process."""

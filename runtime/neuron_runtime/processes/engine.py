@@ -22,6 +22,7 @@ from typing import NoReturn
 import zmq
 
 from neuron_runtime import record
+from neuron_runtime.artifacts.loading import Places, check_artifact, load_backend
 from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
@@ -29,14 +30,16 @@ from neuron_runtime.distributed.layout import Layout
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backends import backend_package, warn_of_limits
 from neuron_runtime.engine.backpressure import queue_limits
-from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, FromEngine, Joined, ModelFound, Ready, Refused, Step, ToEngine
 from neuron_runtime.engine.stats import EngineStats
-from neuron_runtime.engine.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
+from neuron_runtime.processes.group import leading, place_of
+from neuron_runtime.processes.lifeline import Deadline, die_with_parent
+from neuron_runtime.processes.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
+from neuron_runtime.weights.fetching import materialize
 
 PROGRESS_PERIOD_SECONDS = 0.2
 IDLE_MILLISECONDS = 1000
@@ -44,17 +47,14 @@ IDLE_MILLISECONDS = 1000
 
 
 class Border:
-    """The engine's end of the sockets: one inbox for all front ends, an outbox to each."""
+    """The engine's end of the sockets: an inbox from the front end and an outbox to it."""
 
-    def __init__(self, run_dir: Path, incarnation: int, num_front_ends: int = 1) -> None:
+    def __init__(self, run_dir: Path, incarnation: int) -> None:
         self._context = zmq.Context()
         self._inbox = messages.socket(self._context, zmq.PULL, run_dir, messages.ENGINE_INBOX, incarnation)
-        self._outboxes = [
-            messages.socket(self._context, zmq.PUSH, run_dir, messages.outbox_of(front_end), incarnation)
-            for front_end in range(num_front_ends)
-        ]
+        self._outbox = messages.socket(self._context, zmq.PUSH, run_dir, messages.ENGINE_OUTBOX, incarnation)
         self._model_messages: dict[type, bytes] = {}
-        """Messages for front ends that join later: the model and its limits."""
+        """Messages for a front end that joins later: the model and its limits."""
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
 
@@ -69,30 +69,15 @@ class Border:
         return lambda: bool(stops)
 
     def send(self, message: FromEngine) -> None:
-        """Send to every front end."""
         raw = messages.encoder.encode(message)
         if isinstance(message, ModelFound | Ready):
             self._model_messages[type(message)] = raw
-        for outbox in self._outboxes:
-            outbox.send(raw)
+        self._outbox.send(raw)
 
-    def resend_model(self, front_end: int) -> None:
+    def resend_model(self) -> None:
         """Send the model and its limits to a front end that replaces another one."""
         for raw in self._model_messages.values():
-            self._outboxes[front_end].send(raw)
-
-    def send_step(self, step: Step) -> None:
-        """Send the statistics to every front end, with the updates of its own requests."""
-        if len(self._outboxes) == 1:
-            return self.send(step)
-        parts: list[tuple[list[messages.Update], list[Refused]]] = [([], []) for _ in self._outboxes]
-        for update in step.updates:
-            parts[messages.front_end_of(update.request_id)][0].append(update)
-        for refused in step.refused:
-            parts[messages.front_end_of(refused.request_id)][1].append(refused)
-        for outbox, (its_updates, its_refused) in zip(self._outboxes, parts, strict=True):
-            outbox.send(messages.encoder.encode(Step(tuple(its_updates), tuple(its_refused), step.stats)))
-        return None
+            self._outbox.send(raw)
 
     def receive(self, wait: bool) -> list[ToEngine]:
         """All messages in the inbox; with `wait`, sleeps until there is one, SIGTERM arrives or a second has passed."""
@@ -116,8 +101,8 @@ class Worker:
         self._engine = engine
         self._border = border
         self._deadline = deadline
-        self._first_numbers: dict[int, int] = {}
-        """For each front end that replaced another one, the number of its first request."""
+        self._first_number = 0
+        """The number of the first request of the present front end; it may have replaced another one."""
         self._accounted_until = time.monotonic()
         self._backend_seconds = 0.0
 
@@ -137,7 +122,7 @@ class Worker:
         if refused := self._deliver(mail):
             # Before the step, which may take long.
             self._engine.stats.last_step = None
-            self._border.send_step(Step((), tuple(refused), self._engine.stats))
+            self._border.send(Step((), tuple(refused), self._engine.stats))
         works = self._engine.has_work
         events = self._engine.step() if works else []
         if not works:
@@ -145,7 +130,7 @@ class Worker:
         if mail or works:
             late = tuple(Refused(name, str(error), error.field) for name, error in self._engine.take_refused())
             # An abort changes the statistics too, and a freed row must be visible at once.
-            self._border.send_step(Step(tuple(map(messages.update_of, events)), late, self._account()))
+            self._border.send(Step(tuple(map(messages.update_of, events)), late, self._account()))
 
     def _account(self) -> EngineStats:
         """The statistics with the times of this turn; sending them counts for the next one."""
@@ -174,21 +159,20 @@ class Worker:
                 case Abort(request_ids):
                     for request_id in request_ids:
                         self._engine.abort(request_id)
-                case Joined(front_end, first_number):
-                    self._first_numbers[front_end] = first_number
+                case Joined(first_number):
+                    self._first_number = first_number
                     for request_id in filter(self._is_abandoned, self._engine.request_ids):
                         self._engine.abort(request_id)
-                    self._border.resend_model(front_end)
+                    self._border.resend_model()
         return refused
 
     def _is_abandoned(self, request_id: str) -> bool:
         """Whether the front end that sent a request was replaced."""
-        first_number = self._first_numbers.get(messages.front_end_of(request_id), 0)
-        return messages.number_of(request_id) < first_number
+        return messages.number_of(request_id) < self._first_number
 
 
 class StartReport:
-    """A `ProgressCallback` that prints progress and sends it, rate-limited, to the front ends."""
+    """A `ProgressCallback` that prints progress and sends it, rate-limited, to the front end."""
 
     def __init__(self, border: Border) -> None:
         self._border = border
@@ -241,10 +225,6 @@ def serve(
     ending: Ending,
 ) -> None:
     """Load, warm up, then serve until SIGTERM. Raises FatalError or exceptions of the backend."""
-    from neuron_runtime.artifacts.loading import Places, check_artifact, load_backend  # noqa: PLC0415
-    from neuron_runtime.distributed.group import leading, place_of  # noqa: PLC0415
-    from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415  (may bring a hub client)
-
     report = StartReport(border)
     package = backend_package(config)
     places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
@@ -285,18 +265,17 @@ def serve(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="neuron_runtime.engine.process")
+    parser = argparse.ArgumentParser(prog="neuron_runtime.processes.engine")
     parser.add_argument("--config", type=Path, required=True)
     add_local_flags(parser)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
-    parser.add_argument("--num-front-ends", type=int, required=True)
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     options = parser.parse_args(arguments)
     die_with_parent(options.parent_pid)
     faulthandler.enable()
-    border = Border(options.run_dir, options.incarnation, options.num_front_ends)
+    border = Border(options.run_dir, options.incarnation)
     ending = Ending("serve", options.record)
     try:
         with Deadline(options.run_dir / f"deadline-{options.incarnation}") as deadline:

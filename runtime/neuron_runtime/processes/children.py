@@ -1,7 +1,7 @@
 """Child processes of a serving command or of `LLM`: how one is started, watched and ended, and why it ended.
 
 Each is a command of this package, never a fork, so it does not import the caller's program. The supervisor has an
-engine process and front ends, `LLM` an engine process if its backend wants one; they decide what happens afterwards.
+engine process and a front end, `LLM` an engine process if its backend wants one; they decide what happens afterwards.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from pathlib import Path
 import msgspec
 
 from neuron_runtime.console import say
-from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, ServingError
 from neuron_runtime.host import LIMIT_OF_A_POD, gib, memory_limit, num_oom_kills
+from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.record import GENERAL_FAILURE, Record
 
 ENGINE_NAME = "engine process"
-ENGINE_MODULE = "neuron_runtime.engine.process"
+ENGINE_MODULE = "neuron_runtime.processes.engine"
 CONFIG_FILE = "config.json"
 """The configuration of all children, in their common folder."""
+FRONT_END_DEADLINE = "front-end"
+"""The name of the front end's deadline in that folder."""
 MIN_CHECKS = 2
 """A process hangs if this many checks in a row find it overdue; one is not enough after a freeze of the machine."""
 STOP_SECONDS = 10.0
