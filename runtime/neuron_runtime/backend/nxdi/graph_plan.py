@@ -25,7 +25,7 @@ from neuron_runtime.console import bytes_text, seconds_text
 from neuron_runtime.dtypes import BY_NAME
 
 COMPILE_SECONDS_PER_LAYER = 2.4
-"""The time for one layer of one graph: AWS states that a model of 15 GB takes about 15 minutes, with 32 layers and 12 graphs."""
+"""The time for one layer of one graph. AWS states 15 minutes for a model of 15 GB: 32 layers, 12 graphs."""
 
 NO_CALL = "nothing: no call takes it"
 
