@@ -122,8 +122,8 @@ class Call:
         namespace, name = self.key
         if self.resource == NEURON_MODELS.plural:
             return namespace, name
-        if "regarding" in self.body:
-            return namespace, self.body["regarding"]["name"]
+        if "involvedObject" in self.body:
+            return namespace, self.body["involvedObject"]["name"]
         metadata = self.body["metadata"]
         return namespace, metadata.get("labels", {}).get(MODEL_LABEL) or metadata["ownerReferences"][0]["name"]
 

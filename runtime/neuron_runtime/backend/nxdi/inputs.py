@@ -61,6 +61,8 @@ class Call:
 class _Places:
     """What decode steps with the same rows have in common."""
 
+    rows: IntArray
+    """The decode rows of the batch."""
     places: IntArray
     """Index of each decode row in the call."""
     source: IntArray
@@ -122,15 +124,16 @@ class Inputs:
             else:
                 places.position += 1
             calls.append(self._decode_call(rows, graphs[0], places))
-        for row, graph in zip(range(rows.num_decodes, len(rows.slots)), graphs[len(calls) :], strict=True):
-            calls.append(self._prefill_call(rows, row, graph))
+        for row in range(rows.num_decodes, len(rows.slots)):
+            calls.append(self._prefill_call(rows, row, graphs[len(calls)]))
         if not rows.repeats:
             self._started[rows.slots] = True
         self._resolved = (None, _NO_ROWS, [])
         return calls, rows
 
     def _change(self, batch: Batch) -> None:
-        self._started[list(batch.released)] = False
+        for slot in batch.released:
+            self._started[slot] = False
         for added in batch.added:
             self._parameters.set(added.slot, added.sampling)
             self._sequence_ids[added.slot] = self._next_id
@@ -210,7 +213,15 @@ class Inputs:
             # Identifiers below the number of slots belong to no sequence.
             identifiers[: len(slots)] = self._sequence_ids[slots]
         of_place = slots[source]
-        return _Places(places, source, of_place, identifiers, self._parameters.rows(of_place), *self._extent(rows))
+        return _Places(
+            np.arange(len(slots)),
+            places,
+            source,
+            of_place,
+            identifiers,
+            self._parameters.rows(of_place),
+            *self._extent(rows),
+        )
 
     def _decode_call(self, rows: FedRows, graph: Graph, places: _Places) -> Call:
         assert isinstance(graph, Decode)
@@ -240,7 +251,7 @@ class Inputs:
             slots = rows.slots[:count]
             prompts = np.flatnonzero((named == NO_TOKEN) & (start < self._mirror.num_known[slots]))
             named[prompts] = self._mirror.tokens[slots[prompts], start[prompts]]
-        return Call(graph, arguments, np.arange(count), places.places, count, named, after, places.source)
+        return Call(graph, arguments, places.rows, places.places, count, named, after, places.source)
 
 
 _NO_ROWS = no_rows()
