@@ -43,12 +43,20 @@ CLAIMS_OF_THE_CHART = {"weights": _TEMPLATE, "artifacts": _TEMPLATE}
 
 RESOURCES = {
     "configmaps": ("/api/v1", "ConfigMap"),
+    "persistentvolumeclaims": ("/api/v1", "PersistentVolumeClaim"),
     "pods": ("/api/v1", "Pod"),
+    "secrets": ("/api/v1", "Secret"),
+    "serviceaccounts": ("/api/v1", "ServiceAccount"),
+    "services": ("/api/v1", "Service"),
+    "controllerrevisions": ("/apis/apps/v1", "ControllerRevision"),
     "deployments": ("/apis/apps/v1", "Deployment"),
+    "replicasets": ("/apis/apps/v1", "ReplicaSet"),
     "statefulsets": ("/apis/apps/v1", "StatefulSet"),
     "cronjobs": ("/apis/batch/v1", "CronJob"),
     "jobs": ("/apis/batch/v1", "Job"),
     "endpointslices": ("/apis/discovery.k8s.io/v1", "EndpointSlice"),
+    "networkpolicies": ("/apis/networking.k8s.io/v1", "NetworkPolicy"),
+    "poddisruptionbudgets": ("/apis/policy/v1", "PodDisruptionBudget"),
     "neuronmodels": ("/apis/neuron-serving.dev/v1alpha1", "NeuronModel"),
 }
 """Where the API server has the resources that stories look at, and their kinds."""
