@@ -80,7 +80,7 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
         with story.stage("six lines: resolved, fetched, compiled, served"):
             story.kubectl("apply", "-f", "-", stdin=SIX_LINES)
             story.until_ready(1)
-        assert _kinds_of(story.created_jobs(audit)) == ["na", "nf", "nw"]
+        assert _kinds_of(story.created_jobs(audit)) == ["artifact", "facts", "weights"]
         (compiler,) = story.items("pods", COMPILE)
         assert (compiler["spec"]["nodeName"], requests_devices(compiler)) == (JOBS_NODE, False)
         print(f"    {story.condition('chat', 'Compiled')['message']}")
@@ -99,7 +99,7 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
             story.apply(_model("core", accelerator={"cores": 1}))
             for model in ("same", "core"):
                 story.until_ready(1, model)
-        assert _kinds_of(story.created_jobs(audit)) == ["na"], "for the other tensor-parallel degree"
+        assert _kinds_of(story.created_jobs(audit)) == ["artifact"], "for the other tensor-parallel degree"
         assert story.artifact("same") == story.artifact("chat") != story.artifact("core")
         (pod,) = story.ready_pods("core")
         core = _core_of(story, pod)
@@ -115,7 +115,7 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
             assert [pod["metadata"]["uid"] for pod in story.ready_pods("chat")] == [before["metadata"]["uid"]]
             story.until("up to date", lambda: story.condition("chat", "UpToDate")["status"] == "True")
             story.until_ready(1)
-        assert _kinds_of(story.created_jobs(audit)) == ["na", "nc"]
+        assert _kinds_of(story.created_jobs(audit)) == ["artifact", "check"]
         _check_answer(story, "chat")
 
         with story.stage("what does not fit is refused with both numbers"):

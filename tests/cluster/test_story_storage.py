@@ -124,7 +124,7 @@ def test_five_models_of_one_checkpoint_and_two_keys_are_fetched_once_and_compile
             for name in lengths:
                 story.until_ready(1, name)
         jobs = story.created_jobs(audit)
-        assert sorted(job.partition("-")[0] for job in jobs) == ["na", "na", "nf", "nw"], jobs
+        assert sorted(job.partition("-")[0] for job in jobs) == ["artifact", "artifact", "facts", "weights"], jobs
         once = _weights_bytes(weights)
         assert once <= hub.sent_bytes() - sent <= once * 1.05, "the headers are read twice"
         assert entries(weights) == [hub.commit("demo/small")]
@@ -189,7 +189,7 @@ def test_what_is_killed_is_continued(installation: Installation, story: Story) -
                 for name in lengths:
                     story.until_ready(1, name)
             jobs = set(story.created_jobs(audit))  # a killed pod's Job is created again, under its name
-            assert sorted(job.partition("-")[0] for job in jobs) == ["na", "na", "nf", "nw"], jobs
+            assert sorted(job.partition("-")[0] for job in jobs) == ["artifact", "artifact", "facts", "weights"], jobs
             assert hub.sent_bytes() - sent <= LARGE_BYTES * 1.02 + AGAIN_BYTES
             assert entries(weights) == [hub.commit("demo/large")]
             assert len(entries(artifacts)) == 2
