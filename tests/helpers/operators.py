@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import aiohttp
 import pytest
 import yaml
 from kubernetes.aio.client import Configuration
@@ -335,6 +337,13 @@ def _abort_closing_connections() -> None:
             transport.abort()
 
 
+def _open_sessions() -> list[aiohttp.ClientSession]:
+    """The sessions of this event loop that kopf leaves open if it is stopped while it logs in or begins a request."""
+    loop = asyncio.get_running_loop()
+    sessions = (one for one in gc.get_objects() if type(one) is aiohttp.ClientSession)
+    return [session for session in sessions if session._loop is loop and not session.closed]
+
+
 @contextlib.asynccontextmanager
 async def operating(
     cluster: Cluster,
@@ -385,6 +394,8 @@ async def delivering(
                 silence_seconds=silence_seconds,
             )
         finally:
+            for session in _open_sessions():
+                await session.close()
             _abort_closing_connections()
             await asyncio.sleep(0)
 
