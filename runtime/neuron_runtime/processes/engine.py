@@ -101,8 +101,8 @@ class Worker:
         self._engine = engine
         self._border = border
         self._deadline = deadline
-        self._first_number = 0
-        """The number of the first request of the present front end; it may have replaced another one."""
+        self._first_number: int | None = None
+        """The number of the first request of a front end that replaced another one; None: none did."""
         self._accounted_until = time.monotonic()
         self._backend_seconds = 0.0
 
@@ -168,7 +168,7 @@ class Worker:
 
     def _is_abandoned(self, request_id: str) -> bool:
         """Whether the front end that sent a request was replaced."""
-        return messages.number_of(request_id) < self._first_number
+        return self._first_number is not None and messages.number_of(request_id) < self._first_number
 
 
 class StartReport:
