@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from helpers.chat_model import write_chat_model
 from helpers.front_end import Serving, make_model, serving
-from helpers.serve_command import children, get, post, serve
+from helpers.serve_command import FRONT_END, children, get, post, serve
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.commands.serve import API_KEY_VARIABLE
 from neuron_runtime.config import ServerOptions
@@ -281,7 +281,7 @@ async def test_a_key_appears_only_in_its_file(
         ]
         assert [path.name for path in holders] == ([] if way == "file" else ["api-keys"])
         assert all(path.stat().st_mode & 0o077 == 0 for path in holders)
-        command.child("server.front_end")  # the path is in the command line, the key is not
+        command.child(FRONT_END)  # the path is in the command line, the key is not
         assert command.end() == 0
     seen += [command.text, record.read_text() if record.exists() else ""]
     assert len(processes) == 3
