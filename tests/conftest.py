@@ -45,13 +45,19 @@ def scope_of(path: PurePath) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Scopes that take long begin first: the cluster, then files with slow tests."""
+    """Scopes that take long begin first: the cluster, then files with slow tests, of these last the ones that need
+    programs, which may still be building."""
     slow = {scope_of(item.path) for item in items if item.get_closest_marker("slow")}
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        scope = scope_of(item.path)
+        return scope != "cluster", scope not in slow, scope.startswith("cluster/")
+
     for item in items:
         # Building programs takes minutes, once, and must not count towards the limit of a test.
         if item.get_closest_marker("slow") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(float(config.getini("timeout")), func_only=True))
-    items.sort(key=lambda item: (scope_of(item.path) != "cluster", scope_of(item.path) not in slow))
+    items.sort(key=place)
 
 
 class ScopeScheduling(LoadScopeScheduling):
