@@ -48,11 +48,11 @@ LLM_NAMES = {"model.uri": "model"} | {field.path: name for name, field in LLM_AR
 """The flag of `serve`, or the argument of `LLM`, by path of the document. See `naming`."""
 
 
-def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
+def config_of(uri: str, arguments: Mapping[str, Any], **more: Any) -> RuntimeConfig:
     """Build the document from arguments.
 
     Args:
-        given: values by the names in `BY_ARGUMENT`; others get their defaults.
+        arguments: values by the names in `BY_ARGUMENT`; others get their defaults.
         more: further keys of the document.
 
     Raises:
@@ -64,11 +64,11 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
         "servedNames": [uri.partition("@")[0].rstrip("/").rpartition("/")[2]],
         **more,
     }
-    found = ConfigProblems()
-    for name, value in given.items():
+    problems = ConfigProblems()
+    for name, value in arguments.items():
         field = BY_ARGUMENT[name]
         part, _, key = field.path.rpartition(".")
-        with found.collecting():
+        with problems.collecting():
             try:
                 (document.setdefault(part, {}) if part else document)[key] = field.read(value)
             except ValueError as error:
@@ -77,9 +77,9 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
         raw = msgspec.json.encode(document)
     except TypeError as error:
         raise InvalidConfig("$", f"only plain values can be configured: {error}") from error
-    with found.collecting():
+    with problems.collecting():
         config = parse_config(raw)
-    found.check()
+    problems.check()
     return config
 
 
@@ -94,7 +94,7 @@ def as_flag(name: str) -> str:
 
 
 def on_this_machine(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     *,
     device: str | None = None,
     additional_config: Mapping[str, Any] | None = None,
@@ -105,7 +105,7 @@ def on_this_machine(
     What the environment and the devices decide is logged.
 
     Args:
-        given: values by the names in `BY_ARGUMENT`.
+        arguments: values by the names in `BY_ARGUMENT`.
         device: "cpu", "neuron" or "auto"; None: as "auto".
         additional_config: settings of the backend, below the key that newer versions of vLLM have for them.
         written: how errors write the name of an argument.
@@ -114,53 +114,57 @@ def on_this_machine(
     Raises:
         InvalidConfig: names the argument or variable with a wrong value.
     """
-    found = dict(given)
+    values = dict(arguments)
     problems = ConfigProblems()
     with problems.collecting():
-        override = _neuron_config(found.pop("override_neuron_config", None), additional_config, written)
+        override = _neuron_config(values.pop("override_neuron_config", None), additional_config, written)
         if override:
-            found["override_neuron_config"] = override
+            values["override_neuron_config"] = override
     with problems.collecting():
-        if "backend" not in found or device is not None:
+        if "backend" not in values or device is not None:
             backend = _backend(device, written, dev)
             if backend is not None:
-                found.setdefault("backend", backend)
-        found |= _of_environment(found)
+                values.setdefault("backend", backend)
+        values |= _of_environment(values)
     problems.check()
-    if found.get("backend") == NEURON_BACKEND:
-        found.setdefault("compile", True)
-        if _has_one_block_per_request(found):
-            del found["block_size"]
+    if values.get("backend") == NEURON_BACKEND:
+        values.setdefault("compile", True)
+        if _has_one_block_per_request(values):
+            del values["block_size"]
             say(
                 "the block size is the model's length: each request has one contiguous line of the cache (layout slots)"
             )
-    return found
+    return values
 
 
-def _has_one_block_per_request(given: Mapping[str, Any]) -> bool:
+def _has_one_block_per_request(arguments: Mapping[str, Any]) -> bool:
     """vLLM's guides for Neuron require a block size of the model's length for the contiguous cache."""
     decides = ("layout", "enable_prefix_caching", "num_gpu_blocks_override")
-    return "block_size" in given and given["block_size"] == given.get("max_model_len") and not given.keys() & {*decides}
+    return (
+        "block_size" in arguments
+        and arguments["block_size"] == arguments.get("max_model_len")
+        and not arguments.keys() & {*decides}
+    )
 
 
-def _of_environment(given: Mapping[str, Any]) -> dict[str, Any]:
+def _of_environment(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The buckets of a backend that has some, by variables. Raises InvalidConfig."""
-    found: dict[str, Any] = {}
-    backend = given.get("backend", DEFAULT_BACKEND)
+    values: dict[str, Any] = {}
+    backend = arguments.get("backend", DEFAULT_BACKEND)
     for variable, name in BUCKET_VARIABLES.items():
         value = os.environ.get(variable)
         if not value:
             continue
-        if name in given or backend in BACKENDS_WITHOUT_BUCKETS:
-            why = f"{BY_ARGUMENT[name].option} is set" if name in given else f"the {backend} backend has no buckets"
+        if name in arguments or backend in BACKENDS_WITHOUT_BUCKETS:
+            why = f"{BY_ARGUMENT[name].option} is set" if name in arguments else f"the {backend} backend has no buckets"
             say(f"{variable} has no effect: {why}")
             continue
         try:
-            found[name] = BY_ARGUMENT[name].read(value)
+            values[name] = BY_ARGUMENT[name].read(value)
         except ValueError as error:
             raise InvalidConfig(variable, str(error)) from error
         say(f"{variable}: {BY_ARGUMENT[name].option} {value}")
-    return found
+    return values
 
 
 @contextmanager
@@ -206,24 +210,26 @@ def llm_config(
         TypeError: an unknown argument.
         InvalidConfig: names the argument that is not supported.
     """
-    given, found = {}, ConfigProblems()
+    values, problems = {}, ConfigProblems()
     for name, value in arguments.items():
         is_known = True
-        with found.collecting():
+        with problems.collecting():
             is_known = refuse(Surface.LLM, name, value)
         if is_known or value is None:
             continue
         if name not in LLM_ARGUMENTS:
             raise TypeError(f"LLM() has no argument {name!r}")
-        given[name] = value
-    if "dtype" in given:
-        given["dtype"] = str(given["dtype"])
-    with found.collecting():
-        given = on_this_machine(given, device=device, additional_config=additional_config, written=as_written, dev=dev)
-    found.check()
-    with found.collecting(), naming(LLM_NAMES):
-        config = config_of(_with_revision(model_uri(model), revision), given)
-    found.check()
+        values[name] = value
+    if "dtype" in values:
+        values["dtype"] = str(values["dtype"])
+    with problems.collecting():
+        values = on_this_machine(
+            values, device=device, additional_config=additional_config, written=as_written, dev=dev
+        )
+    problems.check()
+    with problems.collecting(), naming(LLM_NAMES):
+        config = config_of(_with_revision(model_uri(model), revision), values)
+    problems.check()
     return config
 
 
@@ -255,12 +261,12 @@ def _neuron_config(override: Any, additional: Any, written: Callable[[str], str]
     if not isinstance(additional, Mapping | None):
         raise InvalidConfig(written("additional_config"), f"must be an object, got {additional!r}")
     inside = dict(additional or {})
-    found = [override, inside.pop("override_neuron_config", None), inside.pop("override-neuron-config", None)]
+    sources = [override, inside.pop("override_neuron_config", None), inside.pop("override-neuron-config", None)]
     for key in inside:
         raise InvalidConfig(
             f"{written('additional_config')}[{key!r}]", "is not supported: only `override_neuron_config` is"
         )
-    configs = [config for config in found if config]
+    configs = [config for config in sources if config]
     if len(configs) > 1:
         raise InvalidConfig(
             written("override_neuron_config"), f"is set twice: leave it out of `{written('additional_config')}`"

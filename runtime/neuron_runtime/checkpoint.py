@@ -132,13 +132,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        header, found = read_header(folder / file)
+        header, entries = read_header(folder / file)
         digest.update(header)
         # A shard may contain tensors that the index does not list; they are not part of the model.
         if is_sharded:
-            tensors.update((f"{file}: {t.name}", replace(t, file=file)) for t in found)
+            tensors.update((f"{file}: {t.name}", replace(t, file=file)) for t in entries)
             continue
-        tensors.update((t.name, t) for t in found if weight_map is None or weight_map.get(t.name) == file)
+        tensors.update((t.name, t) for t in entries if weight_map is None or weight_map.get(t.name) == file)
     if weight_map is not None and (missing := sorted(weight_map.keys() - tensors.keys())):
         name = missing[0]
         raise InvalidModel(
@@ -181,9 +181,9 @@ def advice_without_safetensors(names: Collection[str]) -> str:
     """What to do about a model with these files but without weights that can be read."""
     ranks = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
     if ranks or GRAPHS_CONFIG_FILE in names:
-        wanted = [GRAPHS_FILE, GRAPHS_CONFIG_FILE, *(SHARD_FILE.format(rank=at) for at in range(max(ranks, default=0)))]
-        wanted.append(SHARD_FILE.format(rank=max(ranks, default=0)))
-        missing = [name for name in wanted if name not in names]
+        parts = [GRAPHS_FILE, GRAPHS_CONFIG_FILE, *(SHARD_FILE.format(rank=at) for at in range(max(ranks, default=0)))]
+        parts.append(SHARD_FILE.format(rank=max(ranks, default=0)))
+        missing = [name for name in parts if name not in names]
         return f"its graphs of NxD Inference lack {missing[0]}: add it, or {WEIGHTS_FILE}"
     others = sorted(
         name for name in names if any(fnmatchcase(name, end) for end in ("*.bin", "*.pt", "*.pth", "*.gguf"))
@@ -200,10 +200,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def check_tokenizer(folder: Path) -> None:
     """Raises InvalidModel if the folder has no tokenizer, or only one that this installation cannot convert."""
-    found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if not found:
+    present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not present:
         raise InvalidModel(f"{folder}: tokenizer is missing; add {' or '.join(TOKENIZER_FILES)} to the model")
-    if found == ["tokenizer.model"] and not any(map(find_spec, CONVERTERS)):
+    if present == ["tokenizer.model"] and not any(map(find_spec, CONVERTERS)):
         raise InvalidModel(
             f"{folder}: tokenizer.json is missing, and tokenizer.model cannot be converted here: install "
             f"{' or '.join(CONVERTERS)}, or add the tokenizer.json that transformers' "

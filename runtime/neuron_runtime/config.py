@@ -286,8 +286,8 @@ def parse_config(raw: bytes, source: str = "") -> RuntimeConfig:
         config = msgspec.json.decode(raw, type=RuntimeConfig)
     except msgspec.ValidationError as error:
         document = msgspec.json.decode(raw)
-        found = list(problems(document, RuntimeConfig)) or [explain(error, RuntimeConfig)]
-        parts = [(f"${path}", _with_value(message, document, path)) for path, message in found]
+        reasons = list(problems(document, RuntimeConfig)) or [explain(error, RuntimeConfig)]
+        parts = [(f"${path}", _with_value(message, document, path)) for path, message in reasons]
         parts[-1] = (parts[-1][0], parts[-1][1] + where)
         raise InvalidConfig(*parts[0], *parts[1:]) from error
     except msgspec.DecodeError as error:
@@ -310,23 +310,23 @@ def _check(config: RuntimeConfig) -> None:
     """Check rules that types cannot express. Raises InvalidConfig with the fields."""
     if config.version != CONFIG_VERSION:
         raise InvalidConfig("$.version", f"this runtime supports version {CONFIG_VERSION}, got {config.version}")
-    found = ConfigProblems()
-    with found.collecting():
+    problems = ConfigProblems()
+    with problems.collecting():
         parse_uri(config.model.uri)
-    with found.collecting():
+    with problems.collecting():
         uses_blocks(config)
     if config.server.otlp_traces_endpoint:
-        with found.collecting():
+        with problems.collecting():
             check_url(config.server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")
-    with found.collecting():
+    with problems.collecting():
         _check_origins(config.server.allowed_origins)
     for field in msgspec.structs.fields(Buckets):
         sizes = getattr(config.buckets, field.name)
-        with found.collecting():
+        with problems.collecting():
             if list(sizes) != sorted({*sizes}):
                 message = f"must be in ascending order, got {list(sizes)}"
                 raise InvalidConfig(f"$.buckets.{field.encode_name}", message)
-    found.check()
+    problems.check()
 
 
 def _check_origins(origins: tuple[str, ...]) -> None:

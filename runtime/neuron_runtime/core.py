@@ -251,8 +251,8 @@ class Late(msgspec.Struct, frozen=True, gc=False):
         """By index in `rows`, those of them that have masks; each with its own masks, one behind the other."""
         size = len(self.masks) // max(len(self.rows), 1)
         index = {row: i for i, row in enumerate(self.rows)}
-        found = ((at, index.get(row)) for at, row in enumerate(rows))
-        return {at: self.masks[size * i : size * (i + 1)] for at, i in found if i is not None}
+        places = ((at, index.get(row)) for at, row in enumerate(rows))
+        return {at: self.masks[size * i : size * (i + 1)] for at, i in places if i is not None}
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):

@@ -70,13 +70,13 @@ class Field:
         """Whether the flag is a boolean for a field with the values auto, enabled and disabled."""
         return isinstance(self.kind, inspect.LiteralType) and "enabled" in self.kind.values
 
-    def read(self, given: Any) -> Any:
+    def read(self, value: Any) -> Any:
         """The value in the document for a given argument. Raises ValueError."""
-        if self.is_switch and isinstance(given, bool):
-            return "enabled" if given else "disabled"
-        if isinstance(given, str) and self.flag and self.flag.read:
-            given = self.flag.read(given)
-        return [given] if isinstance(given, str) and isinstance(self.kind, inspect.VarTupleType) else given
+        if self.is_switch and isinstance(value, bool):
+            return "enabled" if value else "disabled"
+        if isinstance(value, str) and self.flag and self.flag.read:
+            value = self.flag.read(value)
+        return [value] if isinstance(value, str) and isinstance(self.kind, inspect.VarTupleType) else value
 
 
 def fields_of(struct: type[msgspec.Struct], path: str = "") -> Iterator[Field]:

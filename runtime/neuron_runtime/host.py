@@ -67,15 +67,15 @@ _MEMORY_FILES = {
 
 def free_memory(root: Path = ROOT) -> FreeMemory:
     """The least of what the machine and each memory limit leave."""
-    found = [FreeMemory(_meminfo(root / "proc/meminfo"))]
+    limits = [FreeMemory(_meminfo(root / "proc/meminfo"))]
     for kind, group in _groups(root, "memory"):
         names = _MEMORY_FILES[kind]
         maximum, used = _number(group / names.limit), _number(group / names.usage)
         if maximum is not None and used is not None:
             counts = _counts(group / "memory.stat")
             cached = sum(counts.get(name, 0) for name in names.cached)
-            found.append(FreeMemory(max(0, maximum - used + cached), maximum))
-    return min(found, key=lambda one: one.available)
+            limits.append(FreeMemory(max(0, maximum - used + cached), maximum))
+    return min(limits, key=lambda one: one.available)
 
 
 def memory_limit(root: Path = ROOT) -> int | None:

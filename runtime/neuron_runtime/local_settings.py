@@ -35,8 +35,8 @@ class LocalSettings:
     @property
     def arguments(self) -> list[str]:
         """The command line that `of` reads."""
-        given = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return [f"--{name.replace('_', '-')}={value}" for name, value in given if value != ""]
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return [f"--{name.replace('_', '-')}={value}" for name, value in values if value != ""]
 
 
 def check_stores(options: argparse.Namespace) -> None:

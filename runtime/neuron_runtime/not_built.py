@@ -241,8 +241,8 @@ def refuse(
         InvalidRequest: for a body, a message or a sampling parameter.
         InvalidConfig: for an argument, a flag or a model URI.
     """
-    found = _ROWS.get(name)
-    row = None if found is None else found.get(where)
+    surfaces = _ROWS.get(name)
+    row = None if surfaces is None else surfaces.get(where)
     if row is not None and not row.accepts(value) and others.get(row.unless) != "none":
         at = name if at is None else at
         subject = _SUBJECTS.get(where, "`{at}`").format(name=name, value=value, at=at)

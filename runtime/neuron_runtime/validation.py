@@ -52,8 +52,8 @@ def explain(error: msgspec.ValidationError | RecursionError, kind: Any) -> tuple
     Returns:
         The path without `$`, e.g. `.messages[0].role` (empty for the whole value), and the message.
     """
-    found = _PATH.fullmatch(str(error))
-    message, path = (found[1], found[2]) if found else (str(error), "")
+    match = _PATH.fullmatch(str(error))
+    message, path = (match[1], match[2]) if match else (str(error), "")
     if message.startswith(_INVALID_CHOICE):
         message += f": must be one of {', '.join(f'`{one}`' for one in choices(kind, path))}"
     return path, message

@@ -146,7 +146,7 @@ def test_settings_of_the_installation_and_new_instance_types_change_the_cronjob_
     two = cleaner(newer)
     assert name_of(one) == name_of(two)
     assert command(two)[5] == "7"
-    assert pod_of(two)["nodeSelector"] == {"pool": "cpu"}
+    assert pod_of(two)["nodeSelector"] == {"kubernetes.io/arch": "amd64", "pool": "cpu"}
     assert pod_of(two)["containers"][0]["image"] == "other:2"
 
 

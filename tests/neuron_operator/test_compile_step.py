@@ -126,7 +126,7 @@ def test_a_model_is_compiled_before_a_replica_exists() -> None:
     (terms,) = job["spec"]["template"]["spec"]["affinity"]["nodeAffinity"].values()
     (term,) = terms["nodeSelectorTerms"]
     required = {expression["key"]: expression for expression in term["matchExpressions"]}
-    assert required["kubernetes.io/arch"]["values"] == ["amd64"]
+    assert job["spec"]["template"]["spec"]["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
     assert required["neuron.amazonaws.com/present"]["operator"] == "DoesNotExist"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from neuron_operator.cluster.devices import node_devices, requested
-from neuron_operator.read.world import NodeDevices
+from neuron_operator.read.world import NodeDevices, Taint
 
 NEURON = "aws.amazon.com/neuron"
 
@@ -52,6 +52,18 @@ def test_free_devices_are_allocatable_minus_requested_and_never_negative() -> No
     expected = NodeDevices("n1", devices=6, free_devices=1, cores=0, free_cores=0, labels=labels)
     assert node_devices(node(), [pod(container(2)), pod(container(3))]) == expected
     assert node_devices(node(), [pod(container(9))]).free_devices == 0
+
+
+def test_taints_of_a_node_are_kept_unless_a_controller_takes_them_away_again() -> None:
+    def tainted(key: str, effect: str) -> NodeDevices:
+        return node_devices(node(taints=[{"key": key, "effect": effect}]), [])
+
+    kept = tainted("dedicated", "NoSchedule")
+    assert (kept.schedulable, kept.taints) == (True, (Taint("dedicated", "", "NoSchedule"),))
+    assert tainted("dedicated", "PreferNoSchedule").taints == ()
+    for key in ("node.kubernetes.io/disk-pressure", "karpenter.sh/disrupted"):
+        passing = tainted(key, "NoSchedule")
+        assert (passing.schedulable, passing.taints) == (False, ())
 
 
 def test_a_cordoned_or_not_ready_node_is_not_schedulable() -> None:

@@ -21,12 +21,21 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.api.manifest import parse
 from neuron_operator.api.reasons import Reason
-from neuron_operator.place.catalog import INSTANCE_TYPES
+from neuron_operator.place.catalog import INSTANCE_TYPES, NOTHING_TOLD
 from neuron_operator.place.planner import Choice, Held, Supply, choose
 from neuron_operator.place.sizes import legal_sizes
 from neuron_operator.read.objects import number_of
+from neuron_operator.read.placement import NodeRules
 from neuron_operator.read.records import Facts
-from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, GroupSettings, NodeDevices, Provisionable
+from neuron_operator.read.world import (
+    DEVICE_MODES,
+    DeviceMode,
+    FreeDevices,
+    GroupSettings,
+    NodeDevices,
+    Provisionable,
+    Taint,
+)
 from neuron_operator.render.config_document import config_document
 
 FILE: Path = CASES / "sizing" / "models.yaml"
@@ -47,10 +56,13 @@ def chosen(
     *nodes: NodeDevices,
     mode: DeviceMode = "PluginWithExtension",
     max_nodes: int = 1,
+    families: Mapping[str, str] = NOTHING_TOLD,
     **spec: Any,
 ) -> Choice:
     groups = GroupSettings(max_nodes=max_nodes)
-    using = replace(SETTINGS, device_mode=mode, provisionable=Provisionable(types), groups=groups)
+    using = replace(
+        SETTINGS, device_mode=mode, provisionable=Provisionable(types), groups=groups, device_families=families
+    )
     return choose(parse(body({"model": {"uri": "hf://acme/tiny"}, **spec})), facts, using, FreeDevices(nodes))
 
 
@@ -108,6 +120,85 @@ def test_an_empty_node_group_does_not_block_planning_and_a_selector_still_counts
     rule = {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": ["inf2.8xlarge"]}
     affinity = {"nodeAffinity": {names.REQUIRED_AFFINITY: {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}}}
     assert chosen(LLAMA, types, podTemplate={"spec": {"affinity": affinity}}).chosen.site.name == "trn2.48xlarge"
+
+
+DEDICATED = Taint("dedicated", "batch", "NoSchedule")
+
+
+def test_a_node_is_planned_for_only_if_the_pod_tolerates_its_taints() -> None:
+    cheap = replace(node("inf2.8xlarge", 1), taints=(DEDICATED,))
+    ours = replace(node("trn2.48xlarge", 16), taints=(Taint(names.NEURON_TAINT, "true", "NoSchedule"),))
+    assert chosen(LLAMA, (), cheap, ours).chosen.site.name == "trn2.48xlarge"
+    tolerating = {"spec": {"tolerations": [{"key": "dedicated", "value": "batch"}]}}
+    assert chosen(LLAMA, (), cheap, ours, podTemplate=tolerating).chosen.site.name == "inf2.8xlarge"
+    with pytest.raises(Unplaceable, match=r"has the taint dedicated=batch:NoSchedule: tolerate it in podTemplate"):
+        chosen(LLAMA, (), cheap)
+
+
+@pytest.mark.parametrize(
+    ("toleration", "holds"),
+    [
+        ({"operator": "Exists"}, True),
+        ({"key": "dedicated", "operator": "Exists"}, True),
+        ({"key": "dedicated", "operator": "Equal", "value": "batch", "effect": "NoSchedule"}, True),
+        ({"key": "dedicated", "operator": "Exists", "effect": "NoExecute"}, False),
+        ({"key": "dedicated", "value": "other"}, False),
+        ({"key": "other", "operator": "Exists"}, False),
+        ({"operator": "Equal"}, False),
+    ],
+)
+def test_tolerations_are_read_as_the_scheduler_reads_them(toleration: dict[str, str], holds: bool) -> None:
+    tainted = replace(node("trn1.32xlarge", 16), taints=(DEDICATED,))
+    assert NodeRules.of({"tolerations": [toleration]}).accept(tainted) is holds
+
+
+@pytest.mark.parametrize("group", ["karpenter.k8s.aws", "eks.amazonaws.com"])
+@pytest.mark.parametrize(
+    ("part", "value"), [("family", "trn1"), ("category", "trn"), ("size", "32xlarge"), ("generation", "1")]
+)
+def test_labels_that_follow_from_a_type_count_for_types_that_can_be_added(group: str, part: str, value: str) -> None:
+    types = ("inf2.8xlarge", "trn1.32xlarge", "trn2.48xlarge")
+    assert chosen(LLAMA, types).chosen.site.name == "inf2.8xlarge"
+    key = f"{group}/instance-{part}"
+    for spec in (
+        {"nodeSelector": {key: value, "pool": "ours"}},
+        {"affinity": required({"key": key, "operator": "In", "values": [value]})},
+    ):
+        assert chosen(LLAMA, types, podTemplate={"spec": spec}).chosen.site.name == "trn1.32xlarge"
+
+
+def required(rule: dict[str, Any]) -> dict[str, Any]:
+    return {"nodeAffinity": {names.REQUIRED_AFFINITY: {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}}}
+
+
+def test_the_types_of_hyperpod_are_those_that_they_are_named_after() -> None:
+    selector = {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "ml.trn1.32xlarge"}}}
+    named = chosen(LARGE, podTemplate=selector, accelerator={"devices": 16})
+    plain = chosen(LARGE, ("trn1.32xlarge",), accelerator={"devices": 16})
+    assert named.chosen.site.name == "ml.trn1.32xlarge"
+    assert (named.chosen.tensor, named.chosen.load, named.chosen.cost) == (
+        *(plain.chosen.tensor, plain.chosen.load),
+        plain.chosen.cost,
+    )
+    assert named.chosen.site.is_wired
+    assert outcome(chosen(LLAMA, (), node("ml.trn1.32xlarge", 16)))[1] == "ml.trn1.32xlarge"
+    assert chosen(LLAMA, ("ml.trn1.32xlarge",)).chosen.site.name == "ml.trn1.32xlarge"
+    rule = chosen(LLAMA, ("trn1.32xlarge",)).target.node_rule
+    assert rule is not None
+    assert {"trn1.32xlarge", "ml.trn1.32xlarge"} <= set(rule["values"])
+
+
+def test_an_administrator_can_name_the_family_of_any_type() -> None:
+    lab = node("lab-1", 16)
+    with pytest.raises(Unplaceable, match=r"is of type lab-1: name its family in the chart value devices.families"):
+        chosen(LLAMA, (), lab)
+    with pytest.raises(Unplaceable, match=r"nothing is known of lab-1: name its family"):
+        chosen(LLAMA, ("lab-1",))
+    with pytest.raises(Unplaceable, match=r"node -16 has no label node.kubernetes.io/instance-type: give it one"):
+        chosen(LLAMA, (), replace(lab, name="-16", labels={}))
+    told = chosen(LLAMA, (), lab, families={"lab-1": "trn1"})
+    assert (told.chosen.site.name, told.target.family.name) == ("lab-1", "trn1")
+    assert "lab-1" in told.target.instance_types
 
 
 def test_a_type_that_the_table_lacks_is_used_by_what_its_node_offers() -> None:
@@ -223,7 +314,10 @@ def test_a_model_that_is_too_large_is_told_the_numbers_and_the_nearest_place() -
     long = refused(deep, ("inf2.24xlarge",), serving={"maxModelLength": 131_072})
     assert re.search(r"; less would fit on .*, with 1 sequence of (16384|32768) tokens$", str(long)), long
     unknown = refused(LLAMA, podTemplate={"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "inf3.xlarge"}}})
-    assert str(unknown).endswith("[node.kubernetes.io/instance-type] of a known family (inf2, trn1, trn2, trn3)")
+    assert str(unknown).endswith(
+        "[node.kubernetes.io/instance-type] of a known family (inf2, trn1, trn2, trn3), or name its family in the "
+        "chart value devices.families, such as {inf3.xlarge: trn1}"
+    )
     huge = refused(msgspec.structs.replace(LARGE, parameters=4 * 10**12, weights_bytes=8 * 10**12), ("trn2.48xlarge",))
     assert str(huge).endswith("; no 64 nodes of any known type hold it")
 

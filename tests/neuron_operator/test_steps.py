@@ -36,7 +36,7 @@ from neuron_operator.decide.pin import pin
 from neuron_operator.decide.steps import STEPS, Known, Step, Task
 from neuron_operator.read.objects import name_of
 from neuron_operator.read.records import Facts, Record
-from neuron_operator.read.world import ClaimFolder, Decision, Object, Place, StorageSettings, World
+from neuron_operator.read.world import ClaimFolder, Decision, JobSettings, Object, Place, StorageSettings, World
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.jobs import check_job, compile_jobs, fetch_job, resolve_job
 from neuron_operator.render.objects import shared
@@ -178,6 +178,43 @@ def test_a_misplaced_step_is_an_internal_error() -> None:
         decide(fresh(), SETTINGS, STEPS[3:])
 
 
+def required_keys(affinity: Object) -> set[str]:
+    terms = affinity.get(names.REQUIRED_AFFINITY, {}).get("nodeSelectorTerms", ())
+    return {rule["key"] for term in terms for rule in term["matchExpressions"]}
+
+
+def preferred_keys(affinity: Object) -> set[str]:
+    terms = affinity.get(names.PREFERRED_AFFINITY, ())
+    return {rule["key"] for term in terms for rule in term["preference"]["matchExpressions"]}
+
+
+def test_replicas_on_cpus_run_where_their_image_does_and_leave_devices_to_others() -> None:
+    def pod(**spec: Any) -> Object:
+        model = parse(body({"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}, **spec}))
+        template: Object = pin(model, msgspec.convert(FACTS, Facts), SETTINGS, 1).template
+        return dict(template["spec"])
+
+    neuron = {names.NEURON_PRESENT_LABEL, names.INSTANCE_TYPE_LABEL}
+    assert pod()["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
+    assert preferred_keys(pod()["affinity"]["nodeAffinity"]) == neuron
+    arm = {"kubernetes.io/arch": "arm64"}
+    assert pod(podTemplate={"spec": {"nodeSelector": arm}})["nodeSelector"] == arm
+    rule = {"key": "kubernetes.io/arch", "operator": "Exists"}
+    ours = {"nodeAffinity": {names.REQUIRED_AFFINITY: {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}}}
+    assert "nodeSelector" not in pod(podTemplate={"spec": {"affinity": ours}})
+    on_device = pod(accelerator={"devices": 1}, engine={"backend": "torch"})
+    assert "nodeSelector" not in on_device
+    assert names.PREFERRED_AFFINITY not in on_device["affinity"]["nodeAffinity"]
+
+
+def test_the_chart_may_name_another_architecture_for_jobs() -> None:
+    arm = {"kubernetes.io/arch": "arm64"}
+    model = parse(body({"model": {"uri": "hf://acme/tiny"}}))
+    job = resolve_job(model, replace(SETTINGS, jobs=JobSettings(node_selector=arm)))
+    assert job["spec"]["template"]["spec"]["nodeSelector"] == arm
+    assert name_of(job) == name_of(resolve_job(model, SETTINGS))
+
+
 def test_jobs_run_where_their_image_does_and_the_long_ones_away_from_devices() -> None:
     claim = Place(persistent_volume_claim=ClaimFolder(claim_name="models"))
     using = replace(SETTINGS, storage=StorageSettings(weights=claim, artifacts=claim))
@@ -198,15 +235,8 @@ def test_jobs_run_where_their_image_does_and_the_long_ones_away_from_devices() -
         (compiling, True),
         (cleaner["spec"]["jobTemplate"], True),
     ):
-        affinity = job["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
-        (term,) = affinity[names.REQUIRED_AFFINITY]["nodeSelectorTerms"]
-        required = {rule["key"]: rule for rule in term["matchExpressions"]}
-        assert required.pop(names.ARCHITECTURE_LABEL) == {
-            "key": "kubernetes.io/arch", "operator": "In", "values": ["amd64"]
-        }  # fmt: skip
-        preferred = {
-            rule["key"]
-            for term in affinity.get("preferredDuringSchedulingIgnoredDuringExecution", ())
-            for rule in term["preference"]["matchExpressions"]
-        }
-        assert (set(required), preferred) == ((neuron, set()) if is_long else (set(), neuron))
+        pod = job["spec"]["template"]["spec"]
+        assert pod["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
+        affinity = pod["affinity"]["nodeAffinity"]
+        required, preferred = required_keys(affinity), preferred_keys(affinity)
+        assert (required, preferred) == ((neuron, set()) if is_long else (set(), neuron))

@@ -270,7 +270,7 @@ def test_without_the_right_the_free_devices_are_unknown() -> None:
 
 def test_the_message_says_when_no_node_has_devices() -> None:
     found = seen(lambda d: unscheduled_pod(d, INSUFFICIENT), free=FreeDevices(NODES[2:]))
-    assert "free: 0 (no ready node offers any)" in condition(found.status, "Ready")["message"]
+    assert "free: 0 (no ready node that it may use offers any)" in condition(found.status, "Ready")["message"]
 
 
 def test_a_request_for_cores_counts_the_cores_of_nodes_for_cores() -> None:

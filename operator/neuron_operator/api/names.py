@@ -27,6 +27,8 @@ PART_OF_LABEL = "app.kubernetes.io/part-of"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
 ARCHITECTURE_LABEL = "kubernetes.io/arch"
+AMD64 = {ARCHITECTURE_LABEL: "amd64"}
+"""What Neuron nodes are, and so the images."""
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
 WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
@@ -39,6 +41,7 @@ UNEXPECTED_ADMISSION = "UnexpectedAdmissionError"
 
 # In a pod's affinity.
 REQUIRED_AFFINITY = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED_AFFINITY = "preferredDuringSchedulingIgnoredDuringExecution"
 
 APP = "neuron-serving"
 MANAGER = "neuron-operator"

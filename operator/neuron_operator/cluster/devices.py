@@ -8,7 +8,7 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 from neuron_operator.api.names import CORE_RESOURCE, DEVICE_RESOURCE
-from neuron_operator.read.world import NodeDevices, Object
+from neuron_operator.read.world import NodeDevices, Object, Taint
 
 
 def node_devices(node: Object, pods: Iterable[Object]) -> NodeDevices:
@@ -17,6 +17,9 @@ def node_devices(node: Object, pods: Iterable[Object]) -> NodeDevices:
     allocatable = status.get("allocatable", {})
     devices, cores = (int(parse_quantity(allocatable.get(name, 0))) for name in (DEVICE_RESOURCE, CORE_RESOURCE))
     pods = tuple(pods)
+    spec = node.get("spec", {})
+    taints = [Taint(t["key"], t.get("value", ""), t["effect"]) for t in spec.get("taints", ()) if t["effect"] in _KEEPS]
+    passing = [taint for taint in taints if taint.key.startswith(_PASSING)]
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))
     return NodeDevices(
         name=metadata["name"],
@@ -25,8 +28,14 @@ def node_devices(node: Object, pods: Iterable[Object]) -> NodeDevices:
         cores=cores,
         free_cores=max(0, cores - sum(requested(pod, CORE_RESOURCE) for pod in pods)),
         labels=metadata.get("labels", {}),
-        schedulable=ready and not node.get("spec", {}).get("unschedulable", False),
+        schedulable=ready and not passing and not spec.get("unschedulable", False),
+        taints=tuple(taint for taint in taints if taint not in passing),
     )
+
+
+_KEEPS = ("NoSchedule", "NoExecute")
+_PASSING = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "karpenter.sh/")
+"""Controllers give and take taints with these keys, as the state of a node changes."""
 
 
 def requested(pod: Object, resource: str) -> int:

@@ -391,7 +391,7 @@ class _Room:
     @property
     def rules(self) -> NodeRules:
         spec = dig(self.revision.template, "spec")
-        return NodeRules.of(dig(spec, "nodeSelector"), dig(spec, "affinity"))
+        return NodeRules.of(spec)
 
     def find(self) -> Mapping[str, str] | None:
         """Labels of nodes of one type in one domain that have room for all members; None: there is none. Empty if

@@ -112,7 +112,7 @@ def _by_room(model: NeuronModel, observed: Observed, revision: Revision) -> Pace
 
 def _has_room(node: NodeDevices, revision: Revision) -> bool:
     spec, placement = dig(revision.template, "spec"), revision.placement
-    if not node.schedulable or not NodeRules.of(dig(spec, "nodeSelector"), dig(spec, "affinity")).accept(node):
+    if not node.schedulable or not NodeRules.of(spec).accept(node):
         return False
     return node.free_devices >= placement.devices and node.free_cores >= placement.cores
 

@@ -11,10 +11,14 @@ SDK. Prices are explained at `InstanceType.price`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from neuron_operator.api.errors import InvalidSpec
+
+NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
 
 GIB = 2**30
 MIB = 2**20
@@ -64,10 +68,27 @@ FAMILIES = {
 }
 
 
-def family_of(instance_type: str) -> Family | None:
-    """By the first word of the type's name, so that new types of a family are known."""
-    found = re.match("|".join(FAMILIES), instance_type)
-    return FAMILIES[found[0]] if found else None
+HYPERPOD = "ml."
+"""SageMaker HyperPod labels its nodes with the name of the type after this."""
+
+
+def family_of(instance_type: str, told: Mapping[str, str] = NOTHING_TOLD) -> Family | None:
+    """By the first word of the type's name, so that new types of a family are known.
+
+    told: families by type, as an administrator names them (the chart value `devices.families`).
+    """
+    found = re.match("|".join(FAMILIES), instance_type.removeprefix(HYPERPOD))
+    return FAMILIES.get(told.get(instance_type) or (found[0] if found else ""))
+
+
+def type_named(label: str) -> InstanceType | None:
+    """The known type that a node has by its label."""
+    return INSTANCE_TYPES.get(label.removeprefix(HYPERPOD))
+
+
+def label_values(types: Iterable[str]) -> list[str]:
+    """What nodes of these types may have as label, sorted."""
+    return sorted({one for name in types for one in (name, *([f"{HYPERPOD}{name}"] if name in INSTANCE_TYPES else []))})
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import product
@@ -17,19 +17,21 @@ from typing import Any
 
 from msgspec import structs
 
+from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec, Unplaceable
+from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.needs import Need
 from neuron_operator.api.reasons import Reason
 from neuron_operator.place import sizing
-from neuron_operator.place.catalog import FAMILIES, INSTANCE_TYPES, Family, family_of
+from neuron_operator.place.catalog import FAMILIES, INSTANCE_TYPES, Family, family_of, type_named
 from neuron_operator.place.sizes import NAME_THE_TYPE, legal_sizes, place
 from neuron_operator.place.sizing import Cores, Load, Memory, Widths, gb
 from neuron_operator.place.target import Target
 from neuron_operator.read.objects import number_of
-from neuron_operator.read.placement import NodeRules, Placement
+from neuron_operator.read.placement import TOLERATES_NEURON, NodeRules, Placement
 from neuron_operator.read.records import Facts
-from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, Settings
+from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, NodeDevices, Settings
 
 USUAL_SEQUENCES = (16, 8, 4, 2, 1)
 """The most that fit are chosen, if the manifest sets no number."""
@@ -82,7 +84,8 @@ class Site:
     @property
     def is_wired(self) -> bool:
         """Whether its nodes have the network over which devices of several nodes compute together."""
-        return self.name in INSTANCE_TYPES and INSTANCE_TYPES[self.name].efa > 0
+        kind = type_named(self.name)
+        return kind is not None and kind.efa > 0
 
     def supply(self, size: int, nodes: int) -> Supply:
         together = Counter(domain for domain, free in self.free if free >= size)
@@ -362,14 +365,14 @@ def choose(
             fitting = tuple(sorted(allowed, key=lambda option: option.order))
             if fitting:
                 rest = tuple(option for option in options if not option.fits)
-                return Choice(asked, _types(fitting[0], free), fitting[0], fitting, rest, is_kept=kept)
+                return Choice(asked, _types(fitting[0], settings, free), fitting[0], fitting, rest, is_kept=kept)
     options = next((options for options in reversed(ranked) if options), ())
     if not options:
         text = f"no node of {', '.join(sorted(site.name for site in sites))} grants {asked.words} to one pod"
         raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text, needs=(Need.FREE_DEVICES,))
     closest = min(options, key=lambda option: (not option.memory.fits, option.memory.total / option.memory.limit))
     if case.is_all_set:
-        return Choice(asked, _types(closest, free), closest, (), options)
+        return Choice(asked, _types(closest, settings, free), closest, (), options)
     raise Unplaceable(
         Reason.MODEL_TOO_LARGE,
         f"the model does not fit on {closest.words}, the best of what may be used: {closest.problem}; "
@@ -549,27 +552,31 @@ class _Case:
         return ""
 
 
-def _types(best: Option, free: FreeDevices | None) -> tuple[str, ...]:
+def _types(best: Option, settings: Settings, free: FreeDevices | None) -> tuple[str, ...]:
     """All types whose nodes can run what is compiled for this one."""
     known = {
         kind.name
         for kind in INSTANCE_TYPES.values()
         if kind.family is best.site.family and kind.host_memory >= best.host.memory and kind.vcpus > best.host.cpus
     }
-    present = {node.instance_type for node in (free and free.nodes) or ()}
-    others = {kind for kind in present - INSTANCE_TYPES.keys() if family_of(kind) is best.site.family}
+    named = {*(node.instance_type for node in (free and free.nodes) or ()), *settings.device_families}
+    others = {
+        kind
+        for kind in named
+        if type_named(kind) is None and family_of(kind, settings.device_families) is best.site.family
+    }
     return tuple(sorted(known | others))
 
 
 def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeDevices | None) -> tuple[Site, ...]:
     """Where the manifest allows it to run. Raises Unplaceable if that is unknown."""
-    overlay = model.spec.pod_template.spec
-    rules = NodeRules.of(overlay.node_selector, overlay.affinity)
-    nodes = [node for node in (free and free.nodes) or () if rules.accept(node)]
+    rules, families = _rules(model), settings.device_families
+    present = (free and free.nodes) or ()
+    nodes = [node for node in present if rules.accept(node)]
     to_buy = (asked.instance_type,) if asked.instance_type else settings.provisionable.instance_types
     found: dict[str, Site] = {}
     for node in nodes:
-        family = family_of(node.instance_type)
+        family = family_of(node.instance_type, families)
         if family is None or not (node.cores if asked.cores else node.devices):
             continue
         before = found.get(node.instance_type)
@@ -580,22 +587,51 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
             site, free=(*site.free, (domain, offered)), is_buyable=node.instance_type in to_buy
         )
     for kind in to_buy:
-        family = family_of(kind)
+        family = family_of(kind, families)
         if kind not in found and family is not None and rules.accept_type(kind):
             found[kind] = _site(kind, family)
     if found and (free is not None or asked.instance_type):
         return tuple(found.values())
-    if asked.instance_type:
-        known = ", ".join(FAMILIES)
+    if asked.instance_type and family_of(asked.instance_type, families) is None:
         text = f"the devices of {asked.instance_type} are unknown, so nothing can be compiled for them: {NAME_THE_TYPE}"
-        text = f"{text} of a known family ({known})"
+        text = f"{text} of a known family ({', '.join(FAMILIES)}), or {_name_family(asked.instance_type)}"
         raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text)
+    left_out = "".join(f"; {why}" for why in dict.fromkeys(_left_out(rules, present, to_buy, families)))
     raise Unplaceable(
         Reason.TOPOLOGY_IMPOSSIBLE,
         "the devices to compile for are unknown, because no node with known devices is found: "
-        f"{NAME_THE_TYPE}, or list types in the chart value provisionable.instanceTypes",
+        f"{NAME_THE_TYPE}, or list types in the chart value provisionable.instanceTypes{left_out}",
         needs=(Need.FREE_DEVICES,),
     )
+
+
+def _rules(model: NeuronModel) -> NodeRules:
+    """The nodes that its pods accept, before they have a place."""
+    spec = as_json(model.spec.pod_template.spec)
+    return NodeRules.of({**spec, "tolerations": [*spec.get("tolerations", ()), TOLERATES_NEURON]})
+
+
+def _left_out(
+    rules: NodeRules, nodes: Iterable[NodeDevices], to_buy: Iterable[str], families: Mapping[str, str]
+) -> Iterator[str]:
+    """Why nodes with devices, and types that can be added, are not used."""
+    for node in nodes:
+        taint, kind = rules.refused_taint(node), node.instance_type
+        if not rules.accept_labels(node.labels):
+            yield f"node {node.name} does not match the selector or affinity in podTemplate.spec"
+        elif taint is not None:
+            yield f"node {node.name} has the taint {taint.words}: tolerate it in podTemplate.spec.tolerations"
+        elif not kind:
+            yield f"node {node.name} has no label {names.INSTANCE_TYPE_LABEL}: give it one"
+        elif family_of(kind, families) is None:
+            yield f"node {node.name} is of type {kind}: {_name_family(kind)}"
+    for kind in to_buy:
+        if family_of(kind, families) is None:
+            yield f"nothing is known of {kind}: {_name_family(kind)}"
+
+
+def _name_family(instance_type: str) -> str:
+    return f"name its family in the chart value devices.families, such as {{{instance_type}: trn1}}"
 
 
 def _site(name: str, family: Family, devices: int = 0) -> Site:
@@ -603,7 +639,7 @@ def _site(name: str, family: Family, devices: int = 0) -> Site:
 
     devices: that a node of it offers; 0: as in the table.
     """
-    kind = INSTANCE_TYPES.get(name)
+    kind = type_named(name)
     if kind is not None:
         return Site(name, family, devices or kind.devices, kind.price, kind.host_memory, kind.vcpus)
     each = min(known.price / known.devices for known in INSTANCE_TYPES.values() if known.family is family)

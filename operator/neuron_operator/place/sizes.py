@@ -12,7 +12,7 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import Unplaceable
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.reasons import Reason
-from neuron_operator.place.catalog import INSTANCE_TYPES, InstanceType
+from neuron_operator.place.catalog import INSTANCE_TYPES, InstanceType, label_values, type_named
 from neuron_operator.read.placement import NodeRules, Placement
 from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, Object, Settings
 
@@ -42,7 +42,7 @@ def legal_sizes(instance_type: str, devices: int, mode: DeviceMode, *, in_cores:
         devices: of the node; 0: unknown.
         in_cores: whether it asks for cores instead of devices.
     """
-    kind = INSTANCE_TYPES.get(instance_type)
+    kind = type_named(instance_type)
     if kind is not None:
         sizes = _sizes(kind, Placement(cores=1) if in_cores else Placement(devices=1), mode)
         return sizes if in_cores else tuple(size for size in sizes if size <= (devices or kind.devices))
@@ -57,7 +57,7 @@ def size_rule(placement: Placement, mode: DeviceMode) -> Object | None:
     refusing = () if placement.instance_type else _refusing(placement, mode)
     if not refusing:
         return None
-    return {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": list(refusing)}
+    return {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": label_values(refusing)}
 
 
 def describe_free(free: FreeDevices | None, placement: Placement, rules: NodeRules) -> str:
@@ -66,7 +66,7 @@ def describe_free(free: FreeDevices | None, placement: Placement, rules: NodeRul
         return "free: unknown (the operator may not list nodes and pods)"
     usable = [node for node in free.nodes if node.schedulable and rules.accept(node)]
     if not usable:
-        return "free: 0 (no ready node offers any)"
+        return "free: 0 (no ready node that it may use offers any)"
     by_node = {node.name: node.free_cores if placement.cores else node.free_devices for node in usable}
     shown = sorted(by_node.items(), key=lambda item: (-item[1], item[0]))[:MAX_NODES_SHOWN]
     more = ", ..." if len(by_node) > len(shown) else ""
@@ -111,7 +111,7 @@ def _check(placement: Placement, mode: DeviceMode) -> None:
     """Raises Unplaceable unless the given instance type, or any if none is given, grants the size."""
     refusing = _refusing(placement, mode)
     if placement.instance_type:
-        if placement.instance_type in refusing:
+        if placement.instance_type in label_values(refusing):
             types = (placement.instance_type,)
             raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, _not_a_size(placement, f"{types[0]} grants", types, mode))
     elif len(refusing) == len(INSTANCE_TYPES):
@@ -121,7 +121,7 @@ def _check(placement: Placement, mode: DeviceMode) -> None:
 
 def _not_a_size(placement: Placement, who_grants: str, types: Iterable[str], mode: DeviceMode) -> str:
     field = "cores" if placement.cores else "devices"
-    sizes = sorted({size for name in types for size in _sizes(INSTANCE_TYPES[name], placement, mode)})
+    sizes = sorted({size for kind in map(type_named, types) if kind for size in _sizes(kind, placement, mode)})
     hint = "; other sizes need the scheduler extension (chart value devices.mode)" if mode == "Plugin" else ""
     return (
         f"spec.accelerator.{field}: {placement.cores or placement.devices} is not a size that {who_grants} to one pod; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neuron_operator.api import names
-from neuron_operator.place.catalog import Family
+from neuron_operator.place.catalog import Family, label_values
 from neuron_operator.place.sizing import Load, Memory
 from neuron_operator.read.placement import counted
 from neuron_operator.read.world import Object
@@ -39,7 +39,7 @@ class Target:
         """The node affinity that keeps a pod on its family; None if the manifest names the type."""
         if not self.instance_types:
             return None
-        return {"key": names.INSTANCE_TYPE_LABEL, "operator": "In", "values": list(self.instance_types)}
+        return {"key": names.INSTANCE_TYPE_LABEL, "operator": "In", "values": label_values(self.instance_types)}
 
     @property
     def words(self) -> str:

@@ -5,13 +5,14 @@ Made by `place/`, which decides them, and by `views`, which reads them back. It 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from neuron_operator.api import names
-from neuron_operator.read.objects import items
-from neuron_operator.read.world import NodeDevices, Object
+from neuron_operator.read.objects import dig, items
+from neuron_operator.read.world import NodeDevices, Object, Taint
 
 
 @dataclass(frozen=True)
@@ -40,41 +41,78 @@ class Placement:
         return f"{held} on each of {self.nodes} nodes" if self.nodes > 1 else held
 
 
+TOLERATES_NEURON: Object = {"key": names.NEURON_TAINT, "operator": "Exists"}
+"""What every pod with devices tolerates."""
+
+
 @dataclass(frozen=True)
 class NodeRules:
-    """The nodes that a pod accepts: its nodeSelector, and its required node affinity."""
+    """The nodes that a pod accepts: its nodeSelector, its required node affinity, and the taints that it tolerates."""
 
     selector: Mapping[str, str]
     terms: tuple[tuple[Mapping[str, Any], ...], ...] = ()
     """Expressions over labels. A node matches all of one term; without terms every node matches."""
+    tolerations: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, selector: Any, affinity: Any) -> NodeRules:
-        """Those of a pod's spec, whatever these fields contain."""
-        terms = items(affinity, "nodeAffinity", names.REQUIRED_AFFINITY, "nodeSelectorTerms")
+    def of(cls, spec: Any) -> NodeRules:
+        """Those of a pod's spec, whatever its fields contain."""
+        selector = dig(spec, "nodeSelector")
+        terms = items(spec, "affinity", "nodeAffinity", names.REQUIRED_AFFINITY, "nodeSelectorTerms")
         return cls(
             selector=selector if isinstance(selector, Mapping) else {},
             terms=tuple(tuple(items(term, "matchExpressions")) for term in terms),
+            tolerations=tuple(items(spec, "tolerations")),
         )
 
     def accept(self, node: NodeDevices) -> bool:
-        return self.selector.items() <= node.labels.items() and (
-            not self.terms or any(all(_holds(rule, node.labels) for rule in term) for term in self.terms)
+        return self.accept_labels(node.labels) and self.refused_taint(node) is None
+
+    def accept_labels(self, labels: Mapping[str, str]) -> bool:
+        return self.selector.items() <= labels.items() and (
+            not self.terms or any(all(_holds(rule, labels) for rule in term) for term in self.terms)
         )
 
+    def refused_taint(self, node: NodeDevices) -> Taint | None:
+        """The first taint of a node that they do not tolerate; None: they tolerate all."""
+        return next((taint for taint in node.taints if not any(_tolerates(t, taint) for t in self.tolerations)), None)
+
     def accept_type(self, instance_type: str) -> bool:
-        """Whether they accept a new node of a type: what other labels it will have is not known."""
-        labels = {names.INSTANCE_TYPE_LABEL: instance_type}
-        return self.selector.get(names.INSTANCE_TYPE_LABEL, instance_type) == instance_type and (
-            not self.terms
-            or any(
-                all(_holds(rule, labels) for rule in term if rule.get("key") == names.INSTANCE_TYPE_LABEL)
-                for term in self.terms
-            )
+        """Whether they accept a new node of a type: what labels it will have that do not follow from its type, is not
+        known."""
+        labels = labels_of_type(instance_type)
+        known = replace(
+            self,
+            selector={key: value for key, value in self.selector.items() if key in labels},
+            terms=tuple(tuple(rule for rule in term if rule.get("key") in labels) for term in self.terms),
         )
+        return known.accept_labels(labels)
 
     def without(self, rule: Object) -> NodeRules:
         return replace(self, terms=tuple(tuple(other for other in term if other != rule) for term in self.terms))
+
+
+def labels_of_type(instance_type: str) -> dict[str, str]:
+    """The labels of a node that follow from its type: of Karpenter and EKS Auto Mode, one for each part of its name."""
+    labels = {names.INSTANCE_TYPE_LABEL: instance_type}
+    found = re.fullmatch(r"(([a-z]+)([0-9]+)[-a-z0-9]*)[.]([-a-z0-9]+)", instance_type)
+    if found:
+        parts = dict(zip(("family", "category", "generation", "size"), found.groups(), strict=True))
+        labels |= {f"{group}/instance-{part}": text for group in _NAMING_TYPES for part, text in parts.items()}
+    return labels
+
+
+_NAMING_TYPES = ("karpenter.k8s.aws", "eks.amazonaws.com")
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: Taint) -> bool:
+    """As the scheduler does: what a toleration leaves out holds for all."""
+    is_exists = toleration.get("operator") == "Exists"
+    return (
+        toleration.get("effect") in (None, "", taint.effect)
+        and (toleration.get("key") == taint.key or (is_exists and not toleration.get("key")))
+        and (is_exists or (toleration.get("value") or "") == taint.value)
+    )
 
 
 def _holds(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:

@@ -510,7 +510,7 @@ def _pod(pod: Object) -> PodView:
         are_containers_ready=conditions.get("ContainersReady", _ABSENT).status == "True",
         readiness_changed=instant(ready.since),
         unready_reason=ready.reason,
-        node_rules=NodeRules.of(dig(pod, "spec", "nodeSelector"), dig(pod, "spec", "affinity")),
+        node_rules=NodeRules.of(dig(pod, "spec")),
         unscheduled=scheduled.message if scheduled.status == "False" else None,
         scheduled=instant(scheduled.since) if scheduled.status == "True" else None,
         disruption=conditions.get("DisruptionTarget", _ABSENT).reason,

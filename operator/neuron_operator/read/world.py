@@ -48,6 +48,20 @@ UPGRADES: tuple[Upgrade, ...] = get_args(Upgrade)
 
 
 @dataclass(frozen=True)
+class Taint:
+    """What keeps pods off a node that do not tolerate it."""
+
+    key: str
+    value: str
+    effect: str
+
+    @property
+    def words(self) -> str:
+        """`key=value:effect`, as kubectl writes it."""
+        return f"{self.key}{f'={self.value}' if self.value else ''}:{self.effect}"
+
+
+@dataclass(frozen=True)
 class NodeDevices:
     """Neuron devices (or cores) of one node: allocatable, and not requested by any pod."""
 
@@ -59,6 +73,9 @@ class NodeDevices:
     free_cores: int
     labels: Mapping[str, str] = field(default_factory=dict)
     schedulable: bool = True
+    """It is ready and not about to leave: neither cordoned nor with a taint of Kubernetes' own controllers."""
+    taints: tuple[Taint, ...] = ()
+    """Those that people and node pools give it for as long as it lives."""
 
     @property
     def instance_type(self) -> str:
@@ -298,6 +315,8 @@ class Settings:
     """Whether running models move to another `runtime_image` by themselves, or with their next edit."""
     groups: GroupSettings = field(default_factory=GroupSettings)
     device_mode: DeviceMode = "Plugin"
+    device_families: Mapping[str, str] = field(default_factory=dict)
+    """Families of devices by instance type, for types whose name does not tell."""
     device_scheduler_name: str = ""
     """The scheduler with the extension; only with PluginWithExtension."""
     network_policy_ingress_from: tuple[Object, ...] = ()

@@ -17,7 +17,7 @@ from neuron_operator.api.model import Jobs, NeuronModel
 from neuron_operator.read.records import Record
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import Object, Place, Settings
-from neuron_operator.render.jobs import NEVER_NEURON
+from neuron_operator.render.jobs import NEVER_NEURON, nodes_for_jobs
 from neuron_operator.render.objects import shared
 from neuron_operator.render.pods import step_pod_template
 from neuron_operator.render.resources import JOB_REQUESTS
@@ -64,7 +64,7 @@ def _claims(revision: Revision) -> Iterator[tuple[Kept, Place]]:
 def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, needed: list[str]) -> Object:
     anybody = replace(model, refresh="", spec=msgspec.structs.replace(model.spec, jobs=Jobs()))
 
-    def template(using: Settings, affinity: Object, *arguments: str) -> Object:
+    def template(using: Settings, nodes: Object, *arguments: str) -> Object:
         return step_pod_template(
             anybody,
             using,
@@ -75,13 +75,13 @@ def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, n
             mounts=(),
             annotations={},
             resources={"requests": JOB_REQUESTS},
-            affinity=affinity,
+            nodes=nodes,
         )
 
     days = str(settings.storage.keep_days)
     rendered = template(
         settings,
-        {"nodeAffinity": NEVER_NEURON},
+        nodes_for_jobs(settings, NEVER_NEURON),
         *("--unused-days", days, "--record", names.TERMINATION_LOG),
         *(("--keep", *needed) if needed else ()),
     )

@@ -14,7 +14,6 @@ from typing import Any
 from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.place.catalog import INSTANCE_TYPES
 from neuron_operator.read.objects import items, owners_of, text
 from neuron_operator.read.records import Facts, Record
 from neuron_operator.read.remembered import remembered
@@ -23,7 +22,15 @@ from neuron_operator.read.world import Object, Place, Settings
 from neuron_operator.render import storage
 from neuron_operator.render.config_document import compiled_part, to_json
 from neuron_operator.render.objects import shared
-from neuron_operator.render.pods import SERVE_COMMAND, compile_image, runtime_image, step_pod_template, target_env
+from neuron_operator.render.pods import (
+    NOT_NEURON,
+    NOT_NEURON_IF_POSSIBLE,
+    SERVE_COMMAND,
+    compile_image,
+    runtime_image,
+    step_pod_template,
+    target_env,
+)
 from neuron_operator.render.resources import CHECK_REQUESTS, JOB_REQUESTS, Requests, compile_requests, fetch_requests
 from neuron_operator.render.storage import Access, fetching, source
 from neuron_operator.render.volumes import Mount
@@ -33,25 +40,8 @@ KEPT_SECONDS = 600
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 600
 """A failed Job is deleted, and created again, after a tenth of the time that its step has been waiting."""
 
-_NOT_NEURON = (
-    {"key": names.NEURON_PRESENT_LABEL, "operator": "DoesNotExist"},
-    {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": sorted(INSTANCE_TYPES)},
-)
-_AMD64 = {"key": names.ARCHITECTURE_LABEL, "operator": "In", "values": ["amd64"]}
-"""What Neuron nodes are, and so the images."""
-
-
-def _only(*expressions: Object) -> Object:
-    return {names.REQUIRED_AFFINITY: {"nodeSelectorTerms": [{"matchExpressions": list(expressions)}]}}
-
-
-PREFER_NOT_NEURON: Object = {
-    **_only(_AMD64),
-    "preferredDuringSchedulingIgnoredDuringExecution": [
-        {"weight": 100, "preference": {"matchExpressions": [expression]}} for expression in _NOT_NEURON
-    ],
-}
-NEVER_NEURON = _only(*_NOT_NEURON, _AMD64)
+PREFER_NOT_NEURON: Object = {names.PREFERRED_AFFINITY: list(NOT_NEURON_IF_POSSIBLE)}
+NEVER_NEURON: Object = {names.REQUIRED_AFFINITY: {"nodeSelectorTerms": [{"matchExpressions": list(NOT_NEURON)}]}}
 
 _DRAINED: Object = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
 """After a drain the Job makes another pod. Any other end fails it: only the operator repeats it, because the Job
@@ -168,6 +158,12 @@ def _compiler(model: NeuronModel, settings: Settings, pinned: Pinned, compiling:
     return compile_image(model, settings) if is_current else compiling.image
 
 
+def nodes_for_jobs(settings: Settings, node_affinity: Mapping[str, Any]) -> Object:
+    """The fields of a Job's pod that choose its node. The chart may name another architecture, that of its images."""
+    selector = {**names.AMD64, **settings.jobs.node_selector}
+    return {"nodeSelector": selector, "affinity": {"nodeAffinity": node_affinity}}
+
+
 def memory_of(job: Object) -> str:
     """The limit that a Job runs with, as a quantity."""
     (container,) = job["spec"]["template"]["spec"]["containers"]
@@ -203,7 +199,7 @@ def shared_job(
     mounts, env = tuple(mounts), tuple(env)
     resources = {"requests": dict(requests), "limits": {name: requests[name] for name in limited}}
 
-    def template(using: Settings, affinity: Object) -> Object:
+    def template(using: Settings, nodes: Object) -> Object:
         return step_pod_template(
             model,
             using,
@@ -215,14 +211,14 @@ def shared_job(
             env=env,
             annotations=annotations or {},
             resources=resources,
-            affinity=affinity,
+            nodes=nodes,
         )
 
     rendered = {
         "backoffLimit": 0,
         "activeDeadlineSeconds": kind.deadline_seconds,
         "podFailurePolicy": {"rules": [_DRAINED]},
-        "template": template(settings, {"nodeAffinity": kind.node_affinity}),
+        "template": template(settings, nodes_for_jobs(settings, kind.node_affinity)),
     }
     # What a manifest says in the words of the default still wins over the installation.
     own_resources = as_json(model.spec.jobs.resources)

@@ -11,10 +11,10 @@ from typing import Any
 from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import ApiKeySecret, NeuronModel, Toleration
-from neuron_operator.place.catalog import INSTANCE_TYPES
+from neuron_operator.place.catalog import INSTANCE_TYPES, label_values, type_named
 from neuron_operator.place.sizes import size_rule
 from neuron_operator.place.target import Target
-from neuron_operator.read.placement import Placement
+from neuron_operator.read.placement import TOLERATES_NEURON, Placement
 from neuron_operator.read.world import DeviceMode, Object, Place, Settings
 from neuron_operator.render.objects import without_empty
 from neuron_operator.render.resources import Requests, overlaid
@@ -46,6 +46,13 @@ SOON_OFF_A_LOST_NODE = tuple(
     for taint in ("not-ready", "unreachable")
 )
 """Instead of Kubernetes' five minutes: what a Job did is resumed elsewhere, and a replica has only to load again."""
+NOT_NEURON: tuple[Object, ...] = (
+    {"key": names.NEURON_PRESENT_LABEL, "operator": "DoesNotExist"},
+    {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": label_values(INSTANCE_TYPES)},
+)
+NOT_NEURON_IF_POSSIBLE: tuple[Object, ...] = tuple(
+    {"weight": 100, "preference": {"matchExpressions": [expression]}} for expression in NOT_NEURON
+)
 TMP = Mount("tmp", names.TMP_DIR, {"emptyDir": {}})
 SHM = Mount(names.SHM_VOLUME, names.SHM_DIR, {"emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}})
 """Where the ranks of a node exchange data; it counts as memory of the pod."""
@@ -129,11 +136,12 @@ def serving_pod_template(
                 "containers": [container],
                 "volumes": [mount.volume for mount in mounts],
                 "nodeSelector": {
+                    **_architecture(model, placement),
                     **overlay.spec.node_selector,
                     **({names.ALLOCATION_LABEL: names.ALLOCATION_CORES} if placement.cores else {}),
                 },
                 "tolerations": [
-                    *([{"key": names.NEURON_TAINT, "operator": "Exists"}] if placement.resources else []),
+                    *([TOLERATES_NEURON] if placement.resources else []),
                     *as_json(overlay.spec.tolerations),
                     *_soon_off_a_lost_node(overlay.spec.tolerations),
                 ],
@@ -167,9 +175,12 @@ def step_pod_template(
     env: Iterable[Object] = (),
     annotations: Mapping[str, str],
     resources: Mapping[str, Any],
-    affinity: Object,
+    nodes: Object,
 ) -> Object:
-    """The pod template of a step's Job on a CPU node, with the chart's `jobs.*`. It names no model."""
+    """The pod template of a step's Job, with the chart's `jobs.*`. It names no model.
+
+    nodes: the fields that choose its node.
+    """
     mounts = (TMP, *mounts, *access.mounts, *_ca_bundle(access, settings))
     container = _container(
         model,
@@ -199,9 +210,8 @@ def step_pod_template(
                 "securityContext": {**POD_SECURITY, **(as_json(overlay.security_context) if has_claim else {})},
                 "containers": [container],
                 "volumes": [mount.volume for mount in mounts],
-                "nodeSelector": settings.jobs.node_selector,
                 "tolerations": [*settings.jobs.tolerations, *SOON_OFF_A_LOST_NODE],
-                "affinity": affinity,
+                **nodes,
             }
         ),
     }
@@ -323,7 +333,7 @@ def _whole(resources: Mapping[str, str]) -> Object:
 
 def _network(instance_type: str) -> Object:
     """The interfaces of a whole node, and the pinned memory that they need."""
-    kind = INSTANCE_TYPES.get(instance_type)
+    kind = type_named(instance_type)
     if kind is None or not kind.efa:
         return {}
     return {names.EFA_RESOURCE: str(kind.efa), names.HUGE_PAGES_RESOURCE: HUGE_PAGES}
@@ -343,7 +353,13 @@ def _spread(model: NeuronModel) -> Mapping[str, Any]:
         {"weight": weight, "podAffinityTerm": {"labelSelector": selector, "topologyKey": key}}
         for key, weight in ((names.HOSTNAME_LABEL, 100), (names.ZONE_LABEL, 50))
     ]
-    return {**overlay.affinity, "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+    return {**overlay.affinity, "podAntiAffinity": {names.PREFERRED_AFFINITY: preferred}}
+
+
+def _architecture(model: NeuronModel, placement: Placement) -> Mapping[str, str]:
+    """That of the images, unless the manifest speaks of it. All nodes with devices have it."""
+    is_told = names.ARCHITECTURE_LABEL in str(model.spec.pod_template.spec.affinity)
+    return {} if placement.resources or is_told else names.AMD64
 
 
 def _node_rules(placement: Placement, target: Target | None, mode: DeviceMode) -> list[Object]:
@@ -357,7 +373,7 @@ def _node_rules(placement: Placement, target: Target | None, mode: DeviceMode) -
 
 def _affinity(affinity: Mapping[str, Any], placement: Placement, rules: list[Object]) -> Object:
     """The affinity, plus the rules for nodes, plus devices and cores on different nodes: the plugin could
-    allocate the same core twice."""
+    allocate the same core twice. What holds no device leaves nodes with devices to others if it can."""
     combined = dict(affinity)
     if placement.cores:
         term = {
@@ -368,8 +384,11 @@ def _affinity(affinity: Mapping[str, Any], placement: Placement, rules: list[Obj
         apart = affinity.get("podAntiAffinity") or {}
         required = [*(apart.get(names.REQUIRED_AFFINITY) or ()), term]
         combined["podAntiAffinity"] = {**apart, names.REQUIRED_AFFINITY: required}
-    if placement.resources and rules:
-        node = affinity.get("nodeAffinity") or {}
+    node = affinity.get("nodeAffinity") or {}
+    if not placement.resources:
+        preferred = [*(node.get(names.PREFERRED_AFFINITY) or ()), *NOT_NEURON_IF_POSSIBLE]
+        combined["nodeAffinity"] = {**node, names.PREFERRED_AFFINITY: preferred}
+    elif rules:
         selector = node.get(names.REQUIRED_AFFINITY) or {}
         terms = [
             # An empty term matches no node.

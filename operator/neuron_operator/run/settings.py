@@ -18,6 +18,7 @@ import msgspec
 
 from neuron_operator.api.errors import OperatorError
 from neuron_operator.cluster.lease import LeaseTimings
+from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.read.world import (
     DEVICE_MODES,
     RUNTIME_UPGRADES,
@@ -102,6 +103,13 @@ def _groups(value: str) -> GroupSettings:
     return msgspec.json.decode(value, type=GroupSettings)
 
 
+def _families(value: str) -> dict[str, str]:
+    found = msgspec.json.decode(value, type=dict[str, str])
+    if unknown := [family for family in found.values() if family not in FAMILIES]:
+        raise ValueError(f"{unknown[0]} is no family of devices; known are {', '.join(FAMILIES)}")
+    return found
+
+
 def _objects(value: str) -> tuple[Object, ...]:
     return msgspec.json.decode(value, type=tuple[Object, ...])
 
@@ -179,6 +187,13 @@ SETTINGS = (
         _one_of(*DEVICE_MODES),
         "Plugin",
         "PluginWithExtension if the Neuron scheduler extension is installed: it allows more device counts",
+    ),
+    _Setting(
+        "device_families",
+        _families,
+        "{}",
+        f"JSON: families of devices by instance type, for types whose name does not tell: {', '.join(FAMILIES)}, e.g. "
+        '{"lab-1": "trn1"}',
     ),
     _Setting("device_scheduler_name", _text, "", "scheduler that has the extension; required with PluginWithExtension"),
     _Setting(

@@ -29,14 +29,14 @@ def compiled_part(config: RuntimeConfig) -> RuntimeConfig:
 
 
 def _marked(struct: msgspec.Struct) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    marked: dict[str, Any] = {}
     for field in msgspec.structs.fields(type(struct)):
         value = getattr(struct, field.name)
         if isinstance(value, msgspec.Struct):
-            found[field.name] = type(value)(**part) if (part := _marked(value)) else type(value)()
+            marked[field.name] = type(value)(**part) if (part := _marked(value)) else type(value)()
         elif any(one is COMPILED for one in get_args(field.type)):
-            found[field.name] = value
-    return found
+            marked[field.name] = value
+    return marked
 
 
 def covered(backend: str, digest: str, needs: Needs) -> dict[str, Any]:

@@ -154,10 +154,10 @@ def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallb
 def _miss(wanted: Wanted, store: Store, remote: RemoteStore | None) -> str:
     cure = "compile it with `neuron-runtime compile`, or serve with --on-artifact-miss compile"
     place = store.folder if remote is None else remote.uri
-    found = nearest(entries_of(store) if remote is None else documents_of(remote), wanted.cover)
-    if found is None:
+    closest = nearest(entries_of(store) if remote is None else documents_of(remote), wanted.cover)
+    if closest is None:
         return f"{place} has no artifact, {wanted.key} is needed: {cure}"
-    entry, differing = found
+    entry, differing = closest
     return (
         f"{place} has no artifact {wanted.key}; the nearest one, {entry.key}, was compiled for something else: "
         f"{joined(differing)}; {cure}"

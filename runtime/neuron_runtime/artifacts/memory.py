@@ -22,8 +22,8 @@ def session_bytes(session: int, proc: Path = PROC) -> int:
             stat = (proc / name / "stat").read_bytes()
             if int(stat.rpartition(b")")[2].split()[SESSION]) != session:
                 continue
-            found = _PSS.search((proc / name / "smaps_rollup").read_bytes())
+            share = _PSS.search((proc / name / "smaps_rollup").read_bytes())
         except OSError:
             continue  # it ended meanwhile
-        total += int(found[1]) * 1024 if found else 0
+        total += int(share[1]) * 1024 if share else 0
     return total

@@ -135,11 +135,11 @@ def nearest(entries: Iterable[Entry], cover: Mapping[str, Any]) -> tuple[Entry, 
     best: tuple[Entry, list[str]] | None = None
     for entry in entries:
         try:
-            found = entry, read_artifact(entry).differences(cover)
+            candidate = entry, read_artifact(entry).differences(cover)
         except Damaged:
             continue
-        if best is None or (len(found[1]), -entry.manifest.created) < (len(best[1]), -best[0].manifest.created):
-            best = found
+        if best is None or (len(candidate[1]), -entry.manifest.created) < (len(best[1]), -best[0].manifest.created):
+            best = candidate
     return best
 
 

@@ -24,14 +24,14 @@ def check_fields(config: RuntimeConfig, accepted: Mapping[str, Collection[Any]])
         accepted: the values of a field, by its path, that mean what the backend does anyway. The default always does.
     """
     document = msgspec.to_builtins(config)
-    found = ConfigProblems()
+    problems = ConfigProblems()
     for field in FIELDS:
         value, values = _value(document, field), accepted.get(field.path, ())
-        with found.collecting():
+        with problems.collecting():
             if value != msgspec.to_builtins(field.value) and value not in values:
                 only = f"accepts only {' or '.join(map(str, values))}" if values else "has no such setting"
                 raise InvalidConfig(f"$.{field.path}", f"the {config.backend} backend {only}: leave it out")
-    found.check()
+    problems.check()
 
 
 def _value(document: Any, field: Field) -> Any:

@@ -51,14 +51,14 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     uri = model_uri(options.uri)
     parse_uri(uri, "URI")
-    found = _to_remote(uri, options) if "://" in options.store else _to_folder(uri, options)
+    entry = _to_remote(uri, options) if "://" in options.store else _to_folder(uri, options)
     seconds = time.monotonic() - began
-    if found.read_bytes:
-        say(f"{uri}: {bytes_text(found.num_bytes)} in {seconds_text(seconds)}")
+    if entry.read_bytes:
+        say(f"{uri}: {bytes_text(entry.num_bytes)} in {seconds_text(seconds)}")
     else:
-        say(f"{uri}: {bytes_text(found.num_bytes)}, nothing to fetch")
-    print(found.address)
-    stored = record.StoredWeights(digest=found.digest, bytes=found.num_bytes, read_bytes=found.read_bytes)
+        say(f"{uri}: {bytes_text(entry.num_bytes)}, nothing to fetch")
+    print(entry.address)
+    stored = record.StoredWeights(digest=entry.digest, bytes=entry.num_bytes, read_bytes=entry.read_bytes)
     return record.success("fetch", seconds=seconds, weights=stored)
 
 

@@ -164,19 +164,19 @@ def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], 
     """
 
     check = check or check_backend
-    found = ConfigProblems()
+    problems = ConfigProblems()
     for row in not_built.rows(Surface.FLAG):
         value = getattr(options, row.name)
-        with found.collecting():
+        with problems.collecting():
             not_built.refuse(Surface.FLAG, row.name, value, at=flag_of(row))
         if value is not None and not row.has_effect:
             say(f"{flag_of(row)} has no effect here: leave it out")
     # A command may have only some of the flags.
-    given = {name: value for name in BY_ARGUMENT if (value := getattr(options, name, None)) is not None}
+    arguments = {name: value for name in BY_ARGUMENT if (value := getattr(options, name, None)) is not None}
     vllm = {"device": options.device, "additional_config": options.additional_config}
-    with found.collecting():
+    with problems.collecting():
         if options.config is not None:
-            if options.model is not None or given or vllm != {"device": None, "additional_config": None}:
+            if options.model is not None or arguments or vllm != {"device": None, "additional_config": None}:
                 raise InvalidConfig(
                     "--config", "cannot be combined with MODEL, model flags or server flags: leave them out"
                 )
@@ -188,10 +188,10 @@ def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], 
             raise InvalidConfig("MODEL", message)
         else:
             with naming(FLAG_NAMES):
-                given = on_this_machine(given, **vllm)
-                config = config_of(model_uri(options.model), given, drain=DRAIN_ON_THE_COMMAND_LINE)
+                arguments = on_this_machine(arguments, **vllm)
+                config = config_of(model_uri(options.model), arguments, drain=DRAIN_ON_THE_COMMAND_LINE)
                 check(config)
-    found.check()
+    problems.check()
     return config
 
 

@@ -141,9 +141,9 @@ def check_backend(config: RuntimeConfig) -> None:
 
 def check_ranks(config: RuntimeConfig, num_ranks: int) -> None:
     """Raises InvalidConfig if the configuration wants more ranks than there are processes for them."""
-    wanted = config.parallelism.tensor
-    if backend_package(config).PROCESS_PER_RANK and wanted not in {0, num_ranks}:
-        message = f"each of {wanted} ranks of the {config.backend} backend is a process: use `neuron-runtime serve`"
+    tensor = config.parallelism.tensor
+    if backend_package(config).PROCESS_PER_RANK and tensor not in {0, num_ranks}:
+        message = f"each of {tensor} ranks of the {config.backend} backend is a process: use `neuron-runtime serve`"
         raise InvalidConfig("$.parallelism.tensor", message)
 
 

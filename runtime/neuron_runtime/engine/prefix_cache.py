@@ -117,13 +117,13 @@ class PrefixCache(Pool):
     def computed(self, keys: Iterable[bytes], blocks: Iterable[int]) -> None:
         """These blocks are full and computed. Of blocks with equal content, the first computed one can be found."""
         for key, block in zip(keys, blocks, strict=True):
-            found = self._block_of.get(key)
-            if found is None:
+            known = self._block_of.get(key)
+            if known is None:
                 self._remember(key, block)
-            elif found == block:
+            elif known == block:
                 self._coming.pop(block, None)
-            elif found in self._coming:
-                self._forget(found)
+            elif known in self._coming:
+                self._forget(known)
                 self._remember(key, block)
 
     def _remember(self, key: bytes, block: int) -> None:

@@ -58,11 +58,11 @@ def _json(text: str) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})
 
 
-def _schema(given: dict[str, Any] | bool | None) -> dict[str, Any]:
+def _schema(schema: dict[str, Any] | bool | None) -> dict[str, Any]:
     """Raises ValueError for the schema that nothing fits."""
-    if given is False:
+    if schema is False:
         raise ValueError("nothing fits the schema `false`")
-    return given if isinstance(given, dict) else {}
+    return schema if isinstance(schema, dict) else {}
 
 
 _SPACE = r"(\r?\n[ \t]{0,40}| )?"
@@ -79,10 +79,10 @@ def _lark(text: str) -> str:
 
 def _structural_tag(text: str) -> str:
     """Free text with tags: behind a trigger the text must be one of the tags that begin with it."""
-    given: dict[str, Any] = json.loads(text)
+    form: dict[str, Any] = json.loads(text)
     tags = []
-    for one in given["structures"]:
-        trigger = next((word for word in given["triggers"] if one["begin"].startswith(word)), None)
+    for one in form["structures"]:
+        trigger = next((word for word in form["triggers"] if one["begin"].startswith(word)), None)
         if trigger is None:
             raise ValueError(f"the tag {one['begin']!r} begins with none of the triggers")
         schema = _schema(one.get("schema")) | {"x-guidance": {"whitespace_pattern": _SPACE}}

@@ -149,9 +149,9 @@ class LLM:
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise InvalidRequest("exactly one of `prompts` and `prompt_token_ids` is required", field="prompts")
-        given = listed(prompts if prompts is not None else prompt_token_ids)
+        requests = listed(prompts if prompts is not None else prompt_token_ids)
         return self._run(
-            given, prompt_fields, sampling_params, priority=priority, lora_request=lora_request, use_tqdm=use_tqdm
+            requests, prompt_fields, sampling_params, priority=priority, lora_request=lora_request, use_tqdm=use_tqdm
         )
 
     def chat(
@@ -197,8 +197,8 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The default parameters: from the model's `generation_config.json`, else vLLM's."""
         defaults = self._admission.defaults.sampling
-        given = {name: value for name in defaults.__struct_fields__ if (value := getattr(defaults, name)) is not None}
-        return SamplingParams(**given)
+        values = {name: value for name in defaults.__struct_fields__ if (value := getattr(defaults, name)) is not None}
+        return SamplingParams(**values)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, loaded by transformers."""
@@ -247,15 +247,15 @@ class LLM:
     def _admit(self, prompt: dict[str, Any], params: SamplingParams, priority: int) -> RunningPrompt:
         """Check a prompt and its parameters completely. Raises InvalidRequest."""
         admission = self._admission
-        given = {**prompt, "priority": priority}
-        text = given.pop("text", None)
-        ask = admitted_completion(admission, params.body(given, admission.limits.max_model_length))
+        fields = {**prompt, "priority": priority}
+        text = fields.pop("text", None)
+        ask = admitted_completion(admission, params.body(fields, admission.limits.max_model_length))
         if params.seed is None and self._seeds:
             seed = self._seeds.getrandbits(MAX_SEED_BITS)
             ask = replace(ask, sampling=tuple(replace(one, seed=seed, seeded=True) for one in ask.sampling))
         number = str(next(self._ids))
         choices = [RunningChoice(index, number, ask, params, admission.tokenizer) for index in range(ask.num_choices)]
-        text = given["prompt"] if isinstance(given["prompt"], str) else text
+        text = fields["prompt"] if isinstance(fields["prompt"], str) else text
         return RunningPrompt(number, text, choices, admission.tokenizer)
 
     def _finish(self, asked: Iterable[RunningPrompt], bar: Any) -> None:

@@ -18,8 +18,8 @@ def listed(prompts: Any) -> list[Prompt]:
     """One or several prompts as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    given = list(prompts)
-    return [given] if given and hasattr(given[0], "__index__") else given
+    values = list(prompts)
+    return [values] if values and hasattr(values[0], "__index__") else values
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
@@ -28,18 +28,18 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
         return {"prompt": prompt}
     if not isinstance(prompt, Mapping):
         return {"prompt": _token_ids(prompt)}
-    given = {name: value for name, value in prompt.items() if value is not None}
-    text, token_ids, salt = (given.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
-    for name in given:
+    fields = {name: value for name, value in prompt.items() if value is not None}
+    text, token_ids, salt = (fields.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
+    for name in fields:
         raise InvalidRequest(f"`{name}` of a prompt is not supported yet: leave it out", field=name)
     if text is None and token_ids is None:
         raise InvalidRequest("a prompt needs `prompt` or `prompt_token_ids`", field="prompt")
     return {"prompt": text if token_ids is None else _token_ids(token_ids), "text": text, "cache_salt": salt}
 
 
-def _token_ids(given: Any) -> list[int]:
+def _token_ids(values: Any) -> list[int]:
     try:
-        return [operator.index(token_id) for token_id in given]
+        return [operator.index(token_id) for token_id in values]
     except TypeError as error:
         message = "a prompt is a text, token ids, or a dict with `prompt` or `prompt_token_ids`"
         raise InvalidRequest(message, field="prompt") from error

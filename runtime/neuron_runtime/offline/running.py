@@ -97,9 +97,9 @@ class RunningPrompt:
 
 
 def _candidates(position: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    found = {position.token_id: (position.logprob, position.rank)}
-    found |= {token_id: (value, rank) for rank, (token_id, value) in enumerate(position.top, start=1)}
+    candidates = {position.token_id: (position.logprob, position.rank)}
+    candidates |= {token_id: (value, rank) for rank, (token_id, value) in enumerate(position.top, start=1)}
     return {
         token_id: Logprob(value, rank, tokenizer.decode((token_id,), skip_special_tokens=False))
-        for token_id, (value, rank) in found.items()
+        for token_id, (value, rank) in candidates.items()
     }

@@ -55,11 +55,11 @@ class SamplingParams(SamplingFields, kw_only=True):
 
         prompt: fields of the prompt, which override these parameters.
         """
-        given = {}
+        fields = {}
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if not refuse(Surface.SAMPLING_PARAMS, name, value):
-                given[name] = value
-        if given["max_tokens"] is None:
-            given["max_tokens"] = max_model_length
-        return typed({**given, **prompt}, CompletionBody)
+                fields[name] = value
+        if fields["max_tokens"] is None:
+            fields["max_tokens"] = max_model_length
+        return typed({**fields, **prompt}, CompletionBody)

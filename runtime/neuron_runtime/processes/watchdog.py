@@ -53,8 +53,8 @@ class StepLimits:
     def seconds(self, graph: str) -> float:
         """Limit of a step of this graph, counted from the end of the previous step."""
         measured = self._measured.get(graph)
-        wanted = self._first_seconds if measured is None else self._factor * measured
-        return min(max(wanted, self.min_seconds), self._max_seconds)
+        expected = self._first_seconds if measured is None else self._factor * measured
+        return min(max(expected, self.min_seconds), self._max_seconds)
 
     def usual_seconds(self, graph: str) -> float:
         """Longest usual duration of such a step: its limit, until one was measured."""

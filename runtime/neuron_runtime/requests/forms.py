@@ -107,15 +107,15 @@ def _of_schemas(kind: FormKind, value: object, field: str) -> Form:
     return form
 
 
-def _of_response_format(given: ResponseFormat, name: str) -> Form:
-    match given.type:
+def _of_response_format(response_format: ResponseFormat, name: str) -> Form:
+    match response_format.type:
         case "json_schema":
-            if given.json_schema is None:
+            if response_format.json_schema is None:
                 raise InvalidRequest(f"`{name}.json_schema` is required with this type", field=name)
-            schema = given.json_schema.schema
+            schema = response_format.json_schema.schema
             return _form("json_schema", {"type": "object"} if schema is None else schema, name)
         case "structural_tag":
-            return _tags({"structures": given.structures, "triggers": given.triggers}, name)
+            return _tags({"structures": response_format.structures, "triggers": response_format.triggers}, name)
         case _:
             return Form("json_schema", ANY_OBJECT, field=name)
 
@@ -160,9 +160,9 @@ class _Tags(msgspec.Struct):
     triggers: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
 
 
-def _tags(given: Any, name: str) -> Form:
+def _tags(value: Any, name: str) -> Form:
     try:
-        tags = msgspec.convert(given, _Tags)
+        tags = msgspec.convert(value, _Tags)
     except (msgspec.ValidationError, RecursionError) as error:
         raise InvalidRequest(f"`{name}`: {error}", field=name) from error
     for tag in tags.structures:
@@ -199,7 +199,7 @@ _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 def _depth(text: str) -> int:
     """Levels of objects and lists of a JSON text."""
     deepest = depth = 0
-    for found in _STRUCTURE.finditer(text):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
+    for bracket in _STRUCTURE.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(bracket[0], 0)
         deepest = max(deepest, depth)
     return deepest

@@ -105,13 +105,13 @@ def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: 
             )
         settings = read_json(path)
         ends |= _token_ids(settings, path)
-    given = {name: _number(settings, row.setting, path) for name, row in PARAMETERS.items() if row.setting}
+    values = {name: _number(settings, row.setting, path) for name, row in PARAMETERS.items() if row.setting}
     if settings.get("do_sample") is False:
-        given["temperature"] = 0.0
+        values["temperature"] = 0.0
     # transformers writes 0 for "no limit".
-    given["max_tokens"] = given["max_tokens"] or None
+    values["max_tokens"] = values["max_tokens"] or None
     try:
-        sampling = typed(given, SamplingFields)
+        sampling = typed(values, SamplingFields)
     except InvalidRequest as error:
         raise FatalError(ExitCode.INVALID_MODEL, f"{path}: {error}") from error
     not_applied = tuple(

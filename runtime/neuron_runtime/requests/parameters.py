@@ -106,11 +106,11 @@ def parameters_of(struct: type[msgspec.Struct]) -> dict[str, Parameter]:
         client_name: replace(
             row,
             acts=row.acts or ACTS.get(name),
-            description=next((one for one in found if isinstance(one, str)), ""),
+            description=next((one for one in annotations if isinstance(one, str)), ""),
         )
         for name, client_name in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
-        for found in [tuple(_annotations(hints[name]))]
-        for row in [next((one for one in found if isinstance(one, Parameter)), Parameter())]
+        for annotations in [tuple(_annotations(hints[name]))]
+        for row in [next((one for one in annotations if isinstance(one, Parameter)), Parameter())]
     }
 
 

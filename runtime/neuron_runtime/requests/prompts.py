@@ -54,15 +54,15 @@ class Prompts:
         return min(known, self.limits.vocabulary_size or known)
 
     def completions(
-        self, given: PromptField, options: CompletionOptions, cut: int | None, max_prompts: int
+        self, prompts: PromptField, options: CompletionOptions, cut: int | None, max_prompts: int
     ) -> tuple[Prompt, ...]:
         """The prompts of a completion request. Raises InvalidRequest."""
         adds_special = options.add_special_tokens is not False
-        return tuple(self.checked(one, adds_special, cut, "prompt") for one in _each(given, max_prompts))
+        return tuple(self.checked(one, adds_special, cut, "prompt") for one in _each(prompts, max_prompts))
 
-    def checked(self, given: str | list[int], adds_special_tokens: bool, cut: int | None, name: str) -> Prompt:
+    def checked(self, content: str | list[int], adds_special_tokens: bool, cut: int | None, name: str) -> Prompt:
         """A prompt that can run. Raises InvalidRequest."""
-        prompt = self.read(given, adds_special_tokens, cut, name)
+        prompt = self.read(content, adds_special_tokens, cut, name)
         limits, count = self.limits, len(prompt.token_ids)
         if not count:
             raise InvalidRequest(f"`{name}` has no tokens: at least one is required", field=name)
@@ -78,22 +78,22 @@ class Prompts:
             check_token_ids(prompt.token_ids, name, self.vocabulary_size)
         return prompt
 
-    def read(self, given: str | list[int], adds_special_tokens: bool, cut: int | None, name: str) -> Prompt:
+    def read(self, content: str | list[int], adds_special_tokens: bool, cut: int | None, name: str) -> Prompt:
         """A prompt of any length. Raises InvalidRequest for unknown ids, and for texts that cannot fit.
 
         Args:
             cut: number of last tokens to keep; None: all.
         """
-        if not isinstance(given, str):
-            check_token_ids(given, name, self.vocabulary_size)
-            return Prompt(tuple(given if cut is None else given[-cut:]))
+        if not isinstance(content, str):
+            check_token_ids(content, name, self.vocabulary_size)
+            return Prompt(tuple(content if cut is None else content[-cut:]))
         if cut is None:
-            self._check_characters(given, name)
-            return Prompt(self.tokenizer.encode(given, adds_special_tokens), given)
+            self._check_characters(content, name)
+            return Prompt(self.tokenizer.encode(content, adds_special_tokens), content)
         # Twice the text that can be kept, so that the kept tokens are the same as those of the whole text.
-        kept = given[-2 * cut * self.tokenizer.longest_token_characters :]
+        kept = content[-2 * cut * self.tokenizer.longest_token_characters :]
         ids = self.tokenizer.encode(kept, adds_special_tokens, max_tokens=cut)
-        return Prompt(ids, given if len(ids) < cut else None)
+        return Prompt(ids, content if len(ids) < cut else None)
 
     def cut(self, asked: int | None, max_tokens: int | None) -> int | None:
         """Number of last tokens of a prompt to keep; None: all. Raises InvalidRequest."""

@@ -76,9 +76,9 @@ class Sampler:
             raise InvalidRequest(message, field=form.field)
         return form
 
-    def _stop_token_ids(self, given: list[int] | None, options: Generate) -> frozenset[int]:
+    def _stop_token_ids(self, ids: list[int] | None, options: Generate) -> frozenset[int]:
         ends = frozenset[int]() if options.ignore_eos else self.defaults.stop_token_ids
-        return token_ids.stop_tokens(given, self.vocabulary_size) | ends
+        return token_ids.stop_tokens(ids, self.vocabulary_size) | ends
 
     def _top_k(self, top_k: int, options: Generate) -> int:
         most = self.limits.max_top_k

@@ -26,12 +26,12 @@ def check_token_ids(token_ids: Sequence[int], name: str, vocabulary_size: int) -
 
 
 def stop_tokens(token_ids: Sequence[int] | None, vocabulary_size: int) -> frozenset[int]:
-    given = frozenset(token_ids or ())
-    if len(given) > MAX_STOP_TOKEN_IDS:
-        message = f"`stop_token_ids` must have at most {MAX_STOP_TOKEN_IDS} ids, got {len(given)}"
+    stops = frozenset(token_ids or ())
+    if len(stops) > MAX_STOP_TOKEN_IDS:
+        message = f"`stop_token_ids` must have at most {MAX_STOP_TOKEN_IDS} ids, got {len(stops)}"
         raise InvalidRequest(message, field="stop_token_ids")
     check_token_ids(token_ids or (), "stop_token_ids", vocabulary_size)
-    return given
+    return stops
 
 
 def bias_entries(logit_bias: Mapping[Any, float] | None, vocabulary_size: int) -> tuple[tuple[int, float], ...]:
@@ -66,13 +66,13 @@ def bad_word_sequences(words: Iterable[str] | None, tokenizer: Tokenizer) -> tup
     The second is often a single token where the first is several, and the one that models use. vLLM bans it only if
     both have equal length, https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html.
     """
-    given = list(dict.fromkeys(words or ()))
-    if len(given) > MAX_BAD_WORDS:
+    distinct = list(dict.fromkeys(words or ()))
+    if len(distinct) > MAX_BAD_WORDS:
         raise InvalidRequest(
-            f"`bad_words` must have at most {MAX_BAD_WORDS} words, got {len(given)}", field="bad_words"
+            f"`bad_words` must have at most {MAX_BAD_WORDS} words, got {len(distinct)}", field="bad_words"
         )
     sequences: dict[tuple[int, ...], None] = {}
-    for word in given:
+    for word in distinct:
         if not 1 <= len(word) <= MAX_BAD_WORD_CHARACTERS:
             message = f"each of `bad_words` must have 1 to {MAX_BAD_WORD_CHARACTERS} characters, got {len(word)}"
             raise InvalidRequest(message, field="bad_words")

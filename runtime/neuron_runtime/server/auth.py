@@ -69,8 +69,8 @@ def parse_keys(raw: bytes, source: str, flag: str = FILE_FLAG) -> tuple[bytes, .
             raise InvalidConfig(flag, message)
     keys = tuple(filter(None, lines))
     if not 1 <= len(keys) <= MAX_KEYS or len(raw) > MAX_FILE_BYTES:
-        wanted = f"from 1 to {MAX_KEYS} keys, one per line, in at most {MAX_FILE_BYTES // 1024} KiB"
-        raise InvalidConfig(flag, f"{source} must contain {wanted}; it has {len(keys)} in {len(raw)} bytes")
+        rule = f"from 1 to {MAX_KEYS} keys, one per line, in at most {MAX_FILE_BYTES // 1024} KiB"
+        raise InvalidConfig(flag, f"{source} must contain {rule}; it has {len(keys)} in {len(raw)} bytes")
     return keys
 
 
@@ -98,11 +98,11 @@ class ApiKeys:
             self._check_at = now + CHECK_SECONDS
             self._reload_if_changed()
         digest = _digest(presented)
-        found = None
+        match = None
         for number, known in enumerate(self._digests, 1):
             if hmac.compare_digest(known, digest):
-                found = number
-        return found
+                match = number
+        return match
 
     def _reload_if_changed(self) -> None:
         try:

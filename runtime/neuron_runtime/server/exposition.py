@@ -38,11 +38,11 @@ _GZIP_LEVEL = 5
 
 def chosen_format(accept: str) -> Format:
     """The most wanted format of an Accept header, of equal ones the first; text if it names none."""
-    chosen, wanted = TEXT, 0.0
+    chosen, highest = TEXT, 0.0
     for name, parameters in _elements(accept):
         known = _FORMATS.get((name, parameters.get("version", "")))
-        if known is not None and (quality := _quality(parameters)) > wanted:
-            chosen, wanted = known, quality
+        if known is not None and (quality := _quality(parameters)) > highest:
+            chosen, highest = known, quality
     return chosen
 
 

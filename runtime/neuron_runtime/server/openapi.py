@@ -169,21 +169,21 @@ def _members(kind: Struct | str | None) -> tuple[type[msgspec.Struct], ...]:
 
 
 def _structs(operation: Operation) -> set[type[msgspec.Struct]]:
-    found = {operation.body, operation.event, operation.answer, *_failures(operation, True).values()}
-    return {one for kind in found for one in _members(kind)}
+    structs = {operation.body, operation.event, operation.answer, *_failures(operation, True).values()}
+    return {one for kind in structs for one in _members(kind)}
 
 
 def _reachable(kinds: Iterable[Any]) -> set[type[msgspec.Struct]]:
     """These Structs, and all in the types of their fields."""
-    found, waiting = set[type[msgspec.Struct]](), list(kinds)
+    reachable, waiting = set[type[msgspec.Struct]](), list(kinds)
     while waiting:
         kind = waiting.pop()
         if not isinstance(kind, type):
             waiting += get_args(kind)
-        elif issubclass(kind, msgspec.Struct) and kind not in found:
-            found.add(kind)
+        elif issubclass(kind, msgspec.Struct) and kind not in reachable:
+            reachable.add(kind)
             waiting += get_type_hints(kind).values()
-    return found
+    return reachable
 
 
 def _failures(operation: Operation, has_keys: bool) -> dict[int, Struct]:

@@ -127,8 +127,8 @@ def attributes(exchange: Exchange) -> dict[str, str | int | float | bool | list[
 
 def _text(headers: Mapping[bytes, bytes]) -> dict[str, str]:
     """The headers of the caller's trace (W3C trace context)."""
-    wanted = (b"traceparent", b"tracestate")
-    return {name.decode(): headers[name].decode("latin-1") for name in wanted if name in headers}
+    names = (b"traceparent", b"tracestate")
+    return {name.decode(): headers[name].decode("latin-1") for name in names if name in headers}
 
 
 class _Complaint(logging.Handler):

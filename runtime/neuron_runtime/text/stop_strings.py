@@ -36,13 +36,13 @@ class StopStrings:
         if self.stopped is not None:
             return ""
         text, num_held = self._held + piece, len(self._held)
-        found = [
+        positions = [
             (at + len(stop), at, stop)
             for stop in self._stops
             if (at := text.find(stop, max(num_held + 1 - len(stop), 0))) >= 0
         ]
-        if found and may_stop:
-            end, at, self.stopped = min(found)
+        if positions and may_stop:
+            end, at, self.stopped = min(positions)
             self._held = ""
             return text[: end if self._include else at]
         keep = num_possible_start_characters(text, self._stops)

@@ -142,8 +142,8 @@ class _Spelling:
     def joined_bytes(self, spelled: str) -> bytes:
         """Bytes of an entry by the rules of a byte-level decoder, which treats added tokens like others."""
         known = (_BYTE_LEVEL.get(one) for one in spelled)
-        found = [one for one in known if one is not None]
-        return bytes(found) if len(found) == len(spelled) else spelled.encode()
+        parts = [one for one in known if one is not None]
+        return bytes(parts) if len(parts) == len(spelled) else spelled.encode()
 
     def to_bytes(self, token_id: int, spelled: str) -> bytes:
         if token_id in self._added:

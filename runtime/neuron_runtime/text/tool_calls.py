@@ -140,8 +140,8 @@ class _Text:
         """Take the text before the first of these marks, which stays. Raises _NotACall at the end of the text."""
         parts: list[str] = []
         while True:
-            if found := [at for mark in marks if (at := self.rest.find(mark)) >= 0]:
-                return "".join((*parts, self.take(min(found))))
+            if positions := [at for mark in marks if (at := self.rest.find(mark)) >= 0]:
+                return "".join((*parts, self.take(min(positions))))
             if self.ended:
                 raise _NotACall
             parts.append(self.take(len(self.rest) - num_possible_start_characters(self.rest, marks)))
@@ -170,16 +170,16 @@ def _value(text: _Text) -> Iterator[str | _Wait]:
         yield text.take(end.start())
         return
     while True:
-        found = (_IN_STRING if quoted else _BETWEEN).search(text.rest, at)
-        if found is None or (found[0] == "\\" and found.end() == len(text.rest)):
-            yield text.take(len(text.rest) if found is None else found.start())
+        match = (_IN_STRING if quoted else _BETWEEN).search(text.rest, at)
+        if match is None or (match[0] == "\\" and match.end() == len(text.rest)):
+            yield text.take(len(text.rest) if match is None else match.start())
             if text.ended:
                 raise _NotACall
             at = 0
             yield MORE
             continue
-        at = found.end()
-        match found[0]:
+        at = match.end()
+        match match[0]:
             case "\\":
                 at += 1
             case '"':
@@ -195,13 +195,13 @@ def _value(text: _Text) -> Iterator[str | _Wait]:
 
 def _collect(parts: Iterable[str | _Wait]) -> Generator[_Wait, None, str]:
     """All text of a value."""
-    found = []
+    values = []
     for part in parts:
         if part is MORE:
             yield MORE
         else:
-            found.append(part)
-    return "".join(found)
+            values.append(part)
+    return "".join(values)
 
 
 def _string(raw: str) -> str:
@@ -444,15 +444,15 @@ def _parentheses(text: _Text) -> Generator[_Wait, None, str]:
     """Take the text in parentheses, with them. Raises _NotACall."""
     depth, quote, at = 0, "", 0
     while True:
-        found = (_PYTHON_TEXT if quote else _PYTHON).search(text.rest, at)
-        if found is None or (found[0] == "\\" and found.end() == len(text.rest)):
+        match = (_PYTHON_TEXT if quote else _PYTHON).search(text.rest, at)
+        if match is None or (match[0] == "\\" and match.end() == len(text.rest)):
             if text.ended:
                 raise _NotACall
-            at = len(text.rest) if found is None else found.start()
+            at = len(text.rest) if match is None else match.start()
             yield MORE
             continue
-        at = found.end()
-        character = found[0]
+        at = match.end()
+        character = match[0]
         if character == "\\":
             at += 1
         elif quote or character in "\"'":

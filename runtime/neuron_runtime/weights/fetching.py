@@ -137,8 +137,8 @@ def fetch(
             if entry := store.sound(key):
                 return entry
         if remote is not None:
-            wanted = is_part if with_weights else is_small
-            if entry := remote.download(digest, store, report, into=digest + suffix, wanted=wanted):
+            is_needed = is_part if with_weights else is_small
+            if entry := remote.download(digest, store, report, into=digest + suffix, wanted=is_needed):
                 return entry
         if on_miss == "fail":
             places = f"{store.folder}" if remote is None else f"{store.folder} or {remote.uri}"
@@ -192,10 +192,10 @@ def supply(
         digest = Attempts(source, tools.sleep)(source.listing).digest
     if KEY.fullmatch(digest) and (present := remote.intact(digest)):
         return Fetched(remote.uri_of(digest), digest, present.manifest.num_bytes)
-    found = fetch(uri, scratch, report, digest, source, tools=tools)
-    if entry := scratch.find(found.digest):
+    supplied = fetch(uri, scratch, report, digest, source, tools=tools)
+    if entry := scratch.find(supplied.digest):
         remote.upload(entry, report_upload)
-    return Fetched(remote.uri_of(found.digest), found.digest, found.num_bytes, found.read_bytes)
+    return Fetched(remote.uri_of(supplied.digest), supplied.digest, supplied.num_bytes, supplied.read_bytes)
 
 
 def materialize(
@@ -223,7 +223,7 @@ def materialize(
         shown = True
         progress(stage, min(0.999, amount.done_bytes / max(1, amount.total_bytes)))
 
-    found = fetch(
+    entry = fetch(
         model.uri,
         Store(weights_dir),
         report,
@@ -237,7 +237,7 @@ def materialize(
     )
     if shown:
         progress(stage, 1.0)
-    return found.folder
+    return entry.folder
 
 
 def open_remote(uri: str, field: str = "--weights-store") -> RemoteStore:
@@ -289,8 +289,8 @@ def described(
     """
     source = parse_uri(model.uri)
     if isinstance(source, ModelInPlace):
-        found = _in_place(model.uri, folder_of(source), model.digest, with_weights, no_check)
-        yield found.folder, found.digest
+        in_place = _in_place(model.uri, folder_of(source), model.digest, with_weights, no_check)
+        yield in_place.folder, in_place.digest
         return
     uri, digest = model.uri, model.digest
     if KEY.fullmatch(digest):

@@ -91,6 +91,6 @@ class FileHash:
         """What differs from the source's statement, "" if nothing does."""
         if self._check is None:
             return ""
-        found, wanted = (self._stated or self._own).digest().hex(), self._check
-        name = "git id" if wanted.algorithm == "git" else wanted.algorithm + (" in parts" if wanted.part_bytes else "")
-        return "" if found == wanted.value else f"its {name} is {found}, the source states {wanted.value}"
+        computed, stated = (self._stated or self._own).digest().hex(), self._check
+        name = "git id" if stated.algorithm == "git" else stated.algorithm + (" in parts" if stated.part_bytes else "")
+        return "" if computed == stated.value else f"its {name} is {computed}, the source states {stated.value}"

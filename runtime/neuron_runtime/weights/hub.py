@@ -113,18 +113,18 @@ class HubSource:
     @contextmanager
     def _read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
         url = hf_hub_url(self.model.repository, file.name, revision=listing.digest, endpoint=self.endpoint)
-        wanted = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        ranged = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         address = self._addresses.get(file.name)
-        headers = wanted if address else {**build_hf_headers(token=self.token or False), **wanted}
+        headers = ranged if address else {**build_hf_headers(token=self.token or False), **ranged}
         with _opened(address or url, headers) as (response, blocks):
             status: int = response.status_code
             if address and 400 <= status < 500 and status not in RETRIED_STATUSES:
                 self._addresses.pop(file.name, None)
                 raise _StaleAddress(f"the address of {file.name} has expired ({status})")
             hf_raise_for_status(response)
-            found = response.headers
+            received = response.headers
             check_range(
-                status, found.get("Content-Range", ""), found.get("Content-Encoding", ""), begin, file.num_bytes
+                status, received.get("Content-Range", ""), received.get("Content-Encoding", ""), begin, file.num_bytes
             )
             final = str(response.url)
             if urlsplit(final).netloc != urlsplit(url).netloc:

@@ -169,10 +169,10 @@ class RemoteStore:
         manifest = self._manifest(key)
         if manifest is None:
             return None
-        found = {item.name: item for item in self.objects(f"{key}/{manifest.content}/")}
+        by_name = {item.name: item for item in self.objects(f"{key}/{manifest.content}/")}
         files = {}
         for file in manifest.files:
-            item = found.get(f"{manifest.content}/{file.name}")
+            item = by_name.get(f"{manifest.content}/{file.name}")
             if item is None:
                 raise Damaged(self.uri_of(key), f"{file.name} is missing", self.kind)
             if item.num_bytes != file.bytes:
@@ -225,8 +225,8 @@ class RemoteStore:
         check_manifest(manifest, self.uri_of(key), self.kind)
         store.prepare()
         with store.lock(into, WaitingLine(self.uri_of(key))) as work:
-            if found := store.sound(into, replace=True):
-                return found
+            if sound := store.sound(into, replace=True):
+                return sound
             files = tuple(file for file in manifest.files if wanted(file.name))
             listing = Listing(entry.manifest.content, entry.files)
             source = _EntrySource(self._place, self._below(f"{key}/{entry.manifest.content}"), entry, self.kind)
@@ -363,8 +363,8 @@ class RemoteStore:
                 num_bytes = sum(item.num_bytes for item in items)
                 if not dry_run:
                     # Somebody may have found it since.
-                    found = _used(list(self.objects(f"{key}/")))
-                    if found is None or now() - found < unused_seconds:
+                    used_since = _used(list(self.objects(f"{key}/")))
+                    if used_since is None or now() - used_since < unused_seconds:
                         continue
                     self.discard(key)
                 yield Pruned(key, num_bytes, f"unused for {(now() - used) / DAY_SECONDS:.0f} days")
@@ -413,16 +413,16 @@ class RemoteStore:
 
         def difference(name: str) -> str:
             file = entry.files[name]
-            found = FileHash(file.num_bytes, source.check(listing, file))
+            contents = FileHash(file.num_bytes, source.check(listing, file))
             for begin in range(0, file.num_bytes, self._limits.chunk_bytes):
                 end = min(begin + self._limits.chunk_bytes, file.num_bytes)
-                found.update(attempts(partial(read, file, begin, end)))
+                contents.update(attempts(partial(read, file, begin, end)))
                 progress(end - begin)
-            return found.difference()
+            return contents.difference()
 
         with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="verify") as pool:
-            found = zip(entry.files, pool.map(difference, entry.files), strict=True)
-            return [f"{name}: {what}" for name, what in found if what]
+            compared = zip(entry.files, pool.map(difference, entry.files), strict=True)
+            return [f"{name}: {what}" for name, what in compared if what]
 
     def _mark(self, key: str) -> None:
         """Note that an entry is used now. Makes one attempt and raises the errors of the client library."""

@@ -129,15 +129,15 @@ class Entry:
         for file in self.manifest.files:
             path = self.folder / file.name
             try:
-                found = path.lstat()
+                status = path.lstat()
             except OSError as error:
                 return f"{file.name}: {error.strerror}"
             if path.parent != self.folder and path.parent.resolve() != self.folder.resolve() / Path(file.name).parent:
                 return f"{file.name} is behind a symbolic link"
-            if not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(status.st_mode):
                 return f"{file.name} is not a regular file"
-            if found.st_size != file.bytes:
-                return f"{file.name} has {found.st_size:,} bytes instead of {file.bytes:,}"
+            if status.st_size != file.bytes:
+                return f"{file.name} has {status.st_size:,} bytes instead of {file.bytes:,}"
         return ""
 
     def verify(self, progress: Callable[[int], None], large_bytes: int | None = None) -> list[str]:
@@ -154,10 +154,10 @@ class Entry:
         for file in self.manifest.files:
             if large_bytes is not None and file.bytes > large_bytes:
                 continue
-            found, num_bytes = FileHash(file.bytes, None), 0
+            contents, num_bytes = FileHash(file.bytes, None), 0
             try:
                 for block in read_blocks(self.folder / file.name, 0, file.bytes + 1, buffer):
-                    found.update(block)
+                    contents.update(block)
                     num_bytes += len(block)
                     progress(len(block))
             except OSError as error:
@@ -165,8 +165,8 @@ class Entry:
                 continue
             if num_bytes != file.bytes:
                 wrong.append(f"{file.name} has {num_bytes:,} bytes instead of {file.bytes:,}")
-            elif found.sha256 != file.sha256:
-                wrong.append(f"{file.name}: its sha256 is {found.sha256}, the manifest has {file.sha256}")
+            elif contents.sha256 != file.sha256:
+                wrong.append(f"{file.name}: its sha256 is {contents.sha256}, the manifest has {file.sha256}")
         return wrong
 
 
@@ -394,7 +394,7 @@ class Store:
 
     def partials(self) -> list[Partial]:
         """All unfinished downloads."""
-        found = []
+        partials = []
         for name in self._names(self.folder / PARTIAL):
             if not KEY.fullmatch(name.partition(".")[0]):
                 continue
@@ -405,8 +405,8 @@ class Store:
                         status = os.lstat(path)
                         num_bytes += status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
                         written = max(written, status.st_mtime)
-            found.append(Partial(name, self.folder / PARTIAL / name, num_bytes, written))
-        return found
+            partials.append(Partial(name, self.folder / PARTIAL / name, num_bytes, written))
+        return partials
 
     def _names(self, folder: Path) -> list[str]:
         try:
@@ -552,11 +552,11 @@ def _unused(folder: Path, now: float) -> float:
 
 def names_below(folder: Path) -> set[str]:
     """Paths of everything in a folder and its subfolders, except the subfolders. Links are not followed."""
-    found = set()
+    paths = set()
     for base, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(base, name))]
-        found |= {os.path.relpath(os.path.join(base, name), folder) for name in (*files, *links)}
-    return found
+        paths |= {os.path.relpath(os.path.join(base, name), folder) for name in (*files, *links)}
+    return paths
 
 
 def bytes_in(folder: Path) -> int:

@@ -148,8 +148,8 @@ class _Target:
             self._busy = True
             return self._waiting.pop(self._next)
 
-    def _end(self, found: FileHash) -> str:
-        difference = found.difference()
+    def _end(self, contents: FileHash) -> str:
+        difference = contents.difference()
         if difference:
             self.path.unlink(missing_ok=True)
         else:
@@ -158,7 +158,7 @@ class _Target:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            self.sha256 = found.sha256
+            self.sha256 = contents.sha256
         return difference
 
 

@@ -276,10 +276,10 @@ def _draw_restricted(scores: Scores, draws: Draws) -> IntArray:
         tried = np.flatnonzero(left & (needed <= width) & (for_unbounded | ~unbounded))
         if len(tried):
             rows = torch.from_numpy(tried)
-            found, complete, needed[tried] = _draw_among_likeliest(
+            drawn, complete, needed[tried] = _draw_among_likeliest(
                 scores.rows(rows), kept.rows(rows), number[rows], width
             )
-            tokens[tried[complete]] = found[complete]
+            tokens[tried[complete]] = drawn[complete]
             left[tried[complete]] = False
     rest = np.flatnonzero(left)
     if len(rest):
@@ -418,12 +418,12 @@ class _Row:
                     return float(np.partition(logits[between], -last)[-last])
                 if at == high:
                     break
-            found = self.mass(float(pivots[at]))
+            above_it = self.mass(float(pivots[at]))
             # Equal pivots have the same mass above them.
-            if found >= target:
-                high, within = int(np.searchsorted(-pivots, -pivots[at])), found
+            if above_it >= target:
+                high, within = int(np.searchsorted(-pivots, -pivots[at])), above_it
             else:
-                low, above = int(np.searchsorted(-pivots, -pivots[at], side="right")) - 1, found
+                low, above = int(np.searchsorted(-pivots, -pivots[at], side="right")) - 1, above_it
         return float(pivots[high])
 
 
@@ -455,7 +455,7 @@ def logprobs(scores: Scores, tokens: IntArray, num_alternatives: IntArray) -> li
     # Floats are several times as fast to add up as booleans.
     likelier = [torch.gt(some, logits[rows], out=buffer[: len(some)]).sum(dim=-1) for rows, some in scores.parts()]
     values, ids = scores.likeliest(max(1, int(num_alternatives.max(initial=0))))
-    found = zip(
+    columns = zip(
         tokens.tolist(),
         (logits - whole).squeeze(1).tolist(),
         torch.cat(likelier).int().tolist(),
@@ -466,7 +466,7 @@ def logprobs(scores: Scores, tokens: IntArray, num_alternatives: IntArray) -> li
     )
     return [
         TokenLogprobs(token, value, tuple(zip(best[:count], values_of_best[:count], strict=True)), rank + 1)
-        for token, value, rank, values_of_best, best, count in found
+        for token, value, rank, values_of_best, best, count in columns
     ]
 
 

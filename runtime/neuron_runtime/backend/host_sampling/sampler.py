@@ -72,15 +72,15 @@ class HostSampler:
         changed = self._adjustments.adjusted(slots, positions)
         if only:
             changed = np.union1d(changed, list(only))
-        wanted = np.flatnonzero(table.num_logprobs[slots] >= 0)
-        if not (len(changed) or len(wanted) or table.temperature[slots].any()):
+        reported_rows = np.flatnonzero(table.num_logprobs[slots] >= 0)
+        if not (len(changed) or len(reported_rows) or table.temperature[slots].any()):
             return Chosen(drawing.best(logits), [])
         weighed_at = drawing.weighed_at(table, slots, logits.shape[1])
         unchanged_at = weighed_at.copy()
         unchanged_at[changed] = 0.0
         scores = Scores.of(logits, unchanged_at)
         drawing.check_finite(scores)
-        reported = scores.rows(torch.from_numpy(wanted)) if len(wanted) else None
+        reported = scores.rows(torch.from_numpy(reported_rows)) if len(reported_rows) else None
         if len(changed):
             # Log-probabilities are reported from the model's own logits, before adjustments.
             reported = reported and reported.copy()
@@ -90,11 +90,11 @@ class HostSampler:
         self._adjustments.record(slots, tokens)
         if reported is None:
             return Chosen(tokens, [])
-        found: list[TokenLogprobs | None] = [None] * len(tokens)
-        of_wanted = drawing.logprobs(reported, tokens[wanted], table.num_logprobs[slots[wanted]])
-        for i, one in zip(wanted.tolist(), of_wanted, strict=True):
-            found[i] = one
-        return Chosen(tokens, found)
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        of_wanted = drawing.logprobs(reported, tokens[reported_rows], table.num_logprobs[slots[reported_rows]])
+        for i, one in zip(reported_rows.tolist(), of_wanted, strict=True):
+            logprobs[i] = one
+        return Chosen(tokens, logprobs)
 
 
 def logprobs_of(logits: torch.Tensor, tokens: IntArray, num_alternatives: int) -> list[TokenLogprobs]:

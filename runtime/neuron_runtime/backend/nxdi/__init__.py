@@ -35,8 +35,8 @@ PROCESS_PER_RANK = False
 
 def needs_weights(config: RuntimeConfig) -> bool:
     """A sharded checkpoint is part of the artifact."""
-    given = given_folder()
-    return not compiler_reads_weights(config) and not (given is not None and holds_weights(given))
+    folder = given_folder()
+    return not compiler_reads_weights(config) and not (folder is not None and holds_weights(folder))
 
 
 def compiler_reads_weights(config: RuntimeConfig) -> bool:

@@ -53,19 +53,21 @@ def log_uniform(low: int, high: int, num_points: int = 256) -> Lengths:
 
 def longest_of(lengths: Lengths, count: int) -> Lengths:
     """The distribution of the longest of `count` independent lengths: it decides the bucket of a decode step."""
-    found, before = [], 0.0
+    distribution, before = [], 0.0
     for length, probability in lengths:
         up_to = before + probability
-        found.append((length, min(up_to, 1.0) ** count - min(before, 1.0) ** count))
+        distribution.append((length, min(up_to, 1.0) ** count - min(before, 1.0) ** count))
         before = up_to
-    return tuple(found)
+    return tuple(distribution)
 
 
 def contexts_of(lengths: Lengths, rows: int) -> Lengths:
     """Lengths of the longest context in a decode step; every order of magnitude of rows is equally likely."""
     counts = [1 << at for at in range(rows.bit_length())]
-    found = [longest_of(lengths, count) for count in counts]
-    return tuple((length, sum(one[at][1] for one in found) / len(counts)) for at, (length, _) in enumerate(lengths))
+    distributions = [longest_of(lengths, count) for count in counts]
+    return tuple(
+        (length, sum(one[at][1] for one in distributions) / len(counts)) for at, (length, _) in enumerate(lengths)
+    )
 
 
 def prefill_cost(size: int) -> float:
@@ -127,7 +129,7 @@ def choose(
     # best[j]: least cost of the lengths up to sizes[j] if sizes[j] is a bucket; one table per number of buckets.
     best = [above[j + 1] * costs[j] for j in range(last + 1)]
     chains: list[tuple[int, ...]] = [(j,) for j in range(last + 1)]
-    chosen, found = best[last], chains[last]
+    chosen, chain = best[last], chains[last]
     for _ in range(min(max_buckets, len(sizes)) - 1):
         following, longer = list(best), list(chains)
         for j in range(1, last + 1):
@@ -137,8 +139,8 @@ def choose(
         best, chains = following, longer
         if best[last] > chosen * (1 - MIN_SAVING):
             break
-        chosen, found = best[last], chains[last]
-    return tuple(sizes[j] for j in found)
+        chosen, chain = best[last], chains[last]
+    return tuple(sizes[j] for j in chain)
 
 
 def _candidates(least: int, largest: int, multiple: int) -> list[int]:

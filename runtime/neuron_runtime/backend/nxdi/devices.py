@@ -110,16 +110,16 @@ def find_target(
         FatalError: TOPOLOGY_IMPOSSIBLE if the node has logical cores of another size than the configuration.
     """
     platform = _platform(environment, sys, ask)
-    wanted, given = _wanted_logical_core(config), environment.get(LOGICAL_CORE_VARIABLE, "")
-    if given and given not in ("1", "2"):
-        raise InvalidConfig(LOGICAL_CORE_VARIABLE, f"must be 1 or 2, got {given!r}")
-    if given and wanted and int(given) != wanted:
+    configured, of_node = _wanted_logical_core(config), environment.get(LOGICAL_CORE_VARIABLE, "")
+    if of_node and of_node not in ("1", "2"):
+        raise InvalidConfig(LOGICAL_CORE_VARIABLE, f"must be 1 or 2, got {of_node!r}")
+    if of_node and configured and int(of_node) != configured:
         raise FatalError(
             ExitCode.TOPOLOGY_IMPOSSIBLE,
-            f"$.accelerator.logicalNeuronCore: is {wanted}, but {LOGICAL_CORE_VARIABLE} is {given}, as the node is set "
-            "up: both must be the same",
+            f"$.accelerator.logicalNeuronCore: is {configured}, but {LOGICAL_CORE_VARIABLE} is {of_node}, as the node "
+            "is set up: both must be the same",
         )
-    logical_core = wanted or int(given or platform.logical_core)
+    logical_core = configured or int(of_node or platform.logical_core)
     if logical_core not in platform.logical_cores:
         message = f"{platform.name} has no logical cores of {logical_core} physical ones: leave it out, or set 1"
         raise InvalidConfig("$.accelerator.logicalNeuronCore", message)
@@ -141,25 +141,25 @@ def _platform(environment: Mapping[str, str], sys: Path, ask: Callable[[], str])
             name = ask() or name
     family = _PLATFORM.match(name.lower())
     if family is None:
-        found = f"{where} is {name!r}" if name else "this machine's instance type is unknown"
+        problem = f"{where} is {name!r}" if name else "this machine's instance type is unknown"
         known = ", ".join(PLATFORMS)
         raise InvalidConfig(
-            PLATFORM_VARIABLE, f"{found}; to compile on other machines, set it to the platform that serves: {known}"
+            PLATFORM_VARIABLE, f"{problem}; to compile on other machines, set it to the platform that serves: {known}"
         )
     return PLATFORMS[family[1]]
 
 
 def _wanted_logical_core(config: RuntimeConfig) -> int:
     """That of the configuration or of its override; 0: neither says one."""
-    wanted = config.accelerator.logical_neuron_core
+    size = config.accelerator.logical_neuron_core
     for key, value in config.override_neuron_config.items():
         if spelled(key) != "logical_nc_config":
             continue
-        if value not in (1, 2) or wanted not in (0, value):
-            message = f"is {value!r}, but must be 1 or 2" + (f", and logicalNeuronCore is {wanted}" if wanted else "")
+        if value not in (1, 2) or size not in (0, value):
+            message = f"is {value!r}, but must be 1 or 2" + (f", and logicalNeuronCore is {size}" if size else "")
             raise InvalidConfig(f"{PATH}.{key}", message)
         return int(value)
-    return wanted
+    return size
 
 
 def _granted_cores(platform: Platform, logical_core: int, environment: Mapping[str, str], dev: Path) -> int:
@@ -176,14 +176,14 @@ def _granted_cores(platform: Platform, logical_core: int, environment: Mapping[s
 
 def core_numbers(value: str) -> list[int]:
     """The cores of a list such as `0-3,8`. Raises InvalidConfig."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in value.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             message = f"must be numbers of cores such as `0-3` or `0,2`, got {value!r}"
             raise InvalidConfig(VISIBLE_CORES_VARIABLE, message)
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return sorted(found)
+        numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return sorted(numbers)
 
 
 def check_cores(target: Target, tensor: int) -> None:
@@ -198,7 +198,11 @@ def check_cores(target: Target, tensor: int) -> None:
 
 
 def environment_of(
-    target: Target, tensor: int, max_context_length: int, scratch: Path | None, given: Mapping[str, str] = os.environ
+    target: Target,
+    tensor: int,
+    max_context_length: int,
+    scratch: Path | None,
+    environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """The variables to set before the Neuron libraries are imported; what the environment has already is kept.
 
@@ -206,23 +210,23 @@ def environment_of(
         scratch: to compile, a folder of this process alone: two compilations in one folder would overwrite each other's
             files.
     """
-    wanted = {
+    variables = {
         **dict.fromkeys(LOGICAL_CORE_VARIABLES, str(target.logical_core)),
         PLATFORM_VARIABLE: target.platform.name,
         EXEC_TIMEOUT_VARIABLE: str(EXEC_TIMEOUT_SECONDS),
         PROCESS_TAG_VARIABLE: socket.gethostname(),
     }
     if scratch is not None:
-        wanted["BASE_COMPILE_WORK_DIR"] = f"{scratch}/"
-    if VISIBLE_CORES_VARIABLE not in given:
-        wanted[NUM_CORES_VARIABLE] = str(target.cores_of_node(tensor))
+        variables["BASE_COMPILE_WORK_DIR"] = f"{scratch}/"
+    if VISIBLE_CORES_VARIABLE not in environment:
+        variables[NUM_CORES_VARIABLE] = str(target.cores_of_node(tensor))
     if max_context_length >= LONG_CONTEXT:
-        wanted |= {"NEURON_RT_DBG_SCRATCHPAD_ON_SINGLE_CORE": "1", "NEURON_SCRATCHPAD_PAGE_SIZE": "1024"}
-    return {name: value for name, value in wanted.items() if name not in given}
+        variables |= {"NEURON_RT_DBG_SCRATCHPAD_ON_SINGLE_CORE": "1", "NEURON_SCRATCHPAD_PAGE_SIZE": "1024"}
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 def environment_of_group(
-    rendezvous: str, given: Mapping[str, str] = os.environ, sys: Path = Path("/sys")
+    rendezvous: str, environment: Mapping[str, str] = os.environ, sys: Path = Path("/sys")
 ) -> dict[str, str]:
     """As `environment_of`, for a model on several nodes.
 
@@ -233,10 +237,10 @@ def environment_of_group(
     """
     at = urlsplit(rendezvous)
     # The runtime takes no host names of more than 63 characters, which those of pods may have.
-    wanted = {ROOT_VARIABLE: f"{bracketed(address_of(at.hostname or ''))}:{at.port}"}
+    variables = {ROOT_VARIABLE: f"{bracketed(address_of(at.hostname or ''))}:{at.port}"}
     if has_efa(sys):
-        wanted |= EFA_VARIABLES
-    return {name: value for name, value in wanted.items() if name not in given}
+        variables |= EFA_VARIABLES
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 def has_efa(sys: Path = Path("/sys")) -> bool:

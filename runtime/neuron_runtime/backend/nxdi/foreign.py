@@ -83,8 +83,8 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
     if not (folder / "weights").is_dir():
         # They are made from the checkpoint when the graphs are loaded.
         values[SHARDED] = False
-    given = {spelled(key) for key in config.override_neuron_config}
-    override = {name: value for name, value in values.items() if name not in given} | config.override_neuron_config
+    overridden = {spelled(key) for key in config.override_neuron_config}
+    override = {name: value for name, value in values.items() if name not in overridden} | config.override_neuron_config
     return msgspec.structs.replace(config, override_neuron_config=override)
 
 
@@ -122,16 +122,16 @@ def differences(settings: Settings, model: Mapping[str, Any], folder: Path) -> l
         model: config.json of the model to serve.
     """
     document = _read(folder)
-    theirs, found = document["neuron_config"] | _default_buckets(document["neuron_config"]), []
+    theirs, differing = document["neuron_config"] | _default_buckets(document["neuron_config"]), []
     for name, ours in settings.neuron_config.items():
         # Without bucketing it compiles one size, which is a list of one. Weights are no part of the graphs.
         if name in theirs and name not in ("enable_bucketing", SHARDED) and not _agrees(ours, theirs[name]):
-            found.append(f"{name}: {_shown(theirs[name])} instead of {_shown(ours)}")
+            differing.append(f"{name}: {_shown(theirs[name])} instead of {_shown(ours)}")
     for name in ARCHITECTURE:
         ours, its = text_config(model).get(name), text_config(document).get(name)
         if ours is not None and its is not None and not _agrees(ours, its):
-            found.append(f"{name}: {_shown(its)} instead of {_shown(ours)}")
-    return found
+            differing.append(f"{name}: {_shown(its)} instead of {_shown(ours)}")
+    return differing
 
 
 def _agrees(ours: Any, theirs: Any) -> bool:

@@ -85,9 +85,9 @@ def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, len
     settings = settings_of(config, model, target)
     largest = settings.max_context_length
     lengths = _within(lengths, largest) or bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, largest)
-    given = {spelled(key): value for key, value in config.override_neuron_config.items()}
-    open_sizes = not config.buckets.context and "context_encoding_buckets" not in given
-    if lengths and open_sizes and given.get("enable_bucketing") is not False:
+    override = {spelled(key): value for key, value in config.override_neuron_config.items()}
+    open_sizes = not config.buckets.context and "context_encoding_buckets" not in override
+    if lengths and open_sizes and override.get("enable_bucketing") is not False:
         blocks = settings.layout == "blocks"
         least = settings.context_buckets[0] if blocks else bucket_plan.STEP
         sizes = context_sizes(lengths, largest, blocks=blocks, least=least)
@@ -197,10 +197,10 @@ def _cached_heads(heads: int, cached: int, tensor: int) -> int:
 
 def _within(lengths: Lengths, largest: int) -> Lengths:
     """Lengths above the largest are computed in several calls, of which all but the last are full: they count as it."""
-    found: dict[int, float] = {}
+    shares: dict[int, float] = {}
     for length, probability in lengths:
-        found[min(length, largest)] = found.get(min(length, largest), 0.0) + probability
-    return tuple(sorted(found.items()))
+        shares[min(length, largest)] = shares.get(min(length, largest), 0.0) + probability
+    return tuple(sorted(shares.items()))
 
 
 def _planned(graph: Graph, settings: Settings, facts: _Facts, lengths: Lengths) -> PlannedGraph:

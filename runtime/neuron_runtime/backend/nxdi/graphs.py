@@ -132,13 +132,13 @@ class NxdiCompiler:
         """Graphs that are compiled, in any order: NxD Inference has several compilers at work."""
         if self._work is None:
             return []
-        numbers, found = Counter[str](), []
+        numbers, names = Counter[str](), []
         for graph in all_graphs(self._settings):
             submodel = PREFILLS if isinstance(graph, Prefill) else DECODES
             if Path(self._work, submodel, f"_tp0_bk{numbers[submodel]}", NEFF_FILE).is_file():
-                found.append(graph.name)
+                names.append(graph.name)
             numbers[submodel] += 1
-        return found
+        return names
 
 
 _KEYS_OF_SHAPES = {
@@ -158,15 +158,15 @@ def identity_of(model_dir: Path) -> str:
     with suppress(Damaged):
         if read_entry(model_dir) is not None:
             return ""
-    paths, found = sorted(model_dir.glob("*.safetensors")), hashlib.sha256()
+    paths, digest = sorted(model_dir.glob("*.safetensors")), hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
             size = path.stat().st_size
             for at in range(SAMPLES):
                 file.seek(size * at // SAMPLES)
-                found.update(file.read(SAMPLE_BYTES))
-        found.update(f"{path.name} {size}".encode())
-    return found.hexdigest() if paths else ""
+                digest.update(file.read(SAMPLE_BYTES))
+        digest.update(f"{path.name} {size}".encode())
+    return digest.hexdigest() if paths else ""
 
 
 def missing_weights(settings: Settings, folder: Path) -> list[str]:

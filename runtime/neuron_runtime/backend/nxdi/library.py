@@ -102,19 +102,19 @@ def required_versions() -> dict[str, str]:
 def sdk_of(version: str) -> str:
     """The Neuron SDK of a version of NxD Inference; empty if unknown."""
     numbers = tuple(int(part) for part in version.partition("+")[0].split(".") if part.isdigit())
-    found = [sdk for release, sdk in SDK_OF_RELEASE.items() if numbers[: len(release)] == release]
-    return found[0] if found else ""
+    releases = [sdk for release, sdk in SDK_OF_RELEASE.items() if numbers[: len(release)] == release]
+    return releases[0] if releases else ""
 
 
 def versions(sys: Path = Path("/sys")) -> dict[str, str]:
     """All versions that a report of a problem should have; imports nothing."""
     named = {name: version_of(name) for name in (*PACKAGES, *OTHERS)}
-    found = {name: value for name, value in named.items() if value}
-    if sdk := sdk_of(found.get(INFERENCE, "")):
-        found = {"neuron-sdk": sdk, **found}
+    installed = {name: value for name, value in named.items() if value}
+    if sdk := sdk_of(installed.get(INFERENCE, "")):
+        installed = {"neuron-sdk": sdk, **installed}
     with suppress(OSError):
-        found["driver"] = (sys / DRIVER_VERSION).read_text().strip()
-    return found
+        installed["driver"] = (sys / DRIVER_VERSION).read_text().strip()
+    return installed
 
 
 def platform_target() -> str:
@@ -168,8 +168,8 @@ def application(settings: Settings, model_dir: Path) -> NxdApplication:
         InvalidConfig: a package is missing, or NxD Inference refuses the configuration, or does not know a part.
     """
     check_installed()
-    found = _class_of(settings, read_config(model_dir))
-    config_class = found.get_config_cls().get_neuron_config_cls()
+    application_class = _class_of(settings, read_config(model_dir))
+    config_class = application_class.get_config_cls().get_neuron_config_cls()
     _check_known(settings.neuron_config, config_class)
     try:
         neuron_config = config_class(**copy.deepcopy(dict(settings.neuron_config)))
@@ -177,7 +177,7 @@ def application(settings: Settings, model_dir: Path) -> NxdApplication:
         raise InvalidConfig(PATH, f"NxD Inference refuses it: {_text(error)}") from error
     _check_taken(settings.neuron_config, neuron_config, config_class())
     try:
-        config = found.get_config_cls()(neuron_config, load_config=_load_config(model_dir))
+        config = application_class.get_config_cls()(neuron_config, load_config=_load_config(model_dir))
         family = BY_APPLICATION.get(settings.application)
         if family is not None and family.text_class:
             config = config.text_config
@@ -187,7 +187,7 @@ def application(settings: Settings, model_dir: Path) -> NxdApplication:
         if settings.application == "qwen3_moe":
             # Its class always normalizes.
             config.neuron_config.normalize_top_k_affinities = bool(model.get("norm_topk_prob"))
-        made = found(str(model_dir), config)
+        made = application_class(str(model_dir), config)
     except Exception as error:
         raise InvalidConfig(PATH, f"NxD Inference refuses the model with it: {_text(error)}") from error
     return NxdApplication(made)
@@ -212,20 +212,20 @@ ROPE = ("rope_theta", "rope_scaling")
 
 def completed(model: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of config.json that follow from others."""
-    found: dict[str, Any] = {}
+    missing: dict[str, Any] = {}
     hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
     if isinstance(hidden, int) and isinstance(heads, int) and heads:
-        found["head_dim"] = hidden // heads
+        missing["head_dim"] = hidden // heads
     rope = model.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_theta" in rope:
         # As transformers 5 writes it; the versions that NxD Inference runs with do not read it.
-        found["rope_theta"] = rope["rope_theta"]
+        missing["rope_theta"] = rope["rope_theta"]
         if rope.get("rope_type", "default") != "default":
-            found["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+            missing["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
     scaling = model.get("rope_scaling") or rope
     if model.get("model_type") == "gpt_oss" and isinstance(scaling, Mapping):
-        found["initial_context_length"] = scaling.get("original_max_position_embeddings", 4096)
-    return found
+        missing["initial_context_length"] = scaling.get("original_max_position_embeddings", 4096)
+    return missing
 
 
 def corrected(settings: Settings, text: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def corrected(settings: Settings, text: Mapping[str, Any]) -> dict[str, Any]:
     rope = text.get("rope_parameters") or {}
     everywhere, nearby = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
     scaling = text.get("rope_scaling") or everywhere
-    found = {
+    facts = {
         "vocab_size": text.get("vocab_size"),
         "max_position_embeddings": text.get("max_position_embeddings"),
         "rms_norm_eps": text.get("rms_norm_eps"),
@@ -250,7 +250,7 @@ def corrected(settings: Settings, text: Mapping[str, Any]) -> dict[str, Any]:
         "local_rope_theta": text.get("rope_local_base_freq") or nearby.get("rope_theta"),
     }
     # The smallest models do not stretch positions.
-    return {name: value for name, value in found.items() if value is not None} | {"rope_scaling": scaling.get("factor")}
+    return {name: value for name, value in facts.items() if value is not None} | {"rope_scaling": scaling.get("factor")}
 
 
 def _text(error: Exception) -> str:
@@ -263,12 +263,12 @@ def _class_of(settings: Settings, model: Mapping[str, Any]) -> Any:
     if is_private(name):
         module, _, attribute = name.partition(":")
         try:
-            found = getattr(importlib.import_module(module), attribute)
+            application_class = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise InvalidConfig("$.applicationClass", f"cannot import {name}: {error}") from error
-        if not inspect.isclass(found) or not callable(getattr(found, "get_config_cls", None)):
+        if not inspect.isclass(application_class) or not callable(getattr(application_class, "get_config_cls", None)):
             raise InvalidConfig("$.applicationClass", f"{name} is no application class of NxD Inference")
-        return found
+        return application_class
     registry, family = _module("utils.constants").MODEL_TYPES, BY_APPLICATION[name]
     if family.application in registry:
         if family.text_class:
@@ -307,16 +307,16 @@ def _check_chunks(settings: Settings, chunk: Any) -> None:
 
 def _check_known(arguments: Mapping[str, Any], config_class: Any) -> None:
     """NeuronConfig drops what it does not know, with a line in the log. Raises InvalidConfig."""
-    found, defaults = ConfigProblems(), config_class()
+    problems, defaults = ConfigProblems(), config_class()
     for name in arguments:
         field = BY_NAME.get(name)
         attribute = name if field is None or field.attribute == "" else field.attribute
         if attribute is None or hasattr(defaults, attribute):
             continue
-        with found.collecting():
+        with problems.collecting():
             at = field.path if field is not None and field.path else f"{PATH}.{name}"
             raise InvalidConfig(at, f"NxD Inference {version_of(INFERENCE)} does not have `{name}`: leave it out")
-    found.check()
+    problems.check()
 
 
 def _check_taken(arguments: Mapping[str, Any], made: Any, defaults: Any) -> None:
@@ -325,7 +325,7 @@ def _check_taken(arguments: Mapping[str, Any], made: Any, defaults: Any) -> None
     Raises:
         InvalidConfig: names every one that was dropped.
     """
-    found = ConfigProblems()
+    problems = ConfigProblems()
     sampling = arguments.get(SAMPLING) or {}
     dropped = {f"{PATH}.{SAMPLING}.{name}": name for name in sampling if not hasattr(getattr(made, SAMPLING), name)}
     for name, value in arguments.items():
@@ -335,9 +335,9 @@ def _check_taken(arguments: Mapping[str, Any], made: Any, defaults: Any) -> None
         if plain and not ours and getattr(made, name, value) == before != value:
             dropped[f"{PATH}.{name}"] = name
     for at, name in dropped.items():
-        with found.collecting():
+        with problems.collecting():
             raise InvalidConfig(at, f"NxD Inference {version_of(INFERENCE)} ignores `{name}`: leave it out")
-    found.check()
+    problems.check()
 
 
 def _module(name: str) -> ModuleType:

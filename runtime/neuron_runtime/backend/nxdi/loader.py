@@ -58,8 +58,8 @@ def report_share(cores: range, settings: Settings) -> None:
 
 def report(settings: Settings, target: Target) -> None:
     """Say which libraries run what on which cores, and what is not certain."""
-    found = library.versions()
-    say("NxD Inference: " + ", ".join(f"{name} {version}" for name, version in found.items()))
+    versions = library.versions()
+    say("NxD Inference: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     say(
         f"{settings.application} on {settings.tensor} logical cores of {target.platform.name}, each of "
         f"{target.logical_core} physical ones"

@@ -139,13 +139,13 @@ def is_private(application: str) -> bool:
 
 def text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of config.json that describes the language model, with the names that most families use."""
-    found = dict(model)
+    text = dict(model)
     for part in ("text_config", "attn_config", "ffn_config"):
         nested = model.get(part)
-        found |= nested if isinstance(nested, Mapping) else {}
-    if found.get("model_type") in ("gemma3", "gemma3_text"):
-        found = LEFT_OUT_BY_GEMMA_3 | {name: value for name, value in found.items() if value is not None}
-    return found | {name: found[other] for name, other in OTHER_NAMES.items() if name not in found and other in found}
+        text |= nested if isinstance(nested, Mapping) else {}
+    if text.get("model_type") in ("gemma3", "gemma3_text"):
+        text = LEFT_OUT_BY_GEMMA_3 | {name: value for name, value in text.items() if value is not None}
+    return text | {name: text[other] for name, other in OTHER_NAMES.items() if name not in text and other in text}
 
 
 def window_of(family: NxdiFamily, text: Mapping[str, Any]) -> int:

@@ -197,7 +197,7 @@ def spelled(key: str) -> str:
     return ALIASES.get(name, name)
 
 
-def read_override(given: Mapping[str, Any], application: str, *, private: bool = False) -> Override:
+def read_override(override: Mapping[str, Any], application: str, *, private: bool = False) -> Override:
     """Check the keys of an override and their types.
 
     Args:
@@ -207,10 +207,10 @@ def read_override(given: Mapping[str, Any], application: str, *, private: bool =
     Raises:
         InvalidConfig: names every wrong key.
     """
-    found, values, sampling = ConfigProblems(), dict[str, Any](), dict[str, Any]()
+    problems, values, sampling = ConfigProblems(), dict[str, Any](), dict[str, Any]()
     on_host = False
-    for key, value in given.items():
-        with found.collecting():
+    for key, value in override.items():
+        with problems.collecting():
             name, at = spelled(key), f"{PATH}.{key}"
             if name == SAMPLING and (value is None or value is False):
                 on_host = True
@@ -222,9 +222,9 @@ def read_override(given: Mapping[str, Any], application: str, *, private: bool =
             else:
                 _put(values, name, _read(name, value, at, application, private), at)
     if on_host and sampling:
-        with found.collecting():
+        with problems.collecting():
             raise InvalidConfig(f"{PATH}.{SAMPLING}", "is off, so it has no global_topk: leave out one of them")
-    found.check()
+    problems.check()
     return Override(values, sampling, on_host)
 
 
@@ -276,10 +276,10 @@ KINDS: dict[type, str] = {
 def _read_sampling(value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidConfig(at, f'must be an object such as {{"global_topk": 64}}, or null, got {value!r}')
-    found, values = ConfigProblems(), dict[str, Any]()
+    problems, values = ConfigProblems(), dict[str, Any]()
     for key, one in value.items():
         name, inside = spelled(key), f"{at}.{key}"
-        with found.collecting():
+        with problems.collecting():
             if name in OF_REQUESTS:
                 if one not in (1, 1.0, None):
                     raise InvalidConfig(inside, "is set by requests, or by the model's generation_config.json")
@@ -291,7 +291,7 @@ def _read_sampling(value: Any, at: str) -> dict[str, Any]:
                 raise InvalidConfig(inside, "must be true; to sample on the host, set `sampling` to Host")
             else:
                 _put(values, name, _of_kind(SAMPLING_FIELDS[name], one, inside), inside)
-    found.check()
+    problems.check()
     values.pop(SAMPLING, None)
     return values
 
@@ -312,16 +312,16 @@ def merge(ours: Mapping[str, Any], also_derived: Mapping[str, Any], override: Ov
     Raises:
         InvalidConfig: the override contradicts them.
     """
-    found, merged = ConfigProblems(), dict(ours)
+    problems, merged = ConfigProblems(), dict(ours)
     known = {**also_derived, **ours}
     for name, value in override.values.items():
         field = BY_NAME.get(name)
         if field is None or not (field.path or field.derived or field.feature):
             merged[name] = value
         elif field.derived and value != known[name]:
-            with found.collecting():
+            with problems.collecting():
                 cure = f"set {field.path.removeprefix('$.')} instead" if field.path else "leave it out"
                 message = f"is {value!r}, but the other settings make it {known[name]!r}: {cure}"
                 raise InvalidConfig(f"{PATH}.{name}", message)
-    found.check()
+    problems.check()
     return merged

@@ -164,7 +164,7 @@ class _Derivation:
         """Where the value of a field was given, if the override has it."""
 
     def settings(self) -> Settings:
-        config, found, override = self._config, self._found, self._override
+        config, problems, override = self._config, self._found, self._override
         vocabulary_size = self._number("vocab_size", 1)
         longest = self._number("max_position_embeddings", 2)
         rows = self._chosen("$.limits.maxSequences", config.limits.max_sequences, "batch_size") or DEFAULT_MAX_SEQUENCES
@@ -178,14 +178,14 @@ class _Derivation:
         if blocks:
             block_size = block_size or _default_block_size(length)
             length = length if given_length else length // block_size * block_size
-        with found.collecting():
+        with problems.collecting():
             if not 2 <= length <= longest:
                 message = f"must be from 2 to the model's {longest} positions, got {length}"
                 raise InvalidConfig(self._where("$.limits.maxModelLength"), message)
-        with found.collecting():
+        with problems.collecting():
             self._check_window(window, length, blocks)
         for name, value in self._family.needs.items():
-            with found.collecting():
+            with problems.collecting():
                 if override.get(name, value) != value:
                     message = f"must be {_shown(value)}: without it, tokens of {self._family.application} are wrong"
                     raise InvalidConfig(f"{PATH}.{name}", message)
@@ -205,7 +205,7 @@ class _Derivation:
         row_buckets = self._row_buckets(rows, blocks, asynchronous)
         if blocks and len(prefix) > 1:
             self._check_prefix_prefill(context, "$.prefixCaching" if shares else "$.chunkedPrefill")
-        found.check()
+        problems.check()
         plain = Settings(
             application=self._family.application,
             tensor=tensor,
@@ -275,35 +275,35 @@ class _Derivation:
             if isinstance(self._model.get(name), int)
         }
         path = "$.parallelism.tensor"
-        wanted = self._chosen(path, config.parallelism.tensor, "tp_degree")
-        if not wanted:
+        degree = self._chosen(path, config.parallelism.tensor, "tp_degree")
+        if not degree:
             return max(d for d in range(1, max(cores, 1) + 1) if not any(size % d for size in sizes.values()))
         with self._found.collecting():
-            if 0 < config.accelerator.cores < self._target.cores_of_node(wanted):
-                message = f"is {wanted}, but accelerator.cores is {config.accelerator.cores}"
+            if 0 < config.accelerator.cores < self._target.cores_of_node(degree):
+                message = f"is {degree}, but accelerator.cores is {config.accelerator.cores}"
                 raise InvalidConfig(self._where(path), message)
         with self._found.collecting():
             for name, size in sizes.items():
-                if size % wanted:
+                if size % degree:
                     fitting = [str(d) for d in range(1, 65) if not any(one % d for one in sizes.values())]
                     message = (
-                        f"is {wanted}, which does not divide the model's {name} of {size}; "
+                        f"is {degree}, which does not divide the model's {name} of {size}; "
                         f"possible are {', '.join(fitting)}"
                     )
                     raise InvalidConfig(self._where(path), message)
-        return int(wanted)
+        return int(degree)
 
     def _dtype(self) -> str:
-        given = self._override.get("torch_dtype")
-        meaning = given.removeprefix("torch.") if isinstance(given, str) else None
-        wanted = self._chosen("$.dtype", self._config.dtype, "torch_dtype", meaning)
-        if wanted == "auto":
+        override = self._override.get("torch_dtype")
+        meaning = override.removeprefix("torch.") if isinstance(override, str) else None
+        dtype = self._chosen("$.dtype", self._config.dtype, "torch_dtype", meaning)
+        if dtype == "auto":
             stored = self._model.get("dtype") or self._model.get("torch_dtype") or "bfloat16"
-            wanted = str(stored).removeprefix("torch.")
+            dtype = str(stored).removeprefix("torch.")
         with self._found.collecting():
-            if wanted not in COMPUTED:
-                raise InvalidConfig(self._where("$.dtype"), f"must be one of {', '.join(COMPUTED)}, got {wanted!r}")
-        return str(wanted)
+            if dtype not in COMPUTED:
+                raise InvalidConfig(self._where("$.dtype"), f"must be one of {', '.join(COMPUTED)}, got {dtype!r}")
+        return str(dtype)
 
     def _layout(self) -> tuple[bool, bool, bool]:
         """Whether the cache has blocks, prefixes are shared, and prompts are computed in segments."""
@@ -364,13 +364,13 @@ class _Derivation:
                 )
 
     def _buckets(self, path: str, ours: tuple[int, ...], name: str, length: int) -> tuple[int, ...]:
-        given: tuple[int, ...] = self._chosen(path, ours, name)
+        sizes: tuple[int, ...] = self._chosen(path, ours, name)
         with self._found.collecting():
-            if given and given[-1] > length:
-                raise InvalidConfig(self._where(path), f"{given[-1]} is above the model's length of {length}")
-            if len(given) > 1 and self._one_size:
+            if sizes and sizes[-1] > length:
+                raise InvalidConfig(self._where(path), f"{sizes[-1]} is above the model's length of {length}")
+            if len(sizes) > 1 and self._one_size:
                 raise InvalidConfig(f"{PATH}.enable_bucketing", f"is false, but {path.removeprefix('$.')} has sizes")
-        return tuple(sorted({*given}))
+        return tuple(sorted({*sizes}))
 
     def _check_window(self, window: int, length: int, blocks: bool) -> None:
         path, name, does = self._where("$.limits.maxModelLength"), self._family.application, self._family.windows
@@ -393,17 +393,17 @@ class _Derivation:
 
     def _context_buckets(self, length: int, blocks: bool, segments: bool, fills: int) -> tuple[int, ...]:
         config, path = self._config, "$.buckets.context"
-        given = self._buckets(path, config.buckets.context, "context_encoding_buckets", length)
-        if given:
+        sizes = self._buckets(path, config.buckets.context, "context_encoding_buckets", length)
+        if sizes:
             with self._found.collecting():
-                if given[0] < fills:
-                    message = f"{given[0]} is too short for the model's sliding window: the least is {fills}"
+                if sizes[0] < fills:
+                    message = f"{sizes[0]} is too short for the model's sliding window: the least is {fills}"
                     raise InvalidConfig(self._where(path), message)
             with self._found.collecting():
-                if config.limits.max_step_tokens and config.limits.max_step_tokens < given[-1]:
-                    message = f"is {config.limits.max_step_tokens}, but the largest context bucket is {given[-1]}"
+                if config.limits.max_step_tokens and config.limits.max_step_tokens < sizes[-1]:
+                    message = f"is {config.limits.max_step_tokens}, but the largest context bucket is {sizes[-1]}"
                     raise InvalidConfig("$.limits.maxStepTokens", message)
-            return given
+            return sizes
         least = MIN_KERNEL_TOKENS if blocks and self._target.logical_core == 1 else SMALLEST_BUCKET
         longest = self._override.get("max_context_length") or config.limits.max_step_tokens
         longest = min(longest or (_segment(length, least) if segments else length), length)
@@ -418,12 +418,12 @@ class _Derivation:
 
     def _prefix_buckets(self, length: int, block_size: int, context: tuple[int, ...]) -> tuple[int, ...]:
         path = "$.buckets.prefix"
-        given = self._buckets(path, self._config.buckets.prefix, "prefix_buckets", length)
+        sizes = self._buckets(path, self._config.buckets.prefix, "prefix_buckets", length)
         with self._found.collecting():
-            if wrong := [size for size in given if size % block_size]:
+            if wrong := [size for size in sizes if size % block_size]:
                 raise InvalidConfig(self._where(path), f"{wrong[0]} is no multiple of the block size {block_size}")
-        if given:
-            return tuple(sorted({0, *given}))
+        if sizes:
+            return tuple(sorted({0, *sizes}))
         # Free places of a prefill take cached tokens, so no call reads more than what the smallest one leaves.
         longest = min(_rounded(length - context[0], math.lcm(bucket_plan.STEP, block_size)), length)
         least = length if self._one_size else _rounded(MIN_KERNEL_TOKENS, block_size)
@@ -433,16 +433,16 @@ class _Derivation:
 
     def _token_buckets(self, length: int, block_size: int, blocks: bool, rows: int, *, one: bool) -> tuple[int, ...]:
         path = "$.buckets.tokenGeneration"
-        given = self._buckets(path, self._config.buckets.token_generation, "token_generation_buckets", length)
+        sizes = self._buckets(path, self._config.buckets.token_generation, "token_generation_buckets", length)
         with self._found.collecting():
-            if wrong := [size for size in given if blocks and size % block_size]:
+            if wrong := [size for size in sizes if blocks and size % block_size]:
                 raise InvalidConfig(self._where(path), f"{wrong[0]} is no multiple of the block size {block_size}")
         with self._found.collecting():
-            if one and given and given != (length,):
+            if one and sizes and sizes != (length,):
                 message = f"must be {length} alone: NxD Inference's {self._family.application} has one decode size"
                 raise InvalidConfig(self._where(path), message)
-        if given or one:
-            return tuple(sorted({*given, length}))
+        if sizes or one:
+            return tuple(sorted({*sizes, length}))
         contexts = bucket_plan.contexts_of(bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, length), rows)
         cost = bucket_plan.decode_cost(self._model, rows)
         multiple = math.lcm(bucket_plan.STEP, block_size) if blocks else bucket_plan.STEP
@@ -451,16 +451,16 @@ class _Derivation:
 
     def _row_buckets(self, rows: int, blocks: bool, asynchronous: bool) -> tuple[int, ...]:
         path = "$.buckets.sequences"
-        given: tuple[int, ...] = self._chosen(path, self._config.buckets.sequences, "token_generation_batches")
-        if not given:
+        sizes: tuple[int, ...] = self._chosen(path, self._config.buckets.sequences, "token_generation_batches")
+        if not sizes:
             return ()
         with self._found.collecting():
-            if given[-1] > rows:
-                raise InvalidConfig(self._where(path), f"{given[-1]} is above maxSequences, which is {rows}")
+            if sizes[-1] > rows:
+                raise InvalidConfig(self._where(path), f"{sizes[-1]} is above maxSequences, which is {rows}")
             if blocks or asynchronous:
                 reason = "layout blocks" if blocks else "asyncMode"
                 raise InvalidConfig(self._where(path), f"cannot be combined with {reason}: leave out one of them")
-        buckets = tuple(sorted({*given, rows}))
+        buckets = tuple(sorted({*sizes, rows}))
         return buckets if len(buckets) > 1 else ()
 
     def _sampling(self, vocabulary_size: int, asynchronous: bool) -> tuple[Sampling, dict[str, Any] | None]:
@@ -481,12 +481,12 @@ class _Derivation:
                 if override.sampling:
                     raise InvalidConfig(f"{PATH}.{SAMPLING}", "has no effect, because sampling is Host: leave it out")
             return chosen, None
-        given = override.sampling.get("global_topk")
+        override_topk = override.sampling.get("global_topk")
         with self._found.collecting():
-            if given is not None and not 1 <= given <= vocabulary_size:
-                message = f"must be from 1 to the vocabulary's {vocabulary_size} tokens, got {given}"
+            if override_topk is not None and not 1 <= override_topk <= vocabulary_size:
+                message = f"must be from 1 to the vocabulary's {vocabulary_size} tokens, got {override_topk}"
                 raise InvalidConfig(f"{PATH}.{SAMPLING}.global_topk", message)
-        topk = given or min(DEFAULT_GLOBAL_TOPK, vocabulary_size)
+        topk = override_topk or min(DEFAULT_GLOBAL_TOPK, vocabulary_size)
         return chosen, {"dynamic": True, "deterministic": False, **override.sampling, "global_topk": topk}
 
     def _check_prefix_prefill(self, context: tuple[int, ...], asked: str) -> None:

@@ -41,12 +41,12 @@ def compiler_reads_weights(config: RuntimeConfig) -> bool:
 
 def check_config(config: RuntimeConfig) -> None:
     """Raises InvalidConfig for settings that are invalid with any model."""
-    found = ConfigProblems()
-    with found.collecting():
+    problems = ConfigProblems()
+    with problems.collecting():
         check_fields(config, {"sampling": MODES})
-    with found.collecting():
+    with problems.collecting():
         read_options(config.override_neuron_config)
-    found.check()
+    problems.check()
 
 
 def check_model(model_dir: Path, config: RuntimeConfig) -> None:

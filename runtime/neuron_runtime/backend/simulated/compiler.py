@@ -57,9 +57,9 @@ class SimulatedCompiler:
 
     def check(self, folder: Path) -> None:
         for name in self._names():
-            found = msgspec.json.decode((folder / _file(name)).read_bytes())
-            if found != name:
-                raise ValueError(f"{_file(name)} has the graph {found!r}")
+            graph = msgspec.json.decode((folder / _file(name)).read_bytes())
+            if graph != name:
+                raise ValueError(f"{_file(name)} has the graph {graph!r}")
 
     def _names(self) -> Iterator[str]:
         for phase, unit, buckets in (

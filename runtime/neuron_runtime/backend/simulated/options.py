@@ -58,10 +58,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="c
     """Memory that a compiler needs, with `compile`."""
 
 
-def read_options(given: dict[str, Any]) -> Options:
+def read_options(settings: dict[str, Any]) -> Options:
     """Raises InvalidConfig, naming the path of the key."""
     try:
-        options = msgspec.convert(given, Options)
+        options = msgspec.convert(settings, Options)
     except msgspec.ValidationError as error:
         path, message = explain(error, Options)
         unknown = re.fullmatch(r"Object contains unknown field `(.+)`", message)
@@ -74,9 +74,9 @@ def read_options(given: dict[str, Any]) -> Options:
 
 def step_times(options: Options) -> StepTimes:
     """Raises InvalidConfig if the times are invalid or contradict each other."""
-    given = options.decode_milliseconds, options.prefill_milliseconds
+    points = options.decode_milliseconds, options.prefill_milliseconds
     if options.step_milliseconds is not None:
-        if options.step_times is not None or any(given):
+        if options.step_times is not None or any(points):
             raise InvalidConfig(f"{PATH}.stepMilliseconds", "cannot be combined with other times: set one of them")
         if options.step_milliseconds <= 0:
             raise InvalidConfig(f"{PATH}.stepMilliseconds", f"must be positive, got {options.step_milliseconds}")
@@ -114,9 +114,9 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
     Raises:
         InvalidConfig: names the field and the numbers.
     """
-    wanted = config.limits
-    rows = wanted.max_sequences or DEFAULT_MAX_SEQUENCES
-    length = wanted.max_model_length or min(longest, DEFAULT_MAX_LENGTH)
+    configured = config.limits
+    rows = configured.max_sequences or DEFAULT_MAX_SEQUENCES
+    length = configured.max_model_length or min(longest, DEFAULT_MAX_LENGTH)
     if not 2 <= length <= longest:
         raise InvalidConfig(
             "$.limits.maxModelLength", f"must be from 2 to the model's {longest} positions, got {length}"
@@ -133,10 +133,10 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
     buckets = tuple(PrefillBucket(size, size) for size in options.prefill_buckets) if options.prefill != "mixed" else ()
     # With whole prompts, a step must fit the longest one.
     longest_row = buckets[-1].computes if buckets else length if whole else DEFAULT_MAX_STEP_TOKENS
-    step_tokens = wanted.max_step_tokens or max(longest_row, rows if whole else 2 * rows)
-    block_size = (wanted.block_size or DEFAULT_BLOCK_SIZE) if blocks else length
+    step_tokens = configured.max_step_tokens or max(longest_row, rows if whole else 2 * rows)
+    block_size = (configured.block_size or DEFAULT_BLOCK_SIZE) if blocks else length
     per_sequence = -(-length // block_size)
-    num_blocks = (wanted.num_blocks or rows * per_sequence) if blocks else rows
+    num_blocks = (configured.num_blocks or rows * per_sequence) if blocks else rows
     if num_blocks < per_sequence:
         raise InvalidConfig(
             "$.limits.numBlocks",

@@ -43,15 +43,15 @@ def compiler_reads_weights(config: RuntimeConfig) -> bool:
 
 def check_config(config: RuntimeConfig) -> None:
     """Raises InvalidConfig for settings that this backend does not support with any model."""
-    found = ConfigProblems()
-    with found.collecting():
+    problems = ConfigProblems()
+    with problems.collecting():
         check_fields(config, {"sampling": ("Host",)})
-    with found.collecting():
+    with problems.collecting():
         _check_compiled(config, config.parallelism.tensor)
     for key in config.override_neuron_config:
-        with found.collecting():
+        with problems.collecting():
             raise InvalidConfig(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
-    found.check()
+    problems.check()
 
 
 def _check_compiled(config: RuntimeConfig, num_ranks: int) -> None:

@@ -264,30 +264,30 @@ def _rope(config: Mapping[str, Any]) -> Rope:
     ):
         if one is not None and other is not None and one != other:
             raise InvalidModel(f"config.json: {what} contradict one another: {one!r} and {other!r}")
-    given = {"rope_theta": config.get("rope_theta")}
+    parameters = {"rope_theta": config.get("rope_theta")}
     for name, value in (*old.items(), *new.items()):
         if value is not None and (name, value) != ("partial_rotary_factor", 1):
-            given[name] = value
-    theta = _number(given, "rope_theta", 10_000.0)
-    kind = str(given.pop("rope_type", given.pop("type", "default")))
+            parameters[name] = value
+    theta = _number(parameters, "rope_theta", 10_000.0)
+    kind = str(parameters.pop("rope_type", parameters.pop("type", "default")))
     if kind not in ROPE_FIELDS:
         raise _unsupported(f"rope type {kind!r}", ", ".join(ROPE_FIELDS))
-    for name in sorted(given.keys() - ROPE_FIELDS[kind] - {"rope_theta", "type"}):
+    for name in sorted(parameters.keys() - ROPE_FIELDS[kind] - {"rope_theta", "type"}):
         raise _unsupported(f"{name} of rope type {kind!r}", ", ".join(sorted(ROPE_FIELDS[kind])) or "rope_theta alone")
     match kind:
         case "linear":
-            return Rope(theta=theta, kind="linear", factor=_number(given, "factor"))
+            return Rope(theta=theta, kind="linear", factor=_number(parameters, "factor"))
         case "llama3":
-            low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+            low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
             if low >= high:
                 raise InvalidModel(f"config.json: low_freq_factor ({low}) must be below high_freq_factor ({high})")
             return Rope(
                 theta=theta,
                 kind="llama3",
-                factor=_number(given, "factor"),
+                factor=_number(parameters, "factor"),
                 low_frequency_factor=low,
                 high_frequency_factor=high,
-                original_max_position_embeddings=_positive(given, "original_max_position_embeddings"),
+                original_max_position_embeddings=_positive(parameters, "original_max_position_embeddings"),
             )
     return Rope(theta=theta)
 

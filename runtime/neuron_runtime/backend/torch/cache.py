@@ -228,8 +228,8 @@ class KVCache:
         first_lines = firsts // self.line_length
         origins = first_lines * self.line_length
         num_lines = min(-(-_rounded((ends - origins).max(), LENGTH_STEP) // self.line_length), lines.shape[1])
-        wanted = np.minimum(first_lines[:, np.newaxis] + np.arange(num_lines), lines.shape[1] - 1)
-        wanted_lines = np.take_along_axis(lines, wanted, axis=1)
+        columns = np.minimum(first_lines[:, np.newaxis] + np.arange(num_lines), lines.shape[1] - 1)
+        wanted_lines = np.take_along_axis(lines, columns, axis=1)
         return SeenColumns(wanted_lines, 0, self.line_length, firsts - origins, ends - origins)
 
     def _plan_decode(self, rows: StepRows, decodes: IntArray, begins: IntArray, window: int | None) -> DecodePart:

@@ -107,20 +107,20 @@ class DecodeStep(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         model, windows = self._model, distinct(self._model.windows)
-        given = StepInputs.of(tensors, model.windows)
+        inputs = StepInputs.of(tensors, model.windows)
         leaves = [None if name is None else getattr(self, name) for name in self._names]
         decoder = Decoder(model, trees.tree_unflatten(leaves, self._structure))
-        dtype = given.keys[0].dtype
-        parts = dict(zip(windows, (_decode_part(seen, dtype) for seen in given.seen), strict=True))
-        columns = None if self._blocks else [given.seen[windows.index(window)].columns for window in model.windows]
+        dtype = inputs.keys[0].dtype
+        parts = dict(zip(windows, (_decode_part(seen, dtype) for seen in inputs.seen), strict=True))
+        columns = None if self._blocks else [inputs.seen[windows.index(window)].columns for window in model.windows]
         plan = _GraphPlan(
-            _GraphCache(model.windows, given.keys, given.values, columns),
-            given.positions,
-            given.write_line,
-            given.write_offset,
+            _GraphCache(model.windows, inputs.keys, inputs.values, columns),
+            inputs.positions,
+            inputs.write_line,
+            inputs.write_offset,
             tuple(Reads(parts[window], ()) for window in model.windows),
         )
-        return decoder.forward(given.token_ids, plan)
+        return decoder.forward(inputs.token_ids, plan)
 
 
 class _GraphPlan(NamedTuple):
