@@ -45,6 +45,7 @@ from neuron_operator.read.world import (
     ClaimFolder,
     Decision,
     FreeDevices,
+    JobSettings,
     Object,
     Place,
     Refusal,
@@ -162,8 +163,38 @@ def test_zero_replicas_report_no_coming_replica() -> None:
 
 def test_a_new_default_image_does_not_roll_running_pods() -> None:
     world, before = resolved_world()
-    _, after = settle(world, replace(SETTINGS, runtime_image="registry.example/neuron-serving-runtime:2"))
+    _, after = settle(
+        with_ready_pods(world), replace(SETTINGS, runtime_image="registry.example/neuron-serving-runtime:2")
+    )
     assert after.desired == before.desired
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [{"runtime_image": "registry.example/neuron-serving-runtime:2"}, {"image_pull_secrets": ("registry",)}],
+    ids=str,
+)
+def test_what_never_served_is_decided_anew_when_defaults_change(defaults: dict[str, Any]) -> None:
+    """A new tag, a pull Secret: without an edit, and without resolving again. Once it has served it stays."""
+    using = replace(SETTINGS, **defaults)
+    world, before = resolved_world()
+    first = revision_of(before)
+    world, after = settle(world, using)
+    assert revision_of(after) != first
+    assert "Job" not in kinds(after)
+    pod = find(after.desired, "Deployment")["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == using.runtime_image
+    assert [one["name"] for one in pod.get("imagePullSecrets", ())] == list(using.image_pull_secrets)
+    again, back = settle(world)
+    assert revision_of(back) == first, "the earlier decision is not made twice"
+    served, _ = settle(with_ready_pods(again))
+    assert revision_of(settle(served, using)[1]) == first
+
+
+def test_defaults_that_no_pod_depends_on_change_nothing() -> None:
+    world, before = resolved_world()
+    other = replace(SETTINGS, jobs=JobSettings(node_selector={"pool": "cpu"}), network_policy_ingress_from=({},))
+    assert revision_of(settle(world, other)[1]) == revision_of(before)
 
 
 @pytest.mark.parametrize(
@@ -394,6 +425,7 @@ def test_a_revision_that_cannot_be_rebuilt_is_decided_again(pinned: str) -> None
 
 def test_the_pod_template_of_a_deployment_of_an_earlier_version_does_not_change() -> None:
     world, before = resolved_world()
+    world = with_ready_pods(world)
     del find(world.children, "Deployment")["metadata"]["annotations"]
     _, after = settle(world, NEW_IMAGE)
     assert find(after.desired, "Deployment") == find(before.desired, "Deployment")

@@ -103,6 +103,9 @@ class Story:
     def lose_status(self) -> None:
         self.world = replace(self.world, body={k: v for k, v in self.world.body.items() if k != "status"})
 
+    def use_image(self, tag: str) -> None:
+        self.using = replace(USING, runtime_image=f"registry.example/neuron-serving-runtime:{tag}")
+
     def go_back(self, index: int) -> None:
         """To one of the kept revisions."""
         kept = [found for found in self.world.children if found["kind"] == "ControllerRevision"]
@@ -142,6 +145,8 @@ ACTIONS: dict[str, Callable[[Story], None]] = {
     "loads": lambda story: story.answer(ready=False),
     "Deployment lost": lambda story: story.lose("Deployment"),
     "revisions lost": lambda story: story.lose("ControllerRevision"),
+    "other defaults": lambda story: story.use_image("2"),
+    "the first defaults": lambda story: story.use_image("1"),
     "status lost": lambda story: story.lose_status(),
 }
 MOMENTS = st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 4))

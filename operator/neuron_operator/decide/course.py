@@ -136,8 +136,11 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     wanted = pin.wanted(model, observed.revisions)
     image, is_behind = runtime_image(model, settings), _is_behind(world, model, observed, settings, wanted)
     moves = is_behind and world.has_turn
-    if moves:
-        wanted = pin.wanted(model, observed.revisions, image)
+    defaults = pin.defaults_key(model, settings)
+    is_idle = wanted is not None and not observed.has_served(wanted.name)
+    renews = is_idle and wanted is not None and wanted.pinned.defaults not in ("", defaults)
+    if moves or renews:
+        wanted = pin.wanted(model, observed.revisions, image if moves else "", "" if moves else defaults)
     facts = wanted.pinned.facts if wanted else pin.known_facts(model, settings, observed.revisions)
     next_number = pin.next_number(observed.revisions)
     held = pin.held(observed.revisions)
@@ -147,7 +150,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         next_number,
         world.free,
         held,
-        upgrade=image if moves else "",
+        upgrade=image if moves else defaults if renews else "",
         tried=frozenset((*observed.tried, observed.model.failed_revision)),
         answers=not manifest.is_paused(world.body) and any(pod.is_answering for pod in observed.live),
         facts=facts,

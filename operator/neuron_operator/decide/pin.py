@@ -66,8 +66,23 @@ def resolve_key(model: NeuronModel, settings: Settings) -> str:
     return names.digest([source.uri, secret.name if secret else "", model.refresh, image])
 
 
-def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "") -> Revision | None:
-    """The revision pinned for this spec (and this image), if any; of several (after a refresh) the last.
+@remembered
+def defaults_key(model: NeuronModel, settings: Settings) -> str:
+    """Hash of the settings of the installation that a revision pins. What never served is decided anew when they
+    change: a wrong image or a missing pull Secret may be why it does not."""
+    storage = settings.storage
+    pinned = (
+        (runtime_image(model, settings), compile_image(model, settings)),
+        (settings.image_pull_policy, settings.image_pull_secrets, settings.ca_bundle, settings.jobs.env),
+        (storage.weights, storage.artifacts, storage.image_volumes),
+        (settings.provisionable, settings.device_mode, settings.device_scheduler_name),
+    )
+    return names.digest(as_json(pinned))
+
+
+def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "", defaults: str = "") -> Revision | None:
+    """The revision pinned for this spec (and this image, or these defaults), if any; of several (after a refresh) the
+    last.
 
     An earlier revision that is wanted again gets the next number.
     """
@@ -78,6 +93,7 @@ def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "") -
         if revision.pinned.spec_hash == key
         and model.refresh in ("", revision.pinned.refresh)
         and image in ("", revision.image)
+        and defaults in ("", revision.pinned.defaults)
     )
     found = max(matching, key=lambda revision: revision.number, default=None)
     highest = next_number(all_revisions) - 1
@@ -161,6 +177,7 @@ def pin(
         spec_hash=spec_hash(model),
         refresh=model.refresh,
         upgrade=upgrade,
+        defaults=defaults_key(model, settings),
         resolve_key=resolve_key(model, settings),
         facts=facts,
         devices=placement.devices,

@@ -47,7 +47,10 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
     refresh: str
     """The refresh annotation that it was decided for."""
     upgrade: str = ""
-    """The runtime image that the model moved to by itself; empty: an edit led to this revision."""
+    """The runtime image that the model moved to by itself, or the `defaults` for which it was decided anew; empty: an
+    edit led to this revision."""
+    defaults: str = ""
+    """Hash of the settings of the installation that it was decided with."""
     resolve_key: str
     """Hash of what the facts depend on: other edits keep facts and digest."""
     facts: Facts
