@@ -618,6 +618,37 @@ def test_a_failure_is_reported_until_the_next_job_replaces_it() -> None:
     assert condition(elsewhere.status, "Ready")["reason"] == "Resolving"
 
 
+@pytest.mark.parametrize(
+    "state", [ended(1, "Traceback"), ended(137, "", "OOMKilled"), {"waiting": {}}], ids=["code", "memory", "evicted"]
+)
+def test_a_failure_without_a_record_is_reported_until_the_next_job_ends(state: Object) -> None:
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    evicted = {"reason": "Evicted", "message": "The node was low on memory"} if "waiting" in state else {}
+    world, failed = settle(replace(finished(world, "Failed"), pods=(job_pod(job, state, **evicted),)))
+    before = condition(failed.status, "ModelResolved")
+    assert "the operator tries again" in before["message"]
+    world = replace(world, shared=(), pods=())
+    again = decide(world, SETTINGS)
+    assert "Job" in kinds(again)
+    assert condition(again.status, "ModelResolved") == before
+    running = job_pod(job, {"running": {"startedAt": "2026-03-01T11:59:00Z"}}, phase="Running")
+    world = replace(carried_out(world, again), pods=(running,))
+    assert condition(decide(world, SETTINGS).status, "ModelResolved") == before
+
+
+def test_free_devices_are_counted_for_a_replica_that_is_missing_beside_those_that_were_promised() -> None:
+    """The operator may list nodes: nobody says otherwise only because they were not counted in this pass."""
+    world, _ = resolved_world()
+    deployment = find(world.children, "Deployment")
+    pending = unscheduled_pod(deployment, "3 Insufficient aws.amazon.com/neuron.", "chat-2")
+    world = replace(world, pods=(serving_pod(deployment, ready=True), pending))
+    decision = decide(world, SETTINGS)
+    assert Need.FREE_DEVICES in decision.needs
+    assert condition(decision.status, "Available")["status"] == "True"
+    assert "may not list" not in condition(decision.status, "Ready")["message"]
+
+
 def test_the_events_of_a_job_without_a_pod_are_reported() -> None:
     world, decision = settle(fresh())
     job = find(decision.desired, "Job")

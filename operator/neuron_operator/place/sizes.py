@@ -62,7 +62,9 @@ def size_rule(placement: Placement, mode: DeviceMode) -> Object | None:
 
 def describe_free(free: FreeDevices | None, placement: Placement, rules: NodeRules) -> str:
     """A clause for a condition: the number of free devices in total and per node, or that it is unknown."""
-    if free is None or free.nodes is None:
+    if free is None:
+        return "free: not counted yet"
+    if free.nodes is None:
         return "free: unknown (the operator may not list nodes and pods)"
     usable = [node for node in free.nodes if node.schedulable and rules.accept(node)]
     if not usable:

@@ -54,11 +54,12 @@ def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
     """Why a Job has left no record, by its state and that of its pods, newest first."""
     for pod in pods:
         if pod.has_failed and pod.reason:
-            return _of_step(waiting, explain_failure(pod, observed, "jobs.resources"))
+            found = _of_step(waiting, explain_failure(pod, observed, "jobs.resources"))
+            return replace(found, message=f"{found.message}; {AGAIN}")
         if pod.container.ended is not None:
             return _explain_end(waiting, pod, pod.container.ended)
     if job.failure is not None:
-        text = f"Job {job.name} failed and left no record: {job.failure or 'no message'}"
+        text = f"Job {job.name} failed and left no record: {job.failure or 'no message'}; {AGAIN}"
         return replace(waiting, message=text)
     starting = _explain_start(waiting, job, pods, observed)
     if starting is not None and starting.reason != waiting.reason:
@@ -116,11 +117,13 @@ def _explain_start(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
 
 
 def _last_verdict(waiting: Finding, observed: Observed) -> Finding | None:
-    """How the previous Job for this generation ended, which stays until the next one ends."""
+    """How the previous Job for this generation ended, which stays until the next one ends. Of an end without a reason
+    of its own its message tells."""
     before = observed.model.conditions.get(waiting.condition)
     if before is None or before.status != "False" or before.generation != observed.model.generation:
         return None
     reason = Reason.named(before.reason)
-    if reason is None or not reason.row.exit_codes or waiting.condition not in reason.row.conditions:
+    is_end = AGAIN in before.message or (reason is not None and bool(reason.row.exit_codes))
+    if reason is None or not is_end or waiting.condition not in reason.row.conditions:
         return None
     return unmet(waiting.condition, reason, before.message)

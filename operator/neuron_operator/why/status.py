@@ -63,7 +63,7 @@ def _roll_up(findings: Sequence[Finding], missing: Finding | None) -> Finding:
     in_order = [missing if missing and finding is available else finding for finding in findings]
     first = next((finding for finding in in_order if finding.status != "True"), None)
     if first is not None:
-        return Finding("Ready", "False", first.reason, first.message)
+        return Finding("Ready", "False", first.reason, first.message, first.needs)
     reason = "ScaledToZero" if available.reason == "ScaledToZero" else "Ready"
     return Finding("Ready", "True", reason, available.message)
 
