@@ -57,6 +57,7 @@ from neuron_operator.cluster.client import (
     Resource,
     Unreachable,
 )
+from neuron_operator.cluster.contests import NUM_AT_ONCE
 from neuron_operator.cluster.lease import LeaseTimings
 from neuron_operator.cluster.on_demand import EVENTS_SECONDS, EXISTS_SECONDS, LOG_SECONDS
 from neuron_operator.cluster.reflector import Caches, Key
@@ -672,6 +673,45 @@ async def test_the_cronjob_of_a_claim_has_all_models_as_owners_and_keeps_what_th
             await eventually(lambda: owners() == ["chat", "other"])
         async with operating(client, using(0)):
             await eventually(lambda: found() == [])
+
+
+async def test_a_field_that_somebody_else_keeps_changing_is_named_and_written_ever_more_rarely(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    """As an autoscaler of the Deployment does, only faster."""
+    deployments = BY_KIND["Deployment"]
+
+    def scaled() -> bool:
+        if namespace.get(deployments, "chat")["spec"]["replicas"] == 1:
+            namespace.patch(deployments, "chat", {"spec": {"replicas": 3}})
+        return namespace.condition("Accepted") == ("False", "Contested")
+
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model(replicas=1)
+        await namespace.settle()
+        before = len(server.requests(OPERATOR_USER))
+        await eventually(scaled, about=namespace.model)
+        check_says("contested", ready(namespace))
+        await asyncio.sleep(3.0)
+        assert calls(server, before).count(("patch", "deployments")) <= NUM_AT_ONCE
+        assert namespace.get(deployments, "chat")["spec"]["replicas"] == 3
+
+
+async def test_a_job_that_somebody_keeps_deleting_is_named_and_made_ever_more_rarely(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    def deleted() -> bool:
+        for job in namespace.children()["Job"]:
+            namespace.delete(BY_KIND["Job"], job)
+        return namespace.condition("Accepted") == ("False", "Contested")
+
+    async with client_of(server) as client, operating(client, only(namespace)):
+        before = len(server.requests(OPERATOR_USER))
+        namespace.put_model()
+        await eventually(deleted, about=namespace.model)
+        assert "somebody deletes it before it ends" in message(namespace, "Accepted")
+        await asyncio.sleep(3.0)
+        assert calls(server, before).count(("create", "jobs")) <= NUM_AT_ONCE
 
 
 async def test_unneeded_children_are_deleted(server: ApiServer, namespace: Namespace) -> None:

@@ -135,6 +135,16 @@ class Reason(StrEnum):
         "server reports an internal error or has too much to do (429), or objects of a deleted model still exist",
         "Repair what the message quotes. The operator retries, at most a minute apart",
     )
+    CONTESTED = Row(
+        "Contested",
+        ("Accepted",),
+        "Somebody else undoes what the operator writes: a policy that changes images or tolerations, an autoscaler of "
+        "the Deployment, a second operator for the same namespace. The message has object, field, wanted and found. "
+        "Replicas serve on",
+        "Set the field in the manifest or in the chart's values to what the policy makes it, exempt the object, scale "
+        "the NeuronModel instead of its Deployment, or give each operator its own `watchNamespaces`. After five writes "
+        "the operator writes again after half a minute, at last every ten minutes",
+    )
     STORAGE_NOT_CONFIGURED = Row(
         "StorageNotConfigured",
         ("Accepted",),

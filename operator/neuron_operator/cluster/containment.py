@@ -113,7 +113,7 @@ def _contained(
         # Merged by key: others may have added items, and the order has no meaning.
         return all(any(_contained(item, other, _item_fields(owned, other)) for other in live) for item in desired)
     if is_quantity:
-        desired, live = _quantity(desired), _quantity(live)
+        desired, live = quantity(desired), quantity(live)
     return bool(desired == live)
 
 
@@ -164,7 +164,7 @@ _key = lru_cache(maxsize=1024)(json.loads)
 """The key of a list item. The same few are read in every pass; nobody changes what this returns."""
 
 
-def _quantity(value: Any) -> Any:
+def quantity(value: Any) -> Any:
     """A quantity as a number; anything else comes back unchanged."""
     try:
         return parse_quantity(value)

@@ -105,6 +105,8 @@ class Refused(Enum):
     """The namespace is being deleted: nothing can be created in it, Events included."""
     FAILED = "failed"
     """The write failed for another reason, as for some time before: it is tried again with back-off."""
+    UNDONE = "undone"
+    """Somebody else undid it again and again: it is made ever more rarely."""
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,11 @@ from neuron_operator.cluster.client import (
     resource_of,
 )
 from neuron_operator.cluster.containment import Contained, needs_apply
+from neuron_operator.cluster.contests import DELETED, Contests, Difference, difference, status_of
 from neuron_operator.cluster.on_demand import OnDemand
 from neuron_operator.cluster.reflector import Caches, Key, Version, version_of
 from neuron_operator.cluster.workqueue import WorkQueue
-from neuron_operator.read.objects import is_orphan, is_owned, is_shared, labels_of, name_of, owners_of
+from neuron_operator.read.objects import is_orphan, is_owned, is_shared, items, labels_of, name_of, owners_of
 from neuron_operator.read.world import Announcement, Change, Decision, Object, Refusal, Refused, Settings, World
 from neuron_operator.run.metrics import Metrics, PassResult
 from neuron_operator.run.upgrades import Turns
@@ -100,6 +101,7 @@ class Reconciler:
         self._check_term = check_term
         self._on_demand = OnDemand(cluster)
         self._contained = Contained()
+        self._contests = Contests()
 
     async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
         """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
@@ -112,6 +114,7 @@ class Reconciler:
             self._caches,
             self._check_term,
             self._contained,
+            self._contests,
             reports_faults=failing_seconds > PATIENCE_SECONDS,
         )
         retry: ClusterFault | None = None
@@ -194,6 +197,7 @@ class _Writes:
         caches: Caches,
         check_term: Callable[[], None],
         contained: Contained,
+        contests: Contests,
         *,
         reports_faults: bool,
     ) -> None:
@@ -201,6 +205,7 @@ class _Writes:
         self._caches = caches
         self._check_term = check_term
         self._contained = contained
+        self._contests = contests
         self._reports_faults = reports_faults
         self.number = 0
         self.written: set[Version] = set()
@@ -233,6 +238,8 @@ class _Writes:
         live = self._caches.find(resource, metadata["namespace"], metadata["name"])
         try:
             if live is None:
+                if resource.kind == "Job":
+                    self._contend(desired, DELETED)
                 live = await self._create_or_look(resource, desired)
             if resource is SECRETS:
                 return  # its name is that of one attempt of a group, and nobody may read it
@@ -243,10 +250,15 @@ class _Writes:
             if resource.kind in _NEVER_EDITED:
                 return
             if is_shared(desired) and resource.kind in _CREATED_ONCE:
+                if resource.kind == "Job" and items(live, "status", "conditions"):
+                    self._contests.forget(_key_of(live), live["metadata"]["uid"])  # the next one is another attempt
                 await self._relabel(live, desired)
                 return
             if not self._contained.needs_apply(desired, live):
+                if words := self._contests.still(_key_of(desired)):
+                    raise _Refused(refusal(Refused.UNDONE, message=words))
                 return
+            self._contend(desired, difference(desired, live))
             self._observe_written(resource, await self._apply(resource, desired, live))
         except Terminating as fault:
             raise _Refused(refusal(Refused.TERMINATING, message=str(fault))) from fault
@@ -260,6 +272,11 @@ class _Writes:
             if not self._reports_faults:
                 raise
             raise _Refused(refusal(Refused.FAILED, message=str(fault)), retry=fault) from fault
+
+    def _contend(self, desired: Object, wants: Difference) -> None:
+        """Raises _Refused if somebody else undid the same write again and again."""
+        if words := self._contests.enter(_key_of(desired), wants):
+            raise _Refused(Refusal(Refused.UNDONE, desired["kind"], name_of(desired), words))
 
     async def _relabel(self, live: Object, desired: Object) -> None:
         """Repair the labels of a shared Job, record or claim, and nothing else: its owners change by
@@ -286,6 +303,7 @@ class _Writes:
             metadata = desired["metadata"]
             return await self._cluster.get(resource, metadata["namespace"], metadata["name"])
         self._observe_written(resource, live)
+        self._contests.created(_key_of(live), live["metadata"]["uid"])
         return live
 
     async def change(self, change: Change) -> None:
@@ -305,6 +323,7 @@ class _Writes:
         resource = resource_of(live)
         if "deletionTimestamp" in live["metadata"]:
             return
+        self._contests.forget(_key_of(live), live["metadata"].get("uid", ""))
         try:
             # Another model may become an owner of a shared object at any time.
             await self._next().delete(resource, live, unchanged=is_shared(live) and resource is not PODS)
@@ -314,12 +333,19 @@ class _Writes:
             raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
 
     async def status(self, body: Object, status: Object) -> None:
+        if words := self._contests.enter(_key_of(body), status_of(status)):
+            logger.warning("%s: %s", "/".join(_key_of(body)), words)
+            return
         try:
             written = await self._next().apply_status(NEURON_MODELS, body, status)
         except NotFound:  # perhaps while kopf's watch was lost: then nobody else says so
             self._caches.forget(body)
             return
         self._observe_written(NEURON_MODELS, written)
+
+
+def _key_of(found: Object) -> tuple[str, str, str]:
+    return found["kind"], found["metadata"]["namespace"], name_of(found)
 
 
 _REPLACEABLE = frozenset({"ControllerRevision", "ConfigMap"})

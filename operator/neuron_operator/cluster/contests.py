@@ -1,0 +1,151 @@
+"""Writes that somebody else undoes: an admission policy that changes a field, an autoscaler, a second operator.
+
+The pass asks before it repeats a write. A few are made at once, the next ones ever more rarely, up to minutes apart,
+and meanwhile the status names object, field, wanted and found. In memory: a new leader begins again with the few.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from neuron_operator.api.names import FIELD_MANAGER, digest
+from neuron_operator.cluster.containment import quantity
+from neuron_operator.read.objects import dig, items
+from neuron_operator.read.world import Object
+
+NUM_AT_ONCE = 5
+MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 30.0, 600.0
+MAX_KEPT = 8192
+MAX_SHOWN = 160
+"""Characters of a value in a message."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first field of a desired object that the live one lacks or has otherwise."""
+
+    path: tuple[str, ...]
+    wanted: Any
+    found: Any
+    manager: str = ""
+    """Who set it, as the API server noted; empty: nobody but us, so a policy changes it while it is written."""
+    said: str = ""
+    """Instead of path and values."""
+
+    @property
+    def words(self) -> str:
+        if self.said:
+            return self.said
+        who = self.manager or "somebody else, perhaps an admission policy,"
+        scaling = "; scale the NeuronModel instead" if self.path == ("spec", "replicas") else ""
+        return f"{'.'.join(self.path)}: wanted {_shown(self.wanted)}, but {who} makes it {_shown(self.found)}{scaling}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+DELETED = Difference(("status",), True, None, said="somebody deletes it before it ends")
+"""Of a Job."""
+_MORE = Difference(("metadata",), True, None, said="a field comes back that the operator does not set")
+
+
+def status_of(status: Object) -> Difference:
+    """That the status is not this one. Times do not count: they are those of the writer."""
+    told = [{**one, "lastTransitionTime": ""} for one in items(status, "conditions")]
+    path = ("status", digest({**status, "conditions": told}))
+    return Difference(path, True, None, said="somebody else writes the status")
+
+
+def difference(desired: Object, live: Object) -> Difference:
+    """Why the live object does not contain what is desired."""
+    found = _difference((), desired, live)
+    if found is None:
+        return _MORE
+    path, wanted, value = found
+    managers = live["metadata"].get("managedFields") or ()
+    ours = (FIELD_MANAGER, "")
+    others = (one for one in managers if (one.get("manager"), one.get("subresource", "")) != ours)
+    named = [one for one in others if dig(one, "fieldsV1", *(f"f:{part}" for part in path)) is not None]
+    return Difference(path, wanted, value, str(named[-1].get("manager", "")) if named else "")
+
+
+def _difference(path: tuple[str, ...], desired: Any, live: Any) -> tuple[tuple[str, ...], Any, Any] | None:
+    if isinstance(desired, dict):
+        parts = [(name, value, live.get(name) if isinstance(live, dict) else None) for name, value in desired.items()]
+    elif isinstance(desired, list | tuple) and isinstance(live, list) and len(desired) <= len(live):
+        named = {one["name"]: one for one in live if isinstance(one, dict) and "name" in one}
+        if desired and all(isinstance(one, dict) and one.get("name") in named for one in desired):
+            parts = [(one["name"], one, named[one["name"]]) for one in desired]
+        elif len(desired) == len(live):
+            parts = [(str(number), *pair) for number, pair in enumerate(zip(desired, live, strict=True))]
+        else:
+            return path, desired, live
+    else:
+        is_same = quantity(desired) == quantity(live) or (live is None and not desired)
+        return None if is_same else (path, desired, live)
+    return next((found for part in parts if (found := _difference((*path, part[0]), *part[1:])) is not None), None)
+
+
+@dataclass(frozen=True)
+class _Write:
+    path: tuple[str, ...]
+    wanted: Any
+    at: float
+    num: int
+    """How often it was made since somebody first undid it."""
+    words: str
+    uid: str = ""
+    """Of the object that it created."""
+
+    @property
+    def wait_seconds(self) -> float:
+        if self.num < NUM_AT_ONCE:
+            return 0.0
+        return min(MIN_WAIT_SECONDS * 2.0 ** (self.num - NUM_AT_ONCE), MAX_WAIT_SECONDS)
+
+
+class Contests:
+    """The last write of each object of one process. Bounded."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: OrderedDict[Hashable, _Write] = OrderedDict()
+
+    def enter(self, key: Hashable, wants: Difference) -> str:
+        """Before a write that repairs this: empty if it may be made, else why it has to wait."""
+        now, before, num = self._clock(), self._last.get(key), 1
+        if before is not None and before.path == wants.path and now - before.at < 2 * MAX_WAIT_SECONDS:
+            # Someone who changes his mind finds what he wrote last. Only revisions are numbered on by a rival.
+            is_undone = wants.found != before.wanted or wants.path == ("revision",)
+            if is_undone and now - before.at < before.wait_seconds:
+                return before.words
+            num = before.num + 1 if is_undone else 1
+        self._last[key] = _Write(wants.path, wants.wanted, now, num, wants.words)
+        self._last.move_to_end(key)
+        if len(self._last) > MAX_KEPT:
+            self._last.popitem(last=False)
+        return ""
+
+    def still(self, key: Hashable) -> str:
+        """What was undone again and again, although it is as wanted now; empty once that has lasted."""
+        before = self._last.get(key)
+        is_over = before is None or self._clock() - before.at >= before.wait_seconds
+        return "" if before is None or is_over else before.words
+
+    def created(self, key: Hashable, uid: str) -> None:
+        before = self._last.get(key)
+        if before is not None:
+            self._last[key] = replace(before, uid=uid)
+
+    def forget(self, key: Hashable, uid: str) -> None:
+        """The object that we created ended, or we delete it."""
+        before = self._last.get(key)
+        if before is not None and before.uid == uid:
+            del self._last[key]

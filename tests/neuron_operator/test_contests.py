@@ -1,0 +1,112 @@
+"""Writes that somebody else undoes become rare and are named; edits, repairs and other attempts do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from neuron_operator.cluster.contests import (
+    DELETED,
+    MAX_WAIT_SECONDS,
+    MIN_WAIT_SECONDS,
+    NUM_AT_ONCE,
+    Contests,
+    Difference,
+    difference,
+    status_of,
+)
+
+KEY = ("Deployment", "team", "chat")
+HOUR = 3600
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def deployment(image: str = "ours", replicas: int = 1, **metadata: Any) -> dict[str, Any]:
+    container = {"name": "runtime", "image": image}
+    template = {"spec": {"containers": [container]}}
+    return {
+        "kind": "Deployment",
+        "metadata": {"name": "chat", **metadata},
+        "spec": {"replicas": replicas, "template": template},
+    }
+
+
+def num_writes(contests: Contests, clock: Clock, wants: Difference, seconds: int) -> int:
+    """Of somebody who tries each second."""
+    made = 0
+    for _ in range(seconds):
+        made += contests.enter(KEY, wants) == ""
+        clock.now += 1
+    return made
+
+
+@pytest.mark.parametrize(
+    "wants", [difference(deployment(), deployment("mirror/ours")), DELETED, status_of({})], ids=str
+)
+def test_a_write_that_is_undone_again_and_again_is_made_minutes_apart(wants: Difference) -> None:
+    clock = Clock()
+    contests = Contests(clock)
+    assert num_writes(contests, clock, wants, 20) == NUM_AT_ONCE
+    assert num_writes(contests, clock, wants, HOUR) <= 5 + HOUR / MAX_WAIT_SECONDS
+    assert contests.still(KEY) == wants.words
+
+
+def test_the_field_and_both_values_and_who_set_it_are_named() -> None:
+    mirrored = difference(deployment(), deployment("mirror/ours"))
+    path = "spec.template.spec.containers.runtime.image"
+    assert (
+        mirrored.words
+        == f'{path}: wanted "ours", but somebody else, perhaps an admission policy, makes it "mirror/ours"'
+    )
+    scaler = {"manager": "kube-controller-manager", "subresource": "scale", "fieldsV1": {"f:spec": {"f:replicas": {}}}}
+    scaled = difference(deployment(), deployment(replicas=3, managedFields=[scaler]))
+    assert (
+        scaled.words == "spec.replicas: wanted 1, but kube-controller-manager makes it 3; scale the NeuronModel instead"
+    )
+
+
+def test_what_the_owner_changes_is_written_at_once_however_often() -> None:
+    clock = Clock()
+    contests = Contests(clock)
+    for number in range(50):
+        assert contests.enter(KEY, difference(deployment(replicas=number + 1), deployment(replicas=number))) == ""
+
+
+def test_a_contest_is_over_when_nothing_was_undone_for_the_time_of_its_wait() -> None:
+    clock = Clock()
+    contests = Contests(clock)
+    num_writes(contests, clock, DELETED, 10)
+    clock.now += MIN_WAIT_SECONDS
+    assert contests.still(KEY) == ""
+
+
+def test_the_next_attempt_after_an_end_is_no_contest() -> None:
+    contests = Contests(Clock())
+    for number in range(50):
+        assert contests.enter(KEY, DELETED) == ""
+        contests.created(KEY, str(number))
+        contests.forget(KEY, str(number))
+
+
+def test_a_job_of_somebody_else_that_takes_the_place_of_ours_counts() -> None:
+    contests = Contests(Clock())
+    for number in range(NUM_AT_ONCE):
+        assert contests.enter(KEY, DELETED) == ""
+        contests.created(KEY, f"ours {number}")
+        contests.forget(KEY, f"theirs {number}")
+    assert contests.enter(KEY, DELETED) == DELETED.words
+
+
+def test_defaults_of_the_api_server_are_no_difference() -> None:
+    live = deployment(uid="1")
+    live["spec"]["template"]["spec"]["containers"][0]["imagePullPolicy"] = "Always"
+    live["spec"]["template"]["spec"]["volumes"] = [{"name": "added"}]
+    assert difference(deployment(), live).said
