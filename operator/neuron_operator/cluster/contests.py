@@ -13,9 +13,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from neuron_operator.api.names import FIELD_MANAGER, digest
+from neuron_operator.api.names import digest
 from neuron_operator.cluster.containment import quantity
-from neuron_operator.read.objects import dig, items
+from neuron_operator.read.objects import items
 from neuron_operator.read.world import Object
 
 NUM_AT_ONCE = 5
@@ -32,8 +32,6 @@ class Difference:
     path: tuple[str, ...]
     wanted: Any
     found: Any
-    manager: str = ""
-    """Who set it, as the API server noted; empty: nobody but us, so a policy changes it while it is written."""
     said: str = ""
     """Instead of path and values."""
 
@@ -41,9 +39,9 @@ class Difference:
     def words(self) -> str:
         if self.said:
             return self.said
-        who = self.manager or "somebody else, perhaps an admission policy,"
         scaling = "; scale the NeuronModel instead" if self.path == ("spec", "replicas") else ""
-        return f"{'.'.join(self.path)}: wanted {_shown(self.wanted)}, but {who} makes it {_shown(self.found)}{scaling}"
+        field, wanted, found = ".".join(self.path), _shown(self.wanted), _shown(self.found)
+        return f"{field}: wanted {wanted}, but somebody else makes it {found}{scaling}"
 
 
 def _shown(value: Any) -> str:
@@ -68,12 +66,7 @@ def difference(desired: Object, live: Object) -> Difference:
     found = _difference((), desired, live)
     if found is None:
         return _MORE
-    path, wanted, value = found
-    managers = live["metadata"].get("managedFields") or ()
-    ours = (FIELD_MANAGER, "")
-    others = (one for one in managers if (one.get("manager"), one.get("subresource", "")) != ours)
-    named = [one for one in others if dig(one, "fieldsV1", *(f"f:{part}" for part in path)) is not None]
-    return Difference(path, wanted, value, str(named[-1].get("manager", "")) if named else "")
+    return Difference(*found)
 
 
 def _difference(path: tuple[str, ...], desired: Any, live: Any) -> tuple[tuple[str, ...], Any, Any] | None:

@@ -99,9 +99,10 @@ def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
         text = f"the operator cannot write and tries again, at most a minute apart: {_quoted(failed)}"
         yield unmet("Accepted", Reason.WRITE_FAILED, text)
     if undone := found[Refused.UNDONE]:
-        cure = "set the field in the manifest or the chart's values, or exempt the object from what changes it"
+        cure = "set the field in the manifest or the chart's values, or exempt the object"
+        who = "kubectl get --show-managed-fields -o yaml tells who it is, unless an admission policy is it"
         text = f"somebody else undoes what the operator writes, so it is written ever more rarely: {_quoted(undone)}"
-        yield unmet("Accepted", Reason.CONTESTED, f"{text}; {cure}")
+        yield unmet("Accepted", Reason.CONTESTED, f"{text}; {cure}; {who}")
     if found[Refused.TERMINATING]:
         text = "the namespace is being deleted, so nothing can be created in it"
         yield unmet("Accepted", Reason.NAMESPACE_TERMINATING, text)
