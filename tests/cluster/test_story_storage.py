@@ -199,6 +199,43 @@ def test_what_is_killed_is_continued(installation: Installation, story: Story) -
             story.kubectl("delete", "nm", "--all")
 
 
+def test_an_edit_before_a_model_is_compiled_makes_no_pod_of_what_it_replaces(
+    installation: Installation, story: Story
+) -> None:
+    """Edited while its weights are fetched and while it is compiled, refreshed, refused, and held at what never
+    served."""
+    hub = installation.hub
+    with (
+        shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM),
+        shared_volume(story.rig, story.namespace, ARTIFACTS_CLAIM),
+        story.watching("pods") as pods,
+        story.watching("nm") as statuses,
+    ):
+        hub.order(bytes_per_second=1e6)
+        with story.stage("edited while its weights are fetched"):
+            story.apply(_compiled("fetching", 256, compileSeconds=1, **NEURON))
+            story.until_reason("fetching", "Fetching", "WeightsReady")
+            story.apply(_compiled("fetching", 512, compileSeconds=1, **NEURON))
+        hub.order(bytes_per_second=0)
+        with story.stage("edited, refreshed, refused and held while it is compiled"):
+            story.apply(_compiled("edited", 256, compileSeconds=20, **NEURON))
+            story.until_reason("edited", "Compiling", "Compiled")
+            first = story.kubectl("get", "nm", "edited", "-o", "jsonpath={.status.updateRevision}")
+            story.apply(_compiled("edited", 768, compileSeconds=3, **NEURON))
+            story.kubectl("annotate", "nm", "edited", "neuron-serving.dev/refresh=1")
+            story.apply(_compiled("edited", 768, compileSeconds=3, accelerator={"type": "Neuron", "devices": 7}))
+            story.until_reason("edited", "TopologyImpossible")
+            story.apply(_compiled("edited", 768, compileSeconds=3, **NEURON))
+            story.kubectl("annotate", "nm", "edited", f"neuron-serving.dev/rollback-to={first}")
+            assert "none has served yet" in story.until_reason("edited", "InvalidSpec")["message"]
+            story.kubectl("annotate", "nm", "edited", "neuron-serving.dev/rollback-to-")
+        with story.stage("both ready"):
+            for name in ("fetching", "edited"):
+                story.until_ready(1, name)
+        check_order(pods(), statuses())
+        story.kubectl("delete", "nm", "--all")
+
+
 @pytest.mark.long
 def test_a_fault_of_a_fetch_has_a_reason_that_vanishes_with_it(installation: Installation, story: Story) -> None:
     hub, rig = installation.hub, story.rig

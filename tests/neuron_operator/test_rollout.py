@@ -399,7 +399,8 @@ def test_an_unknown_revision_in_the_annotation_is_refused_and_what_serves_stays(
     world = serving_world()
     after, decision = settle(annotated(world, "abc"))
     message = condition(decision.status, "Accepted")["message"]
-    assert message.startswith(f"metadata.annotations[{names.ROLLBACK_ANNOTATION}]: abc is not a kept revision; ")
+    refused = f"metadata.annotations[{names.ROLLBACK_ANNOTATION}]: abc is not a kept revision that has served; "
+    assert message.startswith(refused)
     assert revision_of(world) in message
     assert after.children == world.children
 

@@ -110,7 +110,10 @@ class GroupStatus(StatusPart, frozen=True):
 
 class PastRevision(StatusPart, frozen=True):
     revision: Word
-    state: Annotated[Word, "`RollingOut`, `Serving`, `Replaced` or `RolledBack`."]
+    state: Annotated[
+        Word,
+        "`RollingOut`, `Serving`, `Replaced`, `RolledBack`, or `Skipped`: another was wanted before it had served.",
+    ]
     since: Annotated[str, "When it was first wanted.", Meta(extra_json_schema={"format": "date-time"})]
     message: Annotated[Annotated[str, Meta(max_length=MAX_WORD)] | None, "Why it failed."] = None
 

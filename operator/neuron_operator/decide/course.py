@@ -482,7 +482,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], *, 
     """`is_held`: nothing is changed in this pass."""
     model, shown = observed.model, course.wanted or course.served
     wanted = course.wanted.name if course.wanted else ""
-    others = sorted(pod.revision for pod in observed.live if pod.revision != wanted)
+    others = sorted(pod.revision for pod in observed.live if pod.is_answering and pod.revision != wanted)
     num_ready, num_wanted = sum(pod.is_answering for pod in observed.live), _num_wanted(observed, course)
     current = model.current_revision or (others[0] if others else "")
     if course.served is not None and num_ready >= num_wanted > 0 and _runs_only(observed, course.served.name):

@@ -118,11 +118,14 @@ def _has_room(node: NodeDevices, revision: Revision) -> bool:
 
 
 def setback_of(model: NeuronModel, observed: Observed, wanted: Revision) -> Setback | None:
-    """Raises InvalidSpec if the annotation names no kept revision."""
+    """Raises InvalidSpec if the annotation names no kept revision that has served: the steps of others may not be
+    done."""
     kept = {known.name: known for known in observed.revisions}
     if model.rollback_to:
-        if model.rollback_to not in kept:
-            text = f"{model.rollback_to} is not a kept revision; choose one of {', '.join(sorted(kept))}, or remove it"
+        served = sorted(filter(observed.has_served, kept))
+        if model.rollback_to not in (*served, wanted.name):
+            cure = f"choose one of {', '.join(served)}, or remove it" if served else "remove it: none has served yet"
+            text = f"{model.rollback_to} is not a kept revision that has served; {cure}"
             raise InvalidSpec(f"metadata.annotations[{names.ROLLBACK_ANNOTATION}]", text)
         if model.rollback_to == wanted.name:
             return None
@@ -181,12 +184,15 @@ def history_of(observed: Observed, wanted: Revision, serving: str, error: str) -
             return "Serving"
         if index == 0:
             return "RolledBack" if error else "RollingOut"
-        return one.state if one.state == "RolledBack" else "Replaced"
+        return _ONCE_ANOTHER_IS_WANTED.get(one.state, one.state)
 
     return tuple(
         msgspec.structs.replace(one, state=state_of(index, one), message=error or None if index == 0 else one.message)
         for index, one in enumerate(past)
     )
+
+
+_ONCE_ANOTHER_IS_WANTED = {"RollingOut": "Skipped", "Serving": "Replaced"}
 
 
 def _due(model: NeuronModel, pod: PodView, revision: Revision) -> datetime | None:

@@ -358,11 +358,17 @@ class Observed:
         return sum(pod.revision == revision_name for pod in self.live)
 
     def serving(self, besides: Revision | None = None) -> Revision | None:
-        """The revision of the replicas. If they were deleted: the last pinned one except `besides`, whose steps are
-        not done."""
-        named = next((known for known in self.revisions if known.name == self.rolled), None)
-        pinned = (known for known in self.revisions if besides is None or known.name != besides.name)
-        return named or max(pinned, key=lambda known: known.number, default=None)
+        """The revision of the replicas. If they were deleted: the last one that served, except `besides`, whose steps
+        are not done. One that was only pinned serves nothing."""
+        known = {one.name: one for one in self.revisions}
+        before = self.model.current_revision
+        return known.get(self.rolled) or (None if besides and besides.name == before else known.get(before))
+
+    def has_served(self, revision_name: str) -> bool:
+        """Whether all its replicas could serve once, or one can now. Of a lost status only the pods tell."""
+        past = (one.revision for one in self.model.history if one.state in ("Serving", "Replaced"))
+        now = (pod.revision for pod in self.live if pod.is_answering)
+        return revision_name in {self.model.current_revision, *past, *now}
 
     def pods_of(self, job_name: str) -> tuple[PodView, ...]:
         """The pods of a Job, newest first."""
