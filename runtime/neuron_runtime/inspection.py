@@ -74,6 +74,7 @@ def model_facts(
                 raise
             if not application_class and not BY_ARCHITECTURE.keys() & _architectures(checkpoint):
                 raise
+            family_of(checkpoint.config, application_class)
             shape = _shape_by_config(checkpoint)
     num_bytes_by_dtype: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():

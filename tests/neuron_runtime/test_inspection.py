@@ -208,6 +208,20 @@ def test_an_architecture_that_only_nxd_inference_runs_has_facts(tmp_path: Path) 
         inspect_model(f"file://{folder}", "torch")
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MixtralForCausalLM"])
+@pytest.mark.parametrize("backend", ["", "nxdi"])
+def test_quantized_weights_are_refused_before_anything_is_compiled(
+    tmp_path: Path, architecture: str, backend: str
+) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    quantized = {"architectures": [architecture], "quantization_config": {"quant_method": "awq"}}
+    (folder / "config.json").write_text(json.dumps(config | quantized))
+    with pytest.raises(FatalError, match="the weights are awq") as caught:
+        inspect_model(f"file://{folder}", backend)
+    assert caught.value.exit_code == ExitCode.UNSUPPORTED_ARCHITECTURE
+
+
 def test_an_architecture_that_only_an_application_class_runs_has_facts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,8 +5,9 @@ Called by `settings` and by `inspection`. Pure: whether the installed library ha
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,25 +38,36 @@ class NxdiFamily:
     mixed: bool = False
     """Some layers keep less of a sequence than others; then a decode step reads whole cache lines."""
     ignores: tuple[str, ...] = ()
-    """Fields of config.json that the class does not read, so they must be off."""
+    """Fields of config.json that the class does not read, or fails on, so they must be off: see `_OFF`."""
+    quantizations: tuple[str, ...] = ("",)
+    """What `quantization_of` may be. The class would drop the scales of others, and compute garbage."""
     needs: Mapping[str, bool] = field(default_factory=dict)
     """Arguments of NeuronConfig without which its tokens are wrong."""
     note: str = ""
     """What a user should know, for the log."""
 
 
+_OF_MIXTURES = ("num_experts_per_tok", "tie_word_embeddings", "mlp_only_layers", "decoder_sparse_step")
+
 FAMILIES = (
     # Tokens of all were compared with those of transformers, on the Python part of NxD Inference.
     NxdiFamily("llama", "0.1", ("LlamaForCausalLM",)),
-    NxdiFamily("mistral", "0.9", ("MistralForCausalLM",), before="llama", windows="kept", ignores=("rope_scaling",)),
-    NxdiFamily("qwen2", "0.5", ("Qwen2ForCausalLM",), windows="ignored", ignores=("rope_scaling",)),
+    NxdiFamily(
+        "mistral",
+        "0.9",
+        ("MistralForCausalLM",),
+        before="llama",
+        windows="kept",
+        ignores=("rope_scaling", "head_dim"),
+    ),
+    NxdiFamily("qwen2", "0.5", ("Qwen2ForCausalLM",), windows="ignored", ignores=("rope_scaling", "head_dim")),
     NxdiFamily("qwen3", "0.5", ("Qwen3ForCausalLM",), windows="ignored", ignores=("rope_scaling", "attention_bias")),
     NxdiFamily(
         "mixtral",
         "0.1",
         ("MixtralForCausalLM",),
         windows="ignored",
-        ignores=("rope_scaling",),
+        ignores=("rope_scaling", "head_dim", *_OF_MIXTURES),
         note="faster with SDK 2.28 than with newer ones",
     ),
     NxdiFamily("dbrx", "0.1", ("DbrxForCausalLM",), note="faster with SDK 2.28 than with newer ones"),
@@ -64,7 +76,8 @@ FAMILIES = (
         "0.6",
         ("Qwen3MoeForCausalLM",),
         windows="ignored",
-        ignores=("rope_scaling", "attention_bias"),
+        ignores=("rope_scaling", "attention_bias", *_OF_MIXTURES),
+        quantizations=("", "fp8 in blocks"),
         note="SDK 2.28 runs it with 16 rows or more only",
     ),
     NxdiFamily(
@@ -74,6 +87,7 @@ FAMILIES = (
         layouts=("slots",),
         windows="kept",
         mixed=True,
+        quantizations=("mxfp4",),
         note="its MXFP4 weights, and no others, are computed in bfloat16",
     ),
     NxdiFamily(
@@ -101,16 +115,39 @@ BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.archit
 
 
 def family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
-    """The family of a model.
+    """The family of a model, which computes it rightly.
 
     Args:
         model: config.json.
         application_class: a key of the registry, `module:Class`, or empty: by the architecture.
 
     Raises:
-        FatalError: UNSUPPORTED_ARCHITECTURE.
+        FatalError: UNSUPPORTED_ARCHITECTURE if there is none, or if it does not compute what config.json says.
         InvalidConfig: the application class is malformed.
     """
+    family = _family_of(model, application_class)
+    if is_private(family.application):
+        return family
+    quantization, text = quantization_of(model), text_config(model)
+    if quantization not in family.quantizations:
+        reads = " or ".join(one or "unquantized" for one in family.quantizations)
+        raise FatalError(
+            ExitCode.UNSUPPORTED_ARCHITECTURE,
+            f"config.json: the weights are {quantization or 'unquantized'}, but NxD Inference's {family.application} "
+            f"computes those that are {reads} alone: serve a checkpoint that has them",
+        )
+    for name in family.ignores:
+        value = _OFF.get(name, _unless_falsy)(text, name)
+        if value is not None:
+            raise FatalError(
+                ExitCode.UNSUPPORTED_ARCHITECTURE,
+                f"config.json: NxD Inference's {family.application} does not compute {name} {json.dumps(value)}, "
+                "so it would fail, or its tokens would be wrong: remove it if the model was made without it",
+            )
+    return family
+
+
+def _family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
     if application_class:
         if family := BY_APPLICATION.get(application_class):
             return family
@@ -122,7 +159,10 @@ def family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
     names = [str(name) for name in model.get("architectures") or ()]
     for name in names:
         if family := BY_ARCHITECTURE.get(name):
-            return family
+            text = text_config(model)
+            # Mistral's Nemo and Small: the class of older releases computes them too, but without a window.
+            other = family.before if _own_head_dim(text) and not window_of(family, text) else ""
+            return BY_APPLICATION.get(other, family)
     named = ", ".join(names) or "no architecture"
     known = ", ".join(sorted(BY_ARCHITECTURE))
     raise FatalError(
@@ -130,6 +170,39 @@ def family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
         f"config.json names {named}; NxD Inference runs {known}. For another class set applicationClass to "
         "`module:Class`",
     )
+
+
+def quantization_of(model: Mapping[str, Any]) -> str:
+    """How the weights are quantized, by config.json; "": they are not."""
+    config = model.get("quantization_config") or model.get("compression_config")
+    if not config:
+        return ""
+    method = str(config.get("quant_method") or "") if isinstance(config, Mapping) else ""
+    return "fp8 in blocks" if method == "fp8" and config.get("weight_block_size") else method or "an unknown method"
+
+
+def _unless_falsy(text: Mapping[str, Any], name: str) -> Any:
+    return text.get(name) or None
+
+
+def _rope_type(text: Mapping[str, Any], name: str = "rope_scaling") -> Any:
+    scaling = text.get(name) or text.get("rope_parameters")
+    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
+    return None if kind in (None, "default") else kind
+
+
+def _own_head_dim(text: Mapping[str, Any], name: str = "head_dim") -> Any:
+    size, hidden, heads = (text.get(field) for field in (name, "hidden_size", "num_attention_heads"))
+    return size if size and hidden and heads and size * heads != hidden else None
+
+
+_OFF: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
+    "rope_scaling": _rope_type,
+    "head_dim": _own_head_dim,
+    "num_experts_per_tok": lambda text, name: 1 if text.get(name) == 1 else None,
+    "decoder_sparse_step": lambda text, name: None if text.get(name) in (None, 1) else text[name],
+}
+"""The value of a field that is not off, None if it is off. Others are off if they are missing, false, 0 or empty."""
 
 
 def is_private(application: str) -> bool:

@@ -6,7 +6,6 @@ NxD Inference nor torch, and knows no path, no time and nothing of this machine 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -120,29 +119,8 @@ def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target)
         FatalError: UNSUPPORTED_ARCHITECTURE.
     """
     family = family_of(model, config.application_class)
-    if family.application == "gpt_oss" and (model.get("quantization_config") or {}).get("quant_method") != "mxfp4":
-        raise InvalidModel(
-            "config.json: NxD Inference reads gpt-oss with MXFP4 weights alone, and no quantization_config "
-            "names them: serve the original checkpoint"
-        )
-    for name in family.ignores:
-        if (kind := _used(name, text_config(model))) is not None:
-            message = (
-                f"config.json: NxD Inference's {family.application} ignores {name} {json.dumps(kind)}, so its tokens"
-            )
-            raise InvalidModel(f"{message} are wrong: remove it if the model was made without it")
     override = read_override(config.override_neuron_config, family.application, private=is_private(family.application))
     return _Derivation(config, text_config(model), target, override, family).settings()
-
-
-def _used(name: str, model: Mapping[str, Any]) -> Any:
-    """What a field that must be off says; None: it is off."""
-    value = model.get(name)
-    if name != "rope_scaling":
-        return value or None
-    scaling = value or model.get("rope_parameters")
-    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
-    return None if kind in (None, "default") else kind
 
 
 class _Derivation:
@@ -189,6 +167,8 @@ class _Derivation:
                 if override.get(name, value) != value:
                     message = f"must be {_shown(value)}: without it, tokens of {self._family.application} are wrong"
                     raise InvalidConfig(f"{PATH}.{name}", message)
+        with problems.collecting():
+            self._check_capacity()
         num_blocks = self._chosen("$.limits.numBlocks", config.limits.num_blocks, "pa_num_blocks")
         if blocks:
             num_blocks = num_blocks or rows * -(-length // block_size)
@@ -236,6 +216,17 @@ class _Derivation:
             "output_logits": sampling == "DeviceWithLogits",
         }
         return replace(plain, neuron_config=merge(ours, _derived(plain), self._override))
+
+    def _check_capacity(self) -> None:
+        """Raises InvalidConfig if experts would drop tokens, which nothing reports."""
+        factor = self._override.get("capacity_factor")
+        experts = (
+            self._model.get("num_local_experts") or self._model.get("num_experts") or self._model.get("moe_num_experts")
+        )
+        chosen = self._model.get("num_experts_per_tok") or self._model.get("moe_top_k")
+        if factor and experts and chosen and factor * chosen < experts:
+            message = f"must be at least {experts / chosen:g}, got {factor:g}: experts that are full drop tokens"
+            raise InvalidConfig(f"{PATH}.capacity_factor", message)
 
     def _number(self, name: str, least: int) -> int:
         value = self._model.get(name)
