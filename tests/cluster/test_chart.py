@@ -62,11 +62,13 @@ EVERYTHING: dict[str, Any] = {
     "workers": 4,
     "logLevel": "debug",
     "watchNamespaces": ["team-a", "team-b"],
-    "devices": {"mode": "PluginWithExtension", "schedulerName": "neuron-scheduler"},
+    "devices": {"mode": "PluginWithExtension", "schedulerName": "neuron-scheduler", "families": {"lab-1": "trn1"}},
     "jobs": {
         "nodeSelector": {"pool": "cpu"},
         "tolerations": [{"key": "cpu", "operator": "Exists"}],
         "resources": {"limits": {"memory": "1Gi"}},
+        "labels": {"team": "serving"},
+        "annotations": {"karpenter.sh/do-not-disrupt": "true"},
         "env": [{"name": "HTTPS_PROXY", "value": "http://proxy.test:3128"}],
     },
     "caBundle": {"configMap": {"name": "private-ca", "key": "ca.crt"}},
@@ -456,7 +458,8 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     assert seen.models.image_pull_policy == "IfNotPresent"
     assert seen.models.image_pull_secrets == ("one", "two")
     assert seen.models.jobs == JobSettings(
-        jobs["nodeSelector"], tuple(jobs["tolerations"]), jobs["resources"], tuple(jobs["env"])
+        *(jobs["nodeSelector"], tuple(jobs["tolerations"]), jobs["resources"], tuple(jobs["env"])),
+        *(jobs["labels"], jobs["annotations"]),
     )
     assert seen.models.ca_bundle == CaBundle(config_map=KeyRef("private-ca", "ca.crt"))
     assert seen.models.storage.weights.pvc_template == ClaimTemplate(storage_class_name="efs", size="1Ti")
@@ -475,6 +478,7 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     )
     assert seen.models.device_mode == "PluginWithExtension"
     assert seen.models.device_scheduler_name == "neuron-scheduler"
+    assert seen.models.device_families == {"lab-1": "trn1"}
     assert seen.models.network_policy_ingress_from == tuple(EVERYTHING["networkPolicy"]["ingressFrom"])
     assert (seen.namespace, seen.identity) == ("from-the-pod", "from-the-pod")
     assert seen.lease.duration_seconds == 15

@@ -104,6 +104,7 @@ def keys_of(*keys: str) -> st.SearchStrategy[dict[str, str]]:
 
 
 KEY = {"name": "n", "key": "k"}
+FIELD = {"fieldPath": "status.hostIP"}
 STORES = {"persistentVolumeClaim": {"claimName": "c"}, "objectStore": {"uri": "s3://bucket/p"}}
 NAMES = ("A", "B", "HOME", "HF_TOKEN", "NEURON_SERVING_RANK", "NEURON_SERVING")
 SCHEMES = ("hf://", "s3://", "pvc://", "oci://", "file:///", "file://", "file:./", "hf:", "")
@@ -127,7 +128,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
             lambda name, value, source: {"name": name, **value, **source},
             st.sampled_from(NAMES),
             some_of(value="x"),
-            st.fixed_dictionaries({}, optional={"valueFrom": some_of(secretKeyRef=KEY, configMapKeyRef=KEY)}),
+            st.fixed_dictionaries(
+                {}, optional={"valueFrom": some_of(secretKeyRef=KEY, configMapKeyRef=KEY, fieldRef=FIELD)}
+            ),
         ),
         max_size=2,
     ),
@@ -139,6 +142,13 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "podTemplate.spec.resources.limits": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),
     "jobs.resources.limits": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),
     "jobs.resources.requests": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),
+    "jobs.labels": keys_of("a", "neuron-serving.dev/a", "neuron-serving.development/a"),
+    "jobs.annotations": keys_of("a", "neuron-serving.dev/a", "neuron-serving.development/a"),
+    "serviceTemplate.spec": st.builds(
+        lambda kind, more: {**kind, **more},
+        st.sampled_from([{}, {"type": "NodePort"}, {"type": "LoadBalancer"}]),
+        some_of(loadBalancerClass="eks.amazonaws.com/nlb", externalTrafficPolicy="Local"),
+    ),
     "serviceTemplate.metadata.annotations": keys_of("a", "neuron-serving.dev/a", "neuron-serving.development/a"),
     "podTemplate.spec.resources.requests": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +78,30 @@ def test_the_shown_plan_is_what_is_printed(manifest: Path, tmp_path: Path, capsy
     flags[flags.index("model.yaml")], flags[flags.index("facts.json")] = str(manifest), facts(tmp_path, LLAMA)
     assert main(flags) == 0
     assert capsys.readouterr().out == output
+
+
+def test_the_manifest_may_be_in_a_list_and_come_from_standard_input(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--facts", facts(tmp_path, LLAMA), "--instance-types", "inf2.8xlarge"]
+    assert main(["plan", "-f", str(manifest), *flags]) == 0
+    expected = capsys.readouterr().out
+    listed = {"apiVersion": "v1", "kind": "List", "items": [{"kind": "Pod"}, yaml.safe_load(manifest.read_text())]}
+    for text in (manifest.read_text(), json.dumps(listed)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert main(["plan", "-f", "-", *flags]) == 0
+        assert capsys.readouterr().out == expected
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(manifest: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "neuron_operator", "plan", "-f", str(manifest), "-o", "yaml"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*command, "--facts", facts(tmp_path, LLAMA)], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_it_prints_the_objects(manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,6 +123,20 @@ def test_a_surge_stays_one_when_its_own_pod_has_taken_the_room() -> None:
     assert limits(later) == limits(decision) == SURGE
 
 
+def test_a_surge_whose_volume_another_node_holds_becomes_one_by_one() -> None:
+    world, _ = settle(edited(with_free(serving_world(), DEVICES), **EDIT))
+    new = serving_pod(find(world.children, "Deployment"), "new-1", state={"waiting": {"reason": "ContainerCreating"}})
+    note = 'Multi-Attach error for volume "pvc-1" Volume is already used by pod(s) chat-1'
+    event = {"reason": "FailedAttachVolume", "note": note, "regarding": {"kind": "Pod", "name": "new-1"}}
+    world = with_free(replace(world, pods=(*world.pods, new)), 0)
+    _, decision = settle(world)
+    assert limits(decision) == SURGE
+    assert Need.EVENTS in decision.needs
+    assert decision.requeue_after_seconds == 30
+    _, decision = settle(replace(world, events=(event,)))
+    assert limits(decision) == ONE_BY_ONE
+
+
 @pytest.mark.parametrize(("seconds", "expected"), [(29, SURGE), (30, ONE_BY_ONE)])
 def test_a_surge_that_finds_no_node_for_half_a_minute_becomes_one_by_one(
     seconds: int, expected: tuple[int, int]

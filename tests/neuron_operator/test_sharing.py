@@ -116,6 +116,20 @@ def test_a_later_model_needs_no_job_once_the_record_is_kept() -> None:
     assert "Deployment" in {made["kind"] for made in later.desired}
 
 
+def test_a_job_that_a_container_of_others_keeps_alive_ends_once_its_record_is_kept() -> None:
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    pod = resolved_pod(job)
+    mesh = {"name": "istio-proxy", "ready": True, "state": {"running": {"startedAt": "2026-03-01T11:59:00Z"}}}
+    pod["spec"] = {"containers": [{"name": "runtime"}, {"name": "istio-proxy"}]}
+    pod["status"] |= {"phase": "Running", "containerStatuses": [*pod["status"]["containerStatuses"], mesh]}
+    world = replace(world, pods=(pod,))
+    keeping = decide(world, SETTINGS)
+    assert name_of(job) not in map(name_of, keeping.delete)
+    kept = decide(carried_out(world, keeping), SETTINGS)
+    assert name_of(job) in map(name_of, kept.delete)
+
+
 def test_the_finished_job_expires_only_after_its_record_is_kept() -> None:
     world, decision = settle(fresh())
     world = finished(replace(world, pods=(resolved_pod(find(decision.desired, "Job")),)))

@@ -207,6 +207,28 @@ def test_replicas_on_cpus_run_where_their_image_does_and_leave_devices_to_others
     assert names.PREFERRED_AFFINITY not in on_device["affinity"]["nodeAffinity"]
 
 
+def test_labels_and_annotations_of_the_pods_of_jobs_come_from_chart_and_manifest() -> None:
+    keep, mesh = {"karpenter.sh/do-not-disrupt": "true"}, {"sidecar.istio.io/inject": "false"}
+    model = parse(body({"model": {"uri": "hf://acme/tiny"}, "jobs": {"labels": mesh, "annotations": keep}}))
+    job = resolve_job(model, replace(SETTINGS, jobs=JobSettings(labels={"team": "a"}, annotations={"a": "b"})))
+    metadata = job["spec"]["template"]["metadata"]
+    assert {"team": "a", **mesh}.items() <= metadata["labels"].items()
+    assert metadata["annotations"] == {"a": "b", **keep}
+    plain = parse(body({"model": {"uri": "hf://acme/tiny"}}))
+    assert name_of(resolve_job(plain, SETTINGS)) != name_of(resolve_job(model, SETTINGS)) == name_of(job)
+
+
+def test_a_key_of_the_credentials_that_the_manifest_names_must_exist() -> None:
+    def token(**secret: str) -> Object:
+        source = {"uri": "hf://acme/tiny", "credentialsSecretRef": {"name": "hub", **secret}}
+        job = resolve_job(parse(body({"model": source})), SETTINGS)
+        env = job["spec"]["template"]["spec"]["containers"][0]["env"]
+        return next(dict(one["valueFrom"]["secretKeyRef"]) for one in env if one["name"] == "HF_TOKEN")
+
+    assert token() == {"name": "hub", "key": "HF_TOKEN", "optional": True}
+    assert token(key="token") == {"name": "hub", "key": "token"}
+
+
 def test_the_chart_may_name_another_architecture_for_jobs() -> None:
     arm = {"kubernetes.io/arch": "arm64"}
     model = parse(body({"model": {"uri": "hf://acme/tiny"}}))

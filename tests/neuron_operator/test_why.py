@@ -44,6 +44,7 @@ from neuron_operator.read.views import observe
 from neuron_operator.read.world import DEVICE_MODES, Decision, FreeDevices, NodeDevices, Object, Settings
 from neuron_operator.why import status
 from neuron_operator.why.pods import UNEXPLAINED_POD_SECONDS
+from neuron_operator.why.refusals import explain_denial
 from neuron_operator.why.status import MAX_MESSAGE
 
 INSUFFICIENT = (
@@ -442,6 +443,86 @@ def test_a_job_whose_pod_cannot_be_created_names_a_cure_that_reaches_it(note: st
     found = condition(decide(waiting, SETTINGS).status, "ModelResolved")
     assert f"FailedCreate: {note}; " in found["message"]
     assert says in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "says"),
+    [
+        (
+            'Pod "chat-1" is invalid: spec.containers[0].resources.requests: Invalid value: "704Mi": must be less than '
+            "or equal to memory limit of 512Mi",
+            Reason.ADMISSION_DENIED,
+            "set the limit in podTemplate.spec.resources.limits: a LimitRange",
+        ),
+        (
+            'pods "chat-1" is forbidden: insufficient quota to match these scopes: [{PriorityClass In [high]}]',
+            Reason.QUOTA_EXCEEDED,
+            "admit the PriorityClass",
+        ),
+        (
+            'pods "chat-1" is forbidden: unable to validate against any security context constraint: []',
+            Reason.POD_SECURITY_DENIED,
+            "SecurityContextConstraints",
+        ),
+        (
+            'pods "chat-1" is forbidden: a rule of the year 2030',
+            Reason.ADMISSION_DENIED,
+            "correct what it names in pod",
+        ),
+    ],
+)
+def test_every_refusal_of_a_pod_has_a_cure(message: str, reason: Reason, says: str) -> None:
+    found, cure = explain_denial(message)
+    assert found is reason
+    assert says in cure
+    assert "jobs" in explain_denial('Pod "x" is invalid: must be less than or equal to memory limit', of_job=True)[1]
+    assert explain_denial("") == (Reason.ADMISSION_DENIED, "")
+
+
+def test_a_pod_that_no_scheduler_looks_at_names_the_scheduler() -> None:
+    def ignored(deployment: Object) -> Object:
+        made = unscheduled_pod(deployment, "")
+        return {**made, "spec": {**made["spec"], "schedulerName": "my-scheduler"}, "status": {"phase": "Pending"}}
+
+    found = condition(seen(ignored).status, "Ready")
+    assert found["reason"] == "NoMatchingNode"
+    assert "no scheduler has looked at pod chat-1 since it was created: see that my-scheduler runs" in found["message"]
+
+
+def test_the_gates_that_others_added_are_named() -> None:
+    def gated(deployment: Object) -> Object:
+        made = unscheduled_pod(deployment, "Scheduling is blocked due to non-empty scheduling gates")
+        return {**made, "spec": {**made["spec"], "schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}}
+
+    assert "others added the gates kueue.x-k8s.io/admission" in condition(seen(gated).status, "Ready")["message"]
+
+
+def test_an_init_container_of_others_that_does_not_end_is_named() -> None:
+    def hanging(deployment: Object) -> Object:
+        made = serving_pod(deployment, phase="Pending", state={"waiting": {"reason": "PodInitializing"}})
+        state = {"running": {"startedAt": "2026-03-01T11:51:00Z"}}
+        init = [{"name": "istio-init", "ready": False, "restartCount": 0, "state": state}]
+        return {
+            **made,
+            "spec": {**made["spec"], "initContainers": [{"name": "istio-init", "image": "x"}]},
+            "status": {**made["status"], "initContainerStatuses": init},
+        }
+
+    message = condition(seen(hanging).status, "Ready")["message"]
+    assert "starts after container istio-init, which has been running since 2026-03-01T11:51:00Z" in message
+    assert "container istio-init is not the operator's" in message
+
+
+def test_a_preempted_pod_is_named_as_such() -> None:
+    by_scheduler = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    ended_at = {"deletionTimestamp": "2026-03-01T12:01:00Z"}
+    for make in (
+        lambda d: {**(p := serving_pod(d, conditions=[by_scheduler])), "metadata": {**p["metadata"], **ended_at}},
+        lambda d: serving_pod(d, phase="Failed", reason="Preempting", message="Preempted to admit critical pod"),
+    ):
+        found = condition(seen(make).status, "Ready")
+        assert found["reason"] == "Evicted"
+        assert "set podTemplate.spec.priorityClassName, or add nodes" in found["message"]
 
 
 def test_a_lost_node_is_reported_before_its_pods_are_evicted() -> None:

@@ -190,6 +190,23 @@ class TestRefusals:
         assert "accept its terms" in str(error)
         assert materialize(ModelSource(uri="hf://acme/gated"), tmp_path, quiet, Hub(endpoint, "hf_member"))
 
+    @pytest.mark.parametrize(("token", "is_told"), [(None, True), ("hf_reader", False)])
+    def test_it_is_said_that_no_token_was_given(
+        self, endpoint: str, tmp_path: Path, token: str | None, is_told: bool
+    ) -> None:
+        error = failure(ModelSource(uri="hf://acme/gated"), tmp_path, Hub(endpoint, token))
+        assert ("no token was given" in str(error)) is is_told
+
+
+def test_a_mirror_that_lists_files_without_sizes_is_asked_for_each(shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
+    def without_sizes(answer: Any) -> Any:
+        return answer | {"siblings": [{"rfilename": one["rfilename"]} for one in answer["siblings"]]}
+
+    shelf.info = without_sizes
+    folder = materialize(ModelSource(uri=f"{MODEL}@v1"), tmp_path, quiet, hub)
+    assert (folder / "model.safetensors").stat().st_size > 0
+    assert any(asked.method == "HEAD" for asked in shelf.asked)
+
 
 class TestRetries:
     @pytest.mark.parametrize("status", [0, 429, 500, 503])

@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -107,6 +108,9 @@ def _invalid_within(core: Any, raw: object, path: str) -> Iterator[InvalidSpec]:
                 yield from _invalid(one.kind, raw[key], f"{path}.{key}")
             elif one.default is msgspec.NODEFAULT:
                 yield InvalidSpec(path, f"lacks the required field {key}")
+    elif isinstance(raw, Mapping) and get_origin(core) is dict:
+        for key, item in raw.items():
+            yield from _invalid(get_args(core)[1], item, f"{path}[{key}]")
     elif isinstance(raw, list) and get_origin(core) is tuple:
         for index, item in enumerate(raw):
             yield from _invalid(get_args(core)[0], item, f"{path}[{index}]")
@@ -119,6 +123,8 @@ def _invalid_value(core: Any, raw: object, path: str, error: msgspec.ValidationE
         return InvalidSpec(path, f"must be one of {', '.join(map(str, get_args(core)))}, got {_shown(raw)}")
     if isinstance(core, type) and issubclass(core, SpecPart):
         return InvalidSpec(path, "must be an object")
+    if isinstance(raw, float) and get_origin(core) in (Union, UnionType):
+        return InvalidSpec(path, f'must be a whole number or text: write "{raw}" in quotes')
     return InvalidSpec(*located(error, path))
 
 

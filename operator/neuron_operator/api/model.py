@@ -91,6 +91,11 @@ class ApiKeySecret(SpecPart, frozen=True):
     key: Name
 
 
+class CredentialsSecret(SpecPart, frozen=True):
+    name: Name
+    key: Name | None = None
+
+
 class ModelSource(SpecPart, frozen=True):
     """Where the model comes from and what clients call it."""
 
@@ -114,8 +119,10 @@ class ModelSource(SpecPart, frozen=True):
         ConfigKey("servedNames", {(): None}),
     ] = ()
     credentials_secret_ref: Annotated[
-        SecretName | None,
-        "Secret in the same namespace; its keys are given only to pods that download. See [Credentials](#credentials).",
+        CredentialsSecret | None,
+        "Secret in the same namespace; its keys are given only to pods that download. `key` names the one with the "
+        "hub's token, which then must exist; by default `HF_TOKEN`, which may be missing. See "
+        "[Credentials](#credentials).",
     ] = None
 
 
@@ -288,11 +295,16 @@ class Serving(SpecPart, frozen=True):
     api_key_secret_ref: ApiKeySecret | None = None
 
 
+class PodField(SpecPart, frozen=True):
+    field_path: Annotated[str, Meta(min_length=1, max_length=512)]
+
+
 class EnvSource(SpecPart, frozen=True):
-    RULES = (exactly_one("secretKeyRef", "configMapKeyRef"),)
+    RULES = (exactly_one("secretKeyRef", "configMapKeyRef", "fieldRef"),)
 
     secret_key_ref: SecretKey | None = None
     config_map_key_ref: SecretKey | None = None
+    field_ref: PodField | None = None
 
 
 class EnvVar(SpecPart, frozen=True):
@@ -358,7 +370,7 @@ class Engine(SpecPart, frozen=True):
         tuple[EnvVar, ...],
         Meta(max_length=64),
         "Environment variables of the serving pods, with unique names; exactly one of `value` and `valueFrom`, "
-        "and of `secretKeyRef` and `configMapKeyRef`. Names that begin with "
+        "and of `secretKeyRef`, `configMapKeyRef` and `fieldRef`. Names that begin with "
         f"`{names.RESERVED_ENV_PREFIX}` and {', '.join(f'`{name}`' for name in sorted(names.RESERVED_ENV))} are "
         "refused. Jobs do not get these variables: set mirrors and proxies in the chart's `jobs.env`.",
         unique(by="name"),
@@ -458,13 +470,15 @@ class Rollout(SpecPart, frozen=True):
     ] = 5
 
 
+Labels = Annotated[dict[str, LabelValue], Meta(max_length=32), WITHOUT_OUR_PREFIX]
+Annotations = Annotated[dict[str, Annotated[str, Meta(max_length=4096)]], Meta(max_length=32), WITHOUT_OUR_PREFIX]
+
+
 class PodMetadata(SpecPart, frozen=True):
     """Added to the serving pods; keys below `neuron-serving.dev/` are refused."""
 
-    labels: Annotated[dict[str, LabelValue], Meta(max_length=32), WITHOUT_OUR_PREFIX] = field(default_factory=dict)
-    annotations: Annotated[
-        dict[str, Annotated[str, Meta(max_length=4096)]], Meta(max_length=32), WITHOUT_OUR_PREFIX
-    ] = field(default_factory=dict)
+    labels: Labels = field(default_factory=dict)
+    annotations: Annotations = field(default_factory=dict)
 
 
 class Toleration(SpecPart, frozen=True):
@@ -490,8 +504,12 @@ class TopologySpread(SpecPart, frozen=True):
     label_selector: Annotated[Json, Meta(max_length=2)] | None = None
 
 
+GroupId = Annotated[Int64, Meta(ge=1, le=2_147_483_647)]
+
+
 class PodSecurity(SpecPart, frozen=True):
-    fs_group: Annotated[Int64, Meta(ge=1, le=2_147_483_647)] | None = None
+    fs_group: GroupId | None = None
+    supplemental_groups: Annotated[tuple[GroupId, ...], Meta(max_length=16)] = ()
 
 
 class Resources(SpecPart, frozen=True):
@@ -538,23 +556,54 @@ class Jobs(SpecPart, frozen=True):
         "`jobs.resources`, and the default request: 100m CPU and 128Mi memory, more "
         "[to compile](compiling.md#in-a-cluster).",
     ] = field(default_factory=Resources)
+    labels: Annotated[
+        Labels,
+        "Added to the pods of this model's Jobs, over the chart's `jobs.labels`; keys below `neuron-serving.dev/` are "
+        "refused.",
+    ] = field(default_factory=dict)
+    annotations: Annotated[
+        Annotations,
+        "Likewise, over the chart's `jobs.annotations`: to keep a node while it compiles "
+        '(`karpenter.sh/do-not-disrupt: "true"`), or to stay out of a mesh.',
+    ] = field(default_factory=dict)
 
 
 class ServiceMetadata(SpecPart, frozen=True):
     annotations: Annotated[
-        dict[str, Annotated[str, Meta(max_length=4096)]],
-        Meta(max_length=32),
+        Annotations,
         "Annotations of the Service, for example for a load balancer; keys below `neuron-serving.dev/` are refused.",
-        WITHOUT_OUR_PREFIX,
     ] = field(default_factory=dict)
 
 
 class ServiceSpec(SpecPart, frozen=True):
+    RULES = (
+        Rule(
+            "loadBalancerClass requires type LoadBalancer",
+            lambda self: self.load_balancer_class is None or self.type == "LoadBalancer",
+            "!has(self.loadBalancerClass) || self.type == 'LoadBalancer'",
+        ),
+        Rule(
+            "externalTrafficPolicy requires type NodePort or LoadBalancer",
+            lambda self: self.external_traffic_policy is None or self.type != "ClusterIP",
+            "!has(self.externalTrafficPolicy) || self.type != 'ClusterIP'",
+        ),
+    )
+
     type: Annotated[
         Literal["ClusterIP", "NodePort", "LoadBalancer"],
         "How the Service is reached. `NodePort` and `LoadBalancer` reach clients outside the cluster: require "
         "[API keys](server.md#api-keys), and let the chart's `networkPolicy.ingressFrom` admit them.",
     ] = "ClusterIP"
+    load_balancer_class: Annotated[
+        Name | None,
+        "Who makes the load balancer, such as `eks.amazonaws.com/nlb`; by default the cluster's own. Kubernetes lets "
+        "nobody change it as long as the type is `LoadBalancer`.",
+    ] = None
+    external_traffic_policy: Annotated[
+        Literal["Cluster", "Local"] | None,
+        "`Local`: a node sends clients from outside only to its own replicas, which see their addresses; by default "
+        "`Cluster`.",
+    ] = None
 
 
 class ServiceTemplate(SpecPart, frozen=True):
@@ -582,7 +631,7 @@ class PodSpec(SpecPart, frozen=True):
 
 class PodTemplate(SpecPart, frozen=True):
     """Overlay for the serving pods; Jobs use only its imagePullSecrets and serviceAccountName, and with a claim its
-    fsGroup."""
+    securityContext."""
 
     metadata: PodMetadata = field(default_factory=PodMetadata)
     spec: PodSpec = field(default_factory=PodSpec)

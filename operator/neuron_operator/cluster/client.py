@@ -278,21 +278,22 @@ _BROKEN_CONFIGURATION = (
 
 @contextlib.asynccontextmanager
 async def connect(
-    kubeconfig: str = "", *, token_check_seconds: float = TOKEN_CHECK_SECONDS, **options: Any
+    kubeconfig: str = "", context: str = "", *, token_check_seconds: float = TOKEN_CHECK_SECONDS, **options: Any
 ) -> AsyncIterator[Client]:
     """A `Client` from `kubeconfig` if given, else from the pod's ServiceAccount, else from $KUBECONFIG or the default.
+    `context`: one of the kubeconfig; empty: its current one.
 
     Raises ClusterFault, with the cure, if none of them exists or works. `options` are passed to `Client`.
     """
     configuration = Configuration()
     loader = None
     try:
-        if kubeconfig or "KUBERNETES_SERVICE_HOST" not in os.environ:
+        if kubeconfig or context or "KUBERNETES_SERVICE_HOST" not in os.environ:
             path = kubeconfig or os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
             if not any(map(os.path.isfile, path.split(os.pathsep))):
                 raise ClusterFault(f"no kubeconfig at {path}; set KUBECONFIG or pass --kubeconfig", retriable=False)
             loader = await kubernetes_config.load_kube_config(
-                path, client_configuration=configuration, persist_config=False
+                path, context=context or None, client_configuration=configuration, persist_config=False
             )
         else:
             kubernetes_config.load_incluster_config(configuration)

@@ -562,7 +562,15 @@ def _requeue_after(
     starting = (unexplained_from(pod) for pod in observed.live)
     of_groups = course.groups.due if course.groups else None
     nudges = (nudged.due for nudged in course.nudged)
-    times = (*retries, *starting, *nudges, rollout.surge_due(observed), course.deadline, of_groups)
+    times = (
+        *retries,
+        *starting,
+        *nudges,
+        rollout.surge_due(observed),
+        rollout.next_look(observed),
+        course.deadline,
+        of_groups,
+    )
     wait = _seconds_not_ready(observed)
     is_awaiting = any(isinstance(need, Exists) for finding in findings for need in finding.needs)
     delays = (

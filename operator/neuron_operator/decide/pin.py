@@ -63,7 +63,8 @@ def resolve_key(model: NeuronModel, settings: Settings) -> str:
     source = model.spec.model
     secret = source.credentials_secret_ref
     image = runtime_image(model, settings) if model.uri.scheme == "file" else ""
-    return names.digest([source.uri, secret.name if secret else "", model.refresh, image])
+    given = f"{secret.name}/{secret.key}" if secret and secret.key else secret.name if secret else ""
+    return names.digest([source.uri, given, model.refresh, image])
 
 
 def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "") -> Revision | None:

@@ -26,7 +26,7 @@ from neuron_operator.read.placement import NodeRules
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import Observed, PodView
 from neuron_operator.read.world import NodeDevices
-from neuron_operator.why.pods import explain_pod
+from neuron_operator.why.pods import IN_USE_ELSEWHERE, ONE_NODE_AT_A_TIME, UNEXPLAINED_POD_SECONDS, explain_pod
 
 SURGE_PATIENCE = timedelta(seconds=30)
 """How long a surge may wait for a node: another pod may have taken the devices that were free."""
@@ -59,7 +59,10 @@ def pace_of(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
         return _by_room(model, observed, revision)
     due = surge_due(observed)
     is_over = due is not None and due <= observed.now
-    return _surge() if deployment.surges and not is_over else _one_by_one(model, observed)
+    if deployment.surges and not is_over:
+        return _surge(frozenset({Need.EVENTS}) if _starting(observed) else frozenset())
+    held = any(_lacks_volume(pod, observed) for pod in observed.live)
+    return _one_by_one(model, observed, ONE_NODE_AT_A_TIME if held else "")
 
 
 def _of_groups(model: NeuronModel, strategy: str) -> Pace:
@@ -73,18 +76,43 @@ def _of_groups(model: NeuronModel, strategy: str) -> Pace:
 
 
 def surge_due(observed: Observed) -> datetime | None:
-    """When a surge that found no node ends; None: it found one.
+    """When a surge that found no node, or no volume that two nodes can use, ends; None: it found both.
 
     Devices of a replica that ends are free soon. One on a lost node never reports its end.
     """
     deployment = observed.deployment
     if deployment is None or not deployment.surges:
         return None
-    waiting = (pod for pod in observed.live if pod.revision == deployment.revision and pod.unscheduled is not None)
+    waiting = (pod for pod in observed.live if pod.revision == deployment.revision and _is_stuck(pod, observed))
     since = min((pod.created for pod in waiting if pod.created), default=None)
     if since is None:
         return None
     return max((since, *(pod.should_be_gone for pod in observed.replicas if pod.should_be_gone))) + SURGE_PATIENCE
+
+
+def next_look(observed: Observed) -> datetime | None:
+    """When the events of a surge that is starting are read again: only they tell of a volume that it lacks."""
+    is_surging = observed.deployment is not None and observed.deployment.surges
+    return observed.now + SURGE_PATIENCE if is_surging and _starting(observed) else None
+
+
+def _starting(observed: Observed) -> list[PodView]:
+    """Pods of the latest revision that have a node and have not run for seconds."""
+    since = observed.now - timedelta(seconds=UNEXPLAINED_POD_SECONDS)
+    return [
+        pod
+        for pod in observed.live
+        if pod.revision == observed.rolled and pod.node and not pod.container.has_run and pod.age_key[0] <= since
+    ]
+
+
+def _is_stuck(pod: PodView, observed: Observed) -> bool:
+    """It waits for what an earlier replica may hold."""
+    return pod.unscheduled is not None or _lacks_volume(pod, observed)
+
+
+def _lacks_volume(pod: PodView, observed: Observed) -> bool:
+    return IN_USE_ELSEWHERE in observed.warnings.get(pod.name, "")
 
 
 def _surge(needs: frozenset[Need] = frozenset()) -> Pace:

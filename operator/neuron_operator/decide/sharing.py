@@ -46,7 +46,9 @@ def upkeep(model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[s
             *_expiries((observed.jobs[found.name] for found in ours if found.kind == "Job"), done, waiting),
         ),
         # An orphan is what its last owners left at the same time, if the operator ended between that and its deletion.
-        delete=tuple(found.live for found in (*(f for f in let_go if _is_alone(model, f)), *orphans)),
+        delete=tuple(
+            found.live for found in (*(f for f in let_go if _is_alone(model, f)), *orphans, *_held(ours, observed))
+        ),
     )
 
 
@@ -68,6 +70,15 @@ def _is_over(found: ChildView, observed: Observed) -> bool:
     if found.kind != "Job":
         return False
     return observed.jobs[found.name].is_finished or bool(observed.answers_of(found.name))
+
+
+def _held(ours: Iterable[ChildView], observed: Observed) -> Iterator[ChildView]:
+    """Jobs whose records are kept, and whose pods would not end: a container of others runs on, such as a mesh's."""
+    jobs = (found for found in ours if found.kind == "Job" and found.name in observed.keepers)
+    for found in jobs:
+        is_held = any(pod.kept_by is not None for pod in observed.pods_of(found.name))
+        if is_held and not observed.jobs[found.name].is_finished:
+            yield found
 
 
 def _expiries(jobs: Iterable[JobView], done: Walk, waiting: frozenset[str]) -> Iterator[Change]:

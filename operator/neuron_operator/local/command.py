@@ -45,7 +45,8 @@ from neuron_operator.local.pods import (
     instance_type,
     too_few_devices,
 )
-from neuron_operator.read.objects import is_shared
+from neuron_operator.read.objects import is_shared, items
+from neuron_operator.read.objects import text as text_of
 from neuron_operator.read.world import (
     ClaimTemplate,
     FreeDevices,
@@ -60,6 +61,8 @@ DEMO = Path(str(files("neuron_operator"))) / "data" / "neuronmodel-local.yaml"
 """Its model is in the same folder. In a checkout both are links into `examples`."""
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+STANDARD_INPUT = Path("-")
 
 _MIN_FREE_BYTES = 64 * 2**20
 """For files and records of the pods; the runtime checks the space for weights."""
@@ -76,7 +79,7 @@ SETTINGS = Settings(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("-f", "--file", type=Path, help="manifest that contains one NeuronModel")
+    source.add_argument("-f", "--file", type=Path, help="manifest that contains one NeuronModel; -: standard input")
     source.add_argument("--demo", action="store_const", dest="file", const=DEMO, help="use the demo model's manifest")
     parser.add_argument(
         "--port",
@@ -113,7 +116,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The NeuronModel of a YAML file, with the metadata an API server would add.
+    """The NeuronModel of a YAML file (`-`: of standard input), with the metadata an API server would add. It may be in
+    a List, as `kubectl get -o yaml` prints it.
 
     Raises:
         CannotRunHere: the file is missing, is not YAML, does not contain exactly one NeuronModel of this version, or
@@ -121,14 +125,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     try:
         # Like kubectl, which sends JSON to the API server.
-        documents = [msgspec.json.decode(msgspec.json.encode(d)) for d in yaml.safe_load_all(path.read_text()) if d]
+        text = sys.stdin.read() if path == STANDARD_INPUT else path.read_text()
+        documents = [msgspec.json.decode(msgspec.json.encode(d)) for d in yaml.safe_load_all(text) if d]
     except OSError as error:
         raise CannotRunHere(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CannotRunHere(f"{path} is not YAML that converts to JSON: {' '.join(str(error).split())}") from error
-    models = [d for d in documents if isinstance(d, dict) and d.get("kind") == names.KIND]
+    documents += [item for d in documents if text_of(d, "kind").endswith("List") for item in items(d, "items")]
+    models = [d for d in documents if text_of(d, "kind") == names.KIND]
     if len(models) != 1:
-        raise CannotRunHere(f"{path} contains {len(models)} NeuronModels; `local` serves exactly one")
+        raise CannotRunHere(f"{path} contains {len(models)} NeuronModels; name a file with exactly one")
     body: dict[str, Any] = models[0]
     if body.get("apiVersion") != names.API_VERSION:
         raise CannotRunHere(f"{path}: apiVersion must be {names.API_VERSION}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
@@ -62,7 +63,9 @@ class NoFacts(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-f", "--file", type=Path, required=True, help="manifest that contains one NeuronModel")
+    parser.add_argument(
+        "-f", "--file", type=Path, required=True, help="manifest that contains one NeuronModel; -: standard input"
+    )
     parser.add_argument(
         "--facts",
         type=Path,
@@ -82,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cluster", action="store_true", help="plan for the nodes of the cluster")
     parser.add_argument("--kubeconfig", default="", help="of that cluster")
+    parser.add_argument("--context", default="", help="of the kubeconfig (default: its current one)")
     parser.add_argument("--device-mode", choices=DEVICE_MODES, default="Plugin", help="as the chart value devices.mode")
     parser.add_argument(
         "--max-nodes",
@@ -151,18 +155,18 @@ def _where(options: argparse.Namespace) -> tuple[Settings, FreeDevices]:
     types = tuple(filter(None, options.instance_types.split(",")))
     if unknown := [kind for kind in types if family_of(kind) is None]:
         raise NoFacts(f"--instance-types: {unknown[0]} is of no known family; known are {', '.join(INSTANCE_TYPES)}")
-    free = asyncio.run(_nodes(options.kubeconfig)) if options.cluster else FreeDevices(())
+    free = asyncio.run(_nodes(options.kubeconfig, options.context)) if options.cluster else FreeDevices(())
     types = types or (() if options.cluster else tuple(INSTANCE_TYPES))
     groups = GroupSettings(max_nodes=options.max_nodes)
     settings = replace(SETTINGS, device_mode=options.device_mode, provisionable=Provisionable(types), groups=groups)
     return settings, free
 
 
-async def _nodes(kubeconfig: str) -> FreeDevices:
+async def _nodes(kubeconfig: str, context: str) -> FreeDevices:
     from neuron_operator.cluster.client import connect  # noqa: PLC0415 - the client is not needed without a cluster
     from neuron_operator.cluster.on_demand import OnDemand  # noqa: PLC0415
 
-    async with connect(kubeconfig) as cluster:
+    async with connect(kubeconfig, context) as cluster:
         return await OnDemand(cluster).free_devices()
 
 
@@ -254,4 +258,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the subcommand."""
     parser = argparse.ArgumentParser(prog="neuron-operator plan", description=str(__doc__).partition("\n")[0])
     add_arguments(parser)
-    return run(parser.parse_args(argv))
+    try:
+        code = run(parser.parse_args(argv))
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read it has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    return code

@@ -100,6 +100,8 @@ class ContainerView:
 
     name: str
     image: str
+    is_init: bool
+    """It runs before the other containers."""
     num_restarts: int
     is_ready: bool
     has_run: bool
@@ -136,6 +138,10 @@ class PodView:
     node_rules: NodeRules
     unscheduled: str | None
     """The scheduler's message if it found no node, else None."""
+    scheduler: str
+    """The name of the scheduler that is to give it a node."""
+    gates: tuple[str, ...]
+    """Scheduling gates, which others added: no scheduler looks at it before they are gone."""
     scheduled: datetime | None
     """When it got its node."""
     disruption: str
@@ -173,6 +179,18 @@ class PodView:
         if not self.is_ready or began is None or self.readiness_changed is None:
             return None
         return max(0.0, (self.readiness_changed - began).total_seconds())
+
+    @property
+    def is_ignored(self) -> bool:
+        """No scheduler has said anything about it."""
+        is_seen = self.node or self.unscheduled is not None or self.scheduled is not None or self.is_admitted
+        return not is_seen and self.phase in ("", "Pending")
+
+    @property
+    def kept_by(self) -> ContainerView | None:
+        """A container of others that runs on although the runtime has ended, so that the pod does not end."""
+        still = (found for found in self.additions if found.running_since and not found.is_init)
+        return next(still, None) if self.container.has_run and not self.is_running else None
 
     @property
     def is_running(self) -> bool:
@@ -512,6 +530,8 @@ def _pod(pod: Object) -> PodView:
         unready_reason=ready.reason,
         node_rules=NodeRules.of(dig(pod, "spec")),
         unscheduled=scheduled.message if scheduled.status == "False" else None,
+        scheduler=text(pod, "spec", "schedulerName") or "default-scheduler",
+        gates=tuple(text(gate, "name") for gate in items(pod, "spec", "schedulingGates")),
         scheduled=instant(scheduled.since) if scheduled.status == "True" else None,
         disruption=conditions.get("DisruptionTarget", _ABSENT).reason,
         container=_container(names.RUNTIME_CONTAINER, pod),
@@ -573,6 +593,7 @@ def _container(name: str, pod: Object) -> ContainerView:
     return ContainerView(
         name=name,
         image=text(status, "image"),
+        is_init=any(found.get("name") == name for found in items(pod, "spec", "initContainers")),
         num_restarts=whole(status.get("restartCount")),
         is_ready=status.get("ready") is True,
         has_run=bool(dig(state, "running") or dig(state, "terminated")),

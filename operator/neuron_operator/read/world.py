@@ -199,6 +199,9 @@ class JobSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel
     resources: Object = {}
     env: tuple[Object, ...] = ()
     """EnvVars (mirrors, proxies) of all pods that download: Jobs, and serving pods that load from a hub."""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    """Of the Jobs' pods, as `labels`."""
 
 
 class KeyRef(Struct, frozen=True, forbid_unknown_fields=True):

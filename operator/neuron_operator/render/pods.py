@@ -195,13 +195,13 @@ def step_pod_template(
         resources=overlaid({}, resources, settings.jobs.resources, as_json(model.spec.jobs.resources)),
         mounts=mounts,
     )
-    annotations = {**({names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}), **annotations}
+    own = {names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}
+    annotations = {**settings.jobs.annotations, **model.spec.jobs.annotations, **own, **annotations}
+    labels = {**settings.jobs.labels, **model.spec.jobs.labels, **names.shared_labels(role), names.ROLE_LABEL: role}
     overlay = model.spec.pod_template.spec
     has_claim = any("persistentVolumeClaim" in mount.source for mount in mounts)
     return {
-        "metadata": without_empty(
-            {"labels": {**names.shared_labels(role), names.ROLE_LABEL: role}, "annotations": annotations}
-        ),
+        "metadata": without_empty({"labels": labels, "annotations": annotations}),
         "spec": without_empty(
             {
                 **_pod_frame(model, settings),
@@ -290,11 +290,13 @@ def _merged_env(*layers: Iterable[Object]) -> list[Object]:
 
 def _credentials(model: NeuronModel, access: Access, scheme: str) -> Iterator[Object]:
     """Keys of the credentials Secret for URIs of this scheme, if the pod reads some. Optional, so that a public model
-    starts without the Secret, and a key may be missing."""
+    starts without the Secret, and a key may be missing, unless the manifest names it."""
     secret = model.spec.model.credentials_secret_ref
     if secret is not None and scheme in access.remotes:
         for key in names.CREDENTIALS[scheme]:
             ref = {"name": secret.name, "key": key, "optional": True}
+            if secret.key and key == names.HUB_TOKEN_KEY:
+                ref = {"name": secret.name, "key": secret.key}
             yield {"name": key, "valueFrom": {"secretKeyRef": ref}}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from neuron_operator.api import names
+from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.read.disruption import MAX_UNAVAILABLE
 from neuron_operator.read.remembered import remembered
@@ -31,7 +32,12 @@ def service(model: NeuronModel) -> Object:
     return {
         **made,
         "metadata": {**made["metadata"], **without_empty({"annotations": overlay.metadata.annotations})},
-        "spec": {"type": overlay.spec.type, "selector": names.serving_selector(model.name), "ports": [port]},
+        "spec": {
+            "type": overlay.spec.type,
+            **as_json(overlay.spec),
+            "selector": names.serving_selector(model.name),
+            "ports": [port],
+        },
     }
 
 

@@ -145,7 +145,12 @@ SETTINGS = (
         "pull policy of the runtime image; empty: Kubernetes' default",
     ),
     _Setting("image_pull_secrets", _words, "", "comma-separated pull secrets of all pods"),
-    _Setting("jobs", _jobs, "{}", 'JSON: nodeSelector, tolerations, resources and env of Jobs, e.g. {"env": [...]}'),
+    _Setting(
+        "jobs",
+        _jobs,
+        "{}",
+        'JSON: nodeSelector, tolerations, resources, labels, annotations and env of Jobs, e.g. {"env": [...]}',
+    ),
     _Setting(
         "ca_bundle",
         _ca_bundle,

@@ -28,6 +28,13 @@ UNEXPLAINED_POD_SECONDS = 4
 """Age at which the events of a pod are read, if nothing else explains why it does not start: a kubelet tells at once
 what it cannot mount."""
 
+IN_USE_ELSEWHERE = "Multi-Attach"
+"""In an event: the volume is attached to another node."""
+ONE_NODE_AT_A_TIME = (
+    "a volume can be used on one node at a time: give its claim the access mode ReadWriteMany, or set "
+    "rollout.strategy: Replace"
+)
+
 OOM_KILLED = "OOMKilled"
 """The kubelet's reason. The kernel usually kills all processes of the container, so none is left to write a record."""
 
@@ -42,6 +49,10 @@ def explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Findi
     if pod.disruption == "DeletionByTaintManager" or _is_node_lost(pod):
         text = f"pod {pod.name}: its node {pod.node} no longer responds"
         return unmet("Available", Reason.NODE_LOST, text)
+    if pod.disruption == "PreemptionByScheduler":
+        text = f"pod {pod.name} gives its node {pod.node} to a pod of higher priority"
+        cure = "set podTemplate.spec.priorityClassName, or add nodes"
+        return unmet("Available", Reason.EVICTED, f"{text}; {cure}")
     if pod.is_deleting:
         return unmet("Available", Reason.DRAINING, f"pod {pod.name} is finishing its responses before it stops")
     if pod.has_failed:
@@ -74,6 +85,9 @@ def explain_failure(pod: PodView, observed: Observed, resources: str = "podTempl
     text = f"node {pod.node} {verb} pod {pod.name}: {reason}: {message}"
     if reason in _SHUTDOWN:
         return unmet("Available", Reason.NODE_LOST, f"{text}{again}")
+    if reason == "Preempting":
+        cure = "set podTemplate.spec.priorityClassName, or add nodes"
+        return unmet("Available", Reason.EVICTED, f"{text}; {cure}{again}")
     if reason == EVICTED:
         why, cure = _explain_eviction(message, resources)
         return unmet("Available", why, f"{text}; {cure}{again}", needs)
@@ -141,6 +155,9 @@ def _explain_additions(pod: PodView) -> Finding | None:
             said = last_words(container.ended) if container.ended.message else where
             text = f"pod {pod.name}: {how} (restarts: {container.num_restarts}): {said}"
             found = unmet("Available", Reason.CRASH_LOOP, text)
+        elif container.is_init and container.running_since and not container.is_ready:
+            text = f"pod {pod.name} starts after container {container.name}, which has been running since"
+            found = unmet("Available", Reason.LOADING, f"{text} {container.running_since}")
         found = found or _explain_waiting(pod, container)
         if found is not None:
             return replace(found, message=f"{found.message}; {_not_ours(container)}")
@@ -192,6 +209,9 @@ def explain_start(pod: PodView, observed: Observed, placement: Placement | None 
     """Why a pod's container has not run; None if it has. `placement` is that of a replica's pod, None for Jobs."""
     if pod.unscheduled is not None:
         return _explain_unscheduled(pod, pod.unscheduled, observed, placement)
+    if pod.is_ignored and observed.age(pod.created) >= timedelta(seconds=UNEXPLAINED_SECONDS):
+        text = f"no scheduler has looked at pod {pod.name} since it was created"
+        return unmet("Available", Reason.NO_MATCHING_NODE, f"{text}: see that {pod.scheduler} runs")
     if pod.container.has_run:
         return None
     waiting = _explain_waiting(pod, pod.container) or _explain_additions(pod)
@@ -259,6 +279,8 @@ def _explain_by_events(pod: PodView, warning: str) -> Finding:
         volume = re.search(r'volume "([^"]*)"', warning)
         name = volume[1] if volume else ""
         text = f"pod {pod.name} is waiting for {_NAMED_BY[name]}" if name in _NAMED_BY else f"pod {pod.name}"
+        if IN_USE_ELSEWHERE in warning:
+            return unmet("Available", Reason.VOLUME_NOT_BOUND, f"{text}: {warning}; {ONE_NODE_AT_A_TIME}", needs)
         added = f"; volume {name} is not the operator's" if name and name not in _OWN_VOLUMES else ""
         reasons = (reason for pattern, reason in _ABSENT.items() if re.search(pattern, warning))
         reason = next(reasons, Reason.VOLUME_NOT_BOUND)
@@ -283,6 +305,8 @@ def _explain_unscheduled(pod: PodView, message: str, observed: Observed, placeme
         text = f"pod {pod.name} needs {placement.words} on one node; {free}; the scheduler reports {verdict}"
         return unmet("Available", Reason.INSUFFICIENT_NEURON, text, {Need.FREE_DEVICES})
     text = f"pod {pod.name} cannot be scheduled: {message or 'no reason given'}"
+    if pod.gates:
+        text += f"; others added the gates {', '.join(pod.gates)}: who removes them admits it, such as a queue"
     if pod.host_ports and "free ports" in message:
         text += f"; the operator asks for no port of a node: others added {', '.join(pod.host_ports)}"
     if placement is None or not placement.resources:

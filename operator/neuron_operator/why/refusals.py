@@ -27,6 +27,7 @@ class Denial:
 
 
 _JOB_RESOURCES = "jobs.resources in the model or in the chart's values"
+_DEFAULT_LIMIT = "a LimitRange of the namespace gives what has none a lower one"
 _ADMINISTRATOR = "comply with it, or ask its owner for an exception"
 
 DENIALS = (
@@ -37,6 +38,28 @@ DENIALS = (
         f"set them in {_JOB_RESOURCES}: the ResourceQuota demands them",
     ),
     Denial("exceeded quota: ", Reason.QUOTA_EXCEEDED, "raise the ResourceQuota, or request less"),
+    Denial(
+        "insufficient quota to match these scopes",
+        Reason.QUOTA_EXCEEDED,
+        "let a ResourceQuota of the namespace admit the PriorityClass, or remove podTemplate.spec.priorityClassName",
+    ),
+    Denial(
+        r"must be less than or equal to \S+ limit",
+        Reason.ADMISSION_DENIED,
+        f"set the limit in podTemplate.spec.resources.limits: {_DEFAULT_LIMIT}",
+        f"set the limit in {_JOB_RESOURCES}: {_DEFAULT_LIMIT}",
+    ),
+    Denial(
+        "unable to validate against any security context constraint",
+        Reason.POD_SECURITY_DENIED,
+        "let the pods' ServiceAccount use a SecurityContextConstraints such as nonroot-v2",
+    ),
+    Denial(
+        "label selector conflicts with its namespace",
+        Reason.ADMISSION_DENIED,
+        "change podTemplate.spec.nodeSelector: the namespace has one of its own",
+        "change the chart value jobs.nodeSelector: the namespace has one of its own",
+    ),
     Denial("violates PodSecurity", Reason.POD_SECURITY_DENIED, "check podTemplate, or the namespace's level"),
     Denial(
         "no PriorityClass with name",
@@ -70,10 +93,13 @@ DENIALS = (
 
 
 def explain_denial(message: str, *, of_job: bool = False) -> tuple[Reason, str]:
-    """The reason for a pod that cannot be created, and the cure: empty if the text is not known."""
+    """The reason for a pod that cannot be created, and the cure: empty if the text is no refusal."""
     denial = _denial(message)
     if denial is None:
-        return Reason.ADMISSION_DENIED, ""
+        is_refusal = re.search("is invalid|is forbidden|denied", message) is not None
+        fields = "jobs in the model or in the chart's values" if of_job else "podTemplate"
+        cure = f"correct what it names in {fields}; if it is not from there, a LimitRange, a policy or a webhook set it"
+        return Reason.ADMISSION_DENIED, cure if is_refusal else ""
     return denial.reason, (of_job and denial.cure_of_job) or denial.cure
 
 

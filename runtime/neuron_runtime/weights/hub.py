@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from huggingface_hub import HfApi, get_token, hf_hub_url
+from huggingface_hub import HfApi, get_hf_file_metadata, get_token, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
@@ -96,13 +96,23 @@ class HubSource:
                 files_metadata=True,
                 timeout=TIMEOUT_SECONDS,
             )
-            files = [_file(sibling) for sibling in info.siblings or []]
+            if not _COMMIT.fullmatch(commit := str(info.sha)):
+                raise BrokenAnswer(f"{_NO_LISTING} (no commit)")
+            files = [_file(one, self._size(one, commit)) for one in info.siblings or []]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             # The library does not check the answer: that of a login page or of a proxy fails anywhere.
             raise BrokenAnswer(f"{_NO_LISTING} ({type(error).__name__})") from None
-        if not _COMMIT.fullmatch(commit := str(info.sha)):
-            raise BrokenAnswer(f"{_NO_LISTING} (no commit)")
         return Listing(commit, {file.name: file for file in files})
+
+    def _size(self, sibling: Any, commit: str) -> int:
+        """Bytes of a file. A mirror may list files without their sizes; then it is asked for each."""
+        if sibling.size is not None:
+            return sibling.size  # type: ignore[no-any-return]
+        url = hf_hub_url(self.model.repository, sibling.rfilename, revision=commit, endpoint=self.endpoint)
+        size = get_hf_file_metadata(url, token=self.token or False, timeout=TIMEOUT_SECONDS).size
+        if size is None:
+            raise BrokenAnswer(f"it tells no size of {sibling.rfilename}, neither in its listing nor when asked")
+        return size
 
     def check(self, listing: Listing, file: SourceFile) -> Check | None:
         return file.check
@@ -140,6 +150,8 @@ class HubSource:
             return None
         where = f"{self.model} at {self.place}"
         give_token = "provide a token that may read it (HF_TOKEN; model.credentialsSecretRef in a NeuronModel)"
+        if self.token is None:
+            give_token += "; no token was given: a Secret has it as HF_TOKEN, or under the key that the manifest names"
         match refused:
             case GatedRepoError():
                 message = f"{where} is gated: accept its terms on its page, then {give_token}"
@@ -162,9 +174,9 @@ class HubSource:
         return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where}: the hub answered {status}: {one_line(refused)}")
 
 
-def _file(sibling: Any) -> SourceFile:
+def _file(sibling: Any, num_bytes: int) -> SourceFile:
     """A file with the digest that the hub has of it: of its contents if it is large, else of its git blob."""
-    name, num_bytes, lfs = sibling.rfilename, sibling.size or 0, sibling.lfs
+    name, lfs = sibling.rfilename, sibling.lfs
     if not (isinstance(name, str) and isinstance(num_bytes, int) and num_bytes >= 0):
         raise ValueError("a file without name or size")
     check: Check | None = None
