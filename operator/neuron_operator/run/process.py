@@ -149,7 +149,9 @@ class Operator:
         )
 
     async def _work(self) -> None:
-        queue = self._queue = WorkQueue[Key]()
+        # Half of the workers: those of the others find a free one at once, however long the passes of one take.
+        most = max(1, self._settings.num_workers // 2)
+        queue = self._queue = WorkQueue[Key](party_of=lambda key: key[0], max_running=most)
         try:
             # The edits that nobody has acted on come first.
             models = sorted(self.caches.models(), key=_is_observed)
