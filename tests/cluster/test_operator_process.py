@@ -7,13 +7,15 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+from urllib.error import HTTPError
 
 import pytest
 
 from cluster.rig.machine import WAIT_SECONDS
 from helpers.apiserver import ApiServer
 from helpers.operator_process import Process
-from helpers.operator_rights import CLUSTER_RULES, OPERATOR_NAMESPACE, grant
+from helpers.operator_rights import CLUSTER_RULES, OPERATOR_NAMESPACE, ensure_namespace, grant
 from helpers.operators import (
     BY_KIND,
     OPERATOR_USER,
@@ -24,6 +26,7 @@ from helpers.operators import (
     serves_models,
 )
 from helpers.ports import free_ports
+from helpers.quotas import set_quota
 from neuron_operator.cluster.client import CHILDREN, LEASES, NEURON_MODELS, NODES, PODS, REPLICA_SETS
 
 LEASE_SECONDS = 15
@@ -132,7 +135,7 @@ async def test_a_busy_port_and_a_missing_cluster_are_reported_in_one_line(
     for flag in ("--http-port", "--health-port"):
         port = start("port", flag, str(server.port))
         assert port.process.wait(WAIT_SECONDS) == 1
-        assert "address already in use" in port.log.read_text().splitlines()[-1]
+        assert "already in use" in port.log.read_text().splitlines()[-1]
     config = start("config", "--kubeconfig", str(tmp_path / "none"))
     assert config.process.wait(WAIT_SECONDS) == 1
     (line,) = config.log.read_text().splitlines()
@@ -155,6 +158,47 @@ async def test_groups_of_a_kind_that_the_cluster_lacks_stop_the_start_with_a_rem
         grant(server)
     (line,) = process.log.read_text().splitlines()
     assert "the cluster has no leaderworkersets of leaderworkerset.x-k8s.io/v1; install LeaderWorkerSet, or set" in line
+
+
+async def test_a_deleted_namespace_is_left_out_until_it_can_be_watched_again(server: ApiServer, start: Start) -> None:
+    there = Namespace(server)
+    grant(server, namespaces=[there.name])
+    try:
+        process = start("log", "--watch-namespaces", f"{there.name},gone")
+        await eventually(process.is_leading)
+        assert "namespace gone is left out" in process.log.read_text()
+        there.put_model()
+        await eventually(lambda: there.condition()[1])
+        ensure_namespace(server, "gone")
+        grant(server)
+        grant(server, namespaces=[there.name, "gone"])
+        assert process.process.wait(WAIT_SECONDS) == 1
+        assert "namespace gone can be watched now" in process.log.read_text().splitlines()[-1]
+    finally:
+        grant(server)
+
+
+async def test_more_watches_than_the_soft_limit_of_open_files_are_opened(server: ApiServer, start: Start) -> None:
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    spaces = [Namespace(server).name for _ in range(8)]
+    setrlimit(RLIMIT_NOFILE, (96, hard))
+    try:
+        process = start("log", "--watch-namespaces", ",".join(spaces))
+    finally:
+        setrlimit(RLIMIT_NOFILE, (soft, hard))
+    await eventually(lambda: process.get("/readyz")[0] == 200)
+    assert len(list(Path(f"/proc/{process.process.pid}/fd").iterdir())) > 96
+    assert process.end() == 0
+
+
+async def test_a_quota_bounds_the_number_of_models_in_a_namespace(server: ApiServer) -> None:
+    namespace = Namespace(server)
+    set_quota(namespace, **{"count/neuronmodels.neuron-serving.dev": 2})
+    for name in ("one", "two"):
+        namespace.put_model(name)
+    with pytest.raises(HTTPError) as refused:
+        namespace.put_model("three")
+    assert "exceeded quota: few" in refused.value.__notes__[0]
 
 
 async def test_a_cluster_without_the_crd_is_reported_with_the_install_command(server: ApiServer, start: Start) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,9 +16,11 @@ from aiohttp import web
 
 from helpers import kubeconfigs
 from neuron_operator.api.errors import ClusterFault
+from neuron_operator.api.names import MODEL_LABEL
 from neuron_operator.cluster import client as module
 from neuron_operator.cluster.client import (
     CHILDREN,
+    MAX_OBJECT_BYTES,
     NEURON_MODELS,
     NODES,
     AlreadyExists,
@@ -218,3 +221,23 @@ async def test_an_unusable_kubeconfig_is_reported_in_one_line(tmp_path: Path, mo
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     with pytest.raises(ClusterFault, match="cannot load the cluster configuration: "):
         await enter()
+
+
+async def test_of_an_object_that_is_too_heavy_only_the_identity_is_read(tmp_path: Path) -> None:
+    about = {"namespace": "ns", "uid": "u", "resourceVersion": "7", "labels": {MODEL_LABEL: "chat", "x": "y" * 100_000}}
+    light = {"metadata": {**about, "name": "light"}, "data": {"a": "b"}}
+    heavy = {"metadata": {**about, "name": "heavy"}, "data": {"a": "b" * MAX_OBJECT_BYTES}}
+
+    async def handle(request: web.Request) -> web.Response:
+        if "watch" in request.query:
+            return web.Response(text=json.dumps({"type": "ADDED", "object": heavy}) + "\n")
+        return web.json_response({"metadata": {"resourceVersion": "9"}, "items": [light, heavy]})
+
+    async with serving(handle) as url, connect(kubeconfigs.write(tmp_path / "config", url)) as client:
+        page = await client.list(CONFIG_MAPS, "ns")
+        events = [event.object async for event in client.watch(CONFIG_MAPS, "ns", resource_version="9")]
+    found = {one["metadata"]["name"]: one for one in page.items}
+    assert found["light"]["data"] == {"a": "b"}
+    assert events == [{key: value for key, value in found["heavy"].items() if key not in ("apiVersion", "kind")}]
+    assert events[0].pop("bytes") > MAX_OBJECT_BYTES
+    assert events == [{"metadata": {**about, "name": "heavy", "labels": {MODEL_LABEL: "chat"}, "ownerReferences": []}}]

@@ -1,5 +1,6 @@
 """A manifest is parsed into a frozen value or refused naming the field; unsupported fields are never ignored."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import FieldNotSupported, InvalidSpec
 from neuron_operator.api.manifest import is_paused, parse
 from neuron_operator.api.model_status import MAX_MESSAGE
+from neuron_operator.cluster.reflector import trimmed_model
 
 CRD = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
 
@@ -114,10 +116,10 @@ def test_an_invalid_choice_lists_the_choices(changes: dict[str, Any], says: str)
 
 
 def test_the_refusals_of_one_manifest_are_bounded() -> None:
-    text = refused({"serving": {f"{'long' * 100}{number}": 1 for number in range(10_000)}})
+    text = refused({"serving": {f"{'long' * 100}{number}": 1 for number in range(300)}})
     assert len(text) < MAX_MESSAGE - 100, "a note must fit behind it"
     assert text.startswith('spec.serving: has no field "longlong')
-    assert re.search(r"\. 99\d\d more are refused$", text)
+    assert re.search(r"\. 292 more are refused$", text)
 
 
 def test_a_number_beyond_64_bits_is_quoted_in_the_refusal() -> None:
@@ -177,3 +179,16 @@ def _unbounded(schema: dict[str, Any], path: str) -> Any:
 def test_a_missing_spec_and_one_of_another_type_have_different_messages(spec: Any, says: str) -> None:
     with pytest.raises(InvalidSpec, match=says):
         parse({"metadata": {"name": "chat"}, "spec": spec})
+
+
+def test_a_spec_that_is_too_heavy_is_refused_also_when_only_its_weight_was_kept() -> None:
+    env = [{"name": f"A{number}", "value": "x" * 4096} for number in range(40)]
+    heavy = body(spec_with({"engine": {"env": env}}))
+    heavy["metadata"] |= {"annotations": {"example.com/note": "x" * 100_000}, "labels": {"a" * 63: "b" * 63}}
+    kept = trimmed_model(heavy)
+    assert len(json.dumps(kept)) < 1000
+    for one in (heavy, kept):
+        with pytest.raises(InvalidSpec, match=r"^spec: is 16\d{4} bytes as JSON, at most 131072 are allowed; shorten"):
+            parse(one)
+    lighter = body(spec_with({"engine": {"backend": "torch", "env": env[:20]}}))
+    assert parse(trimmed_model(lighter)).spec == parse(lighter).spec

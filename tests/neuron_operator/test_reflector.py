@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from helpers import virtual_time
 from helpers.fake_cluster import FakeCluster
 from helpers.operator_worlds import NOW, SETTINGS
-from neuron_operator.api.names import FIELD_MANAGER, GROUP_LABEL, KIND, MODEL_LABEL, STATUS_FIELD_MANAGER
+from neuron_operator.api.names import API_VERSION, FIELD_MANAGER, GROUP_LABEL, KIND, MODEL_LABEL, STATUS_FIELD_MANAGER
 from neuron_operator.cluster.client import (
     CHILDREN,
+    JOBS,
     LEADER_WORKER_SETS,
     NEURON_MODELS,
     PODS,
@@ -201,6 +202,39 @@ def test_pods_of_an_earlier_model_of_the_same_name_are_not_pods_of_the_model() -
             "of its LeaderWorkerSet",
             "of nobody",
         }
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+def test_a_shared_object_and_its_pods_wake_all_models_that_need_it_although_few_own_it() -> None:
+    async def main() -> None:
+        cluster, woken = FakeCluster(), list[Key]()
+        caches = Caches(cluster, (None,), wake=lambda key, _: woken.append(key))
+        task = asyncio.create_task(caches.run())
+        await caches.wait_synced()
+        owner = {"apiVersion": API_VERSION, "kind": KIND, "name": "owner", "uid": "1"}
+        about = {"namespace": "ns", "name": "shared", "labels": {}, "ownerReferences": [owner]}
+        caches.use(("ns", "user"), frozenset({"shared", "another"}))
+        caches.use(("elsewhere", "user"), frozenset({"shared"}))
+        job = await cluster.create(JOBS, {"apiVersion": JOBS.api_version, "kind": "Job", "metadata": about})
+        await asyncio.sleep(1.0)
+        assert sorted(woken) == [("ns", "owner"), ("ns", "user")]
+        woken.clear()
+        of_job = {"kind": "Job", "name": "shared", "uid": job["metadata"]["uid"]}
+        about = {"namespace": "ns", "name": "pod", "labels": {}, "ownerReferences": [of_job]}
+        await cluster.create(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": about})
+        await asyncio.sleep(1.0)
+        assert sorted(woken) == [("ns", "owner"), ("ns", "user")]
+        assert caches.used_by_others(("ns", "owner")) == {"shared", "another"}
+        assert caches.used_by_others(("ns", "user")) == frozenset()
+        caches.use(("ns", "user"), frozenset({"another"}))
+        woken.clear()
+        await cluster.delete(JOBS, job)
+        await asyncio.sleep(1.0)
+        assert sorted(woken) == [("ns", "owner")]
+        assert caches.used_by_others(("ns", "owner")) == {"another"}
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -30,7 +30,7 @@ from helpers.operator_worlds import (
 from neuron_operator.api import names
 from neuron_operator.decide.course import decide
 from neuron_operator.decide.steps import STEPS, Step
-from neuron_operator.read.objects import name_of, owners_of
+from neuron_operator.read.objects import MAX_OWNERS, name_of, owners_of
 from neuron_operator.read.revision import from_object, from_running
 from neuron_operator.read.world import JobSettings, Object, World
 
@@ -311,3 +311,28 @@ def test_a_success_whose_pod_is_seen_to_end_later_does_not_expire_as_a_failure()
     world, decision = settle(fresh())
     pod = job_pod(find(decision.desired, "Job"), {"running": {}}, phase="Running")
     assert decide(finished(replace(world, pods=(pod,))), SETTINGS).changes == ()
+
+
+def test_of_many_models_with_one_source_a_few_own_the_job_and_its_record() -> None:
+    world, decision = settle(fresh())
+    for number in range(30):
+        world, joined = settle(replace(world, body=body(name=f"other-{number}", uid=f"uid-{number}"), children=()))
+        assert joined.uses == {name_of(world.shared[0])}
+    assert [len(owners_of(found)) for found in world.shared] == [MAX_OWNERS]
+    world, _ = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job")),)))
+    assert {found["kind"]: len(owners_of(found)) for found in world.shared} == {
+        "Job": MAX_OWNERS,
+        "ConfigMap": MAX_OWNERS,
+    }
+
+
+def test_the_last_owner_stays_until_another_model_that_needs_the_job_has_joined() -> None:
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    edited = {**SPEC, "model": {"uri": "hf://acme/other"}}
+    moved, _ = settle(replace(world, body={**world.body, "spec": edited}, used_by_others=frozenset({name_of(job)})))
+    assert [uids(found) for found in moved.shared if name_of(found) == name_of(job)] == [["uid-chat"]]
+    joined, _ = settle(replace(beside(moved), used_by_others=frozenset()))
+    assert ["uid-chat", "uid-other"] in map(uids, joined.shared)
+    left, _ = settle(replace(moved, shared=joined.shared))
+    assert [uids(found) for found in left.shared if name_of(found) == name_of(job)] == [["uid-other"]]

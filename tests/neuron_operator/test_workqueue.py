@@ -259,3 +259,41 @@ def test_a_cancelled_worker_returns_its_key_to_the_queue() -> None:
         assert len(queue) == 1
 
     virtual_time.run(main())
+
+
+def test_a_party_with_many_keys_holds_up_nobody_elses() -> None:
+    runs: list[str] = []
+    running: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+
+    async def handle(key: str) -> None:
+        party = key[0]
+        running[party] += 1
+        most[party] = max(most[party], running[party])
+        runs.append(key)
+        await asyncio.sleep(10.0)
+        running[party] -= 1
+
+    async def main() -> None:
+        queue = WorkQueue[str](party_of=lambda key: key[0], max_running=2)
+        for number in range(100):
+            queue.add(f"a{number}")
+        workers = [asyncio.create_task(queue.work(handle)) for _ in range(4)]
+        await asyncio.sleep(1.0)
+        queue.add("b0")  # finds a free worker, although 98 wait
+        await asyncio.sleep(1.0)
+        assert runs == ["a0", "a1", "b0"]
+        for number in range(1, 10):
+            queue.add(f"b{number}")
+            queue.add(f"c{number}")
+        await asyncio.sleep(70.0)
+        assert [sum(run[0] == party for run in runs) >= 8 for party in "bc"] == [True, True]
+        await asyncio.sleep(1000.0)
+        assert queue.is_idle
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+    virtual_time.run(main())
+    assert len(runs) == len(set(runs)) == 100 + 10 + 9
+    assert max(most.values()) == 2

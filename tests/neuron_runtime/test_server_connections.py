@@ -7,12 +7,14 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from helpers.front_end import Serving, make_model, serving
+from neuron_runtime.processes.control import StartDrain
 from neuron_runtime.server import http_protocol
 from neuron_runtime.server.http_protocol import MAX_HEAD_BYTES, MAX_PIPELINED
 
@@ -234,3 +236,24 @@ async def test_a_client_that_has_left_frees_its_row(served: Serving, stream: boo
         await asyncio.sleep(0.01)
     served.unpace()
     await served.until_metric("vllm:num_requests_running", 0)
+
+
+async def test_clients_with_open_connections_are_sent_away_during_the_delay_of_a_drain(tmp_path: Path) -> None:
+    health, short = GET + b"\r\n", post({"prompt": "a core", "max_tokens": 1, "ignore_eos": True})
+    async with serving(make_model(tmp_path)) as served:
+        kept, kept_writer = await ask(served, health)
+        idle, idle_writer = await ask(served, health)
+        assert b"connection" not in (await kept.readuntil(b'ok"}')) + (await idle.readuntil(b'ok"}'))
+        served.tell(StartDrain(2.0, 60.0))
+        while not served.front_end.gate.draining:
+            await asyncio.sleep(0.01)
+        kept_writer.write(short)
+        new, new_writer = await ask(served, short)
+        for reader in (kept, new):
+            answer = await until_closed(reader)
+            assert answer.startswith(b"HTTP/1.1 200 OK")
+            assert b"connection: close\r\n" in answer
+        assert not served.front_end.gate.closed
+        assert await until_closed(idle) == b"", "it is closed with the gate, before a request could be refused"
+        for writer in (kept_writer, idle_writer, new_writer):
+            writer.close()

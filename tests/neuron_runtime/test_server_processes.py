@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -34,6 +35,7 @@ from helpers.serve_command import (
     stop,
     stopped,
 )
+from neuron_runtime.processes.supervisor import listen, url_of
 
 pytestmark = pytest.mark.slow
 
@@ -337,3 +339,15 @@ def test_an_answer_that_fails_to_compute_ends_with_an_error_and_serving_continue
         command.until_ready(times=2)
         answer = post(f"{url}/v1/completions", body | {"prompt": [5, 6]})
         assert answer.json()["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_all_addresses_are_those_of_both_families(host: str) -> None:
+    with listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener) == f"http://127.0.0.1:{port}"
+        for address in ("127.0.0.1", "::1"):
+            with socket.create_connection((address, port), timeout=5):
+                pass
+    with listen("::1", 0) as listener:
+        assert url_of(listener).startswith("http://[::1]:")

@@ -23,6 +23,11 @@ from neuron_operator.api.model import NeuronModel, Spec
 
 MAX_PARSED = 64
 """More manifests than there are models in work at a time."""
+MAX_SPEC_BYTES = 131_072
+"""Of a spec as JSON. The longest chat template fits; the bounds of all fields together would allow megabytes, and the
+operator keeps a spec several times: in the model, its revisions, Deployment and pods."""
+SPEC_BYTES = "specBytes"
+"""In a manifest without its spec: how long that was."""
 
 
 def parse(body: Mapping[str, Any]) -> NeuronModel:
@@ -37,15 +42,25 @@ def parse(body: Mapping[str, Any]) -> NeuronModel:
     metadata = metadata if isinstance(metadata, Mapping) else {}
     annotations = metadata.get("annotations")
     annotations = annotations if isinstance(annotations, Mapping) else {}
+    num_bytes, spec = weighed(body)
+    if num_bytes > MAX_SPEC_BYTES:
+        text = f"is {num_bytes} bytes as JSON, at most {MAX_SPEC_BYTES} are allowed"
+        raise InvalidSpec("spec", f"{text}; shorten engine.env or the annotations")
     return _parsed(
         msgspec.json.encode(
             (
                 *map(metadata.get, ("name", "namespace", "uid")),
                 *map(annotations.get, (names.REFRESH_ANNOTATION, names.ROLLBACK_ANNOTATION)),
-                body.get("spec"),
+                spec,
             )
         )
     )
+
+
+def weighed(body: Mapping[str, Any]) -> tuple[int, msgspec.Raw]:
+    """Bytes of the spec as JSON, also if it was left out because of them; and the spec."""
+    spec = msgspec.json.encode(body.get("spec"))
+    return body.get(SPEC_BYTES, len(spec)), msgspec.Raw(spec)
 
 
 @lru_cache(maxsize=MAX_PARSED)

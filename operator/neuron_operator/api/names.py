@@ -64,6 +64,8 @@ REFRESH_ANNOTATION = f"{GROUP}/refresh"
 RETRY_ANNOTATION = f"{GROUP}/retry"
 TRIED_ANNOTATION = f"{GROUP}/tried"
 ROLLBACK_ANNOTATION = f"{GROUP}/rollback-to"
+MODEL_ANNOTATIONS = frozenset({PAUSED_ANNOTATION, REFRESH_ANNOTATION, RETRY_ANNOTATION, ROLLBACK_ANNOTATION})
+"""Those of a NeuronModel that the operator reads."""
 
 ROLE_LEADER = "leader"
 ROLE_FOLLOWER = "follower"
@@ -232,6 +234,10 @@ def labels(model: str, component: str) -> dict[str, str]:
         MANAGED_BY_LABEL: MANAGER,
         MODEL_LABEL: model,
     }
+
+
+OWN_LABELS = frozenset({*labels("", ""), ROLE_LABEL, REVISION_LABEL, GROUP_LABEL})
+"""Labels that the operator reads of its objects."""
 
 
 def shared_labels(component: str) -> dict[str, str]:

@@ -31,6 +31,7 @@ from neuron_operator.api.names import (
     KIND,
     LEADER_WORKER_SET,
     LEADER_WORKER_SET_API,
+    OWN_LABELS,
     PLURAL,
     STATUS_FIELD_MANAGER,
 )
@@ -47,7 +48,14 @@ MAX_THROTTLED_SECONDS = 2.0
 """A request that is to be made again later than that is the caller's affair."""
 TOKEN_CHECK_SECONDS = 60.0
 """How often the expiry of an exec plugin's token is checked."""
-PAGE_SIZE = 500
+PAGE_SIZE = 50
+"""A page of the heaviest objects that the API server accepts (1.5 MiB each) has to fit into memory."""
+MAX_OBJECT_BYTES = 524_288
+"""Of an object that is read, as JSON: those that the operator makes are lighter, but whoever may write in a namespace
+can make heavier ones with the operator's labels. Of such an object only the identity is read."""
+MAX_OWNERS_READ = 64
+BYTES = "bytes"
+"""In the identity of such an object: how long it was."""
 _REQUEST_TIMEOUTS = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=CONNECT_SECONDS)
 DEFAULT_KUBECONFIG = os.path.expanduser("~/.kube/config")
 
@@ -186,6 +194,27 @@ class _Items(Collection[Object]):
         return any(one == found for found in self)
 
 
+def bounded(obj: Object, num_bytes: int) -> Object:
+    """The object; if it is too heavy, only what and whose it is."""
+    if num_bytes <= MAX_OBJECT_BYTES:
+        return obj
+    metadata = obj["metadata"]
+    known = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "deletionTimestamp")
+    kept = {key: metadata[key] for key in known if key in metadata}
+    labels = {key: value for key, value in (metadata.get("labels") or {}).items() if key in OWN_LABELS}
+    owners = (metadata.get("ownerReferences") or [])[:MAX_OWNERS_READ]
+    about: Object = {key: obj[key] for key in ("apiVersion", "kind") if key in obj}
+    return {**about, "metadata": {**kept, "labels": labels, "ownerReferences": owners}, BYTES: num_bytes}
+
+
+def _bounded_raw(encoded: msgspec.Raw) -> msgspec.Raw:
+    """The same for JSON. A copy, which does not keep the whole answer in memory."""
+    num_bytes = memoryview(encoded).nbytes
+    if num_bytes <= MAX_OBJECT_BYTES:
+        return encoded.copy()
+    return msgspec.Raw(msgspec.json.encode(bounded(msgspec.json.decode(encoded), num_bytes)))
+
+
 class _EventLine(msgspec.Struct):
     """A line of a watch."""
 
@@ -225,7 +254,7 @@ class WatchEvent:
     @property
     def object(self) -> Object:
         decoded: Object = msgspec.json.decode(self.encoded)
-        return decoded
+        return bounded(decoded, memoryview(self.encoded).nbytes)
 
 
 class Cluster(Protocol):
@@ -350,7 +379,7 @@ class Client:
         while True:
             async with self._answer("list", resource, resource.path(namespace), query=query) as response:
                 page = msgspec.json.decode(await response.read(), type=_ListAnswer)
-            encoded += page.items or ()
+            encoded += map(_bounded_raw, page.items or ())
             query["continue"] = page.metadata.get("continue") or ""
             if not query["continue"]:
                 return Page(_Items(resource, encoded), page.metadata["resourceVersion"])
@@ -502,8 +531,8 @@ class Client:
 
     async def _ask(self, verb: str, resource: Resource, path: str, **request: Any) -> Object:
         async with self._answer(verb, resource, path, **request) as response:
-            result: Object = msgspec.json.decode(await response.read())
-            return result
+            answer = await response.read()
+            return bounded(msgspec.json.decode(answer), len(answer))
 
     @contextlib.asynccontextmanager
     async def _answer(

@@ -95,8 +95,10 @@ class OnDemand:
         return await self._free.get((), self._read_free)
 
     async def events(self, key: Key, children: Iterable[Object], pods: Iterable[Object]) -> tuple[Object, ...]:
-        """Warnings about a model's Jobs, ReplicaSets and pods, newest last."""
-        return await self._events.get(key, lambda: self._read_events(key[0], children, pods))
+        """Warnings about a model's Jobs, ReplicaSets and pods, newest last. The models of a namespace share a list."""
+        names = {(obj["kind"], key_of_model(obj)[1]) for obj in (*children, *pods)}
+        found = await self._events.get(key[0], lambda: self._read_events(key[0]))
+        return tuple(event for event in found if _concerns(event, names))
 
     async def claim_events(self, namespace: str) -> tuple[Object, ...]:
         """What is said about the namespace's claims, newest last."""
@@ -146,12 +148,8 @@ class OnDemand:
             free = FreeDevices(None)
         return free, FREE_DEVICES_SECONDS
 
-    async def _read_events(
-        self, namespace: str, children: Iterable[Object], pods: Iterable[Object]
-    ) -> tuple[tuple[Object, ...], float]:
-        names = {(obj["kind"], key_of_model(obj)[1]) for obj in (*children, *pods)}
-        found = await self._list_events(namespace, "type=Warning")
-        return tuple(event for event in found if _concerns(event, names)), EVENTS_SECONDS
+    async def _read_events(self, namespace: str) -> tuple[tuple[Object, ...], float]:
+        return await self._list_events(namespace, "type=Warning"), EVENTS_SECONDS
 
     async def _read_claim_events(self, namespace: str) -> tuple[tuple[Object, ...], float]:
         return await self._list_events(namespace, "regarding.kind=PersistentVolumeClaim"), CLAIM_EVENTS_SECONDS

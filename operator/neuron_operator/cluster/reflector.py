@@ -20,6 +20,7 @@ from functools import lru_cache
 
 import msgspec
 
+from neuron_operator.api import manifest
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.names import (
     API_VERSION,
@@ -28,6 +29,7 @@ from neuron_operator.api.names import (
     GROUP_LABEL,
     KIND,
     LEADER_WORKER_SET,
+    MODEL_ANNOTATIONS,
     MODEL_LABEL,
     OWNED_SELECTOR,
     PLURAL,
@@ -47,7 +49,7 @@ from neuron_operator.cluster.client import (
 )
 from neuron_operator.cluster.containment import own_entries
 from neuron_operator.cluster.workqueue import Backoff
-from neuron_operator.read.objects import descends, labels_of, name_of, owners_of, text
+from neuron_operator.read.objects import MAX_OWNERS, descends, items, labels_of, name_of, owners_of, text
 from neuron_operator.read.views import NodeView, node_view
 from neuron_operator.read.world import Object
 from neuron_operator.why import nodes
@@ -60,6 +62,8 @@ LOOK_SECONDS = 300.0
 """Until the next list of names, unless kopf lists the models before."""
 FIRST_LOOK_SECONDS = 5.0
 """The same until kopf has delivered all: a model may have been deleted before kopf listed it."""
+MAX_REMEMBERED_BYTES = 32_768
+"""Of an object that is kept decoded for a while, which takes several times the memory of its JSON."""
 SETTLE_SECONDS = 1.0
 """From the first model of a list of kopf to our list of names: the others follow at once."""
 
@@ -76,6 +80,34 @@ def trimmed(obj: Object) -> Object:
     if ours:
         metadata["managedFields"] = ours
     return {**obj, "metadata": metadata}
+
+
+def trimmed_model(model: Object) -> Object:
+    """The model with the metadata that passes read: labels and annotations of others may be heavier than the rest. Of a
+    spec that is too heavy to keep only the weight, for which `manifest.parse` refuses it."""
+    metadata = trimmed(model)["metadata"]
+    annotations = {key: value for key, value in (metadata.get("annotations") or {}).items() if key in MODEL_ANNOTATIONS}
+    num_bytes, _ = manifest.weighed(model)
+    kept = {
+        **model,
+        "metadata": {**{key: metadata[key] for key in _READ_OF_MODELS if key in metadata}, "annotations": annotations},
+    }
+    if num_bytes > manifest.MAX_SPEC_BYTES:
+        del kept["spec"]
+        kept[manifest.SPEC_BYTES] = num_bytes
+    return kept
+
+
+_READ_OF_MODELS = (
+    "name",
+    "namespace",
+    "uid",
+    "resourceVersion",
+    "generation",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "managedFields",
+)
 
 
 def trimmed_node(node: Object) -> Object:
@@ -132,7 +164,9 @@ class _Kept:
     """The key of its model."""
 
     def decode(self) -> Object:
-        return _decoded(self.encoded)
+        light = len(self.encoded) <= MAX_REMEMBERED_BYTES
+        found: Object = _decoded(self.encoded) if light else msgspec.json.decode(self.encoded)
+        return found
 
 
 @lru_cache(maxsize=256)
@@ -344,7 +378,7 @@ class Models(Cache):
         wake: Callable[[Object, Version | None], None],
         backoff: Backoff | None = None,
     ) -> None:
-        super().__init__(NEURON_MODELS, namespace, key_of=key_of_model, wake=wake, backoff=backoff)
+        super().__init__(NEURON_MODELS, namespace, key_of=key_of_model, wake=wake, trim=trimmed_model, backoff=backoff)
         self._cluster = cluster
         self._listed: Set[Key] | None = None
         """Names in the first list."""
@@ -383,6 +417,11 @@ class Models(Cache):
             self.synced.set()
 
 
+def _is_looked_after(job: Object) -> bool:
+    ends = {"Complete", "Failed"} & {text(found, "type") for found in items(job, "status", "conditions")}
+    return len(owners_of(job)) >= MAX_OWNERS and not ends
+
+
 class Caches:
     """Everything passes read: NeuronModels, their children and pods, in `namespaces`; with `(None,)`, in all, and the
     nodes."""
@@ -397,7 +436,7 @@ class Caches:
         count_start: Callable[[str, str], None] = lambda plural, reason: None,
     ) -> None:
         def wake_concerned(obj: Object, version: Version | None) -> None:
-            for key in self._concerned(obj):
+            for key in self._concerned(obj, is_gone=version is None):
                 wake(key, version)
 
         def reflect(resource: Resource, namespace: str | None) -> Reflector:
@@ -425,6 +464,9 @@ class Caches:
         }
         self._wake = wake
         self._children = tuple(children)
+        self._users: dict[str, dict[str, set[Key]]] = defaultdict(dict)
+        """By namespace and name of a shared object: the models that need it, of which few are its owners."""
+        self._used: dict[Key, frozenset[str]] = {}
         self._failed_nodes: dict[str, NodeView] = {}
         """As they were when they last woke a model."""
         if None in namespaces:  # the right to watch nodes is one for the whole cluster
@@ -494,6 +536,25 @@ class Caches:
         """What the models of the namespace share."""
         return self.children((namespace, ""))
 
+    def use(self, key: Key, shared: frozenset[str]) -> None:
+        """The model needs these shared objects from now on: their changes wake it."""
+        before, here = self._used.pop(key, frozenset()), self._users[key[0]]
+        for name in before - shared:
+            here[name].discard(key)
+            if not here[name]:
+                del here[name]
+        for name in shared - before:
+            here.setdefault(name, set()).add(key)
+        if shared:
+            self._used[key] = shared
+        if not here:
+            del self._users[key[0]]
+
+    def used_by_others(self, key: Key) -> frozenset[str]:
+        """Names of the shared objects of the namespace that other models need."""
+        here = self._users.get(key[0], {})
+        return frozenset(name for name, users in here.items() if len(users) > (key in users))
+
     def nodes_of(self, pods: Iterable[Object]) -> tuple[Object, ...]:
         """The nodes that the pods run on, if nodes are watched."""
         wanted = {text(pod, "spec", "nodeName") for pod in pods}
@@ -514,17 +575,21 @@ class Caches:
                 if key[1] and text(pod, "spec", "nodeName") == view.name:
                     self._wake(key, None)
 
-    def _concerned(self, obj: Object) -> Iterable[Key]:
-        """The models that a change of the object concerns: the one that it belongs to, or its owners; of a pod, the
-        owners of its Job."""
+    def _concerned(self, obj: Object, *, is_gone: bool) -> Iterable[Key]:
+        """The models that a change of the object concerns: the one that it belongs to, or those that own or need it; of
+        a pod, those that own or need its Job. A Job that waits or runs is looked after by its owners, if it has
+        enough."""
         key = key_of_child(obj)
         if key[1]:
             return (key,)
-        owners = owners_of(obj)
+        shared = [obj]
         if obj["kind"] == "Pod":
-            jobs = (self.find(JOBS, key[0], text(owner, "name")) for owner in owners)
-            owners = [owner for job in jobs if job is not None for owner in owners_of(job)]
-        return [(key[0], text(owner, "name")) for owner in owners if owner.get("kind") == KIND]
+            jobs = (self.find(JOBS, key[0], text(owner, "name")) for owner in owners_of(obj))
+            shared = [job for job in jobs if job is not None]
+        owners = (owner for one in shared for owner in owners_of(one) if owner.get("kind") == KIND)
+        told = [] if obj["kind"] == "Job" and not is_gone and _is_looked_after(obj) else shared
+        users = (user for one in told for user in self._users.get(key[0], {}).get(name_of(one), ()))
+        return {*((key[0], text(owner, "name")) for owner in owners), *users}
 
     def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
         found = (cache.find(namespace, name) for cache in self._of(resource))

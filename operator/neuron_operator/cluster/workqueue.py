@@ -1,6 +1,7 @@
 """A keyed queue for level-triggered work: a key waits once, never runs twice at a time, and backs off on failure.
 
-Reflectors add keys, workers take them. The queue is in memory only: a new leader adds all keys. It does not depend
+Reflectors add keys, workers take them: in turns from each party (the namespace of a model), so that who adds many waits
+longer for them than others for their few. The queue is in memory only: a new leader adds all keys. It does not depend
 on Kubernetes, and its only clock is the event loop's.
 """
 
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Hashable, Set
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
+_NOBODY = object()
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,22 @@ class Backoff:
 class WorkQueue(Generic[Key]):
     """Single-threaded: all methods are called on one event loop."""
 
-    def __init__(self, backoff: Backoff | None = None, draw: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        backoff: Backoff | None = None,
+        draw: Callable[[], float] = random.random,
+        *,
+        party_of: Callable[[Key], Hashable] = lambda key: None,
+        max_running: int | None = None,
+    ) -> None:
+        """`max_running`: keys of one party that run at the same time; None: as many as there are workers."""
         self._backoff = backoff or Backoff()
         self._draw = draw
-        self._waiting: deque[Key] = deque()
+        self._party_of = party_of
+        self._max_running = max_running
+        self._waiting: OrderedDict[Hashable, deque[Key]] = OrderedDict()
+        """By party, whose turn is next first. None is empty."""
+        self._num_running: Counter[Hashable] = Counter()
         self._dirty: dict[Key, set[Hashable]] = {}
         """Keys that must run: those in `_waiting`, and running keys that were added again; and why."""
         self._running: set[Key] = set()
@@ -46,7 +60,7 @@ class WorkQueue(Generic[Key]):
 
     def __len__(self) -> int:
         """Keys waiting for a worker."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     @property
     def is_idle(self) -> bool:
@@ -64,8 +78,7 @@ class WorkQueue(Generic[Key]):
         if key not in self._dirty:
             self._dirty[key] = set()
             if key not in self._running:
-                self._waiting.append(key)
-                self._arrived.set()
+                self._append(key)
         self._dirty[key].add(cause)
 
     def settle(self, key: Key, causes: Set[Hashable]) -> None:
@@ -107,23 +120,37 @@ class WorkQueue(Generic[Key]):
                 await handle(key)
             finally:
                 self._running.discard(key)
+                self._num_running -= Counter((self._party_of(key),))
                 if key in self._dirty:
-                    self._waiting.append(key)
-                    self._arrived.set()
+                    self._append(key)
+                self._arrived.set()  # its party may have more in work again
             # A run may end without having waited. Hundreds of them would hold up answers and the requests of others.
             await asyncio.sleep(0)
 
     async def _take(self) -> Key:
-        while not self._waiting:
+        while (party := next(filter(self._may_run, self._waiting), _NOBODY)) is _NOBODY:
             self._arrived.clear()
             await self._arrived.wait()
-        key = self._waiting.popleft()
+        keys = self._waiting[party]
+        key = keys.popleft()
+        if keys:
+            self._waiting.move_to_end(party)
+        else:
+            del self._waiting[party]
+        self._num_running[party] += 1
         del self._dirty[key]
         self._running.add(key)
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
         return key
+
+    def _may_run(self, party: Hashable) -> bool:
+        return self._max_running is None or self._num_running[party] < self._max_running
+
+    def _append(self, key: Key) -> None:
+        self._waiting.setdefault(self._party_of(key), deque()).append(key)
+        self._arrived.set()
 
     def _timer_rang(self, key: Key) -> None:
         self._timers.pop(key, None)

@@ -54,7 +54,7 @@ MAX_RECHECK_SECONDS = 300.0
 ready. Counting free devices takes a request for each node."""
 
 PROGRESS_SECONDS = 5.0
-"""How often the progress of a running Job is read; the status changes no more often."""
+"""How often an owner of a running Job reads its progress; the status changes no more often."""
 
 ACCEPTED = met("Accepted", "the spec is valid and supported")
 
@@ -86,6 +86,8 @@ class Course:
     """None: every replica is one pod, or what is wanted is not known in this pass."""
     upgrade: Upgrade | None = None
     """See `Decision`."""
+    uses: frozenset[str] | None = None
+    """See `Decision`."""
 
 
 def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> Decision:
@@ -111,6 +113,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
             course.groups.needs if course.groups else (), *(f.needs for f in findings)
         ),
         announcements=() if is_terminating else status.announcements(observed.model, findings),
+        uses=course.uses,
         upgrade=course.upgrade,
     )
 
@@ -185,11 +188,13 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *done.desired,
         *cleaning,
     )
+    # Hundreds of models may wait for a Job: its owners look after it.
     waited = [observed.jobs[name] for name in map(name_of, done.desired) if name in observed.jobs]
+    waited = [job for job in waited if is_owned(job.live, model.uid)]
     nudges = (nudge.change(job, observed) for job in waited)
     is_settled = done.is_complete and not world.refusals
     kept = (name for earlier in _kept_revisions(model, observed, pinned) for name in earlier.shared)
-    shared = upkeep(model, observed, done, frozenset((*kept, *map(name_of, cleaning))))
+    shared = upkeep(model, observed, done, frozenset((*kept, *map(name_of, cleaning))), world.used_by_others)
     delete = (
         *done.stale,
         *shared.delete,
@@ -203,6 +208,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         desired=tuple(_independent(desired, world, observed)),
         changes=(*shared.changes, *(change for change in nudges if change)),
         delete=tuple(_not_refused(delete, world)),
+        uses=shared.uses,
         wanted=pinned,
         served=allowed.revision if allowed else None,
         is_told=is_told,
@@ -561,6 +567,7 @@ def _requeue_after(
     silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}
     is_silent = any(finding.reason in silent and finding.status == "False" for finding in findings)
     is_reporting = any(isinstance(need, LogOf) for finding in findings for need in finding.needs)
+    owns_job = any(is_owned(job.live, observed.model.uid) for job in observed.jobs.values())
     retries = (attempts.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     starting = (unexplained_from(pod) for pod in observed.live)
     of_groups = course.groups.due if course.groups else None
@@ -582,7 +589,7 @@ def _requeue_after(
         min(max(wait / 10, RECHECK_SECONDS), MAX_RECHECK_SECONDS) if any(found.needs for found in findings) else None,
         # Each pass repeats the refused writes.
         float(UNEXPLAINED_SECONDS) if is_silent and not world.refusals else None,
-        PROGRESS_SECONDS if is_reporting and not world.refusals else None,
+        (PROGRESS_SECONDS if owns_job else RECHECK_SECONDS) if is_reporting and not world.refusals else None,
         *((due - observed.now).total_seconds() for due in times if due and due > observed.now),
     )
     return min((delay for delay in delays if delay is not None), default=None)

@@ -1,8 +1,9 @@
 """Who owns what the models of a namespace share, and how long it stays. Called by `decide`. Pure.
 
-Every model that needs a shared object is one of its owners. Deleting one of the models leaves the object to the others;
-the garbage collector deletes it with the last. A model that no longer needs it takes its name off. Joining and leaving
-are patches of one name without a version, so that a dozen models can do so at once; the last one left deletes it.
+The first few models that need a shared object are its owners: a patch of one with hundreds of owners takes seconds.
+Deleting one of them leaves the object to the others, and another model that needs it takes the place. The garbage
+collector deletes it with the last. An owner that no longer needs it takes its name off. Joining and leaving are patches
+of one name without a version, so that a dozen models can do so at once; the last one left deletes it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.decide.steps import Walk
-from neuron_operator.read.objects import is_orphan, is_owned, name_of, owners_of
+from neuron_operator.read.objects import MAX_OWNERS, is_orphan, is_owned, name_of, owners_of
 from neuron_operator.read.views import ChildView, JobView, Observed
 from neuron_operator.read.world import Change, Object
 from neuron_operator.render.jobs import KEPT_SECONDS
@@ -25,9 +26,13 @@ OWNED_KINDS = frozenset({"Job", "ConfigMap", "CronJob"})
 class Upkeep:
     changes: tuple[Change, ...]
     delete: tuple[Object, ...]
+    uses: frozenset[str]
+    """Names of the shared objects that the model needs."""
 
 
-def upkeep(model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[str]) -> Upkeep:
+def upkeep(
+    model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[str], used_by_others: frozenset[str]
+) -> Upkeep:
     """Changes of shared objects that follow from how far the steps got; `kept` are those that kept revisions use."""
     waiting = frozenset(map(name_of, done.desired))
     needed = done.done | waiting
@@ -37,11 +42,17 @@ def upkeep(model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[s
         if found.kind in OWNED_KINDS:
             (ours if is_owned(found.live, model.uid) else others).append(found)
     left = [found for found in ours if found.name not in needed | kept | stale]
-    let_go = [found for found in left if not _is_over(found, observed)]
-    orphans = [found for found in others if found.name not in needed | kept | stale and is_orphan(found.live)]
+    # The last owner stays until one of the others has joined.
+    let_go = [
+        found
+        for found in left
+        if not _is_over(found, observed) and not (_is_alone(model, found) and found.name in used_by_others)
+    ]
+    used = needed | kept | stale | used_by_others
+    orphans = [found for found in others if found.name not in used and is_orphan(found.live)]
     return Upkeep(
         changes=(
-            *(_joined(model, found) for found in others if found.name in needed - stale),
+            *(_joined(model, found) for found in others if found.name in (needed | kept) - stale and _has_room(found)),
             *(_left(model, found) for found in let_go if not _is_alone(model, found)),
             *_expiries((observed.jobs[found.name] for found in ours if found.kind == "Job"), done, waiting),
         ),
@@ -49,6 +60,7 @@ def upkeep(model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[s
         delete=tuple(
             found.live for found in (*(f for f in let_go if _is_alone(model, f)), *orphans, *_held(ours, observed))
         ),
+        uses=needed | kept | stale,
     )
 
 
@@ -63,6 +75,11 @@ def _left(model: NeuronModel, found: ChildView) -> Change:
 
 def _is_alone(model: NeuronModel, found: ChildView) -> bool:
     return all(owner.get("uid") == model.uid for owner in owners_of(found.live))
+
+
+def _has_room(found: ChildView) -> bool:
+    """Whether the model is to be one more owner; who applies a CronJob, with its owners, is one already."""
+    return found.kind != "CronJob" and len(owners_of(found.live)) < MAX_OWNERS
 
 
 def _is_over(found: ChildView, observed: Observed) -> bool:

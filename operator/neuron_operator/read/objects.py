@@ -51,6 +51,10 @@ def owners_of(value: Any) -> list[Mapping[str, Any]]:
     return items(value, "metadata", "ownerReferences")
 
 
+MAX_OWNERS = 8
+"""Of an object that many models share, unless several join at once."""
+
+
 def is_shared(value: Any) -> bool:
     """Whether this is an object of ours that belongs to no single model."""
     return names.MODEL_LABEL not in labels_of(value)

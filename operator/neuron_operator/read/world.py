@@ -97,6 +97,8 @@ class Refused(Enum):
 
     TAKEN = "taken"
     """An object with this name exists and is not ours."""
+    HEAVY = "heavy"
+    """The live object has too many bytes to be compared."""
     FORBIDDEN = "forbidden"
     """The API server answered 403."""
     REJECTED = "rejected"
@@ -133,6 +135,8 @@ class World:
     """UTC, with time zone."""
     shared: tuple[Object, ...] = ()
     """What the models of the namespace share: Jobs of steps, and ConfigMaps with their records."""
+    used_by_others: frozenset[str] = frozenset()
+    """Names of those that other models need, as far as it is known: a new leader learns it with its first passes."""
     refusals: tuple[Refusal, ...] = ()
     """Writes that did not happen in this pass."""
     free: FreeDevices | None = None
@@ -189,6 +193,8 @@ class Decision:
     requeue_after_seconds: float | None = None
     needs: frozenset[Needed] = frozenset()
     announcements: tuple[Announcement, ...] = ()
+    uses: frozenset[str] | None = None
+    """Names of the shared objects that the model needs; None: as before."""
     upgrade: Upgrade | None = None
     """How far the model's move to a newer runtime image is; None: it has none to make now."""
 

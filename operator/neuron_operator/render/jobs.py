@@ -14,7 +14,7 @@ from typing import Any
 from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.read.objects import items, owners_of, text
+from neuron_operator.read.objects import MAX_OWNERS, items, owners_of, text
 from neuron_operator.read.records import Facts, Record
 from neuron_operator.read.remembered import remembered
 from neuron_operator.read.revision import Compiling, Pinned, Revision
@@ -229,8 +229,9 @@ def shared_job(
 
 
 def with_owners(desired: Object, live: Object) -> Object:
-    """The shared object with the owners of `live` as well."""
-    owners = {text(owner, "uid"): dict(owner) for owner in (*owners_of(live), *owners_of(desired))}
+    """The shared object with the owners of `live` as well; if those are enough, with them alone."""
+    enough = len(owners_of(live)) >= MAX_OWNERS
+    owners = {text(owner, "uid"): dict(owner) for owner in (*owners_of(live), *(() if enough else owners_of(desired)))}
     return {**desired, "metadata": {**desired["metadata"], "ownerReferences": list(owners.values())}}
 
 

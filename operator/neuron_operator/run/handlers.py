@@ -1,6 +1,6 @@
 """The only module that knows kopf. Called by `run`.
 
-Kopf owns the process (start-up, login, signals, liveness, stopping), watches the NeuronModels and posts Events about
+Kopf owns the process (start-up, login, signals, stopping), watches the NeuronModels and posts Events about
 them. It stores nothing in objects: no finalizers, no annotations, no peering.
 """
 
@@ -20,7 +20,6 @@ from neuron_operator.api.names import GROUP, MANAGER, PLURAL, VERSION
 from neuron_operator.cluster.client import (
     CONNECT_SECONDS,
     NEURON_MODELS,
-    PAGE_SIZE,
     REQUEST_SECONDS,
     WATCH_SECONDS,
     WATCH_SILENCE_SECONDS,
@@ -29,6 +28,8 @@ from neuron_operator.cluster.client import (
 )
 from neuron_operator.read.world import Announcement, Object
 
+PAGE_SIZE = 20
+"""Models that kopf lists at a time, as objects, which take several times the memory of their JSON."""
 MAX_NOTE_BYTES = 1024
 """The API server refuses an Event with a longer message."""
 BACKOFF_SECONDS = (1, 1, 2, 3, 5, 8, 13, 21)
@@ -82,13 +83,12 @@ async def run_kopf(
     poster: Poster,
     namespaces: Collection[str],
     identity: str,
-    liveness_endpoint: str | None = None,
     silence_seconds: float = WATCH_SILENCE_SECONDS,
 ) -> None:
     """Run `work` until SIGTERM or SIGINT, or until it ends by itself, and deliver the NeuronModels of `namespaces`
     (none: of all).
 
-    Raises what `work` raises, OSError if the endpoint's port is in use, ClusterFault if kopf fails or may not watch.
+    Raises what `work` raises, ClusterFault if kopf fails or may not watch.
     """
     registry = kopf.OperatorRegistry()
     ended = asyncio.Event()
@@ -123,7 +123,12 @@ async def run_kopf(
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def observe(event: kopf.RawEvent, **_: Any) -> None:
         poster.enable()
-        deliver(event["type"], cast(Object, event["object"]))
+        model = cast(dict[str, Any], event["object"])
+        deliver(event["type"], dict(model))
+        # Kopf keeps the object until its task for the model ends, a second later, and hundreds may change at once.
+        identity = {key: model["metadata"][key] for key in ("name", "namespace", "uid")}
+        model.clear()
+        model["metadata"] = identity
 
     logging.getLogger("kopf").setLevel(logging.WARNING)
     logging.getLogger("kopf._core.reactor").setLevel(logging.CRITICAL)  # tracebacks of what is raised below
@@ -135,7 +140,6 @@ async def run_kopf(
             clusterwide=not namespaces,
             namespaces=namespaces,
             stop_flag=ended,
-            liveness_endpoint=liveness_endpoint,
         )
     except OSError:
         raise

@@ -10,12 +10,15 @@ import asyncio
 import contextlib
 import gc
 import logging
+import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 
 import uvloop
 from aiohttp import web
@@ -53,6 +56,7 @@ _NONE = "metadata.name=none"
 """Selects nothing: the request only checks the right to list."""
 COLLECT_AFTER = 20_000
 """New objects until the collector looks for cycles. Passes make thousands from JSON, which has none."""
+REGRANT_SECONDS = 30.0
 GRANT_SECONDS = 10.0
 """A busy API server may learn of a new role some seconds after the operator starts."""
 
@@ -149,7 +153,9 @@ class Operator:
         )
 
     async def _work(self) -> None:
-        queue = self._queue = WorkQueue[Key]()
+        # Half of the workers: those of the others find a free one at once, however long the passes of one take.
+        most = max(1, self._settings.num_workers // 2)
+        queue = self._queue = WorkQueue[Key](party_of=lambda key: key[0], max_running=most)
         try:
             # The edits that nobody has acted on come first.
             models = sorted(self.caches.models(), key=_is_observed)
@@ -178,25 +184,52 @@ _INSTALL = {
 """What the operator cannot run without, if it is used, and the cure."""
 
 
-async def check_installed(cluster: Cluster, namespaces: Sequence[str], *, makes_sets: bool = False) -> None:
-    """Raises ClusterFault, with the cure, if a CRD or a right is missing or the API server is unreachable."""
+async def check_installed(cluster: Cluster, namespaces: Sequence[str], *, makes_sets: bool = False) -> tuple[str, ...]:
+    """Those of the namespaces that may be watched: where one was deleted, its Role is gone, and the models of the
+    others are looked after all the same.
+
+    Raises ClusterFault, with the cure, if a CRD is missing, none may be watched or the API server is unreachable.
+    """
     last_wait = asyncio.get_running_loop().time() + GRANT_SECONDS
-    for resource in (NEURON_MODELS, *((LEADER_WORKER_SETS,) if makes_sets else ())):
+    granted, refusal = list[str](), None
+    for namespace in namespaces or ("",):
         try:
-            await _until_granted(cluster, resource, namespaces[0] if namespaces else None, last_wait)
-        except NotFound as fault:
-            text = f"the cluster has no {resource.plural} of {resource.api_version}; {_INSTALL[resource]}"
-            raise ClusterFault(text, retriable=False) from fault
+            for kind in (NEURON_MODELS, *((LEADER_WORKER_SETS,) if makes_sets else ())):
+                await _until_granted(cluster, kind, namespace or None, last_wait)
+            granted.append(namespace)
+        except Forbidden as fault:
+            refusal = fault
+            logger.warning("namespace %s is left out: %s; if it exists, run helm upgrade", namespace, fault)
+    if refusal is not None and not granted:
+        raise refusal
+    return tuple(filter(None, granted))
 
 
-async def _until_granted(cluster: Cluster, resource: Resource, namespace: str | None, last_wait: float) -> None:
+async def _until_one_is_granted(cluster: Cluster, namespaces: Collection[str]) -> None:
+    """Raises ClusterFault once one of the namespaces that were left out may be watched: the process begins again."""
+    while True:
+        await asyncio.sleep(REGRANT_SECONDS)
+        for namespace in namespaces:
+            try:
+                await cluster.list(NEURON_MODELS, namespace, field_selector=_NONE)
+            except ClusterFault as fault:
+                logger.debug("namespace %s: %s", namespace, fault)
+            else:
+                text = f"namespace {namespace} can be watched now: the operator begins again with it"
+                raise ClusterFault(text, retriable=True)
+
+
+async def _until_granted(cluster: Cluster, kind: Resource, namespace: str | None, last_wait: float) -> None:
     while True:
         try:
-            await cluster.list(resource, namespace, field_selector=_NONE)
+            await cluster.list(kind, namespace, field_selector=_NONE)
             return
         except Throttled as fault:  # also right after the CRD was created
             logger.info("%s", fault)
             await asyncio.sleep(fault.retry_after_seconds)
+        except NotFound as fault:
+            text = f"the cluster has no {kind.plural} of {kind.api_version}; {_INSTALL[kind]}"
+            raise ClusterFault(text, retriable=False) from fault
         except Forbidden:
             if asyncio.get_running_loop().time() > last_wait:
                 raise
@@ -215,8 +248,11 @@ def one_line(error: BaseException) -> str:
 
 
 @contextlib.asynccontextmanager
-async def serving(operator: Operator, metrics: Metrics, host: str, port: int) -> AsyncIterator[None]:
-    """Serve `/readyz` and `/metrics` within the block. Raises OSError if the port is in use."""
+async def serving(operator: Operator, metrics: Metrics, host: str, *ports: int) -> AsyncIterator[None]:
+    """Serve `/healthz`, `/readyz` and `/metrics` on each port within the block. Raises OSError if one is in use."""
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text=f"leading: {operator.is_leading}\n", status=200 if operator.caches.is_synced else 503)
@@ -226,32 +262,44 @@ async def serving(operator: Operator, metrics: Metrics, host: str, port: int) ->
         return web.Response(body=metrics.exposition(names), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     app = web.Application()
-    app.add_routes([web.get("/readyz", readyz), web.get("/metrics", exposition)])
+    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", exposition)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
-        logger.info("serving /readyz and /metrics at %s", site.name)
+        for port in ports:
+            site = web.SockSite(runner, _listener(host, port))
+            await site.start()
+            logger.info("serving /healthz, /readyz and /metrics at %s", site.name)
         yield
     finally:
         await runner.cleanup()
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """All addresses are those of both families: a cluster's pods may have only one of them."""
+    if host in ("::", "0.0.0.0") and socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 async def run(settings: RunSettings) -> None:
     """Run one replica until SIGTERM or SIGINT. Raises OperatorError or OSError (port in use), possibly in a group."""
     metrics = Metrics()
     async with connect(settings.kubeconfig, observe=metrics.observe_request) as cluster:
-        await check_installed(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
+        watched = await check_installed(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
+        refused = frozenset(settings.watch_namespaces) - set(watched)
+        settings = replace(settings, watch_namespaces=watched)
         connect_lease = partial(connect, settings.kubeconfig, observe=metrics.observe_request)
         poster = Poster()
         operator = Operator(cluster, settings, metrics, post=poster.post, connect_lease=connect_lease)
 
         async def work() -> None:
-            async with serving(operator, metrics, settings.http_host, settings.http_port):
-                await operator.run()
+            ports = settings.http_port, settings.health_port
+            async with serving(operator, metrics, settings.http_host, *ports), asyncio.TaskGroup() as tasks:
+                tasks.create_task(operator.run(), name="replica")
+                if refused:
+                    tasks.create_task(_until_one_is_granted(cluster, refused), name="namespaces left out")
 
-        liveness = f"http://{settings.http_host}:{settings.health_port}/healthz"
         await run_kopf(
             work,
             cluster.configuration,
@@ -259,8 +307,14 @@ async def run(settings: RunSettings) -> None:
             poster=poster,
             namespaces=settings.watch_namespaces,
             identity=settings.identity,
-            liveness_endpoint=liveness,
         )
+
+
+def raise_open_files() -> None:
+    """Every watch holds a connection, and there are 15 for each watched namespace: raise the soft limit to the hard
+    limit."""
+    _, most = getrlimit(RLIMIT_NOFILE)
+    setrlimit(RLIMIT_NOFILE, (most, most))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -273,6 +327,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    raise_open_files()
     gc.freeze()  # what is imported stays
     gc.set_threshold(COLLECT_AFTER)
     try:

@@ -21,6 +21,8 @@ from neuron_operator.api.errors import ClusterFault, TermOver
 from neuron_operator.api.names import KIND
 from neuron_operator.api.needs import Exists, LogOf, Need, Needed
 from neuron_operator.cluster.client import (
+    BYTES,
+    MAX_OBJECT_BYTES,
     NEURON_MODELS,
     PODS,
     SECRETS,
@@ -108,10 +110,12 @@ class Reconciler:
         body = self._caches.model(key)
         if body is None:  # deleted: the garbage collector deletes its children
             self._turns.tell(key, None)
+            self._caches.use(key, frozenset())
             return Outcome()
         writes = _Writes(
             self._cluster,
             self._caches,
+            key,
             self._check_term,
             self._contained,
             self._contests,
@@ -123,6 +127,8 @@ class Reconciler:
         is_final = False
         while True:
             decision = self._decide(world, self._settings)
+            if decision.uses is not None:
+                self._caches.use(key, decision.uses)
             if decision.needs - read:
                 world = await self._read(decision.needs - read, world, key)
                 read |= decision.needs
@@ -166,6 +172,7 @@ class Reconciler:
             children=children,
             pods=pods,
             shared=caches.shared(key[0]),
+            used_by_others=caches.used_by_others(key),
             nodes=caches.nodes_of(pods),
             has_turn=self._turns.take(key),
         )
@@ -195,6 +202,7 @@ class _Writes:
         self,
         cluster: Cluster,
         caches: Caches,
+        key: Key,
         check_term: Callable[[], None],
         contained: Contained,
         contests: Contests,
@@ -203,6 +211,7 @@ class _Writes:
     ) -> None:
         self._cluster = cluster
         self._caches = caches
+        self._key = key
         self._check_term = check_term
         self._contained = contained
         self._contests = contests
@@ -247,6 +256,9 @@ class _Writes:
                 raise _Refused(refusal(Refused.TAKEN))
             if "deletionTimestamp" in live["metadata"]:
                 return  # its end wakes us
+            if BYTES in live:
+                text = f"it has {live[BYTES]} bytes, more than {MAX_OBJECT_BYTES}"
+                raise _Refused(refusal(Refused.HEAVY, message=text))
             if resource.kind in _NEVER_EDITED:
                 return
             if is_shared(desired) and resource.kind in _CREATED_ONCE:
@@ -316,8 +328,9 @@ class _Writes:
         except Forbidden as fault:
             raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
         self._observe_written(resource, written)
-        if not change.unchanged and is_orphan(written):  # its other owners left at the same time, and nobody is woken
-            await self.delete(written)
+        is_used = name_of(live) in self._caches.used_by_others(self._key)
+        if not change.unchanged and is_orphan(written) and not is_used:
+            await self.delete(written)  # its other owners left at the same time, and nobody is woken
 
     async def delete(self, live: Object) -> None:
         resource = resource_of(live)

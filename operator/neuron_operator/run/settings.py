@@ -213,7 +213,9 @@ SETTINGS = (
     _Setting("lease_seconds", _between(3, 3600), "12", "seconds until a standby takes over; renewed every third of it"),
     _Setting("watch_namespaces", _words, "", "comma-separated namespaces to watch; empty: all"),
     _Setting("num_workers", _between(1, 256), "16", "maximum NeuronModels reconciled at the same time"),
-    _Setting("http_host", _text, "0.0.0.0", "address for /healthz, /readyz and /metrics"),
+    _Setting(
+        "http_host", _text, "::", "address for /healthz, /readyz and /metrics; :: or 0.0.0.0: all, of IPv4 and IPv6"
+    ),
     _Setting("http_port", _between(0, 65535), "8080", "port of /readyz and /metrics; 0: any free port"),
     _Setting("health_port", _between(1, 65535), "8081", "port of /healthz"),
     _Setting(

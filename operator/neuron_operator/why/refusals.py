@@ -115,6 +115,9 @@ def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
         verbs = "exists and does" if len(taken) == 1 else "exist and do"
         cure = f"delete or rename {'it' if len(taken) == 1 else 'them'}, or rename the model"
         yield unmet("Accepted", Reason.NAME_CONFLICT, f"{listed} {verbs} not belong to this model; {cure}")
+    if heavy := found[Refused.HEAVY]:
+        text = f"the operator does not read {_quoted(heavy)}; remove what others have added, or delete the object"
+        yield unmet("Accepted", Reason.NAME_CONFLICT, text)
     for known in DENIALS:
         if refused := [refusal for refusal, denial in denied if denial is known]:
             yield unmet("Accepted", known.reason, f"the API server refused {_quoted(refused)}; {known.cure}")

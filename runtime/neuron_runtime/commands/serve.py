@@ -41,7 +41,11 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="Address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="Address to listen on; 0.0.0.0 or ::: all, of IPv4 and IPv6 (default: %(default)s)",
+    )
     parser.add_argument(
         "--port", type=int, metavar="N", default=DEFAULT_PORT, help="Port; 0: any free one (default: %(default)s)"
     )

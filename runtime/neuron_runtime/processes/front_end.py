@@ -18,8 +18,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import uvicorn
 import uvloop
@@ -93,6 +94,15 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    @property
+    def connections(self) -> list[BoundedProtocol]:
+        return [one for one in self.server_state.connections if isinstance(one, BoundedProtocol)]
+
+    def close_connections(self) -> None:
+        """Close those that wait for a request, and the others after their answers: nothing more is admitted."""
+        for connection in self.connections:
+            connection.shutdown()
+
 
 class FrontEnd:
     """Holds the state that the routes share, and obeys the supervisor."""
@@ -143,7 +153,7 @@ class FrontEnd:
         """
         config = uvicorn.Config(
             self._edge.around(build_app(self)),
-            http=BoundedProtocol,
+            http=cast("type[BoundedProtocol]", partial(BoundedProtocol, gate=self.gate)),
             loop="none",
             ws="none",
             lifespan="off",
@@ -157,7 +167,7 @@ class FrontEnd:
         beating = asyncio.create_task(self._beat())
         self.metrics.read_at_scrape(lambda: [(OPEN_CONNECTIONS, (), len(server.server_state.connections))])
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        following = asyncio.create_task(self._follow(orders))
+        following = asyncio.create_task(self._follow(orders, server))
         await asyncio.wait((serving, following, self._failed), return_when=asyncio.FIRST_COMPLETED)
         following.cancel()
         server.should_exit = True
@@ -175,7 +185,7 @@ class FrontEnd:
             self._deadline.set(ALIVE_SECONDS)
             await asyncio.sleep(BEAT_SECONDS)
 
-    async def _follow(self, orders: IO[Any]) -> None:
+    async def _follow(self, orders: IO[Any], server: Server) -> None:
         """Process the supervisor's messages until a drain ends or the supervisor exits."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
@@ -204,11 +214,14 @@ class FrontEnd:
                 case StartDrain(delay_seconds, seconds):
                     if draining is not None:
                         draining.cancel()
-                    draining = asyncio.create_task(self._drain(delay_seconds, seconds))
+                    draining = asyncio.create_task(self._drain(delay_seconds, seconds, server))
 
-    async def _drain(self, delay_seconds: float, seconds: float) -> None:
+    async def _drain(self, delay_seconds: float, seconds: float, server: Server) -> None:
+        for connection in server.connections:
+            connection.drain()
         # Without admission there are no requests to wait for.
-        if not await self.gate.drain(delay_seconds if self._admission else 0.0, seconds):
+        delay_seconds = delay_seconds if self._admission else 0.0
+        if not await self.gate.drain(delay_seconds, seconds, on_closed=server.close_connections):
             say(f"{self.gate.num_running} requests still run after {seconds:.0f} s: stopping them")
             self.client.fail_all(Draining("the server is shutting down and this request took too long"))
             # Time to write the error responses.

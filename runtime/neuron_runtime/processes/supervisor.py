@@ -51,18 +51,23 @@ BACKLOG = 2048
 SEND_BUFFER_BYTES = 64 * 1024
 """Kernel buffer for a client that does not read; several hundred tokens."""
 NUM_PROBES = 4
+ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
 def listen(host: str, port: int, stall_seconds: int = 60) -> socket.socket:
     """The listening socket. Raises InvalidConfig with advice.
 
+    host: one of ALL_ADDRESSES listens on those of IPv4 and IPv6, of which a cluster's pods may have only one kind.
     stall_seconds: the kernel closes a connection whose client has not read data or answered probes for this long.
     """
     if not 0 <= port <= 65535:
         raise InvalidConfig("--port", f"must be from 0 to 65535, got {port}")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_dual = host in ALL_ADDRESSES and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET
     try:
-        made = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        made = socket.create_server(
+            ("::" if is_dual else host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_dual
+        )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             message = f"{port} on {host} is in use: stop the program that listens there, or choose another port"
@@ -88,7 +93,7 @@ def raise_open_files() -> None:
 def url_of(listener: socket.socket) -> str:
     """The URL of the socket for users on this machine."""
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = "127.0.0.1" if host in ALL_ADDRESSES else host
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

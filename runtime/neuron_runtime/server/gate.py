@@ -6,7 +6,7 @@ The routes check it; the front end closes it during a drain. It counts running r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from neuron_runtime.errors import Draining
@@ -43,11 +43,14 @@ class Gate:
             if not self._num_running:
                 self._idle.set()
 
-    async def drain(self, delay_seconds: float, seconds: float) -> bool:
+    async def drain(
+        self, delay_seconds: float, seconds: float, *, on_closed: Callable[[], None] = lambda: None
+    ) -> bool:
         """Set draining, wait `delay_seconds`, close, wait for running requests; False if some still run at the end."""
         self.draining = True
         await asyncio.sleep(delay_seconds)
         self.closed = True
+        on_closed()
         try:
             async with asyncio.timeout(seconds):
                 # A request read before the gate closed may start just after the last one ends.

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from neuron_runtime.apis.failures import Failure
 from neuron_runtime.apis.openai.errors import OPENAI
+from neuron_runtime.server.gate import Gate
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line plus headers; also trailers, and data between two chunks."""
@@ -76,8 +77,12 @@ def body_writer(scope: Scope) -> BodyWriter:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    """`gate` tells whether this process drains: then each answer that begins tells the client to use another
+    connection, which leads to another replica."""
+
+    def __init__(self, *arguments: Any, gate: Gate, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._gate = gate
         self._unfinished_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
@@ -87,8 +92,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client is not None:  # of IPv4, on a socket for both families
+            self.client = self.client[0].removeprefix("::ffff:"), self.client[1]
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._await_head()
+
+    def drain(self) -> None:
+        """The process drains from now on."""
+        for cycle in (self._answered, *(pipelined for pipelined, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_started:
+                cycle.keep_alive = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -164,6 +177,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if not self.pipeline:
             self._answered = self.cycle
+        if self._gate.draining:
+            self.cycle.keep_alive = False
         # The task that handles the request has not read the scope yet.
         self.cycle.scope["extensions"] = cast("Any", {_BODY_WRITER: BodyWriter(self.cycle)})
 
