@@ -181,6 +181,7 @@ async def test_an_operator_with_another_default_image_changes_nothing_of_many_mo
                 namespace.put_model(name, model=hub)
             await eventually(namespace.finish_resolve_once)
             await eventually(lambda: all(namespace.condition("UpToDate", name)[0] == "True" for name in models))
+            await eventually(lambda: all(namespace.has_served(name) for name in models))
         newer = replace(only(namespace).models, runtime_image="example.com/runtime:2")
         before = len(server.requests(OPERATOR_USER))
         async with operating(client, replace(only(namespace), models=newer)):
@@ -282,6 +283,7 @@ async def test_a_lost_revision_is_rebuilt_without_replacing_a_pod(
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model(model=hub)
         await namespace.settle()
+        await eventually(namespace.has_served)
     ((original,), (before,)) = namespace.list(revisions), namespace.list(deployments)
     name, labels = original["metadata"]["name"], original["metadata"]["labels"]
     if change == "deleted":

@@ -238,6 +238,15 @@ class Namespace:
         """`finish_resolve` unless already done; True when done."""
         return bool(self.list(PODS)) or self.finish_resolve()
 
+    def has_served(self, name: str = "chat") -> bool:
+        """Writes into the status that all replicas have served once; True when the operator has noticed."""
+        status = self.model(name)["status"]
+        if not status.get("currentRevision"):
+            told = {"status": {"currentRevision": status["updateRevision"]}}
+            path = NEURON_MODELS.path(self.name, name, "status")
+            self.server.call("PATCH", path, told, "application/merge-patch+json")
+        return any(one["state"] == "Serving" for one in status.get("history", ()))
+
     async def settle(self, name: str = "chat") -> None:
         """Waits until the model is resolved and rendered; no pods are created."""
         await eventually(self.finish_resolve)

@@ -118,7 +118,7 @@ class Reconciler:
             key,
             self._check_term,
             self._contained,
-            self._contests,
+            contests=self._contests,
             reports_faults=failing_seconds > PATIENCE_SECONDS,
         )
         retry: ClusterFault | None = None
@@ -205,8 +205,8 @@ class _Writes:
         key: Key,
         check_term: Callable[[], None],
         contained: Contained,
-        contests: Contests,
         *,
+        contests: Contests,
         reports_faults: bool,
     ) -> None:
         self._cluster = cluster
