@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from neuron_runtime.dtypes import BY_STORED
+from neuron_runtime.dtypes import BY_STORED, COMPUTED_STORED
 from neuron_runtime.errors import ExitCode, FatalError
 
 CONFIG_FILE = "config.json"
@@ -40,6 +40,10 @@ CONVERTERS = ("sentencepiece", "tiktoken")
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 MAX_JSON_BYTES = 64_000_000
+MAX_NAMED = 5
+"""Tensors named in one error message."""
+HEAD = "lm_head.weight"
+COMPARED_BYTES = 2**24
 
 MXFP4 = {"_blocks": 2, "_scales": 0}
 """Parameters per byte, by the end of a tensor's name."""
@@ -368,3 +372,60 @@ def _json_object(raw: bytes, source: Path) -> dict[str, Any]:
 
 def _and_more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that the checkpoint has exactly the model's tensors in the right shapes.
+
+    Raises:
+        InvalidModel: names missing and unexpected tensors, or the first wrong shape or dtype with its file.
+    """
+    missing = [name for name in shapes if name not in checkpoint.tensors]
+    unexpected = sorted(name for name in checkpoint.tensors if name not in shapes and not _ignored(name))
+    if missing or unexpected:
+        parts = [
+            f"{what}: {_named(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
+        ]
+        raise InvalidModel(f"{checkpoint.folder}: the weights do not match config.json; tensors {'; '.join(parts)}")
+    for name, shape in shapes.items():
+        tensor = checkpoint.tensors[name]
+        where = f"{checkpoint.folder / tensor.file}: tensor {name}"
+        if tensor.shape != shape:
+            raise InvalidModel(f"{where} has shape {list(tensor.shape)}, config.json requires {list(shape)}")
+        if tensor.dtype not in COMPUTED_STORED:
+            raise InvalidModel(f"{where} has dtype {tensor.dtype}; supported dtypes are {', '.join(COMPUTED_STORED)}")
+
+
+def check_tied_head(checkpoint: Checkpoint) -> None:
+    """A model that ties its embeddings may store the head too, as a copy: backends read the embedding alone.
+
+    Raises:
+        InvalidModel: the head has other values.
+    """
+    embedding, head = (checkpoint.tensors.get(name) for name in ("model.embed_tokens.weight", HEAD))
+    if checkpoint.config.get("tie_word_embeddings") is not True or embedding is None or head is None:
+        return
+    if (embedding.dtype, embedding.shape) == (head.dtype, head.shape):
+        with (
+            (checkpoint.folder / embedding.file).open("rb") as ours,
+            (checkpoint.folder / head.file).open("rb") as other,
+        ):
+            ours.seek(embedding.begin)
+            other.seek(head.begin)
+            sizes = [COMPARED_BYTES] * (head.num_bytes // COMPARED_BYTES) + [head.num_bytes % COMPARED_BYTES]
+            if all(ours.read(size) == other.read(size) for size in sizes):
+                return
+    raise InvalidModel(
+        f"{checkpoint.folder / head.file}: {HEAD} differs from {embedding.name}, but config.json ties them: set "
+        f"tie_word_embeddings to false there, or remove {HEAD}"
+    )
+
+
+def _ignored(name: str) -> bool:
+    # Tied checkpoints may contain a copy of the embedding, old ones the rotary frequencies; both are redundant.
+    return name == HEAD or name.endswith(".rotary_emb.inv_freq")
+
+
+def _named(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMED])
+    return f"{shown} and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else shown

@@ -17,7 +17,14 @@ import msgspec
 
 from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
-from neuron_runtime.checkpoint import CONFIG_FILE, Checkpoint, InvalidModel, check_tokenizer, read_checkpoint
+from neuron_runtime.checkpoint import (
+    CONFIG_FILE,
+    Checkpoint,
+    InvalidModel,
+    check_tensors,
+    check_tokenizer,
+    read_checkpoint,
+)
 from neuron_runtime.console import bytes_text
 from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -98,15 +105,7 @@ def model_facts(
 def _checked_shape(checkpoint: Checkpoint) -> dict[str, Any]:
     """The shape of an architecture of ours, whose tensors are known."""
     config = decoder_config(checkpoint.config)
-    for name, shape in tensor_shapes(config).items():
-        tensor = checkpoint.tensors.get(name)
-        if tensor is None:
-            raise InvalidModel(f"{checkpoint.folder}: config.json requires tensor {name}, but no weights file has it")
-        if tensor.shape != shape:
-            raise InvalidModel(
-                f"{checkpoint.folder}: tensor {name} of {tensor.file} has shape {list(tensor.shape)}, "
-                f"but config.json requires {list(shape)}"
-            )
+    check_tensors(checkpoint, tensor_shapes(config))
     return {"architecture": config.architecture, **{name: getattr(config, name) for name in SHAPE}}
 
 

@@ -16,8 +16,7 @@ from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.loader import load_decoder
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 from neuron_runtime.backend.torch.step_module import DecodeStep, constants
-from neuron_runtime.backend.torch.weights import check_tensors
-from neuron_runtime.checkpoint import read_checkpoint
+from neuron_runtime.checkpoint import check_tensors, read_checkpoint
 from neuron_runtime.core import Request
 from neuron_runtime.engine.loop import Engine
 

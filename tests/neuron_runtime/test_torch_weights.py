@@ -63,6 +63,26 @@ def test_tensors_that_do_not_match_the_config_are_named(case: str, tmp_path: Pat
         load_backend(tmp_path)
 
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("num_equal", [None, 0, 1])
+def test_a_tied_model_may_store_its_head_only_as_a_copy(num_equal: int | None, tmp_path: Path) -> None:
+    """num_equal: rows of the head that are as in the embedding; None: all."""
+
+    def add_head(tensors: Tensors) -> None:
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+        if num_equal is not None:
+            tensors[HEAD][num_equal:] += 1
+
+    rewrite(random_model(tmp_path, tie_word_embeddings=True), add_head)
+    if num_equal is None:
+        load_backend(tmp_path).close()
+        return
+    with pytest.raises(InvalidModel, match=f"{HEAD} differs from {EMBEDDING}.*tie_word_embeddings to false"):
+        load_backend(tmp_path)
+
+
 def test_a_file_refused_by_the_safetensors_library_is_an_invalid_model(tmp_path: Path) -> None:
     file = random_model(tmp_path) / "model.safetensors"
     raw = file.read_bytes()
@@ -73,10 +93,9 @@ def test_a_file_refused_by_the_safetensors_library_is_an_invalid_model(tmp_path:
         load_backend(tmp_path)
 
 
-def test_tied_heads_and_old_rotary_frequencies_in_checkpoints_are_accepted(tmp_path: Path) -> None:
-    random_model(tmp_path, tie_word_embeddings=True)
-    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
-    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(256, 64), **frequencies}))
+def test_old_rotary_frequencies_in_checkpoints_are_accepted(tmp_path: Path) -> None:
+    random_model(tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
     load_backend(tmp_path).close()
 
 

@@ -12,8 +12,10 @@ from neuron_runtime.backend.nxdi.foreign import is_foreign
 from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weights, prepare_environment, prepare_group
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION
+from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
+from neuron_runtime.checkpoint import check_tied_head, read_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError
@@ -29,6 +31,8 @@ def load(
     if missing := missing_weights(settings, artifact):
         cure = "add it" if is_foreign(artifact) else "compile the model again"
         raise FatalError(ExitCode.ARTIFACT_MISSING, f"{artifact} has no {missing[0]}: {cure}")
+    if not settings.neuron_config.get(SHARDED):
+        check_tied_head(read_checkpoint(model_dir))
     report(settings, target)
     prepare_environment(settings, target)
     cores: range | None = None

@@ -21,9 +21,9 @@ from neuron_runtime.backend.torch.decoder import Decoder, read_weights
 from neuron_runtime.backend.torch.parts import part_of_model, parts_of
 from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
 from neuron_runtime.backend.torch.sizing import derive_limits
-from neuron_runtime.backend.torch.weights import WeightReader, check_tensors
+from neuron_runtime.backend.torch.weights import WeightReader
 from neuron_runtime.backend_protocol import ONE_RANK, ProgressCallback, Rank
-from neuron_runtime.checkpoint import Checkpoint, read_whole_checkpoint
+from neuron_runtime.checkpoint import Checkpoint, check_tensors, check_tied_head, read_whole_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits
@@ -46,6 +46,7 @@ def load(
     checkpoint = read_whole_checkpoint(model_dir)
     model = decoder_config(checkpoint.config)
     check_tensors(checkpoint, tensor_shapes(model))
+    check_tied_head(checkpoint)
     dtype = DTYPES[dtype_of(config, checkpoint)]
     ranks = Gloo(place) if place.size > 1 else ALONE
     part = part_of_model(model, ranks.size)

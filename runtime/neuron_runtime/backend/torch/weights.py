@@ -1,6 +1,6 @@
 """Reads the tensors of a checkpoint, memory-mapped and one at a time, into the decoder's layout.
 
-Called by `load_backend`. Checks names and shapes before it reads any data; reports progress in bytes.
+Called by `load_backend`, which has checked names and shapes. Reports progress in bytes.
 """
 
 from __future__ import annotations
@@ -17,32 +17,6 @@ from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, TensorPart
 from neuron_runtime.backend.torch.read_ahead import LOADING
 from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo
-from neuron_runtime.dtypes import COMPUTED_STORED
-
-MAX_NAMED = 5
-"""Tensors named in one error message."""
-
-
-def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that the checkpoint has exactly the model's tensors in the right shapes.
-
-    Raises:
-        InvalidModel: names missing and unexpected tensors, or the first wrong shape or dtype with its file.
-    """
-    missing = [name for name in shapes if name not in checkpoint.tensors]
-    unexpected = sorted(name for name in checkpoint.tensors if name not in shapes and not _ignored(name))
-    if missing or unexpected:
-        parts = [
-            f"{what}: {_named(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
-        ]
-        raise InvalidModel(f"{checkpoint.folder}: the weights do not match config.json; tensors {'; '.join(parts)}")
-    for name, shape in shapes.items():
-        tensor = checkpoint.tensors[name]
-        where = f"{checkpoint.folder / tensor.file}: tensor {name}"
-        if tensor.shape != shape:
-            raise InvalidModel(f"{where} has shape {list(tensor.shape)}, config.json requires {list(shape)}")
-        if tensor.dtype not in COMPUTED_STORED:
-            raise InvalidModel(f"{where} has dtype {tensor.dtype}; supported dtypes are {', '.join(COMPUTED_STORED)}")
 
 
 class WeightReader:
@@ -113,13 +87,3 @@ def _open(path: Path) -> safe_open:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise InvalidModel(f"{path}: cannot read the weights: {error}") from error
-
-
-def _ignored(name: str) -> bool:
-    # Tied checkpoints may contain a copy of the embedding, old ones the rotary frequencies; both are redundant.
-    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
-
-
-def _named(names: list[str]) -> str:
-    shown = ", ".join(names[:MAX_NAMED])
-    return f"{shown} and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else shown
