@@ -63,6 +63,7 @@ EVERYTHING: dict[str, Any] = {
     "logLevel": "debug",
     "watchNamespaces": ["team-a", "team-b"],
     "devices": {"mode": "PluginWithExtension", "schedulerName": "neuron-scheduler", "families": {"lab-1": "trn1"}},
+    "troubleshootingUrl": "https://wiki.test/troubleshooting",
     "jobs": {
         "nodeSelector": {"pool": "cpu"},
         "tolerations": [{"key": "cpu", "operator": "Exists"}],
@@ -478,6 +479,7 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     )
     assert seen.models.device_mode == "PluginWithExtension"
     assert seen.models.device_scheduler_name == "neuron-scheduler"
+    assert seen.models.troubleshooting_url == "https://wiki.test/troubleshooting"
     assert seen.models.device_families == {"lab-1": "trn1"}
     assert seen.models.network_policy_ingress_from == tuple(EVERYTHING["networkPolicy"]["ingressFrom"])
     assert (seen.namespace, seen.identity) == ("from-the-pod", "from-the-pod")

@@ -961,6 +961,8 @@ async def test_the_status_shows_the_number_of_free_devices(
     status = {"capacity": devices, "allocatable": devices, "conditions": [{"type": "Ready", "status": "True"}]}
     merge = "application/merge-patch+json"
     server.call("PATCH", f"/api/v1/nodes/{namespace.name}/status", {"status": status}, merge)
+    # As the node controller does: the API server gives a new node the taint not-ready.
+    server.call("PATCH", f"/api/v1/nodes/{namespace.name}", {"spec": {"taints": None}}, merge)
     limits = {"limits": {"aws.amazon.com/neuron": "4"}}
     container = {"name": "c", "image": "i", "resources": limits}
     holder = {"metadata": {"name": "holder"}, "spec": {"nodeName": namespace.name, "containers": [container]}}

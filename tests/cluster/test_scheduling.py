@@ -39,7 +39,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 
 def add_node(server: ApiServer, pool: str, name: str, zone: str, images: list[dict[str, Any]]) -> None:
-    labels = {"pool": pool, "kubernetes.io/hostname": name, **({"topology.kubernetes.io/zone": zone} if zone else {})}
+    labels = {"pool": pool, "kubernetes.io/hostname": name, "kubernetes.io/arch": "amd64"}
+    labels |= {"topology.kubernetes.io/zone": zone} if zone else {}
     server.apply(
         f"/api/v1/nodes/{name}", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
     )

@@ -403,7 +403,15 @@ def valid_values(given: Mapping[str, Any]) -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     rules = json.loads((CHART / "values.schema.json").read_text())
     images = {"image": {**values["image"], "operator": "operator:1", "runtime": "runtime:1"}}
-    jsonschema.validate({**values, **images, **given}, rules)
+    jsonschema.validate(over(over(values, images), given), rules)
+
+
+def over(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """As helm merges them."""
+    inside = {
+        k: over(values[k], v) for k, v in given.items() if isinstance(v, dict) and isinstance(values.get(k), dict)
+    }
+    return {**values, **given, **inside}
 
 
 @pytest.mark.parametrize("page", [CHART / "README.md", EKS], ids=lambda page: str(page.relative_to(ROOT)))

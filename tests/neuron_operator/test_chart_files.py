@@ -109,6 +109,16 @@ def test_an_ignored_or_invalid_value_is_refused(values: dict[str, Any]) -> None:
         jsonschema.validate(merged(WITH_IMAGES, values), SCHEMA)
 
 
+def test_values_that_lack_a_default_are_refused_by_name() -> None:
+    """As `helm upgrade --reuse-values` leaves out what the new chart has and the old one had not."""
+    for key, part in WITH_IMAGES.items():
+        assert key in SCHEMA["required"]
+        for name in part if isinstance(part, dict) and key != "resources" else ():
+            lacking = {**WITH_IMAGES, key: {other: value for other, value in part.items() if other != name}}
+            with pytest.raises(jsonschema.ValidationError, match=f"'{name}' is a required property"):
+                jsonschema.validate(lacking, SCHEMA)
+
+
 def test_every_value_has_a_default_and_a_type() -> None:
     assert set(SCHEMA["properties"]) - {"global", "enabled"} == set(VALUES)  # of a chart that depends on this one
 

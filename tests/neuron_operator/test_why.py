@@ -525,6 +525,22 @@ def test_a_preempted_pod_is_named_as_such() -> None:
         assert "set podTemplate.spec.priorityClassName, or add nodes" in found["message"]
 
 
+def test_messages_link_to_the_page_that_the_chart_names() -> None:
+    page = "https://wiki.example/troubleshooting"
+    _, decision = resolved_world(replace(SETTINGS, troubleshooting_url=page))
+    assert condition(decision.status, "Ready")["message"].endswith(f"; see {page}#loading")
+
+
+def test_a_job_whose_pod_is_refused_says_so_within_seconds() -> None:
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    made = {**job, "metadata": {**job["metadata"], "creationTimestamp": "2026-03-01T12:00:00Z"}}
+    soon = decide(replace(world, shared=(made,)), SETTINGS)
+    assert soon.requeue_after_seconds == UNEXPLAINED_POD_SECONDS
+    later = world.now + timedelta(seconds=UNEXPLAINED_POD_SECONDS)
+    assert Need.EVENTS in decide(replace(world, shared=(made,), now=later), SETTINGS).needs
+
+
 def test_a_lost_node_is_reported_before_its_pods_are_evicted() -> None:
     def lost(deployment: Object) -> Object:
         made = serving_pod(deployment, ready=True)

@@ -214,7 +214,8 @@ def test_the_recorded_margins_hold_for_a_sample(train: ModuleType, tokenizer: An
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+# `test_server_processes.py` asks a server all questions, which computes in bfloat16.
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.long), "float32"])
 def test_every_greedy_answer_matches(train: ModuleType, tokenizer: Any, dtype: str) -> None:
     model = load(dtype)
     assert {question: answer(model, tokenizer, question) for question in EXPECTED} == EXPECTED

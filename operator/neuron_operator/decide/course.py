@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from neuron_operator.api import manifest, names
 from neuron_operator.api.errors import InvalidSpec
@@ -26,7 +26,7 @@ from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, u
 from neuron_operator.read.disruption import Pace
 from neuron_operator.read.objects import dig, instant, is_owned, name_of
 from neuron_operator.read.revision import Revision
-from neuron_operator.read.views import ConditionView, ModelView, Observed, observe
+from neuron_operator.read.views import ConditionView, JobView, ModelView, Observed, observe
 from neuron_operator.read.world import Change, Decision, Object, Refused, Settings, Upgrade, World
 from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
@@ -36,7 +36,13 @@ from neuron_operator.render.pods import runtime_image
 from neuron_operator.render.replicas import replicas
 from neuron_operator.render.storage import check_source, own_claims
 from neuron_operator.why import attempts, status
-from neuron_operator.why.pods import UNEXPLAINED_SECONDS, awaited, explain_failure, unexplained_from
+from neuron_operator.why.pods import (
+    UNEXPLAINED_POD_SECONDS,
+    UNEXPLAINED_SECONDS,
+    awaited,
+    explain_failure,
+    unexplained_from,
+)
 from neuron_operator.why.refusals import explain_refusals
 from neuron_operator.why.replicas import explain_replicas
 
@@ -82,6 +88,8 @@ class Course:
     """When the rollout fails."""
     nudged: tuple[Nudge, ...] = ()
     """Whether and when controllers try again to make refused pods."""
+    waited: Sequence[JobView] = ()
+    """The Job of the current step."""
     groups: groups.Plan | None = None
     """None: every replica is one pod, or what is wanted is not known in this pass."""
     upgrade: Upgrade | None = None
@@ -101,7 +109,8 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
     elif is_terminating:
         course = replace(course, desired=(), changes=(), delete=())
     findings = status.complete((*course.findings, *_explain_serving(world, observed, course)))
-    whole_status = _status(observed, course, findings, is_held=is_terminating or manifest.is_paused(world.body))
+    is_held = is_terminating or manifest.is_paused(world.body)
+    whole_status = _status(observed, course, findings, settings.troubleshooting_url, is_held=is_held)
     return Decision(
         desired=course.desired,
         changes=course.changes,
@@ -215,6 +224,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         num_wanted=model.spec.replicas,
         setback=setback,
         pace=pace,
+        waited=waited,
         nudged=(nudge.of_deployment(observed), *(nudge.of_job(job, observed) for job in waited)),
         deadline=rollout.next_deadline(model, observed, pinned) if pinned else None,
         upgrade=("Running" if moves else "Waiting") if is_behind else _begun(world, model, observed, pinned, setback),
@@ -487,8 +497,8 @@ def _explain_waiting(course: Course, served: Revision) -> tuple[Finding, ...]:
     return (replace(waits, condition="UpToDate", message=text),)
 
 
-def _status(observed: Observed, course: Course, findings: Sequence[Finding], *, is_held: bool) -> Object:
-    """`is_held`: nothing is changed in this pass."""
+def _status(observed: Observed, course: Course, findings: Sequence[Finding], page: str, *, is_held: bool) -> Object:
+    """`page`: with the sections about reasons. `is_held`: nothing is changed in this pass."""
     model, shown = observed.model, course.wanted or course.served
     wanted = course.wanted.name if course.wanted else ""
     others = sorted(pod.revision for pod in observed.live if pod.is_answering and pod.revision != wanted)
@@ -500,7 +510,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], *, 
     built: Object = as_json(
         Status(
             observed_generation=model.generation,
-            conditions=tuple(status.condition_of(finding, model, observed.now) for finding in findings),
+            conditions=tuple(status.condition_of(finding, model, observed.now, page) for finding in findings),
             ready=f"{num_ready}/{num_wanted}",
             replicas=len(observed.live),
             ready_replicas=num_ready,
@@ -570,11 +580,17 @@ def _requeue_after(
     owns_job = any(is_owned(job.live, observed.model.uid) for job in observed.jobs.values())
     retries = (attempts.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     starting = (unexplained_from(pod) for pod in observed.live)
+    lacking_pod = (
+        job.created + timedelta(seconds=UNEXPLAINED_POD_SECONDS)
+        for job in course.waited
+        if job.created is not None and not observed.pods_of(job.name)
+    )
     of_groups = course.groups.due if course.groups else None
     nudges = (nudged.due for nudged in course.nudged)
     times = (
         *retries,
         *starting,
+        *lacking_pod,
         *nudges,
         rollout.surge_due(observed),
         rollout.next_look(observed),

@@ -115,7 +115,12 @@ def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: st
     ]
     found = culprit(observed)
     if found is not None and (ready is None or ready.status != "True"):
-        lines += ["", "Last error", f"  pod {found.pod.name}, container {found.container.name}: {error}"]
+        is_success = found.container.ended is not None and found.container.ended.exit_code == 0
+        lines += [
+            "",
+            "Last result" if is_success else "Last error",
+            f"  pod {found.pod.name}, container {found.container.name}: {error}",
+        ]
     cure, command = next_step(model, observed, found)
     lines += ["", "Next", *([f"  {cure}"] if cure else []), f"  $ {command}"]
     return "\n".join(lines)

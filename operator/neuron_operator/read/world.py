@@ -31,6 +31,7 @@ from msgspec import Meta, Struct
 
 from neuron_operator.api.names import INSTANCE_TYPE_LABEL, ZONE_LABEL
 from neuron_operator.api.needs import Exists, Needed
+from neuron_operator.api.reasons import TROUBLESHOOTING
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON, as the API server sends it. Never changed in place."""
@@ -330,5 +331,7 @@ class Settings:
     """Families of devices by instance type, for types whose name does not tell."""
     device_scheduler_name: str = ""
     """The scheduler with the extension; only with PluginWithExtension."""
+    troubleshooting_url: str = TROUBLESHOOTING
+    """The page with a section for each reason, as messages name it."""
     network_policy_ingress_from: tuple[Object, ...] = ()
     """NetworkPolicyPeers that may call port 8000; empty: the whole cluster."""

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from neuron_operator.api.errors import OperatorError
+from neuron_operator.api.reasons import TROUBLESHOOTING
 from neuron_operator.cluster.lease import LeaseTimings
 from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.read.world import (
@@ -201,6 +202,12 @@ SETTINGS = (
         '{"lab-1": "trn1"}',
     ),
     _Setting("device_scheduler_name", _text, "", "scheduler that has the extension; required with PluginWithExtension"),
+    _Setting(
+        "troubleshooting_url",
+        lambda value: _text(value) or TROUBLESHOOTING,
+        "",
+        "where your people read docs/troubleshooting.md, for the links of messages; empty: its path in the repository",
+    ),
     _Setting(
         "network_policy_ingress_from",
         _objects,

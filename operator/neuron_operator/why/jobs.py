@@ -13,7 +13,7 @@ from neuron_operator.render.jobs import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
 from neuron_operator.why.pods import (
     MAX_LINE,
     OOM_KILLED,
-    UNEXPLAINED_SECONDS,
+    UNEXPLAINED_POD_SECONDS,
     explain_failure,
     explain_start,
     how_it_ended,
@@ -108,7 +108,7 @@ def _explain_start(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
         if starting is None:
             return None
         return _of_step(waiting, starting, f"Job {job.name} has not started: ")
-    if observed.age(job.created) < timedelta(seconds=UNEXPLAINED_SECONDS):
+    if observed.age(job.created) < timedelta(seconds=UNEXPLAINED_POD_SECONDS):
         return None
     warning = observed.warnings.get(job.name, "")
     _, cure = explain_denial(warning, of_job=True)

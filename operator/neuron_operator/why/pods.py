@@ -22,11 +22,11 @@ MAX_LINE = 300
 """Characters of a line of a log that are shown."""
 
 UNEXPLAINED_SECONDS = 20
-"""Age at which the events of a Job without a pod are read."""
+"""Age at which a pod that no scheduler has seen is explained. What is silent is looked at as often."""
 
 UNEXPLAINED_POD_SECONDS = 4
-"""Age at which the events of a pod are read, if nothing else explains why it does not start: a kubelet tells at once
-what it cannot mount."""
+"""Age at which the events of a pod, or of a Job without one, are read, if nothing else explains why it does not start:
+a kubelet tells at once what it cannot mount, the API server what it refuses."""
 
 IN_USE_ELSEWHERE = "Multi-Attach"
 """In an event: the volume is attached to another node."""

@@ -77,24 +77,25 @@ def _abnormal(ready: Finding) -> tuple[Finding, ...]:
     return (Finding("Stalled" if is_final else "Reconciling", "True", ready.reason, ready.message),)
 
 
-def condition_of(finding: Finding, model: ModelView, now: datetime) -> model_status.Condition:
+def condition_of(finding: Finding, model: ModelView, now: datetime, page: str) -> model_status.Condition:
+    """`page`: with the section of its reason."""
     before = model.conditions.get(finding.condition)
     since = before.since if before is not None and before.status == finding.status else ""
     return model_status.Condition(
         type=finding.condition,
         status=finding.status,
         reason=str(finding.reason),
-        message=_message_of(finding),
+        message=_message_of(finding, page),
         observed_generation=model.generation,
         last_transition_time=since or now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
 
 
-def _message_of(finding: Finding) -> str:
+def _message_of(finding: Finding, page: str) -> str:
     """The message that a condition shows. If something is missing, it ends with the section of its reason."""
     reason = Reason.named(finding.reason)
     is_missing = finding.status == "False" or finding.condition in ABNORMAL
-    link = f"; see {reason.link}" if reason is not None and is_missing else ""
+    link = f"; see {page}#{reason.lower()}" if reason is not None and is_missing else ""
     # Nodes, registries and logs wrote parts of it. The verdict on an earlier Job is what the condition showed.
     message, room = printable(finding.message).removesuffix(link), MAX_MESSAGE - len(link)
     return (message if len(message) <= room else message[: room - 3] + "...") + link
