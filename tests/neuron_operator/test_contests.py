@@ -85,18 +85,23 @@ def test_a_contest_is_over_when_nothing_was_undone_for_the_time_of_its_wait() ->
 def test_the_next_attempt_after_an_end_is_no_contest() -> None:
     contests = Contests(Clock())
     for number in range(50):
-        assert contests.enter(KEY, DELETED) == ""
-        contests.created(KEY, str(number))
+        assert contests.check(KEY, DELETED) == ""
+        contests.wrote(KEY, DELETED, str(number))
         contests.forget(KEY, str(number))
 
 
 def test_a_job_of_somebody_else_that_takes_the_place_of_ours_counts() -> None:
     contests = Contests(Clock())
     for number in range(NUM_AT_ONCE):
-        assert contests.enter(KEY, DELETED) == ""
-        contests.created(KEY, f"ours {number}")
+        assert contests.check(KEY, DELETED) == ""
+        contests.wrote(KEY, DELETED, f"ours {number}")
         contests.forget(KEY, f"theirs {number}")
-    assert contests.enter(KEY, DELETED) == DELETED.words
+    assert contests.check(KEY, DELETED) == DELETED.words
+
+
+def test_asking_for_a_job_that_others_make_at_the_same_time_is_no_contest() -> None:
+    contests = Contests(Clock())
+    assert [contests.check(KEY, DELETED) for _ in range(50)] == [""] * 50
 
 
 def test_defaults_of_the_api_server_are_no_difference() -> None:

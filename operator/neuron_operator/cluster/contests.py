@@ -10,7 +10,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from neuron_operator.api.names import digest
@@ -113,29 +113,37 @@ class Contests:
 
     def enter(self, key: Hashable, wants: Difference) -> str:
         """Before a write that repairs this: empty if it may be made, else why it has to wait."""
-        now, before, num = self._clock(), self._last.get(key), 1
-        if before is not None and before.path == wants.path and now - before.at < 2 * MAX_WAIT_SECONDS:
-            # Someone who changes his mind finds what he wrote last. Only revisions are numbered on by a rival.
-            is_undone = wants.found != before.wanted or wants.path == ("revision",)
-            if is_undone and now - before.at < before.wait_seconds:
-                return before.words
-            num = before.num + 1 if is_undone else 1
-        self._last[key] = _Write(wants.path, wants.wanted, now, num, wants.words)
+        if words := self.check(key, wants):
+            return words
+        self.wrote(key, wants)
+        return ""
+
+    def check(self, key: Hashable, wants: Difference) -> str:
+        before = self._undone(key, wants)
+        return before.words if before and self._clock() - before.at < before.wait_seconds else ""
+
+    def wrote(self, key: Hashable, wants: Difference, uid: str = "") -> None:
+        """`uid`: of the object that this created."""
+        before = self._undone(key, wants)
+        num = before.num + 1 if before else 1
+        self._last[key] = _Write(wants.path, wants.wanted, self._clock(), num, wants.words, uid)
         self._last.move_to_end(key)
         if len(self._last) > MAX_KEPT:
             self._last.popitem(last=False)
-        return ""
+
+    def _undone(self, key: Hashable, wants: Difference) -> _Write | None:
+        """The last write, if this would repeat it because somebody else undid it."""
+        before = self._last.get(key)
+        if before is None or before.path != wants.path or self._clock() - before.at >= 2 * MAX_WAIT_SECONDS:
+            return None
+        # Someone who changes his mind finds what he wrote last. Only revisions are numbered on by a rival.
+        return before if wants.found != before.wanted or wants.path == ("revision",) else None
 
     def still(self, key: Hashable) -> str:
         """What was undone again and again, although it is as wanted now; empty once that has lasted."""
         before = self._last.get(key)
         is_over = before is None or self._clock() - before.at >= before.wait_seconds
         return "" if before is None or is_over else before.words
-
-    def created(self, key: Hashable, uid: str) -> None:
-        before = self._last.get(key)
-        if before is not None:
-            self._last[key] = replace(before, uid=uid)
 
     def forget(self, key: Hashable, uid: str) -> None:
         """The object that we created ended, or we delete it."""

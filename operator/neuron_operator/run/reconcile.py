@@ -247,8 +247,8 @@ class _Writes:
         live = self._caches.find(resource, metadata["namespace"], metadata["name"])
         try:
             if live is None:
-                if resource.kind == "Job":
-                    self._contend(desired, DELETED)
+                if resource.kind == "Job" and (words := self._contests.check(_key_of(desired), DELETED)):
+                    raise _Refused(refusal(Refused.UNDONE, message=words))
                 live = await self._create_or_look(resource, desired)
             if resource is SECRETS:
                 return  # its name is that of one attempt of a group, and nobody may read it
@@ -315,7 +315,8 @@ class _Writes:
             metadata = desired["metadata"]
             return await self._cluster.get(resource, metadata["namespace"], metadata["name"])
         self._observe_written(resource, live)
-        self._contests.created(_key_of(live), live["metadata"]["uid"])
+        if resource.kind == "Job":  # which other models may have created at the same time
+            self._contests.wrote(_key_of(live), DELETED, live["metadata"]["uid"])
         return live
 
     async def change(self, change: Change) -> None:
