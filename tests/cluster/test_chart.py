@@ -808,6 +808,8 @@ async def test_an_upgrade_that_changes_every_value_restarts_no_pod_of_50_models(
                 await eventually(lambda: len(namespace.list(BY_KIND["Job"])) == 2)
                 namespace.finish_resolve()
                 await eventually(lambda: deployments().keys() == set(models))
+                await eventually(lambda: all(namespace.condition("UpToDate", name)[0] == "True" for name in models))
+                await eventually(lambda: all(namespace.has_served(name) for name in models))
             running = deployments()
             monkeypatch.setattr("neuron_operator.decide.pin.serving_pod_template", later_template)
             async with operating(client, after):
