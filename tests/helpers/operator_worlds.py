@@ -297,6 +297,12 @@ def resolved_world(using: Settings = SETTINGS, **changes: Any) -> tuple[World, D
     return stepped(*settle(fresh(**changes), using), using)
 
 
+def having_served(world: World) -> World:
+    """The state once all replicas have served."""
+    status = world.body["status"]
+    return replace(world, body={**world.body, "status": {**status, "currentRevision": status["updateRevision"]}})
+
+
 def stepped(world: World, decision: Decision, using: Settings = SETTINGS) -> tuple[World, Decision]:
     """The state after the Jobs of all steps succeeded, one after another."""
     while jobs := [made for made in decision.desired if made["kind"] == "Job"]:

@@ -23,6 +23,7 @@ from helpers.operator_worlds import (
     find,
     finished,
     fresh,
+    having_served,
     job_pod,
     resolved_pod,
     said,
@@ -390,17 +391,24 @@ NEW_RELEASE = replace(NEW_COMPILER, runtime_image="registry.example/runtime:2")
 @pytest.mark.parametrize("newer", [NEW_COMPILER, NEW_RELEASE])
 def test_new_images_of_the_installation_compile_no_artifact_again(newer: Settings) -> None:
     world, before = compiled()
-    world, decision = settle(world, newer)
+    world, decision = settle(having_served(world), newer)
     assert len(compile_jobs(world)) == 1
     assert find(decision.desired, "Deployment") == find(before.desired, "Deployment")
 
 
-def test_a_corrected_compiler_image_is_used_at_once_but_not_for_an_earlier_runtime() -> None:
-    world, _ = resolved()
+@pytest.mark.parametrize("newer", [NEW_COMPILER, NEW_RELEASE])
+def test_a_model_that_never_served_is_compiled_by_a_corrected_image_at_once(newer: Settings) -> None:
+    world, decision = settle(resolved()[0], newer)
+    assert [container_of(job)["image"] for job in compile_jobs(world)] == [USING.compile_image, newer.compile_image]
+    assert condition(decision.status, "Compiled")["reason"] == "Compiling"
+
+
+def test_a_lost_artifact_of_a_served_model_is_compiled_by_the_image_that_fits_its_runtime() -> None:
+    world, _ = compiled()
+    kept = tuple(found for found in world.shared if not name_of(found).startswith("artifact-"))
     for newer, image in ((NEW_COMPILER, NEW_COMPILER.compile_image), (NEW_RELEASE, USING.compile_image)):
-        after_edit, decision = settle(world, newer)
-        assert [container_of(job)["image"] for job in compile_jobs(after_edit)] == [image]
-        assert condition(decision.status, "Compiled")["reason"] == "Compiling"
+        after_loss, _ = settle(having_served(replace(world, shared=kept, pods=())), newer)
+        assert [container_of(job)["image"] for job in compile_jobs(after_loss)] == [image]
 
 
 def test_a_replica_without_its_artifact_has_it_compiled_again() -> None:

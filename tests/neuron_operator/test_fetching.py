@@ -18,6 +18,7 @@ from helpers.operator_worlds import (
     find,
     finished,
     fresh,
+    having_served,
     job_pod,
     resolved_pod,
     serving_pod,
@@ -158,7 +159,7 @@ def test_the_claim_of_the_chart_is_made_once_belongs_to_no_model_and_is_never_ch
 
 def test_a_new_place_in_the_chart_moves_no_model_that_is_served() -> None:
     world, before = stepped(*resolved({}, SETTINGS), SETTINGS)
-    _, after = settle(world, settings(TEMPLATE))
+    _, after = settle(having_served(world), settings(TEMPLATE))
     assert find(after.desired, "Deployment") == find(before.desired, "Deployment")
     assert kinds(after).isdisjoint({"PersistentVolumeClaim", "Job"})
     assert condition(after.status, "WeightsReady")["reason"] == "FetchedByPods"
