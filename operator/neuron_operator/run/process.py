@@ -277,8 +277,10 @@ async def serving(operator: Operator, metrics: Metrics, host: str, *ports: int) 
 
 def _listener(host: str, port: int) -> socket.socket:
     """All addresses are those of both families: a cluster's pods may have only one of them."""
-    if host in ("::", "0.0.0.0") and socket.has_dualstack_ipv6():
-        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    if host in ("::", "0.0.0.0"):
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        host = "0.0.0.0"  # the kernel has no IPv6
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 

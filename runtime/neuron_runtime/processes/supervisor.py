@@ -63,11 +63,11 @@ def listen(host: str, port: int, stall_seconds: int = 60) -> socket.socket:
     if not 0 <= port <= 65535:
         raise InvalidConfig("--port", f"must be from 0 to 65535, got {port}")
     is_dual = host in ALL_ADDRESSES and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET
+    every = "::" if is_dual else "0.0.0.0"  # a kernel without IPv6 has no other
+    address = every if host in ALL_ADDRESSES else host
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        made = socket.create_server(
-            ("::" if is_dual else host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_dual
-        )
+        made = socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             message = f"{port} on {host} is in use: stop the program that listens there, or choose another port"
