@@ -146,9 +146,9 @@ def _invalid_value(core: Any, raw: object, path: str, error: msgspec.ValidationE
 def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
     """An error for each valid value that this version does not support."""
     walked = walk(spec, "spec", supporting)
-    found = [(path, one, support, value) for path, one, value in walked for support in one.supports]
+    values = [(path, one, support, value) for path, one, value in walked for support in one.supports]
     # Fields that others depend on, such as the backend, come first.
-    for path, one, support, value in sorted(found, key=lambda row: row[2].of is None):
+    for path, one, support, value in sorted(values, key=lambda row: row[2].of is None):
         value_found = support.of(spec) if support.of else value
         accepted = support.values if support.of else (one.default, *support.values)
         if value_found not in accepted and spec.backend not in support.backends:

@@ -191,7 +191,7 @@ class _Items(Collection[Object]):
         return ({**self._about, **msgspec.json.decode(one)} for one in self._encoded)
 
     def __contains__(self, one: object) -> bool:
-        return any(one == found for found in self)
+        return any(one == item for item in self)
 
 
 def bounded(obj: Object, num_bytes: int) -> Object:
@@ -248,8 +248,8 @@ class WatchEvent:
     def of(cls, line: bytes | bytearray) -> WatchEvent:
         """Parse a line of the API server's answer."""
         event = msgspec.json.decode(line, type=_EventLine)
-        found = msgspec.json.decode(event.object, type=_Identified).metadata
-        return cls(event.type, found.namespace, found.name, found.resource_version, event.object)
+        metadata = msgspec.json.decode(event.object, type=_Identified).metadata
+        return cls(event.type, metadata.namespace, metadata.name, metadata.resource_version, event.object)
 
     @property
     def object(self) -> Object:
@@ -619,14 +619,14 @@ def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> Clus
 
 def _replacements(desired: Object, live: Object) -> Object:
     """JSON pointer to value: each part besides `metadata` as a whole, labels and annotations one by one."""
-    found = {f"/{name}": value for name, value in desired.items() if name not in ("apiVersion", "kind", "metadata")}
+    paths = {f"/{name}": value for name, value in desired.items() if name not in ("apiVersion", "kind", "metadata")}
     for part in ("labels", "annotations"):
         ours = desired["metadata"].get(part, {})
         if live["metadata"].get(part):
-            found |= {f"/metadata/{part}/{key.replace('~', '~0').replace('/', '~1')}": ours[key] for key in ours}
+            paths |= {f"/metadata/{part}/{key.replace('~', '~0').replace('/', '~1')}": ours[key] for key in ours}
         else:
-            found[f"/metadata/{part}"] = ours
-    return found
+            paths[f"/metadata/{part}"] = ours
+    return paths
 
 
 def encoded(body: Any, content_type: str) -> bytes:
@@ -636,7 +636,7 @@ def encoded(body: Any, content_type: str) -> bytes:
 def as_yaml(body: Any) -> str:
     """JSON that is also valid YAML, which has no surrogate pairs, and rejects some unescaped characters or treats them
     as line breaks (https://yaml.org/spec/1.1/#id868524)."""
-    return _ODD.sub(lambda found: f"\\u{ord(found[0]):04x}", msgspec.json.encode(body).decode())
+    return _ODD.sub(lambda match: f"\\u{ord(match[0]):04x}", msgspec.json.encode(body).decode())
 
 
 _ODD = re.compile("[\x7f-\uffff]")

@@ -50,12 +50,12 @@ class Contained:
 
     def needs_apply(self, desired: Object, live: Object) -> bool:
         uid, version = live["metadata"]["uid"], live["metadata"]["resourceVersion"]
-        found = version, hashlib.blake2b(msgspec.json.encode(desired), digest_size=16).digest()
-        if self._found.get(uid) == found:
+        seen = version, hashlib.blake2b(msgspec.json.encode(desired), digest_size=16).digest()
+        if self._found.get(uid) == seen:
             return False
         if needs_apply(desired, live):
             return True
-        self._found[uid] = found
+        self._found[uid] = seen
         self._found.move_to_end(uid)
         if len(self._found) > self._max_size:
             self._found.popitem(last=False)

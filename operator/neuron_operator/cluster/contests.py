@@ -30,8 +30,8 @@ class Difference:
     """The first field of a desired object that the live one lacks or has otherwise."""
 
     path: tuple[str, ...]
-    wanted: Any
-    found: Any
+    desired: Any
+    live: Any
     said: str = ""
     """Instead of path and values."""
 
@@ -40,8 +40,8 @@ class Difference:
         if self.said:
             return self.said
         scaling = "; scale the NeuronModel instead" if self.path == ("spec", "replicas") else ""
-        field, wanted, found = ".".join(self.path), _shown(self.wanted), _shown(self.found)
-        return f"{field}: wanted {wanted}, but somebody else makes it {found}{scaling}"
+        field, desired, live = ".".join(self.path), _shown(self.desired), _shown(self.live)
+        return f"{field}: wanted {desired}, but somebody else makes it {live}{scaling}"
 
 
 def _shown(value: Any) -> str:
@@ -56,17 +56,17 @@ _MORE = Difference(("metadata",), True, None, said="a field comes back that the 
 
 def status_of(status: Object) -> Difference:
     """That the status is not this one. Times do not count: they are those of the writer."""
-    told = [{**one, "lastTransitionTime": ""} for one in items(status, "conditions")]
-    path = ("status", digest({**status, "conditions": told}))
+    conditions = [{**one, "lastTransitionTime": ""} for one in items(status, "conditions")]
+    path = ("status", digest({**status, "conditions": conditions}))
     return Difference(path, True, None, said="somebody else writes the status")
 
 
 def difference(desired: Object, live: Object) -> Difference:
     """Why the live object does not contain what is desired."""
-    found = _difference((), desired, live)
-    if found is None:
+    parts = _difference((), desired, live)
+    if parts is None:
         return _MORE
-    return Difference(*found)
+    return Difference(*parts)
 
 
 def _difference(path: tuple[str, ...], desired: Any, live: Any) -> tuple[tuple[str, ...], Any, Any] | None:
@@ -83,13 +83,13 @@ def _difference(path: tuple[str, ...], desired: Any, live: Any) -> tuple[tuple[s
     else:
         is_same = quantity(desired) == quantity(live) or (live is None and not desired)
         return None if is_same else (path, desired, live)
-    return next((found for part in parts if (found := _difference((*path, part[0]), *part[1:])) is not None), None)
+    return next((deeper for part in parts if (deeper := _difference((*path, part[0]), *part[1:])) is not None), None)
 
 
 @dataclass(frozen=True)
 class _Write:
     path: tuple[str, ...]
-    wanted: Any
+    desired: Any
     at: float
     num: int
     """How often it was made since somebody first undid it."""
@@ -126,7 +126,7 @@ class Contests:
         """`uid`: of the object that this created."""
         before = self._undone(key, wants)
         num = before.num + 1 if before else 1
-        self._last[key] = _Write(wants.path, wants.wanted, self._clock(), num, wants.words, uid)
+        self._last[key] = _Write(wants.path, wants.desired, self._clock(), num, wants.words, uid)
         self._last.move_to_end(key)
         if len(self._last) > MAX_KEPT:
             self._last.popitem(last=False)
@@ -137,7 +137,7 @@ class Contests:
         if before is None or before.path != wants.path or self._clock() - before.at >= 2 * MAX_WAIT_SECONDS:
             return None
         # Someone who changes his mind finds what he wrote last. Only revisions are numbered on by a rival.
-        return before if wants.found != before.wanted or wants.path == ("revision",) else None
+        return before if wants.live != before.desired or wants.path == ("revision",) else None
 
     def still(self, key: Hashable) -> str:
         """What was undone again and again, although it is as wanted now; empty once that has lasted."""

@@ -97,8 +97,8 @@ class OnDemand:
     async def events(self, key: Key, children: Iterable[Object], pods: Iterable[Object]) -> tuple[Object, ...]:
         """Warnings about a model's Jobs, ReplicaSets and pods, newest last. The models of a namespace share a list."""
         names = {(obj["kind"], key_of_model(obj)[1]) for obj in (*children, *pods)}
-        found = await self._events.get(key[0], lambda: self._read_events(key[0]))
-        return tuple(event for event in found if _concerns(event, names))
+        events_here = await self._events.get(key[0], lambda: self._read_events(key[0]))
+        return tuple(event for event in events_here if _concerns(event, names))
 
     async def claim_events(self, namespace: str) -> tuple[Object, ...]:
         """What is said about the namespace's claims, newest last."""
@@ -108,25 +108,25 @@ class OnDemand:
         """The end of the log of a pod's runtime container; empty if it cannot be read."""
         return await self._logs.get((namespace, pod), lambda: self._read_log(namespace, pod))
 
-    async def exists(self, namespace: str, wanted: Exists) -> bool:
+    async def exists(self, namespace: str, need: Exists) -> bool:
         """Whether a Secret or ConfigMap does; False if nobody says."""
-        return await self._existing.get((namespace, wanted), lambda: self._look_for(namespace, wanted))
+        return await self._existing.get((namespace, need), lambda: self._look_for(namespace, need))
 
-    async def _look_for(self, namespace: str, wanted: Exists) -> tuple[bool, float]:
+    async def _look_for(self, namespace: str, need: Exists) -> tuple[bool, float]:
         """The operator may not read Secrets. It asks whether it could create one of that name, without creating it."""
         try:
-            if wanted.kind == "ConfigMap":
-                await self._cluster.get(CONFIG_MAPS, namespace, wanted.name)
+            if need.kind == "ConfigMap":
+                await self._cluster.get(CONFIG_MAPS, namespace, need.name)
                 return True, EXISTS_SECONDS
             about = {"apiVersion": SECRETS.api_version, "kind": SECRETS.kind}
-            named = {"metadata": {"namespace": namespace, "name": wanted.name}}
+            named = {"metadata": {"namespace": namespace, "name": need.name}}
             await self._cluster.create(SECRETS, {**about, **named}, dry_run=True)
         except AlreadyExists:
             return True, EXISTS_SECONDS
         except NotFound:
             return False, EXISTS_SECONDS
         except ClusterFault as fault:
-            logger.info("cannot tell whether %s %s/%s exists: %s", wanted.kind, namespace, wanted.name, fault)
+            logger.info("cannot tell whether %s %s/%s exists: %s", need.kind, namespace, need.name, fault)
         return False, EXISTS_SECONDS
 
     async def _read_free(self) -> tuple[FreeDevices, float]:
@@ -157,10 +157,10 @@ class OnDemand:
     async def _list_events(self, namespace: str, selector: str) -> tuple[Object, ...]:
         """Newest last; none without the right to list them."""
         try:
-            found = (await self._cluster.list(EVENTS, namespace, field_selector=selector)).items
+            events = (await self._cluster.list(EVENTS, namespace, field_selector=selector)).items
         except Forbidden:
-            found = ()
-        return tuple(sorted(found, key=_time_of))
+            events = ()
+        return tuple(sorted(events, key=_time_of))
 
     async def _read_log(self, namespace: str, pod: str) -> tuple[str, float]:
         try:

@@ -113,7 +113,7 @@ _READ_OF_MODELS = (
 def trimmed_node(node: Object) -> Object:
     """What `views.node_view` reads: kubelets report the rest often, and it is long."""
     status, metadata = node.get("status") or {}, node["metadata"]
-    said = [found for found in status.get("conditions") or () if found["type"] in nodes.CONDITIONS]
+    said = [condition for condition in status.get("conditions") or () if condition["type"] in nodes.CONDITIONS]
     return {
         "apiVersion": node["apiVersion"],
         "kind": node["kind"],
@@ -165,15 +165,15 @@ class _Kept:
 
     def decode(self) -> Object:
         light = len(self.encoded) <= MAX_REMEMBERED_BYTES
-        found: Object = _decoded(self.encoded) if light else msgspec.json.decode(self.encoded)
-        return found
+        obj: Object = _decoded(self.encoded) if light else msgspec.json.decode(self.encoded)
+        return obj
 
 
 @lru_cache(maxsize=256)
 def _decoded(encoded: bytes) -> Object:
     """The passes over the models of a namespace read the same objects again and again."""
-    found: Object = msgspec.json.decode(encoded)
-    return found
+    obj: Object = msgspec.json.decode(encoded)
+    return obj
 
 
 class Cache:
@@ -418,7 +418,7 @@ class Models(Cache):
 
 
 def _is_looked_after(job: Object) -> bool:
-    ends = {"Complete", "Failed"} & {text(found, "type") for found in items(job, "status", "conditions")}
+    ends = {"Complete", "Failed"} & {text(condition, "type") for condition in items(job, "status", "conditions")}
     return len(owners_of(job)) >= MAX_OWNERS and not ends
 
 
@@ -557,9 +557,9 @@ class Caches:
 
     def nodes_of(self, pods: Iterable[Object]) -> tuple[Object, ...]:
         """The nodes that the pods run on, if nodes are watched."""
-        wanted = {text(pod, "spec", "nodeName") for pod in pods}
-        found = (self.find(NODES, "", name) for name in sorted(wanted))
-        return tuple(node for node in found if node is not None)
+        names = {text(pod, "spec", "nodeName") for pod in pods}
+        nodes_here = (self.find(NODES, "", name) for name in sorted(names))
+        return tuple(node for node in nodes_here if node is not None)
 
     def _wake_replicas_of(self, node: Object, version: Version | None) -> None:
         """If the node failed, recovered, or says something else about its failure."""
@@ -587,13 +587,13 @@ class Caches:
             jobs = (self.find(JOBS, key[0], text(owner, "name")) for owner in owners_of(obj))
             shared = [job for job in jobs if job is not None]
         owners = (owner for one in shared for owner in owners_of(one) if owner.get("kind") == KIND)
-        told = [] if obj["kind"] == "Job" and not is_gone and _is_looked_after(obj) else shared
-        users = (user for one in told for user in self._users.get(key[0], {}).get(name_of(one), ()))
+        objects = [] if obj["kind"] == "Job" and not is_gone and _is_looked_after(obj) else shared
+        users = (user for one in objects for user in self._users.get(key[0], {}).get(name_of(one), ()))
         return {*((key[0], text(owner, "name")) for owner in owners), *users}
 
     def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
-        found = (cache.find(namespace, name) for cache in self._of(resource))
-        return next((obj for obj in found if obj is not None), None)
+        objects = (cache.find(namespace, name) for cache in self._of(resource))
+        return next((obj for obj in objects if obj is not None), None)
 
     def observe_written(self, resource: Resource, obj: Object) -> None:
         """See Cache.observe_written."""
@@ -605,4 +605,4 @@ class Caches:
         return self._caches.get(resource, ())
 
     def _all(self) -> Iterable[Cache]:
-        return (cache for found in self._caches.values() for cache in found)
+        return (cache for caches in self._caches.values() for cache in caches)

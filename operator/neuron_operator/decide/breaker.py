@@ -42,7 +42,7 @@ def steer(observed: Observed, revision: Revision, num_wanted: int) -> Allowed:
 def surplus(observed: Observed, revision_names: Iterable[str]) -> Iterator[PodView]:
     """The failed pods that are not needed: all but the first and the last failure of these revisions."""
     failed = [failures(observed, name) for name in revision_names]
-    kept = [pod for found in failed for pod in (*found[:1], *found[-1:])]
+    kept = [pod for pods in failed for pod in (*pods[:1], *pods[-1:])]
     return (pod for pod in observed.replicas if pod.has_failed and pod not in kept)
 
 

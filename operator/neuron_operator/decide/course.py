@@ -281,7 +281,7 @@ def _cleaning(
     """The CronJobs of the claims that the model's revisions use, with all their owners: each of them may apply it."""
     records = (kept.record for kept in observed.keepers.values() if kept.record is not None)
     made = cleaners(model, settings, _kept_revisions(model, observed, wanted), records)
-    live = {found.name: found.live for found in observed.shared if found.kind == "CronJob"}
+    live = {child.name: child.live for child in observed.shared if child.kind == "CronJob"}
     return tuple(with_owners(obj, live.get(name_of(obj), {})) for obj in made)
 
 
@@ -324,7 +324,7 @@ def _claims(
 ) -> Iterator[Object]:
     """The chart's claims that the revisions need and that do not exist. Nobody changes one later: people may enlarge
     it."""
-    existing = {found.name for found in observed.shared if found.kind == "PersistentVolumeClaim"}
+    existing = {child.name for child in observed.shared if child.kind == "PersistentVolumeClaim"}
     places = (place for known in revisions if known for place in known.places)
     return (claim for claim in own_claims(model, settings, places) if name_of(claim) not in existing)
 
@@ -365,7 +365,10 @@ def _workload(
     """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
     still, served = _with_pods(observed), allowed.revision
     revisions = _distinct(served, *(known for known in observed.revisions if known.name in still))
-    config_maps = {name_of(found): found for found in (serving.config_map(model, r.pinned.config) for r in revisions)}
+    config_maps = {
+        name_of(config_map): config_map
+        for config_map in (serving.config_map(model, r.pinned.config) for r in revisions)
+    }
     return (*config_maps.values(), *_replicas(model, observed, settings, allowed=allowed, pace=pace, grouped=grouped))
 
 
@@ -524,7 +527,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], pag
             history=_history(observed, course, current),
             model=status.facts_of(shown.pinned.facts) if shown else None,
             plan=shown.pinned.plan if shown else None,
-            artifacts=tuple({found.key: found for found in _artifacts(observed, course)}.values()),
+            artifacts=tuple({artifact.key: artifact for artifact in _artifacts(observed, course)}.values()),
             groups=_group_records(observed, course),
         )
     )
@@ -602,7 +605,9 @@ def _requeue_after(
     delays = (
         min(max(wait / 20, MIN_RECHECK_SECONDS), RECHECK_SECONDS) if world.refusals else None,
         min(max(wait / 20, MIN_RECHECK_SECONDS), AWAITED_SECONDS) if is_awaiting else None,
-        min(max(wait / 10, RECHECK_SECONDS), MAX_RECHECK_SECONDS) if any(found.needs for found in findings) else None,
+        min(max(wait / 10, RECHECK_SECONDS), MAX_RECHECK_SECONDS)
+        if any(needing.needs for needing in findings)
+        else None,
         # Each pass repeats the refused writes.
         float(UNEXPLAINED_SECONDS) if is_silent and not world.refusals else None,
         (PROGRESS_SECONDS if owns_job else RECHECK_SECONDS) if is_reporting and not world.refusals else None,

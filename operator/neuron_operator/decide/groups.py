@@ -99,8 +99,8 @@ def plan(observed: Observed, revision: Revision, num_wanted: int, surges: bool |
         alive.append(group)
         if record.state == "Starting" and group.created:
             draft.times += [group.created + _patience(group, settings), group.created + PODS_PATIENCE]
-        if (found := _refused(group, observed)) is not None:
-            draft.findings.append(found)
+        if (refusal := _refused(group, observed)) is not None:
+            draft.findings.append(refusal)
     earlier = [pod for pod in observed.live if not pod.group]
     alive, num_earlier, does_surge = _roll(
         draft,
@@ -191,13 +191,13 @@ def _roll(
             draft.findings.append(_ONE_AT_A_TIME)
             draft.times.append(observed.now + RECOUNT)
             break
-        elif (found := room.find()) is None:
+        elif (domain := room.find()) is None:
             draft.findings.append(room.explain())
             draft.times.append(observed.now + RECHECK)
             break
         else:
             number = 1 + max((known.attempt or 0) if known else 0, _highest(observed, revision.name, replica))
-            draft.start.append(Attempt(replica, number, found))
+            draft.start.append(Attempt(replica, number, domain))
     return alive, num_earlier, does_surge
 
 
@@ -253,9 +253,9 @@ def _end(group: GroupView, observed: Observed, settings: GroupSettings) -> End |
     broken = [pod for pod in group.members if pod.has_failed or pod.container.num_restarts or _has_ended(pod)]
     leaving = [pod for pod in group.members if pod.is_deleting]
     for pod in leaving:
-        found = nodes.signal_of(pod, observed)
-        if found is not None:
-            return End("Left", found.reason, f"member {pod.name} left node {pod.node}, which {found.said}")
+        signal = nodes.signal_of(pod, observed)
+        if signal is not None:
+            return End("Left", signal.reason, f"member {pod.name} left node {pod.node}, which {signal.said}")
     if broken and revision is not None:
         first = min(broken, key=_blame)
         found_end = explain_pod(first, observed, revision.placement)
@@ -398,7 +398,7 @@ class _Room:
         nodes cannot be counted: CPUs, or without the right to. Of several domains, the one that is filled most."""
         if not self.revision.placement.resources or not self.is_known:
             return {}
-        fitting = [found for found in self._domains().values() if len(found) >= self.revision.placement.nodes]
+        fitting = [members for members in self._domains().values() if len(members) >= self.revision.placement.nodes]
         if not fitting:
             return None
         best = min(fitting, key=lambda nodes: (len(nodes), nodes[0].name))[0]
@@ -406,12 +406,12 @@ class _Room:
         return {key: best.labels[key] for key in keys if best.labels.get(key)}
 
     def _domains(self) -> Mapping[tuple[str, str], Sequence[NodeDevices]]:
-        placement, found = self.revision.placement, defaultdict[tuple[str, str], list[NodeDevices]](list)
+        placement, domains = self.revision.placement, defaultdict[tuple[str, str], list[NodeDevices]](list)
         for node in (self.free and self.free.nodes) or ():
             offered = node.free_cores if placement.cores else node.free_devices
             if node.schedulable and self.rules.accept(node) and offered >= (placement.cores or placement.devices):
-                found[node.instance_type, node.labels.get(self.topology_key, "")].append(node)
-        return found
+                domains[node.instance_type, node.labels.get(self.topology_key, "")].append(node)
+        return domains
 
     def explain(self) -> Finding:
         placement = self.revision.placement

@@ -63,8 +63,8 @@ def resolve_key(model: NeuronModel, settings: Settings) -> str:
     source = model.spec.model
     secret = source.credentials_secret_ref
     image = runtime_image(model, settings) if model.uri.scheme == "file" else ""
-    given = f"{secret.name}/{secret.key}" if secret and secret.key else secret.name if secret else ""
-    return names.digest([source.uri, given, model.refresh, image])
+    reference = f"{secret.name}/{secret.key}" if secret and secret.key else secret.name if secret else ""
+    return names.digest([source.uri, reference, model.refresh, image])
 
 
 @remembered
@@ -96,11 +96,11 @@ def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "", d
         and image in ("", revision.image)
         and defaults in ("", revision.pinned.defaults)
     )
-    found = max(matching, key=lambda revision: revision.number, default=None)
+    newest = max(matching, key=lambda revision: revision.number, default=None)
     highest = next_number(all_revisions) - 1
-    if found is None or found.number == highest:
-        return found
-    return msgspec.structs.replace(found, number=highest + 1)
+    if newest is None or newest.number == highest:
+        return newest
+    return msgspec.structs.replace(newest, number=highest + 1)
 
 
 def next_number(revisions: Iterable[Revision]) -> int:

@@ -38,64 +38,64 @@ def upkeep(
     needed = done.done | waiting
     stale = {name_of(obj) for obj in done.stale}
     ours, others = list[ChildView](), list[ChildView]()
-    for found in observed.shared:
-        if found.kind in OWNED_KINDS:
-            (ours if is_owned(found.live, model.uid) else others).append(found)
-    left = [found for found in ours if found.name not in needed | kept | stale]
+    for child in observed.shared:
+        if child.kind in OWNED_KINDS:
+            (ours if is_owned(child.live, model.uid) else others).append(child)
+    left = [child for child in ours if child.name not in needed | kept | stale]
     # The last owner stays until one of the others has joined.
     let_go = [
-        found
-        for found in left
-        if not _is_over(found, observed) and not (_is_alone(model, found) and found.name in used_by_others)
+        child
+        for child in left
+        if not _is_over(child, observed) and not (_is_alone(model, child) and child.name in used_by_others)
     ]
     used = needed | kept | stale | used_by_others
-    orphans = [found for found in others if found.name not in used and is_orphan(found.live)]
+    orphans = [child for child in others if child.name not in used and is_orphan(child.live)]
     return Upkeep(
         changes=(
-            *(_joined(model, found) for found in others if found.name in (needed | kept) - stale and _has_room(found)),
-            *(_left(model, found) for found in let_go if not _is_alone(model, found)),
-            *_expiries((observed.jobs[found.name] for found in ours if found.kind == "Job"), done, waiting),
+            *(_joined(model, child) for child in others if child.name in (needed | kept) - stale and _has_room(child)),
+            *(_left(model, child) for child in let_go if not _is_alone(model, child)),
+            *_expiries((observed.jobs[child.name] for child in ours if child.kind == "Job"), done, waiting),
         ),
         # An orphan is what its last owners left at the same time, if the operator ended between that and its deletion.
         delete=tuple(
-            found.live for found in (*(f for f in let_go if _is_alone(model, f)), *orphans, *_held(ours, observed))
+            child.live for child in (*(f for f in let_go if _is_alone(model, f)), *orphans, *_held(ours, observed))
         ),
         uses=needed | kept | stale,
     )
 
 
-def _joined(model: NeuronModel, found: ChildView) -> Change:
-    return Change(found.live, {"metadata": {"ownerReferences": [owner_reference(model)]}}, unchanged=False)
+def _joined(model: NeuronModel, child: ChildView) -> Change:
+    return Change(child.live, {"metadata": {"ownerReferences": [owner_reference(model)]}}, unchanged=False)
 
 
-def _left(model: NeuronModel, found: ChildView) -> Change:
+def _left(model: NeuronModel, child: ChildView) -> Change:
     gone = {"$patch": "delete", "uid": model.uid}
-    return Change(found.live, {"metadata": {"ownerReferences": [gone]}}, unchanged=False)
+    return Change(child.live, {"metadata": {"ownerReferences": [gone]}}, unchanged=False)
 
 
-def _is_alone(model: NeuronModel, found: ChildView) -> bool:
-    return all(owner.get("uid") == model.uid for owner in owners_of(found.live))
+def _is_alone(model: NeuronModel, child: ChildView) -> bool:
+    return all(owner.get("uid") == model.uid for owner in owners_of(child.live))
 
 
-def _has_room(found: ChildView) -> bool:
+def _has_room(child: ChildView) -> bool:
     """Whether the model is to be one more owner; who applies a CronJob, with its owners, is one already."""
-    return found.kind != "CronJob" and len(owners_of(found.live)) < MAX_OWNERS
+    return child.kind != "CronJob" and len(owners_of(child.live)) < MAX_OWNERS
 
 
-def _is_over(found: ChildView, observed: Observed) -> bool:
+def _is_over(child: ChildView, observed: Observed) -> bool:
     """A finished Job expires on its own, also if only its pod's end is seen yet."""
-    if found.kind != "Job":
+    if child.kind != "Job":
         return False
-    return observed.jobs[found.name].is_finished or bool(observed.answers_of(found.name))
+    return observed.jobs[child.name].is_finished or bool(observed.answers_of(child.name))
 
 
 def _held(ours: Iterable[ChildView], observed: Observed) -> Iterator[ChildView]:
     """Jobs whose records are kept, and whose pods would not end: a container of others runs on, such as a mesh's."""
-    jobs = (found for found in ours if found.kind == "Job" and found.name in observed.keepers)
-    for found in jobs:
-        is_held = any(pod.kept_by is not None for pod in observed.pods_of(found.name))
-        if is_held and not observed.jobs[found.name].is_finished:
-            yield found
+    jobs = (child for child in ours if child.kind == "Job" and child.name in observed.keepers)
+    for child in jobs:
+        is_held = any(pod.kept_by is not None for pod in observed.pods_of(child.name))
+        if is_held and not observed.jobs[child.name].is_finished:
+            yield child
 
 
 def _expiries(jobs: Iterable[JobView], done: Walk, waiting: frozenset[str]) -> Iterator[Change]:

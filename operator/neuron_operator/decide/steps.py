@@ -196,7 +196,7 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
     index = _current(jobs, task.waiting, observed)
     job, before = jobs[index], jobs[:index]
     name, known = name_of(job), so_far.known
-    live, kept = observed.jobs.get(name), [found for found in map(observed.keepers.get, map(name_of, jobs)) if found]
+    live, kept = observed.jobs.get(name), [one for one in map(observed.keepers.get, map(name_of, jobs)) if one]
     if before:
         memory = f" with {memory_of(job)} of memory, because {memory_of(before[-1])} were not enough"
         task = replace(task, waiting=replace(task.waiting, message=task.waiting.message + memory))
@@ -207,7 +207,7 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
     waiting = replace(so_far, findings=(*so_far.findings, finding))
     if kept:
         return replace(
-            waiting, stale=(*(found.live for found in kept), *((live.live,) if live and live.is_finished else ()))
+            waiting, stale=(*(one.live for one in kept), *((live.live,) if live and live.is_finished else ()))
         )
     if live is None:
         return replace(waiting, desired=(job,))
@@ -296,8 +296,8 @@ def _fetch_jobs(known: Known) -> tuple[Object, ...]:
 
 
 def _learn_weights(known: Known, record: Record) -> Known | None:
-    found = record.weights
-    return replace(known, weights=found) if found and found.digest == known.resolved.digest else None
+    weights = record.weights
+    return replace(known, weights=weights) if weights and weights.digest == known.resolved.digest else None
 
 
 def _finish_fetch(known: Known) -> tuple[Known, Finding]:

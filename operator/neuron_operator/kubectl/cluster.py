@@ -74,8 +74,8 @@ class Kubectl:
         """Those of the nodes that exist."""
         if not node_names:
             return []
-        found = self._get("nodes", *node_names, "--ignore-not-found")
-        return [*items(found, "items")] or ([found] if name_of(found) else [])
+        nodes_here = self._get("nodes", *node_names, "--ignore-not-found")
+        return [*items(nodes_here, "items")] or ([nodes_here] if name_of(nodes_here) else [])
 
     def log(self, namespace: str, pod: str, container: str, *options: str) -> str:
         return self.read("logs", pod, "--namespace", namespace, "--container", container, *options)

@@ -119,40 +119,42 @@ def _read(kubectl: Kubectl, name: str) -> tuple[Any, Observed]:
 
 def _why(kubectl: Kubectl, options: argparse.Namespace) -> int:
     model, observed = _read(kubectl, options.name)
-    found = why.culprit(observed)
+    culprit = why.culprit(observed)
     nodes: list[Any] | str
     try:
         nodes = kubectl.nodes(sorted(why.nodes_of(observed)))
     except KubectlFailed as failed:
         nodes = str(failed)
     error = ""
-    if found is not None and not found.has_log:
-        error = f"it has not started: {found.container.waiting_message or found.pod.unscheduled or found.pod.message}"
-    elif found is not None:
+    if culprit is not None and not culprit.has_log:
+        error = (
+            f"it has not started: {culprit.container.waiting_message or culprit.pod.unscheduled or culprit.pod.message}"
+        )
+    elif culprit is not None:
         log = ""
-        if found.container.ended is None:
+        if culprit.container.ended is None:
             try:
-                log = _log(kubectl, observed, found, f"--tail={why.LOG_LINES}", f"--limit-bytes={MAX_LOG_BYTES}")
+                log = _log(kubectl, observed, culprit, f"--tail={why.LOG_LINES}", f"--limit-bytes={MAX_LOG_BYTES}")
             except KubectlFailed as failed:
                 log = f"the log cannot be read: {failed}"
-        error = why.last_error(found, log)
+        error = why.last_error(culprit, log)
     print(why.report(model, observed, nodes, error.rstrip(": ")))
     return EXIT_OK
 
 
-def _log(kubectl: Kubectl, observed: Observed, found: why.Culprit, *options: str) -> str:
+def _log(kubectl: Kubectl, observed: Observed, culprit: why.Culprit, *options: str) -> str:
     namespace = observed.model.namespace
-    return kubectl.log(namespace, found.pod.name, found.container.name, *found.log_options, *options)
+    return kubectl.log(namespace, culprit.pod.name, culprit.container.name, *culprit.log_options, *options)
 
 
 def _logs(kubectl: Kubectl, options: argparse.Namespace) -> int:
     _, observed = _read(kubectl, options.name)
-    found = why.culprit(observed)
-    if found is None or not found.has_log:
+    culprit = why.culprit(observed)
+    if culprit is None or not culprit.has_log:
         raise KubectlFailed(f"nothing of {options.name} has run yet: {PROGRAM} why {options.name} says why")
-    print(f"{PROGRAM}: pod {found.pod.name}, container {found.container.name}", file=sys.stderr)
-    where = ("logs", found.pod.name, "--namespace", observed.model.namespace, "--container", found.container.name)
-    follow = ("--follow",) if options.follow else found.log_options
+    print(f"{PROGRAM}: pod {culprit.pod.name}, container {culprit.container.name}", file=sys.stderr)
+    where = ("logs", culprit.pod.name, "--namespace", observed.model.namespace, "--container", culprit.container.name)
+    follow = ("--follow",) if options.follow else culprit.log_options
     sys.stderr.flush()
     command = kubectl.command(*where, *follow, f"--tail={options.tail}")
     os.execv(command[0], command)  # noqa: S606 - the user's own kubectl takes over the terminal
@@ -200,8 +202,8 @@ async def _turn(
 
 def served_name(model: Any) -> str:
     """The name by which clients ask for it."""
-    given = dig(model, "spec", "model", "servedNames")
-    return str(given[0]) if given else name_of(model)
+    served = dig(model, "spec", "model", "servedNames")
+    return str(served[0]) if served else name_of(model)
 
 
 async def _need_answer(address: Address, name: str) -> None:

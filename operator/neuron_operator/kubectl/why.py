@@ -83,15 +83,15 @@ def _container(pod: PodView) -> ContainerView:
     return pod.container
 
 
-def last_error(found: Culprit, log: str) -> str:
+def last_error(culprit: Culprit, log: str) -> str:
     """The last words of a container that ended, else the last line of its log that tells of an error."""
-    container = found.container
+    container = culprit.container
     if container.ended is not None:
         return f"{printable(last_words(container.ended))} ({how_it_ended(container.ended)})"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    told = [line for line in lines if _ERROR.search(line)]
-    if told:
-        return printable(told[-1])[:MAX_LINE]
+    errors = [line for line in lines if _ERROR.search(line)]
+    if errors:
+        return printable(errors[-1])[:MAX_LINE]
     said = f"; the last says: {printable(lines[-1])[:MAX_LINE]}" if lines else ""
     return f"no error in the last {LOG_LINES} lines{said}"
 
@@ -113,15 +113,15 @@ def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: st
         "",
         *_nodes(observed, nodes),
     ]
-    found = culprit(observed)
-    if found is not None and (ready is None or ready.status != "True"):
-        is_success = found.container.ended is not None and found.container.ended.exit_code == 0
+    cause = culprit(observed)
+    if cause is not None and (ready is None or ready.status != "True"):
+        is_success = cause.container.ended is not None and cause.container.ended.exit_code == 0
         lines += [
             "",
             "Last result" if is_success else "Last error",
-            f"  pod {found.pod.name}, container {found.container.name}: {error}",
+            f"  pod {cause.pod.name}, container {cause.container.name}: {error}",
         ]
-    cure, command = next_step(model, observed, found)
+    cure, command = next_step(model, observed, cause)
     lines += ["", "Next", *([f"  {cure}"] if cure else []), f"  $ {command}"]
     return "\n".join(lines)
 
@@ -198,14 +198,14 @@ def _devices(node: Any) -> str:
 
 def _trouble(node: Any) -> str:
     """What keeps pods away or ends them; `ok` if nothing does."""
-    found = [
+    troubles = [
         f"{text(c, 'type')}={text(c, 'status')} {text(c, 'reason')}".strip()
         for c in items(node, "status", "conditions")
         if _GOOD_NODE.get(text(c, "type"), text(c, "status")) != text(c, "status")
     ]
     if dig(node, "spec", "unschedulable"):
-        found.append("cordoned")
-    return ", ".join(found) or "ok"
+        troubles.append("cordoned")
+    return ", ".join(troubles) or "ok"
 
 
 _EDIT = "kubectl edit nm {name} -n {namespace}"
@@ -248,15 +248,15 @@ _COMMANDS: Mapping[Reason, str] = {
 """For reasons about which the pod's log says nothing, or less. `final` reasons without a row here need an edit."""
 
 
-def next_step(model: Any, observed: Observed, found: Culprit | None) -> tuple[str, str]:
+def next_step(model: Any, observed: Observed, culprit: Culprit | None) -> tuple[str, str]:
     """The cure in words, and the command that helps most."""
     view = observed.model
     ready = view.conditions.get("Ready")
     places = {
         "name": view.name,
         "namespace": view.namespace,
-        "pod": found.pod.name if found else "",
-        "node": found.pod.node if found else "",
+        "pod": culprit.pod.name if culprit else "",
+        "node": culprit.pod.node if culprit else "",
     }
     if ready is None or ready.generation < view.generation:
         return "The operator does not act: see that it runs", _OPERATOR
@@ -268,10 +268,10 @@ def next_step(model: Any, observed: Observed, found: Culprit | None) -> tuple[st
     command = _COMMANDS.get(reason, "") if reason is not None else _EVENTS
     if ("{pod}" in command and not places["pod"]) or ("{node}" in command and not places["node"]):
         command = _EVENTS
-    if not command and found is not None and found.has_log:
+    if not command and culprit is not None and culprit.has_log:
         command = _LOGS
     if not command:
-        command = _EDIT if reason is not None and reason.row.final else _POD if found else _WATCH
+        command = _EDIT if reason is not None and reason.row.final else _POD if culprit else _WATCH
     quoted = {name: shlex.quote(value) if value else "" for name, value in places.items()}
     return plain(reason.row.do) if reason else "", command.format(**quoted)
 

@@ -272,7 +272,7 @@ class _Session:
         objects = machine.children
         world = World(
             body={**self.body, "status": self.status},
-            children=tuple(found for found in objects if not is_shared(found)),
+            children=tuple(obj for obj in objects if not is_shared(obj)),
             shared=tuple(filter(is_shared, objects)),
             pods=machine.pods,
             events=(),

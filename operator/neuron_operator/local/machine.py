@@ -139,8 +139,8 @@ class Machine:
         elif kind == "Secret":
             content = {GROUP_SECRET_KEY: secrets.token_hex(32)}
             self._host = replace(self._host, secrets={**self._host.secrets, name: content})
-            for found in [one for (kind, _), one in self._objects.items() if kind == "StatefulSet"]:
-                await self._start_set(found)
+            for owner in [one for (kind, _), one in self._objects.items() if kind == "StatefulSet"]:
+                await self._start_set(owner)
         elif kind not in _PASSIVE_KINDS:
             raise CannotRunHere(f"{kind} {name}: is not supported without a cluster")
 
@@ -154,8 +154,8 @@ class Machine:
     async def delete(self, body: Json) -> None:
         """Remove an object with what it owns, and end their pods."""
         keys, uid = [(str(body["kind"]), str(body["metadata"]["name"]))], body["metadata"].get("uid")
-        for key, found in self._objects.items():
-            if uid and uid in (owner["uid"] for owner in found["metadata"].get("ownerReferences", ())):
+        for key, obj in self._objects.items():
+            if uid and uid in (owner["uid"] for owner in obj["metadata"].get("ownerReferences", ())):
                 keys.append(key)
         for key in keys:
             self._objects.pop(key, None)
@@ -181,8 +181,8 @@ class Machine:
 
     async def _scale(self, deployment: dict[str, Any]) -> None:
         name = deployment["metadata"]["name"]
-        wanted = {f"{name}-{i}" for i in range(int(deployment["spec"].get("replicas", 1)))}
-        bodies = {pod: _pod_of(deployment, pod) for pod in sorted(wanted)}
+        names = {f"{name}-{i}" for i in range(int(deployment["spec"].get("replicas", 1)))}
+        bodies = {pod: _pod_of(deployment, pod) for pod in sorted(names)}
         await self._end(
             p.name
             for p in self._pods.values()
@@ -192,17 +192,17 @@ class Machine:
             if pod not in self._pods:
                 await self._start(body, restart=True)
 
-    async def _start_set(self, found: dict[str, Any]) -> None:
+    async def _start_set(self, owner: dict[str, Any]) -> None:
         """Starts the pods of a StatefulSet, which are never restarted: a group ends as a whole. Like a kubelet, it
         waits for the Secret that they mount."""
-        spec, name = found["spec"], found["metadata"]["name"]
+        spec, name = owner["spec"], owner["metadata"]["name"]
         mounted = (volume.get("secret", {}) for volume in spec["template"]["spec"].get("volumes", []))
         needed = {one["secretName"] for one in mounted if "secretName" in one and "items" not in one}
         if not needed <= self._host.secrets.keys():
             return
         first = int(spec.get("ordinals", {}).get("start", 0))
         for number in range(first, first + int(spec["replicas"])):
-            body = _pod_of(found, f"{name}-{number}")
+            body = _pod_of(owner, f"{name}-{number}")
             body["metadata"]["labels"] = {**body["metadata"].get("labels", {}), POD_INDEX_LABEL: str(number)}
             body["spec"] |= {"nodeName": "localhost", "subdomain": spec["serviceName"]}
             if body["metadata"]["name"] not in self._pods:

@@ -124,9 +124,9 @@ def run(options: argparse.Namespace) -> int:
 def read_facts(path: Path) -> Facts:
     """The facts in a file: those that `inspect` prints, or its record. Raises NoFacts."""
     try:
-        found = yaml.safe_load(path.read_text())
-        found = found.get("facts") or found if isinstance(found, dict) else found
-        return msgspec.convert(found, Facts)
+        facts = yaml.safe_load(path.read_text())
+        facts = facts.get("facts") or facts if isinstance(facts, dict) else facts
+        return msgspec.convert(facts, Facts)
     except OSError as error:
         raise NoFacts(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -169,8 +169,8 @@ def _refuse_unknown(value: Json, known: frozenset[str] | set[str], where: str) -
 
 
 def _check_devices(container: Json, num_devices: int) -> None:
-    wanted = container.get("resources", {}).get("limits", {})
-    for resource, amount in wanted.items():
+    limits = container.get("resources", {}).get("limits", {})
+    for resource, amount in limits.items():
         if resource in _HOST_RESOURCES:
             continue
         if resource != "aws.amazon.com/neuron":
@@ -280,10 +280,10 @@ def _field(path: str, pod: Json) -> str:
 
 def _program(program: str, env: Mapping[str, str]) -> str:
     """The path of a program: of this Python environment first, then of PATH."""
-    found = shutil.which(program, path=f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}")
-    if found is None:
+    path = shutil.which(program, path=f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}")
+    if path is None:
         raise CannotRunHere(f"{program} is not installed: install neuron-serving with the extra 'runtime'")
-    return found
+    return path
 
 
 def _probe(probe: Json | None, where: str, named: Mapping[str, int], ports: Mapping[int, int]) -> Probe | None:

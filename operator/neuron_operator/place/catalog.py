@@ -72,13 +72,13 @@ HYPERPOD = "ml."
 """SageMaker HyperPod labels its nodes with the name of the type after this."""
 
 
-def family_of(instance_type: str, told: Mapping[str, str] = NOTHING_TOLD) -> Family | None:
+def family_of(instance_type: str, families: Mapping[str, str] = NOTHING_TOLD) -> Family | None:
     """By the first word of the type's name, so that new types of a family are known.
 
     told: families by type, as an administrator names them (the chart value `devices.families`).
     """
-    found = re.match("|".join(FAMILIES), instance_type.removeprefix(HYPERPOD))
-    return FAMILIES.get(told.get(instance_type) or (found[0] if found else ""))
+    match = re.match("|".join(FAMILIES), instance_type.removeprefix(HYPERPOD))
+    return FAMILIES.get(families.get(instance_type) or (match[0] if match else ""))
 
 
 def type_named(label: str) -> InstanceType | None:
@@ -112,9 +112,9 @@ class InstanceType:
 
     @property
     def family(self) -> Family:
-        found = family_of(self.name)
-        assert found is not None
-        return found
+        family = family_of(self.name)
+        assert family is not None
+        return family
 
     @property
     def cores_per_device(self) -> int:

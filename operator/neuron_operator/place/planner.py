@@ -133,8 +133,8 @@ class Wishes:
     @property
     def least(self) -> tuple[tuple[int, int], ...]:
         """See `LEAST`, with what the manifest sets."""
-        found = ((self.length or min(length, self.longest), self.sequences or rows) for length, rows in LEAST)
-        return tuple(dict.fromkeys(found))
+        shapes = ((self.length or min(length, self.longest), self.sequences or rows) for length, rows in LEAST)
+        return tuple(dict.fromkeys(shapes))
 
     def load(self, length: int, sequences: int, logical_core: int) -> Load:
         prefill, block_size, num_blocks = length, 0, 0
@@ -465,14 +465,14 @@ class _Case:
                     for tensor in self.degrees(site.family, logical_core, cores, nodes)
                     for memory in (self.memory(load, Cores(tensor, site.family, logical_core)),)
                 )
-                found: Option | None = None
+                best: Option | None = None
                 for option in tried:
-                    if found is None or option.memory.total < found.memory.total:
-                        found = option
+                    if best is None or option.memory.total < best.memory.total:
+                        best = option
                     if option.memory.fits:
                         break
-                if found is not None:
-                    yield found
+                if best is not None:
+                    yield best
 
     def host(self, nodes: int) -> Host:
         """What the manifest requests of each node, or else what loading takes."""
@@ -516,7 +516,7 @@ class _Case:
         one, *several = freely.node_counts
         alone = freely.first_that_fits(everywhere, (one,))
         together = freely.first_that_fits(sites, several) or (not alone and freely.first_that_fits(everywhere, several))
-        cures = [f"it would fit on {found}" for found in (alone, together) if found]
+        cures = [f"it would fit on {option}" for option in (alone, together) if option]
         if cures:
             return ", and ".join(cures)
         nowhere = f"no {MAX_NODES} nodes of any known type hold it"
@@ -543,9 +543,9 @@ class _Case:
     def first_that_fits(self, sites: tuple[Site, ...], node_counts: Iterable[int]) -> str:
         """In words; empty: nothing does."""
         for nodes, mode, least in product(node_counts, DEVICE_MODES, self.wishes.least):
-            found = [one for one in replace(self, mode=mode).options(sites, least, nodes) if one.fits]
-            if found:
-                best = min(found, key=lambda option: option.order)
+            fitting = [one for one in replace(self, mode=mode).options(sites, least, nodes) if one.fits]
+            if fitting:
+                best = min(fitting, key=lambda option: option.order)
                 with_it = "" if mode == "Plugin" else ", with the Neuron scheduler extension"
                 how = f" (set parallelism.nodes, or the chart value groups.maxNodes, to {nodes})" if nodes > 1 else ""
                 return f"{best.words}{with_it}, with {best.load.words}{how}"
@@ -574,24 +574,24 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
     present = (free and free.nodes) or ()
     nodes = [node for node in present if rules.accept(node)]
     to_buy = (asked.instance_type,) if asked.instance_type else settings.provisionable.instance_types
-    found: dict[str, Site] = {}
+    sites: dict[str, Site] = {}
     for node in nodes:
         family = family_of(node.instance_type, families)
         if family is None or not (node.cores if asked.cores else node.devices):
             continue
-        before = found.get(node.instance_type)
+        before = sites.get(node.instance_type)
         offered = (node.free_cores if asked.cores else node.free_devices) if node.schedulable else 0
         site = before or _site(node.instance_type, family, node.devices)
         domain = node.labels.get(settings.groups.topology_key, "")
-        found[node.instance_type] = replace(
+        sites[node.instance_type] = replace(
             site, free=(*site.free, (domain, offered)), is_buyable=node.instance_type in to_buy
         )
     for kind in to_buy:
         family = family_of(kind, families)
-        if kind not in found and family is not None and rules.accept_type(kind):
-            found[kind] = _site(kind, family)
-    if found and (free is not None or asked.instance_type):
-        return tuple(found.values())
+        if kind not in sites and family is not None and rules.accept_type(kind):
+            sites[kind] = _site(kind, family)
+    if sites and (free is not None or asked.instance_type):
+        return tuple(sites.values())
     if asked.instance_type and family_of(asked.instance_type, families) is None:
         text = f"the devices of {asked.instance_type} are unknown, so nothing can be compiled for them: {NAME_THE_TYPE}"
         text = f"{text} of a known family ({', '.join(FAMILIES)}), or {_name_family(asked.instance_type)}"

@@ -21,8 +21,8 @@ def dig(value: Any, *path: str) -> Any:
 
 def text(value: Any, *path: str) -> str:
     """The string below `path`, else empty."""
-    found = dig(value, *path)
-    return found if isinstance(found, str) else ""
+    part = dig(value, *path)
+    return part if isinstance(part, str) else ""
 
 
 def printable(line: str) -> str:
@@ -34,8 +34,8 @@ def printable(line: str) -> str:
 
 def items(value: Any, *path: str) -> list[Mapping[str, Any]]:
     """The objects of the list below `path`, else empty."""
-    found = dig(value, *path)
-    return [item for item in found if isinstance(item, dict)] if isinstance(found, list | tuple) else []
+    part = dig(value, *path)
+    return [item for item in part if isinstance(item, dict)] if isinstance(part, list | tuple) else []
 
 
 def name_of(value: Any) -> str:
@@ -43,8 +43,8 @@ def name_of(value: Any) -> str:
 
 
 def labels_of(value: Any) -> Mapping[str, str]:
-    found = dig(value, "metadata", "labels")
-    return found if isinstance(found, dict) else {}
+    labels = dig(value, "metadata", "labels")
+    return labels if isinstance(labels, dict) else {}
 
 
 def owners_of(value: Any) -> list[Mapping[str, Any]]:
@@ -72,9 +72,9 @@ MAX_DESCENT = 3
 def descends(value: Any, uid: str, owners: Mapping[str, Any], most: int = MAX_DESCENT) -> bool:
     """Whether the object with this UID owns `value`, through others of `owners` (by UID) or not. What nobody owns may
     be adopted."""
-    found = [text(owner, "uid") for owner in owners_of(value)]
-    return not found or any(
-        one == uid or (most > 1 and one in owners and descends(owners[one], uid, owners, most - 1)) for one in found
+    uids = [text(owner, "uid") for owner in owners_of(value)]
+    return not uids or any(
+        one == uid or (most > 1 and one in owners and descends(owners[one], uid, owners, most - 1)) for one in uids
     )
 
 
@@ -97,20 +97,20 @@ _UNITS |= {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)}
 
 def number_of(quantity: Any) -> float:
     """A quantity such as `500m` or `16Gi` as a number; 0 for anything else."""
-    found = re.fullmatch(r"([0-9]{1,18}\.?[0-9]{0,9}|\.[0-9]{1,9})([numkMGTPE]i?|[eE][0-9]{1,2}|)", str(quantity))
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,18}\.?[0-9]{0,9}|\.[0-9]{1,9})([numkMGTPE]i?|[eE][0-9]{1,2}|)", str(quantity))
+    if match is None:
         return 0.0
-    number, unit = float(found[1]), found[2]
+    number, unit = float(match[1]), match[2]
     return number * _UNITS[unit] if unit in _UNITS else float(f"{number}{unit}") if unit[1:].isdecimal() else 0.0
 
 
 def instant(value: Any) -> datetime | None:
     """A timestamp with time zone, else None."""
     try:
-        found = datetime.fromisoformat(value)
+        moment = datetime.fromisoformat(value)
     except (TypeError, ValueError):
         return None
-    return found if found.tzinfo else None
+    return moment if moment.tzinfo else None
 
 
 def rendered_hash(job: Mapping[str, Any]) -> str:

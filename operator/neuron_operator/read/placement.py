@@ -95,9 +95,9 @@ class NodeRules:
 def labels_of_type(instance_type: str) -> dict[str, str]:
     """The labels of a node that follow from its type: of Karpenter and EKS Auto Mode, one for each part of its name."""
     labels = {names.INSTANCE_TYPE_LABEL: instance_type}
-    found = re.fullmatch(r"(([a-z]+)([0-9]+)[-a-z0-9]*)[.]([-a-z0-9]+)", instance_type)
-    if found:
-        parts = dict(zip(("family", "category", "generation", "size"), found.groups(), strict=True))
+    match = re.fullmatch(r"(([a-z]+)([0-9]+)[-a-z0-9]*)[.]([-a-z0-9]+)", instance_type)
+    if match:
+        parts = dict(zip(("family", "category", "generation", "size"), match.groups(), strict=True))
         labels |= {f"{group}/instance-{part}": text for group in _NAMING_TYPES for part, text in parts.items()}
     return labels
 

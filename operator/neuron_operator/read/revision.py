@@ -132,7 +132,7 @@ def from_running(deployment: Object, config_maps: Iterable[Object]) -> Revision 
     template = dig(deployment, "spec", "template")
     volumes = {text(volume, "name"): volume for volume in items(template, "spec", "volumes")}
     mounted = text(volumes.get(names.CONFIG_VOLUME), "configMap", "name")
-    config_map = next((found for found in config_maps if name_of(found) == mounted), None)
+    config_map = next((one for one in config_maps if name_of(one) == mounted), None)
     kept = _parsed_json(text(dig(deployment, "metadata", "annotations"), names.PINNED_ANNOTATION))
     config = _parsed_json(text(config_map, "data", names.CONFIG_KEY))
     if not isinstance(kept, dict):

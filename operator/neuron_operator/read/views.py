@@ -189,7 +189,7 @@ class PodView:
     @property
     def kept_by(self) -> ContainerView | None:
         """A container of others that runs on although the runtime has ended, so that the pod does not end."""
-        still = (found for found in self.additions if found.running_since and not found.is_init)
+        still = (container for container in self.additions if container.running_since and not container.is_init)
         return next(still, None) if self.container.has_run and not self.is_running else None
 
     @property
@@ -431,9 +431,9 @@ def observe(world: World) -> Observed:
     )
     group_owners = [child.live for child in children if child.kind in LAST_PARTS]
     written = {(text(child, "kind"), name_of(child)) for child in world.children}
-    shared = tuple(ChildView(text(found, "kind"), name_of(found), found) for found in world.shared)
+    shared = tuple(ChildView(text(obj, "kind"), name_of(obj), obj) for obj in world.shared)
     # By UID: pods of a deleted Job may outlive the creation of the next with its name.
-    names_of_jobs = {text(found.live, "metadata", "uid"): found.name for found in shared if found.kind == "Job"}
+    names_of_jobs = {text(obj.live, "metadata", "uid"): obj.name for obj in shared if obj.kind == "Job"}
     job_pods: dict[str, tuple[Object, ...]] = {}
     for pod in world.pods:
         job = names_of_jobs.get(_job_of(pod) or "", "")
@@ -443,18 +443,18 @@ def observe(world: World) -> Observed:
         model=model,
         children=children,
         deployment=next((_deployment(child.live) for child in children if child.kind == "Deployment"), None),
-        jobs=_Views({found.name: found.live for found in shared if found.kind == "Job"}, _job),
-        keepers=_Views({found.name: found.live for found in shared if found.kind == "ConfigMap"}, _keeper),
+        jobs=_Views({obj.name: obj.live for obj in shared if obj.kind == "Job"}, _job),
+        keepers=_Views({obj.name: obj.live for obj in shared if obj.kind == "ConfigMap"}, _keeper),
         shared=shared,
         revisions=_revisions(children),
         replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),
         followers=tuple(pod for pod in pods if pod.role == names.ROLE_FOLLOWER),
-        groups=tuple(_group(found, pods, written) for found in group_owners if not _is_deleting(found)),
+        groups=tuple(_group(obj, pods, written) for obj in group_owners if not _is_deleting(obj)),
         job_pods=job_pods,
         warnings=_said(sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)),
         said_of_claims=_said(world.claim_events),
         free=world.free,
-        nodes={name_of(found): node_view(found) for found in world.nodes},
+        nodes={name_of(obj): node_view(obj) for obj in world.nodes},
         logs=world.logs,
         existing=world.existing,
         now=world.now,
@@ -472,8 +472,8 @@ def _revisions(children: Sequence[ChildView]) -> tuple[Revision, ...]:
     def of_kind(kind: str) -> list[Object]:
         return [child.live for child in children if child.kind == kind]
 
-    found = [revision.from_object(keeper) for keeper in of_kind("ControllerRevision")]
-    kept = [known for known in found if known is not None]
+    revisions = [revision.from_object(keeper) for keeper in of_kind("ControllerRevision")]
+    kept = [known for known in revisions if known is not None]
     for deployment in of_kind("Deployment"):
         running = revision.from_running(deployment, of_kind("ConfigMap"))
         if running is not None and running.name not in {known.name for known in kept}:
@@ -511,7 +511,7 @@ def _pod(pod: Object) -> PodView:
     conditions = _conditions(pod)
     scheduled, ready = conditions.get("PodScheduled", _ABSENT), conditions.get("Ready", _ABSENT)
     containers = [*items(pod, "spec", "containers"), *items(pod, "spec", "initContainers")]
-    ours = next((found for found in containers if found.get("name") == names.RUNTIME_CONTAINER), {})
+    ours = next((one for one in containers if one.get("name") == names.RUNTIME_CONTAINER), {})
     return PodView(
         name=name_of(pod),
         created=_created(pod),
@@ -575,8 +575,8 @@ def node_view(node: Object) -> NodeView:
 
 
 def _neuron(quantities: Any) -> Mapping[str, int]:
-    found = ((name, dig(quantities, name)) for name in (names.DEVICE_RESOURCE, names.CORE_RESOURCE))
-    return {name: whole(quantity) for name, quantity in found if quantity is not None}
+    amounts = ((name, dig(quantities, name)) for name in (names.DEVICE_RESOURCE, names.CORE_RESOURCE))
+    return {name: whole(quantity) for name, quantity in amounts if quantity is not None}
 
 
 def _container(name: str, pod: Object) -> ContainerView:
@@ -593,7 +593,7 @@ def _container(name: str, pod: Object) -> ContainerView:
     return ContainerView(
         name=name,
         image=text(status, "image"),
-        is_init=any(found.get("name") == name for found in items(pod, "spec", "initContainers")),
+        is_init=any(init.get("name") == name for init in items(pod, "spec", "initContainers")),
         num_restarts=whole(status.get("restartCount")),
         is_ready=status.get("ready") is True,
         has_run=bool(dig(state, "running") or dig(state, "terminated")),
@@ -668,14 +668,14 @@ _ABSENT = ConditionView()
 
 def _conditions(value: Object) -> Mapping[str, ConditionView]:
     return {
-        text(found, "type"): ConditionView(
-            status=text(found, "status"),
-            reason=text(found, "reason"),
-            message=text(found, "message"),
-            since=text(found, "lastTransitionTime"),
-            generation=whole(found.get("observedGeneration")),
+        text(condition, "type"): ConditionView(
+            status=text(condition, "status"),
+            reason=text(condition, "reason"),
+            message=text(condition, "message"),
+            since=text(condition, "lastTransitionTime"),
+            generation=whole(condition.get("observedGeneration")),
         )
-        for found in items(value, "status", "conditions")
+        for condition in items(value, "status", "conditions")
     }
 
 

@@ -203,10 +203,10 @@ def _common_labels(settings: GroupSettings) -> tuple[str, ...]:
 
 
 def _runtime(template: Object) -> dict[str, Any]:
-    found: dict[str, Any] = next(
+    container: dict[str, Any] = next(
         one for one in template["spec"]["containers"] if one.get("name") == names.RUNTIME_CONTAINER
     )
-    return found
+    return container
 
 
 def _with_env(before: Iterable[Object], *added: Object) -> list[Object]:

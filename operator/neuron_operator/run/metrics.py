@@ -107,13 +107,13 @@ class _Models(Collector):
         reasons: Tally[str] = Tally()
         for body in self._models():
             key = [text(body, "metadata", "namespace"), name_of(body)]
-            found = {text(one, "type"): one for one in items(body, "status", "conditions")}
-            reasons[text(found.get("Ready"), "reason") or "Unknown"] += 1
+            conditions = {text(one, "type"): one for one in items(body, "status", "conditions")}
+            reasons[text(conditions.get("Ready"), "reason") or "Unknown"] += 1
             # The conditions of others would be series without bound.
             for kind in SHOWN:
-                if kind in found:
+                if kind in conditions:
                     condition.add_metric(
-                        [*key, kind, text(found[kind], "reason")], text(found[kind], "status") == "True"
+                        [*key, kind, text(conditions[kind], "reason")], text(conditions[kind], "status") == "True"
                     )
             desired.add_metric(key, whole(dig(body, "spec", "replicas")))
             ready.add_metric(key, whole(dig(body, "status", "readyReplicas")))

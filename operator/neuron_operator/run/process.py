@@ -107,11 +107,11 @@ class Operator:
         metrics.leader.set(0)
         metrics.queue_depth.set_function(lambda: len(self._queue or ()))
         metrics.report_models(lambda: self.caches.models() if self.is_leading else ())
-        for found in UPGRADES:
-            metrics.upgrades.labels(found).set_function(partial(self._count_upgrades, found))
+        for upgrade in UPGRADES:
+            metrics.upgrades.labels(upgrade).set_function(partial(self._count_upgrades, upgrade))
 
-    def _count_upgrades(self, found: Upgrade) -> int:
-        return self.turns.count()[found] if self.is_leading else 0
+    def _count_upgrades(self, upgrade: Upgrade) -> int:
+        return self.turns.count()[upgrade] if self.is_leading else 0
 
     @property
     def is_leading(self) -> bool:

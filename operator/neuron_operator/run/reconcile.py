@@ -181,15 +181,15 @@ class Reconciler:
         if Need.FREE_DEVICES in needs:
             world = replace(world, free=await self._on_demand.free_devices())
         if Need.EVENTS in needs:
-            about = (*world.children, *(found for found in world.shared if found["kind"] == "Job"))
+            about = (*world.children, *(obj for obj in world.shared if obj["kind"] == "Job"))
             world = replace(world, events=await self._on_demand.events(key, about, world.pods))
         if Need.CLAIM_EVENTS in needs:
             world = replace(world, claim_events=await self._on_demand.claim_events(key[0]))
         pods = [need.pod for need in needs if isinstance(need, LogOf)]
         logs = {pod: await self._on_demand.log(key[0], pod) for pod in pods}
         asked = [need for need in needs if isinstance(need, Exists)]
-        found = {one for one in asked if await self._on_demand.exists(key[0], one)}
-        return replace(world, logs={**world.logs, **logs}, existing=world.existing | found)
+        existing = {one for one in asked if await self._on_demand.exists(key[0], one)}
+        return replace(world, logs={**world.logs, **logs}, existing=world.existing | existing)
 
 
 class _Writes:
@@ -358,8 +358,8 @@ class _Writes:
         self._observe_written(NEURON_MODELS, written)
 
 
-def _key_of(found: Object) -> tuple[str, str, str]:
-    return found["kind"], found["metadata"]["namespace"], name_of(found)
+def _key_of(obj: Object) -> tuple[str, str, str]:
+    return obj["kind"], obj["metadata"]["namespace"], name_of(obj)
 
 
 _REPLACEABLE = frozenset({"ControllerRevision", "ConfigMap"})
@@ -382,13 +382,13 @@ def _is_ours(live: Object, desired: Object, body: Object) -> bool:
     if is_shared(desired):
         has_labels = labels_of(desired).items() <= labels_of(live).items()
         return has_labels or any(owner.get("kind") == KIND for owner in owners_of(live))
-    wanted = owners_of(desired)
-    if is_owned(live, body["metadata"]["uid"]) or any(is_owned(live, owner["uid"]) for owner in wanted):
+    owners = owners_of(desired)
+    if is_owned(live, body["metadata"]["uid"]) or any(is_owned(live, owner["uid"]) for owner in owners):
         return True
     name = name_of(body)
     if is_orphan(live):
         return names.owner_labels(name).items() <= labels_of(live).items()
-    namesakes = {(KIND, name), *((owner["kind"], owner["name"]) for owner in wanted)}
+    namesakes = {(KIND, name), *((owner["kind"], owner["name"]) for owner in owners)}
     if any((owner["kind"], owner["name"]) in namesakes for owner in live["metadata"]["ownerReferences"]):
         message = f"{live['kind']} {name_of(live)} of a deleted {KIND} still exists"
         raise Conflict(message, retriable=True, status=409)

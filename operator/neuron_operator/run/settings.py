@@ -105,10 +105,10 @@ def _groups(value: str) -> GroupSettings:
 
 
 def _families(value: str) -> dict[str, str]:
-    found = msgspec.json.decode(value, type=dict[str, str])
-    if unknown := [family for family in found.values() if family not in FAMILIES]:
+    families = msgspec.json.decode(value, type=dict[str, str])
+    if unknown := [family for family in families.values() if family not in FAMILIES]:
         raise ValueError(f"{unknown[0]} is no family of devices; known are {', '.join(FAMILIES)}")
-    return found
+    return families
 
 
 def _objects(value: str) -> tuple[Object, ...]:

@@ -39,15 +39,15 @@ class Turns:
         return True
 
     def _is_free_for(self, key: Key) -> bool:
-        return not self._unheard and all(found == "Waiting" for other, found in self._found.items() if other != key)
+        return not self._unheard and all(state == "Waiting" for other, state in self._found.items() if other != key)
 
-    def tell(self, key: Key, found: Upgrade | None) -> None:
+    def tell(self, key: Key, state: Upgrade | None) -> None:
         """How far the model is; None: nothing to do, or it is gone."""
         self._unheard.discard(key)
-        if found is None:
+        if state is None:
             self._found.pop(key, None)
         else:
-            self._found[key] = found
+            self._found[key] = state
         first = next((other for other, one in self._found.items() if one == "Waiting"), None)
         if first is not None and self._is_free_for(first):
             self._wake(first)

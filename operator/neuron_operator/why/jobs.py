@@ -37,10 +37,10 @@ def explain_job(waiting: Finding, job: JobView | None, observed: Observed) -> Fi
         return _explain_state(waiting, job, pods, observed)
     progress = _last_line(observed.logs.get(running.name, ""))
     if progress:
-        found = replace(waiting, message=f"{waiting.message}: {progress}")
+        finding = replace(waiting, message=f"{waiting.message}: {progress}")
     else:
-        found = _explain_state(waiting, job, pods, observed)
-    return replace(found, needs=found.needs | {LogOf(running.name)})
+        finding = _explain_state(waiting, job, pods, observed)
+    return replace(finding, needs=finding.needs | {LogOf(running.name)})
 
 
 def _last_line(log: str) -> str:
@@ -54,8 +54,8 @@ def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
     """Why a Job has left no record, by its state and that of its pods, newest first."""
     for pod in pods:
         if pod.has_failed and pod.reason:
-            found = _of_step(waiting, explain_failure(pod, observed, "jobs.resources"))
-            return replace(found, message=f"{found.message}; {AGAIN}")
+            finding = _of_step(waiting, explain_failure(pod, observed, "jobs.resources"))
+            return replace(finding, message=f"{finding.message}; {AGAIN}")
         if pod.container.ended is not None:
             return _explain_end(waiting, pod, pod.container.ended)
     if job.failure is not None:
@@ -67,12 +67,12 @@ def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
     return _last_verdict(waiting, observed) or starting or waiting
 
 
-def _of_step(waiting: Finding, found: Finding, prefix: str = "") -> Finding:
+def _of_step(waiting: Finding, finding: Finding, prefix: str = "") -> Finding:
     """What is found about a Job's pod, about the step: with that reason if the step's condition can have it."""
-    reason = Reason.named(found.reason)
+    reason = Reason.named(finding.reason)
     is_named = reason is not None and waiting.condition in reason.row.conditions
-    shown = found.reason if is_named else waiting.reason
-    return replace(waiting, reason=shown, message=f"{prefix}{found.message}", needs=found.needs)
+    shown = finding.reason if is_named else waiting.reason
+    return replace(waiting, reason=shown, message=f"{prefix}{finding.message}", needs=finding.needs)
 
 
 def ran_out_of_memory(end: Termination) -> bool:

@@ -148,19 +148,19 @@ MAX_VARIABLES_SHOWN = 8
 def _explain_additions(pod: PodView) -> Finding | None:
     """A container that others added to the pod, and that keeps it from becoming ready."""
     for container in pod.additions:
-        found = None
+        finding = None
         if container.ended is not None:
             how = f"container {container.name} ended with {how_it_ended(container.ended)}"
             where = f"see kubectl logs {pod.name} -c {container.name}"
             said = last_words(container.ended) if container.ended.message else where
             text = f"pod {pod.name}: {how} (restarts: {container.num_restarts}): {said}"
-            found = unmet("Available", Reason.CRASH_LOOP, text)
+            finding = unmet("Available", Reason.CRASH_LOOP, text)
         elif container.is_init and container.running_since and not container.is_ready:
             text = f"pod {pod.name} starts after container {container.name}, which has been running since"
-            found = unmet("Available", Reason.LOADING, f"{text} {container.running_since}")
-        found = found or _explain_waiting(pod, container)
-        if found is not None:
-            return replace(found, message=f"{found.message}; {_not_ours(container)}")
+            finding = unmet("Available", Reason.LOADING, f"{text} {container.running_since}")
+        finding = finding or _explain_waiting(pod, container)
+        if finding is not None:
+            return replace(finding, message=f"{finding.message}; {_not_ours(container)}")
     return None
 
 

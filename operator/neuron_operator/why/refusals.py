@@ -106,16 +106,16 @@ def explain_denial(message: str, *, of_job: bool = False) -> tuple[Reason, str]:
 def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
     """One finding for each kind of refusal of this pass; the last one is shown."""
     denied = [(refusal, _denial(refusal.message)) for refusal in refusals if refusal.why in _ANSWERED]
-    found = {why: [refusal for refusal in refusals if refusal.why is why] for why in Refused}
+    by_cause = {why: [refusal for refusal in refusals if refusal.why is why] for why in Refused}
     if rejected := [r for r, denial in denied if denial is None and r.why is Refused.REJECTED]:
         text = f"the API server rejected {_quoted(rejected)}; correct the fields that it names, or delete an object"
         yield unmet("Accepted", Reason.INVALID_SPEC, f"{text} that was edited by hand")
-    if taken := found[Refused.TAKEN]:
+    if taken := by_cause[Refused.TAKEN]:
         listed = ", ".join(f"{refusal.kind} {refusal.name}" for refusal in taken)
         verbs = "exists and does" if len(taken) == 1 else "exist and do"
         cure = f"delete or rename {'it' if len(taken) == 1 else 'them'}, or rename the model"
         yield unmet("Accepted", Reason.NAME_CONFLICT, f"{listed} {verbs} not belong to this model; {cure}")
-    if heavy := found[Refused.HEAVY]:
+    if heavy := by_cause[Refused.HEAVY]:
         text = f"the operator does not read {_quoted(heavy)}; remove what others have added, or delete the object"
         yield unmet("Accepted", Reason.NAME_CONFLICT, text)
     for known in DENIALS:
@@ -124,15 +124,15 @@ def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
     if forbidden := [r for r, denial in denied if denial is None and r.why is Refused.FORBIDDEN]:
         text = f"the API server denied the operator a request: {_quoted(forbidden)}"
         yield unmet("Accepted", Reason.OPERATOR_FORBIDDEN, text)
-    if failed := found[Refused.FAILED]:
+    if failed := by_cause[Refused.FAILED]:
         text = f"the operator cannot write and tries again, at most a minute apart: {_quoted(failed)}"
         yield unmet("Accepted", Reason.WRITE_FAILED, text)
-    if undone := found[Refused.UNDONE]:
+    if undone := by_cause[Refused.UNDONE]:
         cure = "set the field in the manifest or the chart's values, or exempt the object"
         who = "kubectl get --show-managed-fields -o yaml tells who it is, unless an admission policy is it"
         text = f"somebody else undoes what the operator writes, so it is written ever more rarely: {_quoted(undone)}"
         yield unmet("Accepted", Reason.CONTESTED, f"{text}; {cure}; {who}")
-    if found[Refused.TERMINATING]:
+    if by_cause[Refused.TERMINATING]:
         text = "the namespace is being deleted, so nothing can be created in it"
         yield unmet("Accepted", Reason.NAMESPACE_TERMINATING, text)
 

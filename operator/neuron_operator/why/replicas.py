@@ -31,16 +31,16 @@ def explain_replicas(
     silent = {pod.group for pod in missing if pod.group}
     missing += [pod for pod in _current(observed.followers) if pod.group in silent and not pod.is_running]
     of_pods = [(pod, explain_pod(pod, observed, served.placement)) for pod in missing]
-    found = [*_explain_deployment(observed.deployment), *of_groups, *(finding for _, finding in of_pods)]
-    if not found:
-        found = [unmet("Available", Reason.LOADING, "waiting for pods to be created")]
+    findings = [*_explain_deployment(observed.deployment), *of_groups, *(finding for _, finding in of_pods)]
+    if not findings:
+        findings = [unmet("Available", Reason.LOADING, "waiting for pods to be created")]
     of_revision = [finding for pod, finding in of_pods if pod.revision == served.name]
     elsewhere = {finding.condition: finding for finding in of_revision if finding.condition != "Available"}
-    worst = min(found, key=lambda finding: _reason(finding).weight)
+    worst = min(findings, key=lambda finding: _reason(finding).weight)
     reason = _reason(worst)
     if "Available" not in reason.row.conditions:
         reason = Reason.NO_MATCHING_NODE if worst.condition == "Placed" else Reason.CRASH_LOOP
-    alike = sum(finding.reason == worst.reason for finding in found)
+    alike = sum(finding.reason == worst.reason for finding in findings)
     others = f" (and {alike - 1} more with this reason)" if alike > 1 else ""
     promised = num_promised(num_wanted)
     if num_answering < promised:

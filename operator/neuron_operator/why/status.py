@@ -23,15 +23,18 @@ def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     A condition without a finding waits for the first that is not true. Of several findings about one condition, the
     last one that is not true wins. A finding about Ready says why replicas are missing although Available is true.
     """
-    found: dict[Condition, Finding] = {}
+    by_condition: dict[Condition, Finding] = {}
     for finding in findings:
-        if finding.condition not in found or finding.status != "True":
-            found[finding.condition] = finding
-    first = next((found[kind] for kind in CONDITIONS if kind in found and found[kind].status != "True"), None)
+        if finding.condition not in by_condition or finding.status != "True":
+            by_condition[finding.condition] = finding
+    first = next(
+        (by_condition[kind] for kind in CONDITIONS if kind in by_condition and by_condition[kind].status != "True"),
+        None,
+    )
     reason = first.reason if first else Reason.RESOLVING
     waits = f"waiting for {first.condition}" if first else "not checked yet"
-    all_found = [found.get(kind) or Finding(kind, "Unknown", reason, waits) for kind in CONDITIONS]
-    ready = _roll_up(all_found, found.get("Ready"))
+    all_found = [by_condition.get(kind) or Finding(kind, "Unknown", reason, waits) for kind in CONDITIONS]
+    ready = _roll_up(all_found, by_condition.get("Ready"))
     return (*all_found, ready, *_abnormal(ready))
 
 
