@@ -49,7 +49,7 @@ from neuron_operator.read.world import (
     Object,
     Place,
     Refusal,
-    Refused,
+    RefusalCause,
     StorageSettings,
     World,
 )
@@ -479,15 +479,17 @@ def test_a_deleted_model_is_left_to_garbage_collection() -> None:
 @pytest.mark.parametrize(
     ("refused", "reason", "says"),
     [
-        (Refusal(Refused.TAKEN, "Service", "chat"), "NameConflict", "Service chat exists"),
+        (Refusal(RefusalCause.TAKEN, "Service", "chat"), "NameConflict", "Service chat exists"),
         (
-            Refusal(Refused.FORBIDDEN, "Service", "chat", 'services "chat" is forbidden: exceeded quota: q, requested'),
+            Refusal(
+                RefusalCause.FORBIDDEN, "Service", "chat", 'services "chat" is forbidden: exceeded quota: q, requested'
+            ),
             "QuotaExceeded",
             "requested; raise the ResourceQuota, or request less",
         ),
         (
             Refusal(
-                Refused.REJECTED,
+                RefusalCause.REJECTED,
                 "Deployment",
                 "chat",
                 "deployments.apps \"chat\" is forbidden: ValidatingAdmissionPolicy 'p' with binding 'b' denied "
@@ -497,12 +499,16 @@ def test_a_deleted_model_is_left_to_garbage_collection() -> None:
             "denied request: no; that is a policy of the cluster",
         ),
         (
-            Refusal(Refused.REJECTED, "Job", "j", 'admission webhook "w.example.com" denied the request: no'),
+            Refusal(RefusalCause.REJECTED, "Job", "j", 'admission webhook "w.example.com" denied the request: no'),
             "AdmissionDenied",
             "that is a webhook's rule",
         ),
-        (Refusal(Refused.FORBIDDEN, "Deployment", "chat", "no create"), "OperatorForbidden", "chat: no create"),
-        (Refusal(Refused.REJECTED, "Deployment", "chat", "spec.x: Invalid"), "InvalidSpec", "Deployment chat: spec.x"),
+        (Refusal(RefusalCause.FORBIDDEN, "Deployment", "chat", "no create"), "OperatorForbidden", "chat: no create"),
+        (
+            Refusal(RefusalCause.REJECTED, "Deployment", "chat", "spec.x: Invalid"),
+            "InvalidSpec",
+            "Deployment chat: spec.x",
+        ),
     ],
 )
 def test_a_refusal_is_shown_and_everything_else_is_written(refused: Refusal, reason: str, says: str) -> None:
@@ -522,14 +528,14 @@ def test_refused_writes_are_repeated_ever_more_rarely_and_no_more_often_because_
     world, loading = resolved_world()
     assert loading.requeue_after_seconds == UNEXPLAINED_SECONDS
     later = world.now + timedelta(minutes=minutes)
-    refused = (Refusal(Refused.REJECTED, "Deployment", "chat", "invalid"),)
+    refused = (Refusal(RefusalCause.REJECTED, "Deployment", "chat", "invalid"),)
     assert decide(replace(world, now=later, refusals=refused), SETTINGS).requeue_after_seconds == seconds
 
 
 @pytest.mark.parametrize("kind", ["ServiceAccount", "ConfigMap", "NetworkPolicy", "ControllerRevision"])
 def test_no_pods_are_made_while_an_object_that_they_need_cannot_be_created(kind: str) -> None:
     world, before = resolved_world()
-    refused = Refusal(Refused.FORBIDDEN, kind, find(before.desired, kind)["metadata"]["name"], "denied")
+    refused = Refusal(RefusalCause.FORBIDDEN, kind, find(before.desired, kind)["metadata"]["name"], "denied")
     existing = decide(replace(world, refusals=(refused,)), SETTINGS)
     assert "Deployment" in {obj["kind"] for obj in existing.desired}
     others = tuple(child for child in world.children if child["metadata"]["name"] != refused.name)
@@ -539,7 +545,7 @@ def test_no_pods_are_made_while_an_object_that_they_need_cannot_be_created(kind:
 
 
 def test_all_name_conflicts_are_named_at_once() -> None:
-    refusals = tuple(Refusal(Refused.TAKEN, kind, "chat") for kind in ("Service", "NetworkPolicy"))
+    refusals = tuple(Refusal(RefusalCause.TAKEN, kind, "chat") for kind in ("Service", "NetworkPolicy"))
     status = decide(replace(fresh(), refusals=refusals), SETTINGS).status
     assert condition(status, "Ready")["message"].startswith("Service chat, NetworkPolicy chat exist and do not belong")
 

@@ -27,7 +27,7 @@ from helpers.operator_worlds import (
 from neuron_operator.api import names
 from neuron_operator.api.schema import definition
 from neuron_operator.decide.course import decide
-from neuron_operator.read.world import Object, Refusal, Refused, World
+from neuron_operator.read.world import Object, Refusal, RefusalCause, World
 
 
 def computed(model: Object) -> str:
@@ -74,11 +74,11 @@ def crashing() -> World:
 
 
 def taken_name() -> World:
-    return replace(serving(), refusals=(Refusal(Refused.TAKEN, "Service", "chat"),))
+    return replace(serving(), refusals=(Refusal(RefusalCause.TAKEN, "Service", "chat"),))
 
 
 def failing_write() -> World:
-    return replace(serving(), refusals=(Refusal(Refused.FAILED, "Service", "chat", "webhook timed out"),))
+    return replace(serving(), refusals=(Refusal(RefusalCause.FAILED, "Service", "chat", "webhook timed out"),))
 
 
 def paused_edit(**spec: Any) -> World:

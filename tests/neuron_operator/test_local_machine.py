@@ -12,7 +12,7 @@ import pytest
 
 from helpers.ports import free_ports
 from neuron_operator.local.machine import Machine
-from neuron_operator.local.pods import CannotRunHere, Host, instance_type
+from neuron_operator.local.pods import CannotRunHere, LocalHost, instance_type
 
 READY_AT_ONCE = "import sys, time; print('up', flush=True); time.sleep(float(sys.argv[1]))"
 
@@ -33,7 +33,7 @@ def deployment(replicas: int = 1, *argv: str, port: int | None = None) -> dict[s
 def machine(root: Path, first_port: int = 0) -> tuple[Machine, list[str]]:
     lines: list[str] = []
     return Machine(
-        Host(root / "default.chat", {}, 0), first_port, lambda: None, lambda _, line: lines.append(line)
+        LocalHost(root / "default.chat", {}, 0), first_port, lambda: None, lambda _, line: lines.append(line)
     ), lines
 
 
@@ -170,6 +170,6 @@ def test_a_machine_with_devices_is_a_node_of_its_instance_type(tmp_path: Path) -
     assert instance_type(tmp_path) == ""
     name.parent.mkdir(parents=True)
     name.write_text("inf2.8xlarge\n")
-    host = Host(tmp_path / "default.chat", {}, 1, instance_type(tmp_path))
+    host = LocalHost(tmp_path / "default.chat", {}, 1, instance_type(tmp_path))
     node = Machine(host, 0, lambda: None, lambda name, line: None).node
     assert (node.devices, node.instance_type) == (1, "inf2.8xlarge")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.ports import free_ports
-from neuron_operator.local.pods import CannotRunHere, Host, interpret
+from neuron_operator.local.pods import CannotRunHere, LocalHost, interpret
 from neuron_operator.local.process import PodProcess
 
 SERVER = """
@@ -75,10 +75,10 @@ def pod() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def host(root: Path, devices: int = 0) -> Host:
+def host(root: Path, devices: int = 0) -> LocalHost:
     config = {"data": {"config.json": "{}"}}
     environment = {"PATH": os.environ["PATH"], "HF_TOKEN": "secret"}
-    return Host(root / "default.chat", environment, devices, config_maps={"chat-config": config})
+    return LocalHost(root / "default.chat", environment, devices, config_maps={"chat-config": config})
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def pod_with_keys() -> dict[str, Any]:
     return body
 
 
-def with_variable(here: Host, name: str, value: str) -> Host:
+def with_variable(here: LocalHost, name: str, value: str) -> LocalHost:
     return replace(here, environment={**here.environment, name: value})
 
 

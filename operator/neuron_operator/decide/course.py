@@ -27,7 +27,7 @@ from neuron_operator.read.disruption import Pace
 from neuron_operator.read.objects import dig, instant, is_owned, name_of
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import ConditionView, JobView, ModelView, Observed, observe
-from neuron_operator.read.world import Change, Decision, Object, Refused, Settings, Upgrade, World
+from neuron_operator.read.world import Change, Decision, Object, RefusalCause, Settings, Upgrade, World
 from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.groups import group_owner, rest_of
@@ -90,7 +90,7 @@ class Course:
     """Whether and when controllers try again to make refused pods."""
     waited: Sequence[JobView] = ()
     """The Job of the current step."""
-    groups: groups.Plan | None = None
+    groups: groups.GroupPlan | None = None
     """None: every replica is one pod, or what is wanted is not known in this pass."""
     upgrade: Upgrade | None = None
     """See `Decision`."""
@@ -103,7 +103,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
     if observed.model.is_deleting:
         return Decision()  # the garbage collector deletes the children
     course = _set_course(world, observed, settings, steps)
-    is_terminating = any(refusal.why is Refused.TERMINATING for refusal in world.refusals)
+    is_terminating = any(refusal.why is RefusalCause.TERMINATING for refusal in world.refusals)
     if manifest.is_paused(world.body):
         course = _paused(course)
     elif is_terminating:
@@ -263,7 +263,7 @@ def _begun(
 
 def _groups(
     model: NeuronModel, settings: Settings, observed: Observed, done: Walk, served: Revision | None
-) -> groups.Plan | None:
+) -> groups.GroupPlan | None:
     """What happens to groups: those of this revision, or those that a revision on one node replaces."""
     if served is None or (served.placement.nodes == 1 and not observed.groups):
         return None
@@ -360,7 +360,7 @@ def _workload(
     *,
     allowed: Allowed,
     pace: Pace,
-    grouped: groups.Plan | None,
+    grouped: groups.GroupPlan | None,
 ) -> tuple[Object, ...]:
     """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
     still, served = _with_pods(observed), allowed.revision
@@ -379,7 +379,7 @@ def _replicas(
     *,
     allowed: Allowed,
     pace: Pace,
-    grouped: groups.Plan | None,
+    grouped: groups.GroupPlan | None,
 ) -> Iterator[Object]:
     served = allowed.revision
     if served.placement.nodes == 1:

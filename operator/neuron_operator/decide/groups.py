@@ -46,7 +46,7 @@ State = Literal["Starting", "Serving", "Failed", "Left", "Released"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class GroupPlan:
     start: tuple[Attempt, ...] = ()
     end: tuple[Object, ...] = ()
     """The objects that own everything else of their groups."""
@@ -74,7 +74,9 @@ class _Draft:
     needs: set[Need] = field(default_factory=set)
 
 
-def plan(observed: Observed, revision: Revision, num_wanted: int, surges: bool | None, settings: GroupSettings) -> Plan:
+def plan(
+    observed: Observed, revision: Revision, num_wanted: int, surges: bool | None, settings: GroupSettings
+) -> GroupPlan:
     """The next step towards `num_wanted` groups of the revision.
 
     Args:
@@ -118,7 +120,7 @@ def plan(observed: Observed, revision: Revision, num_wanted: int, surges: bool |
         if key not in records and key[0] == revision.name and key[1] < num_wanted:
             records[key] = known
     shown = sorted(records.values(), key=lambda one: (one.revision != revision.name, one.replica or 0))
-    return Plan(
+    return GroupPlan(
         start=tuple(draft.start),
         end=tuple(group.live for group in draft.end),
         alive=tuple(alive),

@@ -15,7 +15,7 @@ import aiohttp
 from neuron_operator.api import names
 from neuron_operator.kubectl import why
 from neuron_operator.kubectl.cluster import Address, Kubectl, KubectlFailed
-from neuron_operator.local.answers import Refused, error_message, stream
+from neuron_operator.local.answers import AnswerRefused, error_message, stream
 from neuron_operator.read.objects import dig, is_owned, name_of, text
 from neuron_operator.read.views import Observed, observe
 from neuron_operator.read.world import World
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[Kubectl, argparse.Namespace], int] = options.run
     try:
         return run(kubectl, options)
-    except (KubectlFailed, Refused, aiohttp.ClientError) as error:
+    except (KubectlFailed, AnswerRefused, aiohttp.ClientError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return EXIT_FAILED
     except (KeyboardInterrupt, BrokenPipeError):
@@ -207,13 +207,13 @@ def served_name(model: Any) -> str:
 
 
 async def _need_answer(address: Address, name: str) -> None:
-    """Raises KubectlFailed, with the next command, if no replica can serve; Refused if the user may not ask."""
+    """Raises KubectlFailed, with the next command, if no replica can serve; AnswerRefused if the user may not ask."""
     async with address.session.get(f"{address.url}/health") as response:
         if response.status == 200:
             return
         message = error_message(await response.read())
         if response.status not in (404, 503):
-            raise Refused(response.status, message)
+            raise AnswerRefused(response.status, message)
         raise KubectlFailed(f"no replica answers ({message}): {PROGRAM} why {name} says why")
 
 

@@ -19,7 +19,7 @@ MAX_ERROR = 500
 """Characters of a server's error that are shown."""
 
 
-class Refused(Exception):
+class AnswerRefused(Exception):
     """The server answered with an error, or ended the stream with one."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -47,7 +47,7 @@ async def stream(
 ) -> Answer:
     """Asks for a streamed answer of the chat completions at `url` and passes on each piece of its text.
 
-    Raises Refused, or aiohttp.ClientError if the connection breaks.
+    Raises AnswerRefused, or aiohttp.ClientError if the connection breaks.
     """
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     began = time.monotonic()
@@ -56,13 +56,13 @@ async def stream(
     usage: Mapping[str, Any] = {}
     async with session.post(url, json=asked) as response:
         if response.status != 200:
-            raise Refused(response.status, error_message(await response.read()))
+            raise AnswerRefused(response.status, error_message(await response.read()))
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
             event = msgspec.json.decode(line.removeprefix(b"data: "))
             if event.get("error"):
-                raise Refused(0, text(event, "error", "message"))
+                raise AnswerRefused(0, text(event, "error", "message"))
             usage = event.get("usage") or usage
             for choice in items(event, "choices"):
                 piece = text(choice, "delta", "content")

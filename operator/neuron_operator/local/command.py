@@ -33,13 +33,13 @@ from neuron_operator.api import manifest, names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.reasons import CONDITIONS
 from neuron_operator.decide.course import decide
-from neuron_operator.local.answers import Refused, stream
+from neuron_operator.local.answers import AnswerRefused, stream
 from neuron_operator.local.machine import Machine, timestamp
 from neuron_operator.local.pods import (
     LOOPBACK,
     CannotRunHere,
     ContainerPlan,
-    Host,
+    LocalHost,
     count_neuron_devices,
     environment_to_inherit,
     instance_type,
@@ -224,7 +224,7 @@ class _Session:
     async def run(self) -> int:
         num_devices = count_neuron_devices(os.listdir("/dev"))
         _check_devices(self.body, num_devices)
-        host = Host(self.root, environment_to_inherit(os.environ), num_devices, instance_type(Path("/sys")))
+        host = LocalHost(self.root, environment_to_inherit(os.environ), num_devices, instance_type(Path("/sys")))
         machine = Machine(host, self.options.port, self.wake.set, self._log)
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -376,7 +376,7 @@ async def _ask(session: aiohttp.ClientSession, port: int, model: str, question: 
     url = f"http://{LOOPBACK}:{port}/v1/chat/completions"
     try:
         answer = await stream(session, url, body, lambda piece: print(piece, end="", flush=True))
-    except Refused as refused:
+    except AnswerRefused as refused:
         raise CannotRunHere(f"the model rejected the question: {refused}") from refused
     first = f"first token after {1000 * answer.first_seconds:.0f} ms"
     print(f"\n\n  {first}, {answer.num_tokens} tokens in {answer.last_seconds:.2f} s\n", flush=True)

@@ -25,7 +25,7 @@ from neuron_operator.api.names import (
     POD_INDEX_LABEL,
     REPLICA_LABEL,
 )
-from neuron_operator.local.pods import LOOPBACK, CannotRunHere, Host, interpret
+from neuron_operator.local.pods import LOOPBACK, CannotRunHere, LocalHost, interpret
 from neuron_operator.local.process import PodProcess
 from neuron_operator.read.world import NodeDevices
 
@@ -73,7 +73,7 @@ class Machine:
     """
 
     def __init__(
-        self, host: Host, first_port: int, changed: Callable[[], None], log: Callable[[str, str], None]
+        self, host: LocalHost, first_port: int, changed: Callable[[], None], log: Callable[[str, str], None]
     ) -> None:
         self._host = host
         self._next_port = first_port

@@ -78,7 +78,7 @@ class ContainerPlan:
 
 
 @dataclass(frozen=True)
-class Host:
+class LocalHost:
     """The properties of this machine that a plan depends on."""
 
     root: Path
@@ -100,7 +100,7 @@ class Host:
         return self.root.parent / "claims"
 
 
-def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
+def interpret(pod: Json, host: LocalHost, ports: Mapping[int, int]) -> ContainerPlan:
     """The plan of a pod with one container; `ports` maps its container ports to ports of this machine.
 
     Raises:
@@ -186,7 +186,7 @@ def too_few_devices(needed: str, num_devices: int) -> CannotRunHere:
     )
 
 
-def _volume(volume: Json, pod: Json, host: Host, files: dict[Path, str]) -> Path:
+def _volume(volume: Json, pod: Json, host: LocalHost, files: dict[Path, str]) -> Path:
     source = next((s for s in _VOLUME_SOURCES if s in volume), None)
     if source is None:
         kind = next(iter(set(volume) - {"name"}), "nothing")
@@ -205,7 +205,7 @@ def _volume(volume: Json, pod: Json, host: Host, files: dict[Path, str]) -> Path
     return folder
 
 
-def _secret_files(volume: Json, folder: Path, host: Host) -> dict[Path, str]:
+def _secret_files(volume: Json, folder: Path, host: LocalHost) -> dict[Path, str]:
     """Keys of a Secret as files: of one that the operator makes all, otherwise those that are named, each from the
     environment variable NAME_KEY in capitals."""
     secret = volume["secret"]
@@ -236,7 +236,7 @@ def _translate(value: str, places: Mapping[str, Path]) -> str:
     return value
 
 
-def _environment(container: Json, pod: Json, host: Host) -> dict[str, str]:
+def _environment(container: Json, pod: Json, host: LocalHost) -> dict[str, str]:
     env: dict[str, str] = {}
     for entry in container.get("env", []):
         name = entry["name"]

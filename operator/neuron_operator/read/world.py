@@ -93,7 +93,7 @@ class FreeDevices:
     """UIDs of the pods on these nodes, whose devices are not free. None: all that have a node."""
 
 
-class Refused(Enum):
+class RefusalCause(Enum):
     """Why an object was not written."""
 
     TAKEN = "taken"
@@ -116,7 +116,7 @@ class Refused(Enum):
 class Refusal:
     """A write that did not happen."""
 
-    why: Refused
+    why: RefusalCause
     kind: str
     name: str
     message: str = ""

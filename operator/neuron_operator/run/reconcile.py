@@ -43,7 +43,7 @@ from neuron_operator.cluster.on_demand import OnDemand
 from neuron_operator.cluster.reflector import Caches, Key, Version, version_of
 from neuron_operator.cluster.workqueue import WorkQueue
 from neuron_operator.read.objects import is_orphan, is_owned, is_shared, items, labels_of, name_of, owners_of
-from neuron_operator.read.world import Announcement, Change, Decision, Object, Refusal, Refused, Settings, World
+from neuron_operator.read.world import Announcement, Change, Decision, Object, Refusal, RefusalCause, Settings, World
 from neuron_operator.run.metrics import Metrics, PassResult
 from neuron_operator.run.upgrades import Turns
 
@@ -248,17 +248,17 @@ class _Writes:
         try:
             if live is None:
                 if resource.kind == "Job" and (words := self._contests.check(_key_of(desired), DELETED)):
-                    raise _Refused(refusal(Refused.UNDONE, message=words))
+                    raise _Refused(refusal(RefusalCause.UNDONE, message=words))
                 live = await self._create_or_look(resource, desired)
             if resource is SECRETS:
                 return  # its name is that of one attempt of a group, and nobody may read it
             if not _is_ours(live, desired, body):
-                raise _Refused(refusal(Refused.TAKEN))
+                raise _Refused(refusal(RefusalCause.TAKEN))
             if "deletionTimestamp" in live["metadata"]:
                 return  # its end wakes us
             if BYTES in live:
                 text = f"it has {live[BYTES]} bytes, more than {MAX_OBJECT_BYTES}"
-                raise _Refused(refusal(Refused.HEAVY, message=text))
+                raise _Refused(refusal(RefusalCause.HEAVY, message=text))
             if resource.kind in _NEVER_EDITED:
                 return
             if is_shared(desired) and resource.kind in _CREATED_ONCE:
@@ -268,27 +268,27 @@ class _Writes:
                 return
             if not self._contained.needs_apply(desired, live):
                 if words := self._contests.still(_key_of(desired)):
-                    raise _Refused(refusal(Refused.UNDONE, message=words))
+                    raise _Refused(refusal(RefusalCause.UNDONE, message=words))
                 return
             self._contend(desired, difference(desired, live))
             self._observe_written(resource, await self._apply(resource, desired, live))
         except Terminating as fault:
-            raise _Refused(refusal(Refused.TERMINATING, message=str(fault))) from fault
+            raise _Refused(refusal(RefusalCause.TERMINATING, message=str(fault))) from fault
         except Forbidden as fault:
-            raise _Refused(refusal(Refused.FORBIDDEN, message=str(fault))) from fault
+            raise _Refused(refusal(RefusalCause.FORBIDDEN, message=str(fault))) from fault
         except Invalid as fault:
-            raise _Refused(refusal(Refused.REJECTED, message=str(fault))) from fault
+            raise _Refused(refusal(RefusalCause.REJECTED, message=str(fault))) from fault
         except TermOver:
             raise
         except ClusterFault as fault:
             if not self._reports_faults:
                 raise
-            raise _Refused(refusal(Refused.FAILED, message=str(fault)), retry=fault) from fault
+            raise _Refused(refusal(RefusalCause.FAILED, message=str(fault)), retry=fault) from fault
 
     def _contend(self, desired: Object, wants: Difference) -> None:
         """Raises _Refused if somebody else undid the same write again and again."""
         if words := self._contests.enter(_key_of(desired), wants):
-            raise _Refused(Refusal(Refused.UNDONE, desired["kind"], name_of(desired), words))
+            raise _Refused(Refusal(RefusalCause.UNDONE, desired["kind"], name_of(desired), words))
 
     async def _relabel(self, live: Object, desired: Object) -> None:
         """Repair the labels of a shared Job, record or claim, and nothing else: its owners change by
@@ -327,7 +327,7 @@ class _Writes:
             logger.debug("already deleted: %s", gone)
             return
         except Forbidden as fault:
-            raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
+            raise _Refused(Refusal(RefusalCause.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
         self._observe_written(resource, written)
         is_used = name_of(live) in self._caches.used_by_others(self._key)
         if not change.unchanged and is_orphan(written) and not is_used:
@@ -344,7 +344,7 @@ class _Writes:
         except (NotFound, Conflict) as gone:
             logger.debug("already deleted: %s", gone)
         except Forbidden as fault:
-            raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
+            raise _Refused(Refusal(RefusalCause.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
 
     async def status(self, body: Object, status: Object) -> None:
         if words := self._contests.enter(_key_of(body), status_of(status)):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from neuron_operator.api.reasons import Finding, Reason, unmet
-from neuron_operator.read.world import Refusal, Refused
+from neuron_operator.read.world import Refusal, RefusalCause
 
 
 @dataclass(frozen=True)
@@ -106,38 +106,38 @@ def explain_denial(message: str, *, of_job: bool = False) -> tuple[Reason, str]:
 def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
     """One finding for each kind of refusal of this pass; the last one is shown."""
     denied = [(refusal, _denial(refusal.message)) for refusal in refusals if refusal.why in _ANSWERED]
-    by_cause = {why: [refusal for refusal in refusals if refusal.why is why] for why in Refused}
-    if rejected := [r for r, denial in denied if denial is None and r.why is Refused.REJECTED]:
+    by_cause = {why: [refusal for refusal in refusals if refusal.why is why] for why in RefusalCause}
+    if rejected := [r for r, denial in denied if denial is None and r.why is RefusalCause.REJECTED]:
         text = f"the API server rejected {_quoted(rejected)}; correct the fields that it names, or delete an object"
         yield unmet("Accepted", Reason.INVALID_SPEC, f"{text} that was edited by hand")
-    if taken := by_cause[Refused.TAKEN]:
+    if taken := by_cause[RefusalCause.TAKEN]:
         listed = ", ".join(f"{refusal.kind} {refusal.name}" for refusal in taken)
         verbs = "exists and does" if len(taken) == 1 else "exist and do"
         cure = f"delete or rename {'it' if len(taken) == 1 else 'them'}, or rename the model"
         yield unmet("Accepted", Reason.NAME_CONFLICT, f"{listed} {verbs} not belong to this model; {cure}")
-    if heavy := by_cause[Refused.HEAVY]:
+    if heavy := by_cause[RefusalCause.HEAVY]:
         text = f"the operator does not read {_quoted(heavy)}; remove what others have added, or delete the object"
         yield unmet("Accepted", Reason.NAME_CONFLICT, text)
     for known in DENIALS:
         if refused := [refusal for refusal, denial in denied if denial is known]:
             yield unmet("Accepted", known.reason, f"the API server refused {_quoted(refused)}; {known.cure}")
-    if forbidden := [r for r, denial in denied if denial is None and r.why is Refused.FORBIDDEN]:
+    if forbidden := [r for r, denial in denied if denial is None and r.why is RefusalCause.FORBIDDEN]:
         text = f"the API server denied the operator a request: {_quoted(forbidden)}"
         yield unmet("Accepted", Reason.OPERATOR_FORBIDDEN, text)
-    if failed := by_cause[Refused.FAILED]:
+    if failed := by_cause[RefusalCause.FAILED]:
         text = f"the operator cannot write and tries again, at most a minute apart: {_quoted(failed)}"
         yield unmet("Accepted", Reason.WRITE_FAILED, text)
-    if undone := by_cause[Refused.UNDONE]:
+    if undone := by_cause[RefusalCause.UNDONE]:
         cure = "set the field in the manifest or the chart's values, or exempt the object"
         who = "kubectl get --show-managed-fields -o yaml tells who it is, unless an admission policy is it"
         text = f"somebody else undoes what the operator writes, so it is written ever more rarely: {_quoted(undone)}"
         yield unmet("Accepted", Reason.CONTESTED, f"{text}; {cure}; {who}")
-    if by_cause[Refused.TERMINATING]:
+    if by_cause[RefusalCause.TERMINATING]:
         text = "the namespace is being deleted, so nothing can be created in it"
         yield unmet("Accepted", Reason.NAMESPACE_TERMINATING, text)
 
 
-_ANSWERED = (Refused.REJECTED, Refused.FORBIDDEN)
+_ANSWERED = (RefusalCause.REJECTED, RefusalCause.FORBIDDEN)
 
 
 def _denial(message: str) -> Denial | None:
