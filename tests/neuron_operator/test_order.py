@@ -85,6 +85,11 @@ class Story:
             shared = tuple(over if found is job else found for found in self.world.shared)
             self.world = replace(self.world, shared=shared, pods=(*self.world.pods, pod))
 
+    def running(self, role: str) -> set[str]:
+        """Names of the Jobs of the role that have not ended."""
+        jobs = (found for found in self.world.shared if found["kind"] == "Job" and "status" not in found)
+        return {name_of(job) for job in jobs if labels_of(job)[names.ROLE_LABEL] == role}
+
     def answer(self, *, ready: bool = True) -> None:
         """The pods of the Deployment are there."""
         deployments = [found for found in self.world.children if found["kind"] == "Deployment"]
@@ -181,3 +186,22 @@ def test_whatever_is_changed_before_the_first_revision_is_compiled_no_pod_is_mad
             ACTIONS[action](story)
         for _ in range(6):
             story.run_pass()
+
+
+def test_a_compilation_for_an_edited_manifest_ends_unless_it_is_needed() -> None:
+    story = Story()
+    while not story.running(names.ROLE_COMPILE):
+        story.end_job()
+        for _ in range(6):
+            story.run_pass()
+    before = story.running(names.ROLE_COMPILE)
+    story.edit(replicas=2)
+    for _ in range(6):
+        story.run_pass()
+    assert story.running(names.ROLE_COMPILE) == before, "replicas are not compiled"
+    story.edit(serving={"maxModelLength": 512})
+    for _ in range(6):
+        story.run_pass()
+    after = story.running(names.ROLE_COMPILE)
+    assert len(after) == 1
+    assert after != before

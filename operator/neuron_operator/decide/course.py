@@ -202,7 +202,8 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     waited = [job for job in waited if is_owned(job.live, model.uid)]
     nudges = (nudge.change(job, observed) for job in waited)
     is_settled = done.is_complete and not world.refusals
-    kept = (name for earlier in _kept_revisions(model, observed, pinned) for name in earlier.shared)
+    earlier = (name for known in _kept_revisions(model, observed, pinned) for name in known.shared)
+    kept = (name for name in earlier if name in observed.keepers)  # a Job that still works for one works for nothing
     shared = upkeep(model, observed, done, frozenset((*kept, *map(name_of, cleaning))), world.used_by_others)
     delete = (
         *done.stale,
