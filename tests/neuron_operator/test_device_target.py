@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import pytest
 
-from helpers.operator_worlds import FACTS, SETTINGS, body, condition, find, fresh, settle, stepped
+from helpers.operator_worlds import (
+    FACTS,
+    NOW,
+    SETTINGS,
+    body,
+    condition,
+    find,
+    fresh,
+    having_served,
+    settle,
+    stepped,
+    unscheduled_pod,
+)
 from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.api.manifest import parse
@@ -133,6 +146,30 @@ def test_an_edit_keeps_the_place_of_the_revision_before() -> None:
     moved = fresh(spec=edited)
     world, decision = settle(replace(world, body={**world.body, "spec": moved.body["spec"]}, free=full), USING)
     assert "as before this edit" in condition(decision.status, "Placed")["message"]
+
+
+def test_what_never_served_is_planned_again_once_its_nodes_are_gone_for_long() -> None:
+    """The type for which it was compiled has no node any more; another one has."""
+    first, other = cluster("inf2.24xlarge"), cluster("trn1.2xlarge")
+    world, decision = settle(replace(fresh(spec={"model": {"uri": "hf://acme/tiny"}}), free=first), USING)
+    world, decision = stepped(world, decision, USING)
+    deployment = find(decision.desired, "Deployment")
+    stuck = unscheduled_pod(deployment, "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector.")
+    waiting = replace(world, pods=(*world.pods, stuck))
+    for seconds, free, family in ((599, other, "inf2"), (600, first, "inf2"), (600, FreeDevices(None), "inf2")):
+        now = NOW - timedelta(seconds=600 - seconds)
+        _, decision = settle(replace(waiting, free=free, now=now), USING)
+        assert family in condition(decision.status, "Placed")["message"], (seconds, free)
+    served = having_served(waiting)
+    _, decision = settle(replace(served, free=other), USING)
+    assert "inf2" in condition(decision.status, "Placed")["message"]
+    world, decision = settle(replace(waiting, free=other), USING)
+    assert "of trn1" in condition(decision.status, "Placed")["message"]
+    assert condition(decision.status, "Compiled")["reason"] == "Compiling"
+    assert not [made for made in decision.desired if made["kind"] == "Job" and "resolve" in str(made["metadata"])]
+    world, decision = stepped(replace(world, pods=(stuck,)), decision, USING)
+    template = find(decision.desired, "Deployment")["spec"]["template"]
+    assert env_of(template)[names.PLATFORM_VARIABLE] == "trn1"
 
 
 def env_of(template: Object) -> dict[str, str]:

@@ -23,6 +23,7 @@ from neuron_operator.decide.nudge import Nudge
 from neuron_operator.decide.rollout import Setback
 from neuron_operator.decide.sharing import upkeep
 from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, using, walk
+from neuron_operator.place.planner import Held, is_stranded
 from neuron_operator.read.disruption import Pace
 from neuron_operator.read.objects import dig, instant, is_owned, name_of
 from neuron_operator.read.revision import Revision
@@ -58,6 +59,9 @@ AWAITED_SECONDS = 40.0
 MAX_RECHECK_SECONDS = 300.0
 """What only makes a message better is read ever more rarely: after a tenth of the time that the model has not been
 ready. Counting free devices takes a request for each node."""
+
+STRANDED_SECONDS = 600
+"""A model that has not served is planned again if none of its nodes has come for so long."""
 
 PROGRESS_SECONDS = 5.0
 """How often an owner of a running Job reads its progress; the status changes no more often."""
@@ -151,18 +155,20 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     defaults = pin.defaults_key(model, settings)
     is_idle = wanted is not None and not observed.has_served(wanted.name)
     renews = is_idle and wanted is not None and wanted.pinned.defaults not in ("", defaults)
+    next_number, held = pin.next_number(observed.revisions), pin.held(observed.revisions)
+    upgrade = image if moves else defaults if renews else ""
     if moves or renews:
         wanted = pin.wanted(model, observed.revisions, image if moves else "", "" if moves else defaults)
+    elif is_idle and wanted is not None and _is_stranded(model, observed, settings, wanted, held):
+        wanted, upgrade = None, f"{next_number}:{defaults}"
     facts = wanted.pinned.facts if wanted else pin.known_facts(model, settings, observed.revisions)
-    next_number = pin.next_number(observed.revisions)
-    held = pin.held(observed.revisions)
     known = Known(
         model,
         settings,
         next_number,
         world.free,
         held,
-        upgrade=image if moves else defaults if renews else "",
+        upgrade=upgrade,
         tried=frozenset((*observed.tried, observed.model.failed_revision)),
         answers=not manifest.is_paused(world.body) and any(pod.is_answering for pod in observed.live),
         facts=facts,
@@ -246,6 +252,20 @@ def _is_behind(
         and wanted.image != runtime_image(model, settings)
         and sum(pod.is_answering for pod in observed.live) >= model.spec.replicas
     )
+
+
+def _is_stranded(
+    model: NeuronModel, observed: Observed, settings: Settings, wanted: Revision, held: Held | None
+) -> bool:
+    """Whether the cluster has changed since the model was planned, so that no node for its pods is left. Long enough
+    for an autoscaler to bring one: to compile again may take an hour."""
+    waiting_since = [
+        pod.created for pod in observed.live if pod.revision == wanted.name and pod.unscheduled is not None
+    ]
+    until = observed.now - timedelta(seconds=STRANDED_SECONDS)
+    if held is None or observed.free is None or not any(since and since <= until for since in waiting_since):
+        return False
+    return is_stranded(model, settings, held, observed.free)
 
 
 def _begun(

@@ -106,10 +106,10 @@ class Held:
     nodes: int = 1
 
     def contains(self, option: Option) -> bool:
-        is_here = option.site.name == self.instance_type or (
-            not self.instance_type and option.site.family.name == self.family
-        )
-        return is_here and (option.size, option.nodes) == (self.size, self.nodes)
+        return self.is_on(option.site) and (option.size, option.nodes) == (self.size, self.nodes)
+
+    def is_on(self, site: Site) -> bool:
+        return site.name == self.instance_type or (not self.instance_type and site.family.name == self.family)
 
 
 @dataclass(frozen=True)
@@ -379,6 +379,17 @@ def choose(
         f"{case.nearest(sites)}",
         needs=() if asked.instance_type else (Need.FREE_DEVICES,),
     )
+
+
+def is_stranded(model: NeuronModel, settings: Settings, held: Held, free: FreeDevices) -> bool:
+    """Whether no node of that place is left or can be added, while the manifest allows nodes that are there."""
+    if free.nodes is None:
+        return False
+    try:
+        sites = _sites(model, settings, place(model, settings), free)
+    except Unplaceable:
+        return False
+    return not any(map(held.is_on, sites))
 
 
 @dataclass(frozen=True)
