@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from helpers.operator_worlds import (
     FACTS,
     JSON_VALUES,
+    NOW,
     REFUSED,
     SETTINGS,
     SPEC,
@@ -211,15 +212,32 @@ def test_available_means_what_rollouts_and_evictions_leave(num_wanted: int) -> N
         assert status["ready"] == f"{num_ready}/{num_wanted}"
 
 
-def test_a_missing_replica_outranks_the_rollout_in_ready() -> None:
+def test_ready_names_what_a_rollout_does_not_explain() -> None:
+    """It says RollingOut from the first replica to the last, not the state of each in turn."""
     world, _ = resolved_world()
     old = serving_pod(find(world.children, "Deployment"), "chat-0", ready=True)
     edit = {**world.body["spec"], "serving": {"maxModelLength": 512}}
     world, _ = settle(checked(replace(world, body={**world.body, "spec": edit}, pods=(old,))))
-    new = serving_pod(find(world.children, "Deployment"), state=CRASH, last=ended(137, reason="OOMKilled"), restarts=4)
-    status = decide(replace(world, pods=(old, new)), SETTINGS).status
-    found = {kind: condition(status, kind)["reason"] for kind in ("Available", "UpToDate", "Ready")}
-    assert found == {"Available": "Available", "UpToDate": "RollingOut", "Ready": "DeviceOutOfMemory"}
+    deployment = find(world.children, "Deployment")
+    waiting_for_devices = unscheduled_pod(deployment, INSUFFICIENT)  # since 11:50
+    since = datetime(2026, 3, 1, 11, 50, tzinfo=UTC)
+    for new, now, reason in (
+        (serving_pod(deployment), NOW, "RollingOut"),
+        (waiting_for_devices, since + timedelta(seconds=60), "RollingOut"),
+        (waiting_for_devices, since + timedelta(seconds=61), "InsufficientNeuron"),
+        (
+            serving_pod(deployment, state=CRASH, last=ended(137, reason="OOMKilled"), restarts=4),
+            NOW,
+            "DeviceOutOfMemory",
+        ),
+    ):
+        decision = decide(replace(world, pods=(old, new), now=now), SETTINGS)
+        reasons = {kind: condition(decision.status, kind)["reason"] for kind in ("Available", "UpToDate", "Ready")}
+        assert reasons == {"Available": "Available", "UpToDate": "RollingOut", "Ready": reason}
+        message = condition(decision.status, "Ready")["message"]
+        assert "1 of 2 replicas answer" in message
+        assert "pod chat-1" in message
+        assert (Need.FREE_DEVICES in decision.needs) == (new is waiting_for_devices)
 
 
 @pytest.mark.parametrize(

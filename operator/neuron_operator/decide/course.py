@@ -60,6 +60,9 @@ MAX_RECHECK_SECONDS = 300.0
 """What only makes a message better is read ever more rarely: after a tenth of the time that the model has not been
 ready. Counting free devices takes a request for each node."""
 
+STUCK_SECONDS = 60
+"""A replica that waits for devices for so long may have to wait for ever, although a rollout goes on."""
+
 STRANDED_SECONDS = 600
 """A model that has not served is planned again if none of its nodes has come for so long."""
 
@@ -450,15 +453,27 @@ def _explain_serving(world: World, observed: Observed, course: Course) -> tuple[
     """Findings about the replicas, whether or not the steps are complete."""
     if course.served is None:
         return ()
-    return (
-        *explain_replicas(
-            observed,
-            _num_wanted(observed, course),
-            course.served,
-            course.groups.findings if course.groups else (),
-        ),
-        *_explain_revision(world, observed, course),
-    )
+    of_groups = course.groups.findings if course.groups else ()
+    of_replicas = explain_replicas(observed, _num_wanted(observed, course), course.served, of_groups)
+    of_revision = _explain_revision(world, observed, course)
+    rolling = next((finding for finding in of_revision if finding.reason is Reason.ROLLING_OUT), None)
+    if rolling is not None:
+        of_replicas = tuple(_during(rolling, one, course.served, observed) for one in of_replicas)
+    return (*of_replicas, *of_revision)
+
+
+def _during(rolling: Finding, missing: Finding, served: Revision, observed: Observed) -> Finding:
+    """Ready stays at RollingOut while a replica beyond those promised is missing as rollouts have it: it starts, ends,
+    or waits for the devices of another that ends."""
+    reason = Reason.named(missing.reason)
+    if missing.condition != "Ready" or reason is None:
+        return missing
+    until = observed.now - timedelta(seconds=STUCK_SECONDS)
+    is_stuck = any(pod.unscheduled is not None and pod.created and pod.created < until for pod in observed.live)
+    is_awaiting = any(pod.revision != served.name for pod in observed.live) and not is_stuck
+    if reason.row.passing or (reason is Reason.INSUFFICIENT_NEURON and is_awaiting):
+        return replace(missing, reason=rolling.reason, message=f"{rolling.message}; {missing.message}")
+    return missing
 
 
 def _num_wanted(observed: Observed, course: Course) -> int:
