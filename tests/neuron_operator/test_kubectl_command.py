@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from neuron_operator.kubectl.command import parsed
+from helpers.operator_worlds import find, resolved_world
+from neuron_operator.api import names
+from neuron_operator.kubectl.command import main, parsed
 
 FLAGS = ["-n", "team", "--temperature", "0"]
 
@@ -29,3 +34,41 @@ def test_other_arguments_are_refused(arguments: list[str], capsys: pytest.Captur
     with pytest.raises(SystemExit):
         parsed(arguments)
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def answering(folder: Path, answers: dict[str, object]) -> str:
+    """PATH with a kubectl that has these objects by what is read, and writes down how it was called."""
+    cases = "\n".join(f"  {name}) cat <<'END'\n{json.dumps(body)}\nEND\n;;" for name, body in answers.items())
+    program = folder / "kubectl"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/calls\nwhile [ "$1" != get ]; do shift; done\ncase $2 in\n{cases}\nesac\n'
+    )
+    program.chmod(0o755)
+    return f"{folder}:/usr/bin:/bin"
+
+
+def test_a_model_of_the_cluster_is_planned_without_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, decision = resolved_world()
+    revisions = {"items": [find(decision.desired, "ControllerRevision")]}
+    path = answering(tmp_path, {f"{names.PLURAL}.{names.GROUP}": world.body, "controllerrevisions": revisions})
+    monkeypatch.setenv("PATH", path)
+    assert main(["plan", "chat", "-n", "team", "--context", "c"]) == 0
+    assert "computed on the host, so nothing is planned" in capsys.readouterr().out
+    first, second = (tmp_path / "calls").read_text().splitlines()
+    assert first.startswith("--namespace=team --context=c get ")
+    assert f"{names.MODEL_LABEL}=chat" in second
+
+
+def test_a_model_that_is_not_resolved_yet_has_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, _ = resolved_world()
+    path = answering(tmp_path, {f"{names.PLURAL}.{names.GROUP}": world.body, "controllerrevisions": {"items": []}})
+    monkeypatch.setenv("PATH", path)
+    assert main(["plan", "chat"]) == 1
+    assert "chat is not planned yet: see kubectl neuron why chat" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan"])
+    assert "one of the arguments -f/--file NAME is required" in capsys.readouterr().err

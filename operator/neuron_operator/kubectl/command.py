@@ -17,6 +17,7 @@ from neuron_operator.kubectl import why
 from neuron_operator.kubectl.cluster import Address, Kubectl, KubectlFailed
 from neuron_operator.local.answers import AnswerRefused, error_message, stream
 from neuron_operator.read.objects import dig, is_owned, name_of, text
+from neuron_operator.read.revision import from_object
 from neuron_operator.read.views import Observed, observe
 from neuron_operator.read.world import World
 
@@ -29,9 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 for success, 1 for a fault; wrong usage exits with 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["plan"]:
-        from neuron_operator.local import plan  # noqa: PLC0415 - the other subcommands do not need its imports
-
-        return plan.main(arguments[1:])
+        return _plan(arguments[1:])
     options = parsed(arguments)
     kubectl = Kubectl(tuple(f"--{flag}={value}" for flag in _FLAGS for value in _values(options, flag)))
     run: Callable[[Kubectl, argparse.Namespace], int] = options.run
@@ -97,6 +96,33 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
     commands.add_parser("plan", add_help=False, help="show where a manifest's model would run, and why")
     return parser
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    """Of a model that is in the cluster, the facts are those that its newest revision pinned."""
+    from neuron_operator.local import plan  # noqa: PLC0415 - the other subcommands do not need its imports
+
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} plan", description=plan.DESCRIPTION)
+    plan.add_arguments(parser, takes_name=True)
+    parser.add_argument("-n", "--namespace", default="", help=_FLAGS["namespace"])
+    options = parser.parse_args(arguments)
+    if options.name is None:
+        return plan.printing(lambda: plan.run(options))
+    try:
+        flags = {flag: getattr(options, flag) for flag in ("namespace", "kubeconfig", "context")}
+        kubectl = Kubectl(tuple(f"--{flag}={value}" for flag, value in flags.items() if value))
+        model = kubectl.model(options.name)
+        selector = f"{names.MODEL_LABEL}={options.name}"
+        keepers = kubectl.matching("controllerrevisions", text(model, "metadata", "namespace"), selector)
+    except KubectlFailed as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    revisions = filter(None, map(from_object, keepers))
+    newest = max(revisions, key=lambda revision: revision.number, default=None)
+    if newest is None:
+        print(f"{PROGRAM}: {options.name} is not planned yet: see {PROGRAM} why {options.name}", file=sys.stderr)
+        return EXIT_FAILED
+    return plan.printing(lambda: plan.run(options, (model, newest.pinned.facts)))
 
 
 def _natural(value: str) -> int:

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,14 +58,19 @@ SETTINGS = Settings(
 """Those of an installation that is not known here."""
 
 
+DESCRIPTION = str(__doc__).partition("\n")[0]
+
+
 class NoFacts(Exception):
     """What is needed to plan cannot be read; the message says how to provide it."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-f", "--file", type=Path, required=True, help="manifest that contains one NeuronModel; -: standard input"
-    )
+def add_arguments(parser: argparse.ArgumentParser, *, takes_name: bool = False) -> None:
+    """`takes_name`: the caller reads the NeuronModel of this name."""
+    of = parser.add_mutually_exclusive_group(required=True)
+    of.add_argument("-f", "--file", type=Path, help="manifest that contains one NeuronModel; -: standard input")
+    if takes_name:
+        of.add_argument("name", nargs="?", metavar="NAME", help="name of a NeuronModel of the cluster")
     parser.add_argument(
         "--facts",
         type=Path,
@@ -97,12 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the plan, or why there is none. Returns the exit code of the command."""
+def run(options: argparse.Namespace, live: tuple[Object, Facts] | None = None) -> int:
+    """Print the plan, or why there is none. Returns the exit code of the command. `live`: a model of the cluster."""
     try:
-        body = read_manifest(options.file)
+        body = live[0] if live else read_manifest(options.file)
         model = parse(body)
-        facts = read_facts(options.facts) if options.facts else inspected(model)
+        facts = read_facts(options.facts) if options.facts else live[1] if live else inspected(model)
         settings, free = _where(options)
         pinned = pin.pin(model, facts, settings, 1, free=free)
         choice = choose(model, facts, settings, free) if BACKENDS[model.backend].on_device else None
@@ -256,10 +261,15 @@ def _aligned(rows: dict[str, str]) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the subcommand."""
-    parser = argparse.ArgumentParser(prog="neuron-operator plan", description=str(__doc__).partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="neuron-operator plan", description=DESCRIPTION)
     add_arguments(parser)
+    return printing(lambda: run(parser.parse_args(argv)))
+
+
+def printing(run: Callable[[], int]) -> int:
+    """Its exit code; 0 if nobody reads on."""
     try:
-        code = run(parser.parse_args(argv))
+        code = run()
         sys.stdout.flush()
     except BrokenPipeError:  # who read it has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
