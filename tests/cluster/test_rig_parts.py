@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.conftest import not_possible
-from cluster.rig import needs
+from cluster.rig import host_state, needs
 from cluster.rig.binaries import BUILD_FOLDER, COMPONENTS, pinned_version
 from cluster.rig.cache import Cache, content_key
 from cluster.rig.cache import main as cache_main
@@ -35,6 +35,23 @@ def test_any_size_between_one_and_all_is_refused(resource: str, data: st.DataObj
     chosen = data.draw(st.lists(st.sampled_from(known), unique=True, min_size=2, max_size=len(known) - 1))
     with pytest.raises(InvalidSize, match="invalid without the k8s-neuron-scheduler"):
         allocate(INF2_24XLARGE, resource, chosen)
+
+
+def test_what_a_cluster_changes_on_the_machine_is_put_back(tmp_path: Path) -> None:
+    """But not what somebody else has changed since."""
+    sysctls, file = tmp_path / "sys", tmp_path / "before.json"
+    for name, before in (("vm/overcommit_memory", "0"), ("kernel/panic", "5"), ("kernel/panic_on_oops", "0")):
+        (sysctls / name).parent.mkdir(parents=True, exist_ok=True)
+        (sysctls / name).write_text(f"{before}\n")
+    host_state.record(file, tmp_path, sysctls)
+    for name, value in host_state.OF_KUBELETS.items():
+        (sysctls / name).write_text(value)
+    host_state.record(file, tmp_path, sysctls)  # a second start knows nothing of what was before
+    (sysctls / "kernel/panic").write_text("20")
+    host_state.put_back(file, tmp_path, sysctls)
+    found = [(sysctls / name).read_text() for name in host_state.OF_KUBELETS]
+    assert found == ["0", "20", "0"]
+    host_state.put_back(file, tmp_path, sysctls)
 
 
 # Cache

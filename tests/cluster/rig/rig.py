@@ -26,7 +26,7 @@ from typing import Any
 
 import grpc
 
-from cluster.rig import programs
+from cluster.rig import host_state, programs
 from cluster.rig.binaries import CLUSTER_COMPONENTS, ensure
 from cluster.rig.cache import Cache, content_key
 from cluster.rig.cgroups import ROOT_GROUP, Group
@@ -56,6 +56,7 @@ _CONTROL_PLANE = "control-plane"
 _BRIDGE = "br0"
 _HOST_LINK = "neuron-serving"
 _MACHINE_FOLDER = Path("/run/neuron-serving")
+_HOST_STATE = _MACHINE_FOLDER / "before.json"
 _MANIFESTS = Path(__file__).parent / "manifests"
 _SHARED_BYTES = 4 * 2**30
 # Sources that define a cluster and its files: a cluster made by other versions is recreated, not repaired.
@@ -412,6 +413,7 @@ class Rig:
             raise NotPossibleHere(f"a cluster with its state in {other} is up: run `make cluster-down` first")
         _MACHINE_FOLDER.mkdir(exist_ok=True)
         owner.write_text(str(self.folders.state))
+        host_state.record(_HOST_STATE, NETNS_FOLDER)
 
     def _control_programs(self) -> list[programs.Program]:
         """In start order."""
@@ -605,6 +607,7 @@ def take_down(state: Path) -> None:
                 Path(line).rmdir()
         # Unpacked images have very many files, for which `shutil.rmtree` takes minutes.
         run("rm", "-rf", "--one-file-system", str(folder), timeout_seconds=600)
+    host_state.put_back(_HOST_STATE, NETNS_FOLDER)
     if _MACHINE_FOLDER.exists():
         shutil.rmtree(_MACHINE_FOLDER)
 
