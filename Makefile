@@ -1,7 +1,7 @@
 # Commands for developers and CI; `make` lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format generate lint check test all-tests test-long test-neuron-versions bench bench-operator programs clients cluster cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve format generate lint check test all-tests test-long test-neuron-versions bench bench-operator programs clients cluster cluster-env cluster-images cluster-down cluster-deps clean-cache
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -77,6 +77,9 @@ clients: setup  # install programs of other makers for tests, once, in seconds; 
 
 cluster: setup cluster-deps  ## start a real cluster on this machine with fake Neuron devices; prints the KUBECONFIG
 	@$(RIG) up
+
+cluster-env: setup  ## print shell exports that put its kubectl, kubectl neuron and helm into PATH
+	@$(RIG) env
 
 cluster-images: setup cluster-deps  ## build the images of Dockerfile.neuron and load them into the cluster's nodes
 	@$(RIG) images

@@ -133,8 +133,12 @@ def scraping(
 
 
 MEETS_A_BUG = "meets-a-bug"
+WRITTEN_SLOWLY = "written-slowly"
 FAULTY = f"""
+import asyncio
+
 import neuron_operator.decide.course as module
+from neuron_operator.cluster.client import Client
 
 decide, met = module.decide, set()
 
@@ -145,12 +149,19 @@ def decide_with_a_bug(world, settings):
         raise RuntimeError("the bug of this test")
     return decide(world, settings)
 
-module.decide = decide_with_a_bug
+create = Client.create
+
+async def create_slowly(self, resource, desired):
+    if resource.kind == "Job" and desired["metadata"]["namespace"] == "{WRITTEN_SLOWLY}":
+        await asyncio.sleep(5)
+    return await create(self, resource, desired)
+
+module.decide, Client.create = decide_with_a_bug, create_slowly
 from neuron_operator.__main__ import main
 
 raise SystemExit(main())
 """
-"""`neuron-operator` with a bug: the first pass over one model fails."""
+"""`neuron-operator` with a bug: the first pass over one model fails; and writes to one namespace take long."""
 
 
 class Operator:
@@ -389,6 +400,24 @@ async def bug(site: Site, _: str) -> AsyncIterator[Cure]:
 
 
 @asynccontextmanager
+async def many_models(site: Site, _: str) -> AsyncIterator[Cure]:
+    """Of a namespace whose passes take long."""
+    tenant = Namespace(site.namespace.server, WRITTEN_SLOWLY)
+    models = [f"m{number}" for number in range(100)]
+
+    def put() -> None:
+        for name in models:
+            tenant.put_model(name, model={"uri": f"hf://acme/{name}"}, replicas=1)
+
+    async def cure() -> None:
+        for name in models:
+            await asyncio.to_thread(tenant.delete, NEURON_MODELS, name)
+
+    await asyncio.to_thread(put)
+    yield cure
+
+
+@asynccontextmanager
 async def killed_operator(site: Site, _: str) -> AsyncIterator[Cure]:
     async def cure() -> None:
         site.operator.start()
@@ -448,6 +477,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "NeuronModelPreempts": ("small-cache", small_cache),
     "NeuronOperatorAbsent": ("", killed_operator),
     "NeuronOperatorFails": ("", bug),
+    "NeuronOperatorLags": ("", many_models),
     "NeuronUpgradeBlocked": ("", broken_image),
     "NeuronModelNotReady": ("pods-fail", failing_pods),
 }

@@ -111,9 +111,9 @@ def may_write_services(server: ApiServer) -> bool:
 class Namespace:
     """A fresh namespace, read and edited as admin."""
 
-    def __init__(self, server: ApiServer) -> None:
+    def __init__(self, server: ApiServer, name: str = "") -> None:
         self.server = server
-        self.name = f"t-{uuid.uuid4().hex[:8]}"
+        self.name = name or f"t-{uuid.uuid4().hex[:8]}"
         ensure_namespace(server, self.name)
 
     def put_model(self, name: str = "chat", **changes: Any) -> Any:

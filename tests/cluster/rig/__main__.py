@@ -26,6 +26,7 @@ def _up(archives: list[Path]) -> int:
     rig = Rig.prepare(say=_say)
     rig.up(archives, say=_say)
     print(f"KUBECONFIG={rig.kubeconfig}")
+    print('kubectl, kubectl neuron and helm for it: eval "$(make -s cluster-env)"')
     return 0
 
 
@@ -67,7 +68,9 @@ def _status() -> int:
 
 
 def _environment() -> int:
-    for name, value in Rig.prepare(say=lambda line: print(line, file=sys.stderr)).environment.items():
+    environment = Rig.prepare(say=lambda line: print(line, file=sys.stderr)).environment
+    plugins = Path(sys.executable).parent  # kubectl-neuron
+    for name, value in {**environment, "PATH": f"{environment['PATH']}:{plugins}"}.items():
         print(f"export {name}={shlex.quote(value)}")
     return 0
 
