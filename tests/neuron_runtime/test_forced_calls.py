@@ -175,7 +175,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/none"}}}]},
-        "`tool_choice`",
+        "`tool_choice` cannot be compiled: #/$defs/f: ",
+        "tool_choice",
+    ),
+    (
+        {"tools": [*TOOLS, {"type": "function", "function": {"name": "drop", "parameters": {"uniqueItems": True}}}]},
+        '`tool_choice` cannot be compiled: #/$defs/drop: Unimplemented keys: ["uniqueItems"]',
         "tool_choice",
     ),
 ]

@@ -161,12 +161,12 @@ def _arguments_schema(function: Function) -> dict[str, Any]:
 
 
 def _calls_schema(functions: Sequence[Function], only_one: bool) -> dict[str, Any]:
-    """The list of calls that a forced answer is. Each function's schema is a definition, to which its own references
-    point."""
+    """The list of calls that a forced answer is. Each function's schema is a definition of its name, to which its
+    own references point."""
     calls, definitions = [], {}
-    for at, function in enumerate(functions):
-        root = f"#/$defs/f{at}"
-        definitions[f"f{at}"] = _moved(_arguments_schema(function), root)
+    for function in functions:
+        root = f"#/$defs/{function.name}"
+        definitions[function.name] = _moved(_arguments_schema(function), root)
         properties = {"name": {"const": function.name}, "arguments": {"$ref": root}}
         calls.append(
             {
