@@ -160,7 +160,7 @@ def test_calls_and_results_in_a_chat_are_the_tokens_that_were_generated_and_read
 def test_the_template_shows_tools_by_name_and_tells_how_calls_are_read(train: ModuleType) -> None:
     template = load_tokenizer(FOLDER).chat_template
     assert template is not None
-    assert template.knows_tools
+    assert template.shapes.tools
     assert recognized(template.source) is TOOL_PARSERS["hermes"]
     chat = [{"role": "user", "content": "Hello!"}]
     assert template.render(chat, variables={"tools": [WEATHER, tool("search")]}) == (
