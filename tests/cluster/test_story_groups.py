@@ -257,9 +257,10 @@ def link(story: Story) -> tuple[str, str]:
     return node_of(story, SERVING), node_of(story, FOLLOWING)
 
 
+LEADER_KILLED = "the leader is killed"
 ENDED = {
     "the follower is killed": Fault(killed(FOLLOWING)),
-    "the leader is killed": Fault(killed(SERVING)),
+    LEADER_KILLED: Fault(killed(SERVING)),
     "the follower's pod is deleted": Fault(deleted),
 }
 SILENT = {
@@ -345,7 +346,8 @@ class Case:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case(NEURON, ENDED), id="ended members"),
+        pytest.param(Case(NEURON, {LEADER_KILLED: FAULTS[LEADER_KILLED]}), id="ended leader"),
+        pytest.param(Case(NEURON, ENDED), id="ended members", marks=pytest.mark.long),
         pytest.param(Case(NEURON, SILENT), id="silent members", marks=pytest.mark.long),
         pytest.param(Case(CPU, MOVED), id="lost nodes", marks=pytest.mark.long),
         pytest.param(Case(NEURON, SLOW), id="slow link", marks=pytest.mark.long),
