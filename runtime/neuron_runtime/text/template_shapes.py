@@ -69,13 +69,12 @@ def shapes_of(render: Render, names_developer: bool) -> Shapes:
         known = (role for role in (asked, *others) if role != "developer" or names_developer)
         return next((role for role in known if forms(role, place)), "system")
 
-    answered = ([_ASKED, call], []), ([_ASKED, call], [_ANSWER, _ASKED])
     places: Mapping[str, Sequence[_Place]] = {
         "system": (_FIRST, _LATER),
         "developer": (_FIRST, _LATER),
         "user": (([], []), ([_ASKED, _ANSWER], [])),
         "assistant": (([_ASKED], []), ([_ASKED], [_ASKED])),
-        "tool": answered,
+        "tool": (([_ASKED, call], []), ([_ASKED, call], [_ANSWER, _ASKED])),
     }
     content = {role: _common(forms(role, place) for place in at) for role, at in places.items()}
     first_roles = {
