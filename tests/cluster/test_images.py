@@ -316,6 +316,7 @@ def test_the_neuron_image_names_the_piece_of_the_sdk_that_it_lacks(cache: Cache,
         assert (ended_with, words in line, "use the image runtime-neuron" in line) == (code, True, True), line
 
 
+@pytest.mark.long
 def test_only_torch_comes_from_the_index_of_the_build_argument(cache: Cache, tmp_path: Path) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))

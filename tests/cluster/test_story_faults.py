@@ -318,6 +318,7 @@ def test_what_breaks_a_pod_from_outside_is_named(story: Story) -> None:
     story.kubectl("delete", "nm", "mapped", "homeless", "joined")
 
 
+@pytest.mark.long
 def test_user_errors_are_reported_and_clear_when_corrected(installation: Installation, story: Story) -> None:
     image = {"image": "registry.invalid/runtime:1", "imagePullPolicy": "IfNotPresent"}
     theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken"}, "spec": {"ports": [{"port": 80}]}}

@@ -21,7 +21,7 @@ from cluster.rig.faults import drained, frozen, kill_containers, kubelet_killed,
 from cluster.rig.rig import WAITING, Rig
 from cluster.stories import ANSWERS, ASK, SERVING, Images, Story, install, load_images, model_of, uninstall
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True), pytest.mark.long]
 
 NUM_RANDOM_FAULTS = int(os.environ.get("NEURON_SERVING_GROUP_FAULTS", "50"))
 QUESTION = "What is a NeuronModel?"
@@ -346,10 +346,10 @@ class Case:
     "case",
     [
         pytest.param(Case(NEURON, ENDED), id="ended members"),
-        pytest.param(Case(NEURON, SILENT), id="silent members", marks=pytest.mark.long),
-        pytest.param(Case(CPU, MOVED), id="lost nodes", marks=pytest.mark.long),
-        pytest.param(Case(NEURON, SLOW), id="slow link", marks=pytest.mark.long),
-        pytest.param(Case(NEURON, ENDED, tensor=4), id="two ranks on each node", marks=pytest.mark.long),
+        pytest.param(Case(NEURON, SILENT), id="silent members"),
+        pytest.param(Case(CPU, MOVED), id="lost nodes"),
+        pytest.param(Case(NEURON, SLOW), id="slow link"),
+        pytest.param(Case(NEURON, ENDED, tensor=4), id="two ranks on each node"),
     ],
 )
 def test_a_group_under_traffic_comes_back_by_itself_without_wrong_or_missing_answers(
@@ -372,7 +372,6 @@ def test_a_group_under_traffic_comes_back_by_itself_without_wrong_or_missing_ans
     until_nothing_is_left(story)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(7200, func_only=True)
 def test_a_group_under_traffic_survives_random_faults(rig: Rig, story: Story, images: Images) -> None:
     with only_where_devices_are(rig):
@@ -406,7 +405,6 @@ def holder(name: str, node: str, num_devices: int, image: str) -> dict[str, Any]
     }
 
 
-@pytest.mark.long
 def test_of_two_groups_with_room_for_one_and_a_half_one_serves_and_one_waits_holding_nothing(
     story: Story, images: Images
 ) -> None:
@@ -427,7 +425,6 @@ def test_of_two_groups_with_room_for_one_and_a_half_one_serves_and_one_waits_hol
     until_nothing_is_left(story)
 
 
-@pytest.mark.long
 def test_two_groups_are_replaced_under_traffic_and_a_bad_image_is_rolled_back_without_a_failed_request(
     story: Story, images: Images
 ) -> None:
@@ -473,7 +470,6 @@ for line in opened(request):
 """
 
 
-@pytest.mark.long
 def test_one_rank_and_two_on_two_nodes_answer_after_apply(story: Story, images: Images) -> None:
     """Prints the seconds of both."""
     one = model_of("chat", "file:///models/demo", accelerator=dict(NEURON))

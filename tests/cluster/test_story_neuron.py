@@ -94,8 +94,6 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
         with story.stage("a model of the same key, and one on a core"):
             env = [{"name": "FAKE_NXDI_COMPILER", "value": "missing"}]
             story.apply(_model("same", engine={"env": env}, serving={"maxQueuedRequests": 7}))
-            # Waits for its cores meanwhile, in vain.
-            story.apply(_model("held", engine={"env": [{"name": "FAKE_NXDI_HELD_LOADS", "value": "1000"}]}))
             story.apply(_model("core", accelerator={"cores": 1}))
             for model in ("same", "core"):
                 story.until_ready(1, model)
@@ -117,16 +115,16 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
             story.until_ready(1)
         assert _kinds_of(story.created_jobs(audit)) == ["artifact", "check"]
         _check_answer(story, "chat")
-
-        with story.stage("what does not fit is refused with both numbers"):
-            _check_refusals(story)
         check_order(pods(), statuses())
 
 
-def _check_refusals(story: Story) -> None:
+@pytest.mark.long
+def test_what_does_not_fit_is_refused_with_both_numbers(story: Story) -> None:
     """A node that is not set up as planned, one that grants fewer cores, an artifact for other devices, a device
     without enough memory, and one whose cores another process holds."""
     rig = story.rig
+    # Waits for its cores meanwhile, in vain.
+    story.apply(_model("held", engine={"env": [{"name": "FAKE_NXDI_HELD_LOADS", "value": "1000"}]}))
     trn2 = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "trn2.48xlarge"}}}}
     inf2 = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "inf2.24xlarge"}}}}
     with (

@@ -97,7 +97,8 @@ class Course:
         return f"| {self.fault.name} | {self.failure.reason} | {' | '.join(numbers)} | {self.message} |"
 
 
-def test_each_failure_says_why_and_what_to_do_until_it_is_cured(scene: Scene, rig: Rig) -> None:
+@pytest.mark.parametrize("with_rare", [False, pytest.param(True, marks=pytest.mark.long)], ids=["usual", "all"])
+def test_each_failure_says_why_and_what_to_do_until_it_is_cured(scene: Scene, rig: Rig, with_rare: bool) -> None:
     story = scene.story
     courses = [
         Course(
@@ -106,6 +107,7 @@ def test_each_failure_says_why_and_what_to_do_until_it_is_cured(scene: Scene, ri
             scene if not fault.apart else _apart(scene),
         )
         for fault in FAULTS
+        if with_rare or not fault.is_rare
     ]
     with story.stage("reasons: models that work"):
         for one in courses:

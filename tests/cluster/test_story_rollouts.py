@@ -157,7 +157,11 @@ def _num_living(events: Any, installation: Installation) -> Iterator[int]:
 # Auto surges too, because there is room.
 @pytest.mark.parametrize(
     ("strategy", "edit"),
-    [("Auto", "config"), ("Replace", "image"), pytest.param("Surge", "model", marks=pytest.mark.long)],
+    [
+        ("Auto", "config"),
+        pytest.param("Replace", "image", marks=pytest.mark.long),
+        pytest.param("Surge", "model", marks=pytest.mark.long),
+    ],
 )
 def test_no_stream_is_cut_and_no_request_fails_while_replicas_are_replaced(
     installation: Installation, story: Story, strategy: str, edit: str

@@ -53,6 +53,7 @@ for _ in range(num_clients):
 """
 
 
+@pytest.mark.long
 def test_an_autoscaler_adds_a_replica_while_requests_wait_and_takes_it_away(rig: Rig, namespace: str) -> None:
     story = Story(rig, namespace)
     images = load_images(rig)

@@ -199,6 +199,7 @@ def test_what_is_killed_is_continued(installation: Installation, story: Story) -
             story.kubectl("delete", "nm", "--all")
 
 
+@pytest.mark.long
 def test_an_edit_before_a_model_is_compiled_makes_no_pod_of_what_it_replaces(
     installation: Installation, story: Story
 ) -> None:
@@ -288,6 +289,7 @@ def test_a_fetch_goes_on_after_its_node_lost_power(installation: Installation, s
         assert entries(volume) == [hub.commit("demo/large")]
 
 
+@pytest.mark.long
 def test_models_come_from_an_object_store_a_claim_and_an_image(installation: Installation, story: Story) -> None:
     rig, claim = story.rig, "models"
     story.apply(_claim(claim))

@@ -218,6 +218,21 @@ def test_labels_and_annotations_of_the_pods_of_jobs_come_from_chart_and_manifest
     assert name_of(resolve_job(plain, SETTINGS)) != name_of(resolve_job(model, SETTINGS)) == name_of(job)
 
 
+def test_autoscalers_do_not_move_jobs_that_take_long() -> None:
+    annotations = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    other = {"karpenter.sh/do-not-disrupt": "false"}
+    model = parse(body({"model": {"uri": "hf://acme/tiny"}, "jobs": {"annotations": other}}))
+    plain = parse(body({"model": {"uri": "hf://acme/tiny"}}))
+
+    def of(job: Object) -> Object:
+        return job["spec"]["template"]["metadata"].get("annotations", {})
+
+    place, facts = Place(persistent_volume_claim=ClaimFolder("w")), msgspec.convert(FACTS, Facts)
+    assert of(fetch_job(plain, SETTINGS, place, facts, "image")).items() >= annotations.items()
+    assert of(fetch_job(model, SETTINGS, place, facts, "image")).items() >= {**annotations, **other}.items()
+    assert not annotations.keys() & of(resolve_job(plain, SETTINGS)).keys()
+
+
 def test_a_key_of_the_credentials_that_the_manifest_names_must_exist() -> None:
     def token(**secret: str) -> Object:
         source = {"uri": "hf://acme/tiny", "credentialsSecretRef": {"name": "hub", **secret}}

@@ -195,6 +195,14 @@ def test_a_replica_that_is_not_ready_is_explained(state: dict[str, Any], reason:
     assert available["message"] == said(ready)
 
 
+def test_a_pull_without_access_says_where_pull_secrets_come_from() -> None:
+    """The pods have a ServiceAccount of their own, so those of the default one do not count."""
+    for message, says in (("pulling image: 401 Unauthorized", True), ("no such host", False)):
+        found = seen(pod(state=waiting("ImagePullBackOff", f"Back-off pulling: ErrImagePull: {message}")))
+        text = condition(found.status, "Ready")["message"]
+        assert ("podTemplate.spec.imagePullSecrets: those of the namespace's default ServiceAccount" in text) == says
+
+
 @pytest.mark.parametrize("num_wanted", range(1, 5))
 def test_available_means_what_rollouts_and_evictions_leave(num_wanted: int) -> None:
     world, decision = resolved_world(spec={**SPEC, "replicas": num_wanted})

@@ -160,7 +160,7 @@ def test_calls_and_results_in_a_chat_are_the_tokens_that_were_generated_and_read
 def test_the_template_shows_tools_by_name_and_tells_how_calls_are_read(train: ModuleType) -> None:
     template = load_tokenizer(FOLDER).chat_template
     assert template is not None
-    assert template.knows_tools
+    assert template.shapes.tools
     assert recognized(template.source) is TOOL_PARSERS["hermes"]
     chat = [{"role": "user", "content": "Hello!"}]
     assert template.render(chat, variables={"tools": [WEATHER, tool("search")]}) == (
@@ -212,10 +212,9 @@ def test_the_recorded_margins_hold_for_a_sample(train: ModuleType, tokenizer: An
         assert gap == pytest.approx(TRAINING["gaps"][train.named(dialogue)], abs=0.5), train.named(dialogue)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # `test_server_processes.py` asks a server all questions, and two tests above a sample of them
 @pytest.mark.timeout(600)
-# `test_server_processes.py` asks a server all questions, which computes in bfloat16.
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.long), "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_greedy_answer_matches(train: ModuleType, tokenizer: Any, dtype: str) -> None:
     model = load(dtype)
     assert {question: answer(model, tokenizer, question) for question in EXPECTED} == EXPECTED

@@ -124,7 +124,7 @@ def test_the_statistical_test_rejects_a_wrong_distribution() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"top_p": 0.9}, {"top_p": 0.9, "top_k": 3000}, {"min_p": 0.01, "top_p": 0.7}, {}])
-@pytest.mark.parametrize("sigma", [0.0, 0.5, 1.5, 3.0])
+@pytest.mark.parametrize("sigma", [0.0, *(pytest.param(one, marks=pytest.mark.long) for one in (0.5, 1.5)), 3.0])
 def test_draws_of_flat_distributions_follow_the_requested_distribution(asked: dict[str, Any], sigma: float) -> None:
     vocabulary, num, at_once, num_bins = 9000, 3000, 100, 40
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(2)) * sigma

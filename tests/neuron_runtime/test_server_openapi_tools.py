@@ -45,14 +45,18 @@ async def output(folder: Path, *command: str | Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("phases", ["examples,coverage", pytest.param("fuzzing", marks=pytest.mark.long)])
-async def test_a_schema_fuzzer_finds_no_undeclared_response(served: Serving, tmp_path: Path, phases: str) -> None:
+@pytest.mark.parametrize(
+    ("phases", "num_examples"), [("fuzzing", 5), pytest.param("coverage,fuzzing", 50, marks=pytest.mark.long)]
+)
+async def test_a_schema_fuzzer_finds_no_undeclared_response(
+    served: Serving, tmp_path: Path, phases: str, num_examples: int
+) -> None:
     # Schemas do not express every rule, so a valid body may still get a 400. /invocations takes the bodies of the
     # completions and the chats, and would take as long as both together.
     printed = await output(
         tmp_path,
         *(BIN / "schemathesis", "run", f"{served.http.base_url}/openapi.json", "--no-color"),
-        *("--generation-deterministic", "--max-examples=50", f"--phases={phases}"),
+        *("--generation-deterministic", f"--max-examples={num_examples}", f"--phases={phases}"),
         *("--exclude-checks=positive_data_acceptance", "--request-timeout=60", "--exclude-path=/invocations"),
     )
     paths = (await served.http.get("/openapi.json")).json()["paths"]
@@ -60,7 +64,7 @@ async def test_a_schema_fuzzer_finds_no_undeclared_response(served: Serving, tmp
     assert f"Tested: {num_operations}" in printed
     generated = re.search(r"(\d+) generated", printed)
     assert generated is not None
-    assert int(generated[1]) > 300, printed
+    assert int(generated[1]) > 2 * num_operations, printed
     assert (await served.http.get("/health")).status_code == 200
 
 

@@ -138,23 +138,3 @@ def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
     source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(TemplateRefused, match="cannot be continued"):
         ChatTemplate(source, {}).render_open([{"role": "assistant", "content": "a"}])
-
-
-@pytest.mark.parametrize(
-    ("source", "text", "parts"),
-    [
-        (KEEPS, True, False),
-        (PARTS, True, True),
-        ("{% for m in messages %}{% for p in m.content %}{{ p['text'] }}{% endfor %}{% endfor %}", False, True),
-        ("{{ messages | tojson }}", True, False),
-        ("{{ raise_exception('never') }}", True, False),
-    ],
-)
-def test_template_capabilities_are_detected_by_rendering(source: str, text: bool, parts: bool) -> None:
-    template = ChatTemplate(source, {})
-    assert (template.takes_text, template.takes_parts) == (text, parts)
-
-
-def test_a_template_reports_its_developer_support() -> None:
-    assert ChatTemplate("{% if m.role == 'developer' %}{{ effort }}{% endif %}", {}).knows_developer
-    assert not ChatTemplate(KEEPS, {}).knows_developer

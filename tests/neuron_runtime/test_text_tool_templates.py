@@ -34,13 +34,13 @@ def rendered(template: str, messages: list[dict[str, Any]], **fields: Any) -> st
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_tells_its_family(name: str) -> None:
     assert recognized(TEMPLATES[name]) is TOOL_PARSERS[name]
-    assert ChatTemplate(TEMPLATES[name], {}).knows_tools
+    assert ChatTemplate(TEMPLATES[name], {}).shapes.tools
 
 
 @pytest.mark.parametrize("source", [CHAT_TEMPLATE, "<tool_call><function=f><parameter=a>", "<tool_call>f<arg_key>"])
 def test_other_templates_tell_none(source: str) -> None:
     assert recognized(source) is None
-    assert not ChatTemplate(source, {}).knows_tools
+    assert not ChatTemplate(source, {}).shapes.tools
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -90,7 +90,7 @@ def test_compiled_steps_over_slots_match_transformers(compiled: Compiled) -> Non
     check_logits(CompiledDecoder.load(decoder, compiled.artifact, blocks=False), cache, lines, compiled.model_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_steps_over_blocks_match_transformers(tmp_path: Path) -> None:
     model_dir = random_model(tmp_path / "model", architecture="Qwen3ForCausalLM", head_dim=32, num_layers=1)
     config = runtime_config(layout="blocks", block_size=8)

@@ -563,8 +563,8 @@ class Jobs(SpecPart, frozen=True):
     ] = field(default_factory=dict)
     annotations: Annotated[
         Annotations,
-        "Likewise, over the chart's `jobs.annotations`: to keep a node while it compiles "
-        '(`karpenter.sh/do-not-disrupt: "true"`), or to stay out of a mesh.',
+        "Likewise, over the chart's `jobs.annotations`, such as to stay out of a mesh. Jobs that fetch or compile have "
+        '`karpenter.sh/do-not-disrupt: "true"` and `cluster-autoscaler.kubernetes.io/safe-to-evict: "false"`.',
     ] = field(default_factory=dict)
 
 

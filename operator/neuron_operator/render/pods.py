@@ -163,6 +163,10 @@ def _soon_off_a_lost_node(tolerations: Iterable[Toleration]) -> Iterator[Object]
         yield from (one for one in SOON_OFF_A_LOST_NODE if one["key"] not in keys)
 
 
+UNMOVED = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+"""Of Jobs that take long: an autoscaler that moves their pods to save a node repeats an hour of work."""
+
+
 def step_pod_template(
     model: NeuronModel,
     settings: Settings,
@@ -196,7 +200,8 @@ def step_pod_template(
         mounts=mounts,
     )
     own = {names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}
-    annotations = {**settings.jobs.annotations, **model.spec.jobs.annotations, **own, **annotations}
+    stays = UNMOVED if role in (names.ROLE_FETCH, names.ROLE_COMPILE) else {}
+    annotations = {**stays, **settings.jobs.annotations, **model.spec.jobs.annotations, **own, **annotations}
     labels = {**settings.jobs.labels, **model.spec.jobs.labels, **names.shared_labels(role), names.ROLE_LABEL: role}
     overlay = model.spec.pod_template.spec
     has_claim = any("persistentVolumeClaim" in mount.source for mount in mounts)

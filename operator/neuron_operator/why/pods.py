@@ -238,6 +238,8 @@ def _explain_waiting(pod: PodView, container: ContainerView) -> Finding | None:
     if "Image" in reason:
         message = message.rpartition("ErrImagePull: ")[2]
         text = f"pod {pod.name}: image {container.image} cannot be pulled: {message}"
+        if pod.role in names.SERVING_ROLES and _NO_ACCESS.search(message):
+            text = f"{text.rstrip('.')}; {_PULL_SECRETS}"
         return unmet("Available", Reason.IMAGE_PULL, text)
     if reason == "CreateContainerConfigError" and "secret" in message.lower():
         text = f"pod {pod.name}: {_absent(pod, container, message)}"
@@ -246,6 +248,13 @@ def _explain_waiting(pod: PodView, container: ContainerView) -> Finding | None:
         text = f"pod {pod.name}: {_absent(pod, container, message)}"
         return unmet("Available", Reason.CONFIG_MAP_NOT_FOUND, text)
     return unmet("Available", Reason.CRASH_LOOP, f"pod {pod.name} cannot start: {reason}: {message}")
+
+
+_NO_ACCESS = re.compile(r"40[13]|unauthorized|authori[sz]ation|authentication|denied|credentials", re.IGNORECASE)
+_PULL_SECRETS = (
+    "pull secrets come from the chart value image.pullSecrets and podTemplate.spec.imagePullSecrets: those of the "
+    "namespace's default ServiceAccount do not count, because the pods have one of their own"
+)
 
 
 def _absent(pod: PodView, container: ContainerView, message: str) -> str:

@@ -5,8 +5,8 @@ The bodies of `apis` become a `Chat`; `admission` renders it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from neuron_runtime.requests.options import ChatOptions
 from neuron_runtime.requests.parameters import Names
 from neuron_runtime.requests.tools import NO_TOOLS, EarlierCall, Function, callable_functions, for_template
 from neuron_runtime.text.chat_template import ChatTemplate, TemplateRefused
+from neuron_runtime.text.template_shapes import Shapes
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,11 @@ def chat_text(template: ChatTemplate | None, chat: Chat) -> str:
         raise InvalidRequest(f"`{name}` must not be empty", field=name)
     variables = dict(chat.variables)
     if chat.functions:
-        if not template.knows_tools:
+        if not template.shapes.tools:
             raise InvalidRequest(f"`tools`: {NO_TOOLS}", field="tools")
         variables["tools"] = for_template(chat.functions)
     names = {call.id: call.name for turn in chat.turns for call in turn.calls}
-    plain = [_plain(turn, template, names) for turn in chat.turns]
+    plain = [_plain(turn, template.shapes, names) for turn in _as_taken(chat.turns, template.shapes)]
     try:
         if chat.continues:
             return template.render_open(plain, variables)
@@ -80,17 +81,47 @@ def chat_text(template: ChatTemplate | None, chat: Chat) -> str:
         raise InvalidRequest(message, field=name) from error
 
 
-def _plain(turn: ChatTurn, template: ChatTemplate, names: Mapping[str | None, str]) -> dict[str, Any]:
+def _as_taken(turns: Sequence[ChatTurn], shapes: Shapes) -> list[ChatTurn]:
+    """The turns with the roles and in the number that the template shows."""
+    taken = list[ChatTurn]()
+    waiting = list(turns)
+    while waiting:
+        turn = waiting.pop(0)
+        leads = all(one.role in shapes.first_roles for one in taken)
+        if leads and taken and shapes.joins_instructions and turn.role in shapes.first_roles:
+            taken[-1] = replace(taken[-1], content=[*_texts(taken[-1]), *_texts(turn)])
+        elif len(turn.calls) > 1 and shapes.splits_calls:
+            num_results = next((at for at, one in enumerate(waiting) if one.role != "tool"), len(waiting))
+            taken += _one_by_one(turn, waiting[:num_results])
+            del waiting[:num_results]
+        else:
+            roles = shapes.first_roles if leads else shapes.later_roles
+            taken.append(replace(turn, role=roles.get(turn.role, turn.role)))
+    return taken
+
+
+def _one_by_one(turn: ChatTurn, results: Sequence[ChatTurn]) -> Iterator[ChatTurn]:
+    """A turn for each call, with its results behind it; the others come last."""
+    rest = list(results)
+    for call in turn.calls:
+        yield replace(turn, calls=[call])
+        turn = replace(turn, content=None, reasoning=None)
+        yield from (one for one in rest if one.call_id == call.id)
+        rest = [one for one in rest if one.call_id != call.id]
+    yield from rest
+
+
+def _plain(turn: ChatTurn, shapes: Shapes, names: Mapping[str | None, str]) -> dict[str, Any]:
     """A message as templates expect it. Raises InvalidRequest.
 
     names: the called function by id of the call.
     """
-    if (turn.calls or turn.role == "tool") and not template.knows_tools:
+    if (turn.calls or turn.role == "tool") and not shapes.tools:
         raise InvalidRequest(f"`{turn.at}`: {NO_TOOLS}", field=turn.tools_at or turn.at)
-    role = "system" if turn.role == "developer" and not template.knows_developer else turn.role
-    plain: dict[str, Any] = {"role": role, "content": _content(turn, template)}
+    plain: dict[str, Any] = {"role": turn.role, "content": shapes.content(turn.role, turn.content or "")}
     if turn.calls:
-        plain["tool_calls"] = [call.plain(as_object=template.takes_argument_objects) for call in turn.calls]
+        plain["tool_calls"] = [call.plain(as_object=shapes.argument_objects) for call in turn.calls]
+        plain["content"] = plain["content"] if turn.content else shapes.empty_content
     name = turn.name
     if turn.role == "tool":
         name = names.get(turn.call_id) if name is None else name
@@ -100,15 +131,5 @@ def _plain(turn: ChatTurn, template: ChatTemplate, names: Mapping[str | None, st
     return plain if name is None else {**plain, "name": name}
 
 
-def _content(turn: ChatTurn, template: ChatTemplate) -> str | list[dict[str, str]] | None:
-    """The content in the form that the template handles: a string or a list of parts."""
-    content = turn.content
-    if content is None:
-        if turn.calls:
-            return None
-        content = ""
-    if isinstance(content, str):
-        return content if template.takes_text else [{"type": "text", "text": content}]
-    if template.takes_parts and content:
-        return [{"type": "text", "text": text} for text in content]
-    return "\n".join(content)
+def _texts(turn: ChatTurn) -> Sequence[str]:
+    return [turn.content] if isinstance(turn.content, str) else turn.content or []

@@ -19,6 +19,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from neuron_runtime.text.template_shapes import shapes_of
+
 _OPEN_END = "\ue000open end\ue001 "
 """Marks the end of the last message in the rendered text; ends with a space, to detect whether the template trims."""
 
@@ -60,18 +62,9 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
-        self.knows_developer = "developer" in source
-        """Whether the template handles the role; otherwise developer messages become system messages."""
-        self.takes_parts = self._shows([{"type": "text", "text": _PROBE}])
-        """Whether the content of a message may be a list of parts."""
-        self.takes_text = self._shows(_PROBE) or not self.takes_parts
-        """Whether the content of a message may be a string."""
         self.source = source
-        self.knows_tools = self._renders([_ASKED], tools=[_TOOL])
-        """Whether the template shows tools to the model."""
-        objects, texts = ([_ASKED, _called(arguments)] for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)))
-        self.takes_argument_objects = self._renders(objects, _KEY) or not self._renders(texts, _KEY)
-        """Whether the arguments of an earlier call may be an object; otherwise they are its JSON."""
+        self.shapes = shapes_of(self._tried, "developer" in source)
+        """What it takes."""
 
     def render(
         self,
@@ -118,36 +111,11 @@ class ChatTemplate:
         # If the template trims messages, trailing whitespace is not part of the prompt.
         return begun if rest.startswith(" ") else begun.rstrip()
 
-    def _renders(
-        self, messages: Sequence[Mapping[str, Any]], text: str = "", tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> bool:
-        """Whether the prompt has the text, by default the probe."""
+    def _tried(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
         try:
-            return (text or _PROBE) in self.render(messages, variables={"tools": tools})
+            return self.render(messages, variables={"tools": tools})
         except TemplateRefused:
-            return False
-
-    def _shows(self, content: Any) -> bool:
-        try:
-            text = self.render([{"role": "user", "content": content}])
-        except TemplateRefused:
-            return False
-        return _PROBE in text and "'text'" not in text and '"text"' not in text
-
-
-_PROBE = "neuron-probe"
-_ASKED = {"role": "user", "content": "a"}
-_ARGUMENTS, _KEY = {"neuron-key": 1}, '"neuron-key"'
-_TOOL = {
-    "type": "function",
-    "function": {"name": _PROBE, "description": "a", "parameters": {"type": "object", "properties": {}}},
-}
-
-
-def _called(arguments: Any) -> dict[str, Any]:
-    function = {"name": _PROBE, "arguments": arguments}
-    call = {"id": "abcdefghi", "type": "function", "function": function}
-    return {"role": "assistant", "content": None, "tool_calls": [call]}
+            return ""
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

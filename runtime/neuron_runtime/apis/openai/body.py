@@ -76,8 +76,8 @@ class Message(msgspec.Struct, frozen=True):
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool", "function"],
-        "Author of the message. `developer` becomes `system` if the template does not handle it; `tool` returns the "
-        "result of a call; `function` is not supported yet",
+        "Author of the message. `developer` and `system` are given under the name that the template shows; `tool` "
+        "returns the result of a call; `function` is not supported yet",
     ]
     content: Annotated[str | list[ContentPart] | None, "A text or a list of parts; optional for `assistant`"] = None
     name: Annotated[str | None, "Name of the author, for the template"] = None
@@ -117,7 +117,7 @@ class ChatBody(ChatOptions, kw_only=True):
 
     messages: Annotated[
         list[Message],
-        "Roles `system`, `developer` (becomes `system` if the template does not handle it), `user`, `assistant`, "
+        "Roles `system`, `developer` (given under the name that the template shows), `user`, `assistant`, "
         "`tool`; `content` is a text or a list of `text` parts; `name`, `tool_call_id` and, for earlier answers, "
         "`tool_calls` and `reasoning` or `reasoning_content` are passed to the template",
     ]
