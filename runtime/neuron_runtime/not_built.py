@@ -88,7 +88,6 @@ ROWS = (
     NotBuilt("background", _RESPONSES, (False,)),
     NotBuilt("chat_template", _BODY, cure="set the server's flag --chat-template instead"),
     NotBuilt("container", _MESSAGES),
-    NotBuilt("context_management", _MESSAGES),
     NotBuilt("conversation", _RESPONSES, cure="send the whole conversation in `input`"),
     NotBuilt("convert", _LLM, ("auto", "none")),
     NotBuilt("cpu_offload_gb", _LLM, (0,)),
@@ -125,8 +124,7 @@ ROWS = (
     NotBuilt("num_beams", Surface.GENERATION_CONFIG, (1,)),
     NotBuilt("num_scheduler_steps", _LLM, (1,)),
     NotBuilt("num_speculative_tokens", _LLM),
-    NotBuilt("output_config", _MESSAGES, ({},)),
-    NotBuilt("output_format", _MESSAGES),
+    NotBuilt("output_format", _MESSAGES, cure="send it as `output_config.format`"),
     NotBuilt("override_generation_config", _LLM, ({},)),
     NotBuilt("pipeline_parallel_size", _LLM, (1,)),
     NotBuilt("prediction", _BODY),
@@ -157,7 +155,6 @@ ROWS = (
     NotBuilt("tokenizer", _LLM),
     NotBuilt("tokenizer_mode", _LLM, ("auto",)),
     NotBuilt("tokenizer_revision", _LLM),
-    NotBuilt("truncation", _RESPONSES, ("disabled",)),
     NotBuilt("typical_p", Surface.GENERATION_CONFIG, (1,)),
     NotBuilt("use_beam_search", _BODY | _PARAMS, (False,)),
     NotBuilt("vllm_xargs", _BODY, ({},)),
@@ -174,12 +171,12 @@ ROWS = (
         NotBuilt(name, _RESPONSES, has_effect=False)
         for name in (
             *("context_management", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
-            *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
+            *("prompt_cache_retention", "safety_identifier", "service_tier", "truncation", "user"),
         )
     ),
     *(
         NotBuilt(name, _MESSAGES, has_effect=False)
-        for name in ("cache_control", "inference_geo", "metadata", "service_tier", "speed")
+        for name in ("cache_control", "context_management", "inference_geo", "metadata", "service_tier", "speed")
     ),
     # Settings of GPUs or of vLLM's internals: values, then switches.
     *(
