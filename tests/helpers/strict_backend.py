@@ -12,8 +12,9 @@ import zlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from helpers.host_rows import asks_for_logits, is_of_host
 from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime, size_of
 from neuron_runtime.core import (
     KNOWN,
@@ -27,7 +28,6 @@ from neuron_runtime.core import (
     StepOutput,
     TokenLogprobs,
     fill,
-    needs_host,
 )
 
 EMPTY = -1
@@ -100,7 +100,7 @@ def _rank(sampling: Sampling, output_position: int, num_tokens: int, limits: Bac
 
 def num_kept(sampling: Sampling, num_tokens: int, limits: BackendLimits | None) -> int:
     """How many of the likeliest tokens may be drawn, by top_k and top_p."""
-    device = limits if limits and limits.sampling != "Host" and not needs_host(sampling, limits) else None
+    device = limits if limits and limits.sampling != "Host" and not is_of_host(sampling, limits) else None
     most = min(sampling.top_k or num_tokens, num_tokens)
     if device and device.max_top_k:
         most = min(most, device.max_top_k)
@@ -114,7 +114,7 @@ def num_kept(sampling: Sampling, num_tokens: int, limits: BackendLimits | None) 
 
 def needs_logits(sampling: Sampling, limits: BackendLimits) -> bool:
     """Whether only a host that has the logits can serve these parameters."""
-    return sampling.seeded or needs_host(sampling, replace(limits, sampling="DeviceWithLogits"))
+    return sampling.seeded or asks_for_logits(sampling, limits.max_top_k)
 
 
 def tokens_of(mask: memoryview, vocabulary_size: int) -> tuple[int, ...]:
@@ -393,7 +393,7 @@ class StrictBackend:
         on_host = [
             number
             for number, slot, samples in zip(rows.slot, in_flight.slots, rows.samples, strict=True)
-            if samples and needs_host(slot.added.sampling, limits)
+            if samples and is_of_host(slot.added.sampling, limits)
         ]
         self._demand(not on_host, f"a step is launched behind one whose slots {on_host} the host samples")
 

@@ -15,10 +15,11 @@ import msgspec
 import pytest
 
 from helpers.engine_driver import Run, even_only, max_steps, start
+from helpers.host_rows import is_of_host
 from helpers.random_loads import some_limits, some_requests
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import Added, Request, Sampling, StepKind, needs_host
+from neuron_runtime.core import Added, Request, Sampling, StepKind
 from neuron_runtime.engine.bounds import stream_gap_bound
 
 NUM_EXAMPLES = 200
@@ -63,7 +64,7 @@ def what_happened(run: Run) -> dict[str, bool]:
         "aborted": run.aborted,
         "prompt logprobs": run.prompts,
         "fed the same rows": limits.token_feedback == "same rows" and any(b.waits_for_step_in_flight for b in batches),
-        "sampled on the host": any(needs_host(a.sampling, limits) for b in batches for a in b.added),
+        "sampled on the host": any(is_of_host(a.sampling, limits) for b in batches for a in b.added),
         "in a bucket": any(limits.prefill_buckets and not s for b in batches for s in b.rows.samples),
         "within reach": limits.max_prefill_start and any(not s for b in batches for s in b.rows.samples),
         "sampled late": any(call == "sample late" for call, _ in run.backend.calls),

@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 
+from helpers.host_rows import is_of_host
 from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.limits import limits_of
@@ -25,7 +26,6 @@ from neuron_runtime.core import (
     Sampling,
     StepOutput,
     name_of_step,
-    needs_host,
 )
 from neuron_runtime.engine.loop import Engine
 
@@ -94,7 +94,7 @@ def sampled_on_host(request: Request, random: Random) -> Request:
 
 def alone(request: Request, settings: Settings, limits: BackendLimits) -> list[int]:
     """The tokens of a request that nothing else influences."""
-    of_host = settings.sampling == "Host" or needs_host(request.sampling, limits)
+    of_host = settings.sampling == "Host" or is_of_host(request.sampling, limits)
     parameters = () if of_host else device_parameters(request.sampling, settings.global_topk)
     tokens, output = list(request.prompt_token_ids), list[int]()
     while len(output) < request.sampling.max_tokens:
@@ -169,7 +169,7 @@ def run(random: Random) -> list[str]:
         *(["one token"] if any(len(one.prompt_token_ids) == 1 for one in requests) else []),
         *(
             ["rows of host and device"]
-            if {needs_host(one.sampling, limits) for one in requests} == {True, False}
+            if {is_of_host(one.sampling, limits) for one in requests} == {True, False}
             else []
         ),
         settings.layout,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
 import pytest
 
+from helpers.guides import FORM
+from helpers.host_rows import is_of_host
 from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
 from neuron_runtime.core import ACTS, Acts, BackendLimits, Sampling, acts_of, needs_host
 from neuron_runtime.errors import InvalidRequest
@@ -121,11 +122,46 @@ def test_a_parameter_of_the_engine_that_does_not_say_what_acts_on_it_is_refused(
         acts_of(Forgotten)
 
 
-@pytest.mark.parametrize("name", [name for name, acts in ACTS.items() if acts is Acts.HOST])
-def test_each_parameter_that_the_host_acts_on_makes_it_sample_the_row(name: str) -> None:
-    changed = replace(Sampling(temperature=0), **{name: object()})  # type: ignore[arg-type]
-    assert needs_host(changed, limits("DeviceWithLogits"))
-    assert not needs_host(Sampling(temperature=0), limits("DeviceWithLogits"))
+ON_HOST: tuple[dict[str, Any], ...] = (
+    {"min_p": 0.1},
+    {"repetition_penalty": 0.9},
+    {"presence_penalty": 0.1},
+    {"frequency_penalty": -0.1},
+    {"logit_bias": ((3, 1.0),)},
+    {"allowed_token_ids": ()},
+    {"form": FORM},
+    {"bad_words": ((3,),)},
+    {"min_tokens": 1},
+    {"logprobs": 0},
+    {"seeded": True, "temperature": 0.5},
+    {"top_k": 9, "temperature": 0.5},
+)
+"""With each of these the host samples the row, if the device draws from the 8 likeliest tokens."""
+ON_DEVICE: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_p": 0.5, "temperature": 0.5, "seed": 7, "choice": 2},
+    {"top_k": 8, "temperature": 0.5},
+    {"max_tokens": 7, "stop_token_ids": frozenset({1})},
+    {"seeded": True},
+    {"top_k": 9},
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_host"), [*((one, True) for one in ON_HOST), *((one, False) for one in ON_DEVICE)]
+)
+def test_the_host_samples_the_rows_whose_parameters_need_logits(asked: dict[str, Any], of_host: bool) -> None:
+    sampling = Sampling(**{"temperature": 0.0, **asked})
+    for rule in (needs_host, is_of_host):
+        assert rule(sampling, limits("DeviceWithLogits", max_top_k=8)) is of_host
+        assert not rule(sampling, limits("Device", max_top_k=8))
+        assert not rule(sampling, limits("Host"))
+        if set(asked) == {"top_k", "temperature"}:
+            assert not rule(sampling, limits("DeviceWithLogits"))
+
+
+def test_every_parameter_that_the_host_acts_on_is_among_them() -> None:
+    assert {name for name, acts in ACTS.items() if acts is Acts.HOST} == {name for one in ON_HOST[:10] for name in one}
 
 
 def test_every_default_is_neutral() -> None:

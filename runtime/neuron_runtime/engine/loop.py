@@ -218,8 +218,6 @@ class Engine:
             return False
         if limits.token_feedback == "same rows" and ahead.rows.after != tuple(range(len(current.rows))):
             return False
-        if limits.sampling != "DeviceWithLogits":
-            return True  # `needs_host` of each sequence is False
         return not any(s.needs_host and samples for s, samples in zip(sequences, current.rows.samples, strict=True))
 
     def _launch(self, batch: Batch, late: bool) -> None:
