@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from helpers.chat_model import END, EOS, byte_level_tokenizer, metaspace_tokenizer, write_chat_model
+from helpers.chat_model import BOS, END, EOS, byte_level_tokenizer, metaspace_tokenizer, write_chat_model
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.requests.generation_defaults import load_generation_defaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -43,6 +43,29 @@ def test_tokens_defined_only_in_the_tokenizer_config_are_added(tmp_path: Path) -
     rewrite(tmp_path / "tokenizer_config.json", added_tokens_decoder={str(before.vocabulary_size): entry})
     after = load_tokenizer(tmp_path)
     assert after.encode("<|tool|>", add_special_tokens=False) == (before.vocabulary_size,)
+
+
+def test_special_and_added_tokens_of_older_files_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    write_chat_model(tmp_path)
+    num_tokens = load_tokenizer(tmp_path).vocabulary_size
+    settings = tmp_path / "tokenizer_config.json"
+    rewrite(settings, bos_token=None, eos_token="not this")
+    eos = {"content": EOS, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": BOS, "eos_token": eos}))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<b>": num_tokens + 1, "<a>": num_tokens}))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
+    assert ours.special_tokens["bos_token"] == theirs.bos_token == BOS
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.encode("<a><b>", add_special_tokens=False) == (num_tokens, num_tokens + 1)
+    assert theirs.encode("<a><b>", add_special_tokens=False) == [num_tokens, num_tokens + 1]
+    rewrite(settings, added_tokens_decoder={})
+    assert "bos_token" not in load_tokenizer(tmp_path).special_tokens
+    rewrite(settings, added_tokens_decoder=None)
+    (tmp_path / "added_tokens.json").write_text('{"<a>": []}')
+    with pytest.raises(FatalError, match=r"added_tokens\.json, is malformed"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_truncation_stored_with_the_tokenizer_is_ignored(tmp_path: Path) -> None:
