@@ -228,6 +228,16 @@ some_fields = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+def test_ids_that_the_model_has_beyond_its_tokenizer_may_be_sent_back(tokenizer: Tokenizer) -> None:
+    size = tokenizer.vocabulary_size + 8
+    admits = admission(tokenizer, replace(LIMITS, vocabulary_size=size))
+    ask = admitted_completion(admits, completion(prompt=[5, size - 1], echo=True, logprobs=1))
+    assert ask.prompts == ((5, size - 1),)
+    assert ask.echoes[0].text == tokenizer.decode([5])
+    with pytest.raises(InvalidRequest, match="is not a token id of this model"):
+        admitted_completion(admits, completion(prompt=[5, size]))
+
+
 @given(limits=some_limits, fields=some_fields, cuts=st.booleans())
 def test_an_admitted_request_can_run(tokenizer: Tokenizer, limits: BackendLimits, fields: Any, cuts: bool) -> None:
     admits = replace(admission(tokenizer, limits), cuts_max_tokens=cuts)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from neuron_runtime.checkpoint import TEMPLATES_FOLDER
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -225,10 +226,29 @@ def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
     fast = _load_fast(model_dir)
     known = fast.get_vocab(with_added_tokens=True)
     fast.add_tokens([token for token in added if token.content not in known])
+    _follow_declaration(fast, settings, special_tokens)
     default = templates.get("default")
     return Tokenizer(
         fast, special_tokens=special_tokens, chat_template=default, tool_template=templates.get("tool_use")
     )
+
+
+def _follow_declaration(fast: FastTokenizer, settings: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
+    """Add BOS and EOS to texts as `tokenizer_config.json` declares it for Llama's class of tokenizers.
+
+    Some models declare what their `tokenizer.json` does not do. transformers 4 follows the declaration.
+    """
+    added = [settings.get("add_bos_token"), settings.get("add_eos_token", False)]
+    if settings.get("tokenizer_class") not in _DECLARING or not all(isinstance(one, bool) for one in added):
+        return
+    names = [special_tokens.get(name) for name in SPECIAL_TOKENS[:2]]
+    before, after = ([name] if name and is_added else [] for name, is_added in zip(names, added, strict=True))
+    ids = [(name, fast.token_to_id(name)) for name in before + after]
+    if all(number is not None for _, number in ids):
+        fast.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
+
+
+_DECLARING = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 
 def read_json(path: Path) -> dict[str, Any]:
