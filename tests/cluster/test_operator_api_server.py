@@ -718,6 +718,23 @@ async def test_a_job_that_somebody_keeps_deleting_is_named_and_made_ever_more_ra
         assert calls(server, before).count(("create", "jobs")) <= NUM_AT_ONCE
 
 
+async def test_a_model_that_is_deleted_and_made_again_often_contests_nothing(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    """Its Jobs go with it."""
+    async with client_of(server) as client, operating(client, only(namespace)):
+        for _ in range(NUM_AT_ONCE + 2):
+            namespace.put_model()
+            await eventually(lambda: namespace.children()["Job"], about=namespace.model)
+            namespace.delete(NEURON_MODELS, "chat")
+            for kind, children in namespace.children().items():  # as the garbage collector does
+                for child in children:
+                    namespace.delete(BY_KIND[kind], child)
+        namespace.put_model()
+        await eventually(lambda: namespace.children()["Job"], about=namespace.model)
+        await eventually(lambda: namespace.condition("Accepted")[0] == "True", about=namespace.model)
+
+
 async def test_unneeded_children_are_deleted(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model(model={"uri": "file:///models/other"})

@@ -123,6 +123,9 @@ class Reconciler:
         )
         retry: ClusterFault | None = None
         world = self._observe(World(body=body, children=(), pods=(), now=self._now()), key)
+        for job in world.shared:
+            if job["kind"] == "Job" and items(job, "status", "conditions"):
+                _forget_job(self._contests, job)  # it ended: the next one is another attempt
         read: frozenset[Needed] = frozenset()
         is_final = False
         while True:
@@ -247,9 +250,9 @@ class _Writes:
         live = self._caches.find(resource, metadata["namespace"], metadata["name"])
         try:
             if live is None:
-                if resource.kind == "Job" and (words := self._contests.check(_key_of(desired), DELETED)):
+                if resource.kind == "Job" and (words := self._contests.check(_made_by(body, desired), DELETED)):
                     raise _Refused(refusal(RefusalCause.UNDONE, message=words))
-                live = await self._create_or_look(resource, desired)
+                live = await self._create_or_look(resource, desired, body)
             if resource is SECRETS:
                 return  # its name is that of one attempt of a group, and nobody may read it
             if not _is_ours(live, desired, body):
@@ -262,8 +265,6 @@ class _Writes:
             if resource.kind in _NEVER_EDITED:
                 return
             if is_shared(desired) and resource.kind in _CREATED_ONCE:
-                if resource.kind == "Job" and items(live, "status", "conditions"):
-                    self._contests.forget(_key_of(live), live["metadata"]["uid"])  # the next one is another attempt
                 await self._relabel(live, desired)
                 return
             if not self._contained.needs_apply(desired, live):
@@ -306,7 +307,7 @@ class _Writes:
         await self._next().delete(resource, live)
         return await self._next().create(resource, desired)
 
-    async def _create_or_look(self, resource: Resource, desired: Object) -> Object:
+    async def _create_or_look(self, resource: Resource, desired: Object, body: Object) -> Object:
         try:
             live = await self._next().create(resource, desired)
         except AlreadyExists:
@@ -316,7 +317,7 @@ class _Writes:
             return await self._cluster.get(resource, metadata["namespace"], metadata["name"])
         self._observe_written(resource, live)
         if resource.kind == "Job":  # which other models may have created at the same time
-            self._contests.wrote(_key_of(live), DELETED, live["metadata"]["uid"])
+            self._contests.wrote(_made_by(body, live), DELETED, live["metadata"]["uid"])
         return live
 
     async def change(self, change: Change) -> None:
@@ -337,7 +338,7 @@ class _Writes:
         resource = resource_of(live)
         if "deletionTimestamp" in live["metadata"]:
             return
-        self._contests.forget(_key_of(live), live["metadata"].get("uid", ""))
+        _forget_job(self._contests, live)
         try:
             # Another model may become an owner of a shared object at any time.
             await self._next().delete(resource, live, unchanged=is_shared(live) and resource is not PODS)
@@ -360,6 +361,16 @@ class _Writes:
 
 def _key_of(obj: Object) -> tuple[str, str, str]:
     return obj["kind"], obj["metadata"]["namespace"], name_of(obj)
+
+
+def _made_by(body: Object, job: Object) -> tuple[str, ...]:
+    """A Job, for one NeuronModel: it goes with its owners, and the next model of the same name may make it again."""
+    return (*_key_of(job), body["metadata"]["uid"])
+
+
+def _forget_job(contests: Contests, live: Object) -> None:
+    for owner in owners_of(live):
+        contests.forget((*_key_of(live), owner.get("uid", "")), live["metadata"].get("uid", ""))
 
 
 _REPLACEABLE = frozenset({"ControllerRevision", "ConfigMap"})
