@@ -17,6 +17,14 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
+SHORT = {
+    "data_parallel_size": "-dp",
+    "pipeline_parallel_size": "-pp",
+    "quantization": "-q",
+    "tensor_parallel_size": "-tp",
+}
+"""vLLM's short spellings, by the name of the argument."""
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -106,7 +114,12 @@ def add_flags(
         if field.flag:
             default = (defaults or {}).get(field.argument, field.default)
             meaning = f"{field.description} (default: {default})".replace("`", "")
-            parser.add_argument(field.option, help=meaning, **_form(field, field.flag))
+            parser.add_argument(*spellings(field.argument), help=meaning, **_form(field, field.flag))
+
+
+def spellings(argument: str) -> list[str]:
+    """The flag of an argument, and its short one."""
+    return [f"--{argument.replace('_', '-')}", *([SHORT[argument]] if argument in SHORT else [])]
 
 
 def _form(field: Field, flag: Flag) -> dict[str, Any]:
@@ -117,7 +130,7 @@ def _form(field: Field, flag: Flag) -> dict[str, Any]:
         case inspect.LiteralType() if field.is_switch:
             return {"action": argparse.BooleanOptionalAction}
         case inspect.IntType():
-            return {"type": int, "metavar": flag.metavar or "N"}
+            return {"type": whole_number, "metavar": flag.metavar or "N"}
         case inspect.FloatType():
             return {"type": float, "metavar": flag.metavar or "N"}
         case inspect.LiteralType(values):
@@ -125,6 +138,20 @@ def _form(field: Field, flag: Flag) -> dict[str, Any]:
         case inspect.VarTupleType() if flag.read is None:
             return {"nargs": "+", "metavar": flag.metavar or "NAME"}
     return {"metavar": flag.metavar or "TEXT"}
+
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def whole_number(text: str) -> int:
+    """A number, in units if it ends with one: as in vLLM, small letters are decimal and capital ones binary."""
+    digits, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    try:
+        number = int(digits) if unit == 1 else float(digits) * unit
+    except ValueError as error:
+        message = f"must be a whole number, such as 4096, 4k (4000) or 4K (4096), got {text!r}"
+        raise argparse.ArgumentTypeError(message) from error
+    return int(number)
 
 
 def numbers(text: str) -> list[int]:

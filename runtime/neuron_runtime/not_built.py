@@ -87,8 +87,8 @@ ROWS = (
     NotBuilt("audio", _MESSAGE, ([],)),
     NotBuilt("background", _RESPONSES, (False,)),
     NotBuilt("chat_template", _BODY, cure="set the server's flag --chat-template instead"),
+    NotBuilt("chat_template_content_format", _FLAG, ("auto",), cure="leave it out: the template is tried with both"),
     NotBuilt("container", _MESSAGES),
-    NotBuilt("context_management", _MESSAGES),
     NotBuilt("conversation", _RESPONSES, cure="send the whole conversation in `input`"),
     NotBuilt("convert", _LLM, ("auto", "none")),
     NotBuilt("cpu_offload_gb", _LLM, (0,)),
@@ -98,6 +98,7 @@ ROWS = (
     NotBuilt("documents", _BODY, ([],)),
     NotBuilt("download_dir", _FLAG, cure="set --weights-dir instead"),
     NotBuilt("early_stopping", _PARAMS, (False,)),
+    NotBuilt("enable_log_requests", _FLAG, (False,), cure="set --log-prompts instead"),
     NotBuilt("enable_lora", _LLM, (False,)),
     NotBuilt("enable_prompt_embeds", _LLM, (False,)),
     NotBuilt("enable_sleep_mode", _LLM, (False,)),
@@ -117,6 +118,7 @@ ROWS = (
     NotBuilt("load_format", _LLM, ("auto", "safetensors")),
     NotBuilt("logits_processors", _BODY | _PARAMS | _LLM, ([],)),
     NotBuilt("lora_request", Surface.CALL),
+    NotBuilt("max_logprobs", _LLM, (20,), cure="leave it out: the backend says how many there are at most"),
     NotBuilt("mcp_servers", _MESSAGES, ([],)),
     NotBuilt("mm_processor_kwargs", _BODY | _LLM, ({},)),
     NotBuilt("modalities", _BODY, (["text"],)),
@@ -125,8 +127,7 @@ ROWS = (
     NotBuilt("num_beams", Surface.GENERATION_CONFIG, (1,)),
     NotBuilt("num_scheduler_steps", _LLM, (1,)),
     NotBuilt("num_speculative_tokens", _LLM),
-    NotBuilt("output_config", _MESSAGES, ({},)),
-    NotBuilt("output_format", _MESSAGES),
+    NotBuilt("output_format", _MESSAGES, cure="send it as `output_config.format`"),
     NotBuilt("override_generation_config", _LLM, ({},)),
     NotBuilt("pipeline_parallel_size", _LLM, (1,)),
     NotBuilt("prediction", _BODY),
@@ -136,12 +137,13 @@ ROWS = (
     NotBuilt("quantization", _LLM),
     NotBuilt("refusal", _MESSAGE),
     NotBuilt("repetition_detection", _BODY),
+    NotBuilt("response_role", _FLAG, ("assistant",)),
     NotBuilt("revision", _FLAG, cure="write it behind the model: org/name@revision"),
     NotBuilt("root_path", _FLAG, ("",)),
     NotBuilt("rope_scaling", _LLM, ({},)),
     NotBuilt("rope_theta", _LLM),
     NotBuilt("runner", _LLM, ("auto", "generate")),
-    NotBuilt("seed", _FLAG, cure="set `seed` in requests instead"),
+    NotBuilt("seed", _FLAG, (0,), cure="set `seed` in requests instead"),
     NotBuilt("skip_tokenizer_init", _LLM, (False,)),
     NotBuilt("spaces_between_special_tokens", _BODY | _PARAMS, (True,)),
     NotBuilt("speculative_config", _LLM, ({},)),
@@ -157,7 +159,6 @@ ROWS = (
     NotBuilt("tokenizer", _LLM),
     NotBuilt("tokenizer_mode", _LLM, ("auto",)),
     NotBuilt("tokenizer_revision", _LLM),
-    NotBuilt("truncation", _RESPONSES, ("disabled",)),
     NotBuilt("typical_p", Surface.GENERATION_CONFIG, (1,)),
     NotBuilt("use_beam_search", _BODY | _PARAMS, (False,)),
     NotBuilt("vllm_xargs", _BODY, ({},)),
@@ -174,12 +175,12 @@ ROWS = (
         NotBuilt(name, _RESPONSES, has_effect=False)
         for name in (
             *("context_management", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
-            *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
+            *("prompt_cache_retention", "safety_identifier", "service_tier", "truncation", "user"),
         )
     ),
     *(
         NotBuilt(name, _MESSAGES, has_effect=False)
-        for name in ("cache_control", "inference_geo", "metadata", "service_tier", "speed")
+        for name in ("cache_control", "context_management", "inference_geo", "metadata", "service_tier", "speed")
     ),
     # Settings of GPUs or of vLLM's internals: values, then switches.
     *(
@@ -203,9 +204,15 @@ ROWS = (
             *("trust_remote_code", "use_v2_block_manager", "worker_use_ray"),
         )
     ),
-    NotBuilt("disable_log_requests", _FLAG, (False,), has_effect=False),
-    NotBuilt("enable_auto_tool_choice", _FLAG, (False,), has_effect=False),
-    NotBuilt("enable_server_load_tracking", _FLAG, (False,), has_effect=False),
+    *(
+        NotBuilt(name, _FLAG, (False,), has_effect=False)
+        for name in (
+            *("disable_fastapi_docs", "disable_frontend_multiprocessing", "disable_log_requests"),
+            *("enable_auto_tool_choice", "enable_prompt_tokens_details", "enable_request_id_headers"),
+            "enable_server_load_tracking",
+        )
+    ),
+    NotBuilt("guided_decoding_backend", _FLAG, has_effect=False),
     NotBuilt("uvicorn_log_level", _FLAG, has_effect=False),
 )
 

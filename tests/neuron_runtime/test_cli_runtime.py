@@ -291,6 +291,15 @@ def test_switches_of_vllm_can_be_turned_off(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == ""
 
 
+def test_flags_are_read_as_vllm_spells_them() -> None:
+    config = config_of(
+        "a/m", "--max_model_len=1k", "-tp", "2", "-pp", "1", "--seed", "0", "--no-enable-log-requests",
+        "--chat_template_content_format", "auto", "--max-logprobs", "20", "--guided-decoding-backend", "xgrammar",
+        "--disable-fastapi-docs", "--served_model_name", "a_b",
+    )  # fmt: skip
+    assert (config.limits.max_model_length, config.parallelism.tensor, config.served_names) == (1000, 2, ("a_b",))
+
+
 @pytest.mark.parametrize(
     ("arguments", "see"),
     [

@@ -57,6 +57,8 @@ def test_an_absent_flag_is_none() -> None:
         ("origins", ["--origins", '["x", "y"]'], ["x", "y"]),
         ("origins", ["--origins", "x"], ["x"]),
         ("part.numThings", ["--things", "7"], 7),
+        ("part.numThings", ["--things", "1.5k"], 1500),
+        ("part.numThings", ["--things", "2K"], 2048),
         ("part.share", ["--share", "0.5"], 0.5),
     ],
 )
@@ -72,3 +74,10 @@ def test_the_help_shows_description_choices_and_default() -> None:
     assert "--loud, --no-loud Say more (default: off)" in text
     assert "--things N How many (default: 3)" in text
     assert "--share N Which part (default: 1)" in text
+
+
+@pytest.mark.parametrize("text", ["k", "1.5", "1kk", "x", ""])
+def test_what_is_no_number_is_refused_with_examples(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([f"--things={text}"])
+    assert "must be a whole number, such as 4096, 4k (4000) or 4K (4096)" in capsys.readouterr().err

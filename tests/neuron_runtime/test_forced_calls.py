@@ -164,8 +164,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice.function.name",
     ),
     (
-        {"response_format": {"type": "json_object"}},
-        "`tool_choice` and `response_format` are two forms of one answer: leave one out",
+        {"structured_outputs": {"json_object": True}},
+        "`tool_choice` and `structured_outputs.json_object` are two forms of one answer: leave one out",
         "tool_choice",
     ),
     (
@@ -175,7 +175,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/none"}}}]},
-        "`tool_choice`",
+        "`tool_choice` cannot be compiled: #/$defs/f: ",
+        "tool_choice",
+    ),
+    (
+        {"tools": [*TOOLS, {"type": "function", "function": {"name": "drop", "parameters": {"uniqueItems": True}}}]},
+        '`tool_choice` cannot be compiled: #/$defs/drop: Unimplemented keys: ["uniqueItems"]',
         "tool_choice",
     ),
 ]

@@ -16,6 +16,7 @@ from neuron_runtime.core import Form, Request, Sampling
 from neuron_runtime.engine.guides import Guide
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.grammars.guides import MAX_FORMS, GrammarGuides
+from neuron_runtime.requests.forms import MAX_FORM_CHOICES
 from neuron_runtime.text.tokenizer import Tokenizer
 
 PATIENCE = 60.0
@@ -70,6 +71,7 @@ PERSON = schema(
     additionalProperties=False,
 )
 ANY_OBJECT = schema(type="object")
+MANY_CHOICES = json.dumps([f"choice {number}" for number in range(MAX_FORM_CHOICES)])
 TAGS = {
     "structures": [{"begin": "<call=a>", "end": "</call>", "schema": {"type": "integer"}}],
     "triggers": ["<call="],
@@ -92,6 +94,9 @@ TAGS = {
             ["a core", 'a "node"\n', "a core, too"],
             ["a"],
         ),
+        (Form("choice", '["", "a core"]'), ["", "a core"], ["a"]),
+        (Form("choice", '[""]'), [""], ["a"]),
+        (Form("choice", MANY_CHOICES), ["choice 0", f"choice {MAX_FORM_CHOICES - 1}"], ["choice", "choice x"]),
         (Form("grammar", 'start: "a" NUMBER\nNUMBER: /[0-9]+/'), ["a12"], ["a", "12"]),
         (Form("grammar", 'root ::= "yes" | "no" root'), ["yes", "nonoyes"], ["no"]),
         (Form("structural_tag", json.dumps(TAGS)), ["free", "x <call=a>12</call> y"], ["<call=a>x</call>", "<call=b>"]),
@@ -102,6 +107,42 @@ def test_an_answer_keeps_to_its_form(
 ) -> None:
     assert [text for text in right if not accepts(guides, form, tokenizer, text)] == []
     assert [text for text in wrong if accepts(guides, form, tokenizer, text)] == []
+
+
+SMALL = {"type": "integer"}
+LITERALS = {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": SMALL}
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        ({"propertyNames": {"type": "string"}, "additionalProperties": SMALL}, ['{"x": 1}'], ['{"x": ""}']),
+        (LITERALS, ['{"a": 1, "b": 2}', "{}"], ['{"c": 1}', '{"a": "x"}']),
+        ({"propertyNames": {"pattern": "^a+$"}}, ['{"aa": 1}'], ['{"b": 1}']),
+        ({"properties": {"a": {"not": {}}, "b": {"type": "null"}}}, ['{"b": null}', "{}"], ['{"a": 1}']),
+        ({"properties": {"a": LITERALS}}, ['{"a": {"b": 1}}'], ['{"a": {"c": 1}}']),
+        ({"unevaluatedProperties": True, "dependentRequired": {}, "dependentSchemas": {}}, ["{}"], ["[]"]),
+    ],
+)
+def test_an_object_keeps_to_keywords_that_can_be_written_otherwise(
+    guides: GrammarGuides, tokenizer: Tokenizer, fields: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    form = schema(type="object", **fields)
+    assert [text for text in right if not accepts(guides, form, tokenizer, text)] == []
+    assert [text for text in wrong if accepts(guides, form, tokenizer, text)] == []
+
+
+@pytest.mark.parametrize("name", ["password", "uuid4", "uri-reference", "regex", "binary"])
+def test_a_format_that_only_describes_a_text_allows_any(guides: GrammarGuides, tokenizer: Tokenizer, name: str) -> None:
+    form = schema(type="array", items={"type": "string", "format": name, "pattern": "^a"}, uniqueItems=False)
+    assert accepts(guides, form, tokenizer, '["ab", "ab"]')
+    assert not accepts(guides, form, tokenizer, '["b"]')
+
+
+def test_a_value_that_looks_like_a_keyword_stays(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    form = schema(properties={"format": {"const": {"format": "x", "uniqueItems": False}}}, required=["format"])
+    assert accepts(guides, form, tokenizer, '{"format": {"format": "x", "uniqueItems": false}}')
+    assert not accepts(guides, form, tokenizer, '{"format": {}}')
 
 
 def test_spaces_in_json_are_bounded(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
@@ -252,6 +293,9 @@ def refusal(guides: GrammarGuides, form: Form) -> InvalidRequest:
             "nothing fits the schema",
         ),
         (schema(type="strange"), "strange"),
+        (schema(**{"$defs": {"a": {}, "b/c": {"uniqueItems": True}}, "$ref": "#/$defs/b~1c"}), "#/$defs/b~1c: Unimpl"),
+        (schema(type="array", uniqueItems=0), "uniqueItems"),
+        (schema(type="object", properties={}, propertyNames={"enum": ["a"]}), "propertyNames"),
         (schema(**{"$ref": "#"}), "no text fits it"),
         (schema(**{"not": {"type": "string"}}), "not"),
         (schema(**{"$ref": "http://127.0.0.1:1/schema"}), "does not fetch"),
@@ -285,6 +329,21 @@ def test_a_form_whose_compilation_would_never_end_is_refused_and_others_are_serv
 ) -> None:
     assert says in str(refusal(guides, form))
     assert accepts(guides, Form("choice", json.dumps([f"after {form.kind}"])), tokenizer, f"after {form.kind}")
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (schema(type="object", properties={f"p{at}": {"type": "string"} for at in range(1200)}), "max is 2000"),
+        (Form("grammar", "start: " + " | ".join(f'"x{at}"' for at in range(3000)), field="guided_grammar"), "max is"),
+        (Form("grammar", 'start: s\ns: s s | "a" | "b"', field="guided_grammar"), "too complex"),
+    ],
+    ids=["properties", "alternatives", "ambiguous"],
+)
+def test_a_form_that_would_fail_in_the_middle_of_an_answer_is_refused(
+    guides: GrammarGuides, form: Form, says: str
+) -> None:
+    assert says in str(refusal(guides, form))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
+import pydantic
 import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
@@ -267,6 +268,67 @@ async def test_results_of_tools_are_sent_back_as_those_of_a_chat(agent: Serving)
         counted = await client.messages.count_tokens(model=MODEL, messages=messages, tools=TOOLS)
     assert text_of(answer) == await chat_text(agent, as_chat, tools=tools)
     assert counted.input_tokens == answer.usage.input_tokens
+
+
+TOWN = {
+    "type": "object",
+    "properties": {"town": {"enum": ["Oslo", "Bergen"]}},
+    "required": ["town"],
+    "additionalProperties": False,
+}
+
+
+class Town(pydantic.BaseModel):
+    town: Literal["Oslo", "Bergen"]
+
+
+async def test_an_answer_keeps_to_the_format_of_its_output(client: AsyncAnthropic) -> None:
+    config: Any = {"effort": "high", "format": {"type": "json_schema", "schema": TOWN}}
+    answer = await message(client, output_config=config, max_tokens=100)
+    assert Town.model_validate_json(text_of(answer))
+    parsed = await client.messages.parse(**{**ASK, "max_tokens": 100}, output_format=Town)
+    assert isinstance(parsed.parsed_output, Town)
+    with pytest.raises(anthropic.BadRequestError, match="cannot be compiled"):
+        await message(client, output_config={"format": {"type": "json_schema", "schema": {"type": "x"}}})
+
+
+async def test_effort_is_a_variable_of_the_template(long_model_dir: Path) -> None:
+    template = "{{ messages[0].content }}{% if reasoning_effort == 'low' %} Be quick, and think of nothing.{% endif %}"
+    text = TextOptions(chat_template=template)
+    async with serving(long_model_dir, vocabulary_size=400, text=text) as one, client_of(one) as client:
+        low, high = [
+            await client.messages.count_tokens(model=MODEL, messages=CHAT, output_config={"effort": effort})
+            for effort in ("low", "high")
+        ]
+    assert low.input_tokens > high.input_tokens
+
+
+def claude_code(mark: str) -> dict[str, Any]:
+    """A body as Claude Code sends it; `mark` is other with each request."""
+    header = f"x-anthropic-billing-header: cc_version=2.1.100.{mark}; cc_entrypoint=cli; cch={mark};"
+    kept = {"cache_control": {"type": "ephemeral"}}
+    return {
+        "max_tokens": 8,
+        "temperature": 1,
+        "system": [{"type": "text", "text": header}, {"type": "text", "text": "Follow the rules. " * 40, **kept}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **kept}]}],
+        "tools": [*TOOLS, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "thinking": {"type": "adaptive"},
+        "metadata": {"user_id": "u"},
+    }
+
+
+async def test_requests_of_claude_code_share_a_cached_prefix(long_model_dir: Path) -> None:
+    limits = replace(LIMITS, max_model_length=2048, max_step_tokens=2048, num_blocks=256, shares_prefixes=True)
+    text = TextOptions(chat_template=HERMES)
+    async with serving(long_model_dir, limits=limits, vocabulary_size=400, text=text) as one:
+        answers = [await one.http.post("/v1/messages?beta=true", json=claude_code(mark)) for mark in ("aaaaa", "bbbbb")]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    first, second = (answer.json()["usage"] for answer in answers)
+    assert first["cache_read_input_tokens"] == 0
+    assert second["cache_read_input_tokens"] > second["input_tokens"]
 
 
 async def test_an_unknown_model_is_not_found(client: AsyncAnthropic) -> None:

@@ -92,6 +92,19 @@ async def test_every_field_of_an_endpoint_is_supported(served: Serving, path: st
             assert (await post(served, path, **{name: None})).status_code == 200, name
 
 
+async def test_a_body_is_read_as_other_languages_write_it(served: Serving) -> None:
+    fields = BODIES[COMPLETIONS][1] | {"model": "", "max_tokens": 4.0, "temperature": 0}
+    answer = await served.http.post(COMPLETIONS, content=b"\xef\xbb\xbf" + json.dumps(fields).encode())
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    for value in (4.5, 1e300):
+        assert refused_for(await post(served, COMPLETIONS, max_tokens=value)) == "max_tokens"
+
+
+async def test_the_list_of_models_may_end_with_a_slash(served: Serving) -> None:
+    assert (await served.http.get("/v1/models/")).json() == (await served.http.get("/v1/models")).json()
+
+
 async def test_everything_wrong_with_a_body_is_said_at_once(served: Serving) -> None:
     wrong = {"top_p": 7, "functions": [{}], "temperature": "hot", "best_of": 2, "messages": [{"role": "x"}], "n": 0}
     error = (await served.http.post("/v1/chat/completions", json=wrong)).json()["error"]

@@ -225,10 +225,8 @@ async def test_reasoning_is_an_item_of_its_own(model_dir: Path, monkeypatch: pyt
         ({"previous_response_id": "resp_1"}, "`previous_response_id`"),
         ({"conversation": "c"}, "`conversation`"),
         ({"background": True}, "`background`"),
-        ({"truncation": "auto"}, "`truncation`"),
         ({"max_output_tokens": 0}, "`max_output_tokens` must be at least 1"),
         ({"max_output_tokens": 10000}, "`max_output_tokens` is 10000"),
-        ({"input": []}, "`input` must not be empty"),
         ({"input": [{"role": "user"}]}, "`input[0].content` is missing"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "nothing is stored"),
         ({"input": [{"type": "computer_call"}]}, "`input[0].type`"),
@@ -270,7 +268,7 @@ async def test_what_clients_send_for_every_model_is_accepted(client: AsyncOpenAI
     answer = await respond(
         client,
         store=False,
-        truncation="disabled",
+        truncation="auto",
         include=["reasoning.encrypted_content"],
         prompt_cache_key="key",
         reasoning={"effort": "low", "summary": "auto"},
@@ -281,6 +279,54 @@ async def test_what_clients_send_for_every_model_is_accepted(client: AsyncOpenAI
     )
     assert answer.output_text
     assert answer.store is False  # type: ignore[attr-defined]
+
+
+SPACE: Any = {"type": "namespace", "name": "mcp__sky", "description": "The sky", "tools": [TOOLS[1]]}
+CALLED = {"type": "function_call", "name": "mcp__sky__search", "arguments": "{}"}
+HOSTED: Any = [
+    {"type": "web_search", "external_web_access": True},
+    {"type": "image_generation", "output_format": "png"},
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"},
+    },
+]
+
+
+async def test_a_function_of_a_namespace_is_called_by_its_name_and_comes_back(
+    client: AsyncOpenAI, says: Callable[[str], None]
+) -> None:
+    says('<tool_call>{"name": "mcp__sky__search", "arguments": {}}</tool_call>')
+    asked: Any = {"tools": [HOSTED[0], TOOLS[0], SPACE, *HOSTED[1:]], "max_output_tokens": 500}
+    answer = await respond(client, **asked)
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert (call.namespace, call.name, call.arguments) == ("mcp__sky", "search", "{}")
+    last: Any = (await streamed(client, **asked))[-1]
+    assert [(item.namespace, item.name) for item in last.response.output] == [("mcp__sky", "search")]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "clouds"}
+    first = {"role": "user", "content": "Look."}
+    sent_back, otherwise_named = [
+        await respond(client, tools=[SPACE], input=[first, {**called, "call_id": call.call_id}, result])
+        for called in (call.model_dump(exclude_none=True), CALLED)
+    ]
+    assert sent_back.usage is not None
+    assert otherwise_named.usage is not None
+    assert sent_back.usage.input_tokens == otherwise_named.usage.input_tokens
+
+
+async def test_an_empty_input_is_an_empty_message(client: AsyncOpenAI) -> None:
+    empty = await respond(client, input=[])
+    assert empty.usage == (await respond(client, input="")).usage
+
+
+async def test_a_forced_call_has_no_text_that_keeps_to_a_format(client: AsyncOpenAI) -> None:
+    """Instructor, in its mode for Responses, sends both."""
+    choice: Any = {"type": "function", "name": "weather"}
+    form: Any = {"format": {"type": "json_schema", "name": "weather", "schema": {"type": "integer"}}}
+    answer = await respond(client, tools=TOOLS, tool_choice=choice, text=form, max_output_tokens=500)
+    assert [item.type for item in answer.output] == ["function_call"]
 
 
 async def test_a_stream_that_fails_ends_with_response_failed(model_dir: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,8 +38,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # overloaded there, by the type of the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Each command refuses its own unknown arguments; argparse leaves them to the outermost parser."""
-        options, unknown = super().parse_known_args(args, namespace)
+        """Each command refuses its own unknown arguments; argparse leaves them to the outermost parser. As in vLLM, a
+        flag may have underscores in the place of dashes."""
+        written = sys.argv[1:] if args is None else args
+        options, unknown = super().parse_known_args([_with_dashes(one) for one in written], namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options, unknown
@@ -68,6 +72,14 @@ def build_parser() -> argparse.ArgumentParser:
     for name, (add_arguments, meaning) in COMMANDS.items():
         add_arguments(commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}."))
     return parser
+
+
+def _with_dashes(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if _FLAG.fullmatch(name) else argument
+
+
+_FLAG = re.compile(r"--[a-z_-]+")
 
 
 def _write(outcome: record.Record, path: Path) -> None:

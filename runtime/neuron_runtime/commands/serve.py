@@ -22,7 +22,7 @@ from neuron_runtime.console import StageLines, say
 from neuron_runtime.distributed.layout import layout_for
 from neuron_runtime.engine.backends import backend_package, check_backend
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
-from neuron_runtime.flags import Field, add_flags, json_or_text
+from neuron_runtime.flags import Field, add_flags, json_or_text, spellings
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
 from neuron_runtime.not_built import Surface
 from neuron_runtime.processes.run_dir import made_run_dir
@@ -103,7 +103,7 @@ def add_model_flags(parser: argparse.ArgumentParser, wanted: Callable[[Field], b
     )
     for row in not_built.rows(Surface.FLAG):
         form: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if row.is_switch else {"type": json_or_text}
-        model.add_argument(flag_of(row), help=argparse.SUPPRESS, **form)
+        model.add_argument(*spellings(row.name), help=argparse.SUPPRESS, **form)
 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
@@ -200,4 +200,4 @@ def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], 
 
 
 def flag_of(row: not_built.NotBuilt) -> str:
-    return f"--{row.name.replace('_', '-')}"
+    return spellings(row.name)[0]

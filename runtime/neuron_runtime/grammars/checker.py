@@ -2,20 +2,27 @@
 
 Some forms would keep the library busy for ever, or take gigabytes: joined patterns, for example. No limit of the
 library stops those while it compiles. So `Checker` has a child do it first, and the system ends the child at its
-limits. Called by `guides` on a thread. As a command it is that child: a form per line in, a grammar or a refusal out.
+limits. What it has compiled it also follows for a while, because other limits of the library act on a later token, when
+an answer has begun. Called by `guides` on a thread. As a command it is that child: a form per line in, a grammar or a
+refusal out.
 """
 
 from __future__ import annotations
 
+import random
 import resource
 import subprocess
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from neuron_runtime.core import Form
 from neuron_runtime.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 MAX_CPU_SECONDS = 2
 MAX_MEMORY_BYTES = 1 << 30
@@ -23,6 +30,9 @@ MAX_MEMORY_BYTES = 1 << 30
 MAX_REFUSAL_CHARACTERS = 1000
 STACK_BYTES = 4 << 20
 """Half of what the threads have that compile a form which the child has found to be good."""
+NUM_ANSWERS = 8
+MAX_ANSWER_BYTES = 1000
+"""How many answers are tried with a form, and how long they are together."""
 MAX_SECONDS = 60.0
 """How long to wait for the child, on a machine that is busy with other things."""
 
@@ -102,22 +112,58 @@ def main() -> None:
 def _check_lines() -> None:
     from llguidance import LLTokenizer  # noqa: PLC0415 - the child's work
 
-    from neuron_runtime.grammars.language import compiled, grammar_of  # noqa: PLC0415 - the child's work
+    from neuron_runtime.grammars.language import compiled, grammar_of, parts_of  # noqa: PLC0415 - the child's work
 
     tokenizer = LLTokenizer("byte")
+
+    def grammar_tried(form: Form) -> str:
+        grammar = grammar_of(form)
+        follow(compiled(grammar, tokenizer))
+        return grammar
+
+    def refusal_of(form: Form, error: Exception) -> str:
+        for name, part in parts_of(form).items():
+            try:
+                grammar_tried(part)
+            except ValueError as of_part:
+                return f"{name}: {of_part}"
+        return str(error) or type(error).__name__
+
     for line in sys.stdin.buffer:
         used = resource.getrusage(resource.RUSAGE_SELF)
         cpu = int(used.ru_utime + used.ru_stime) + 1 + MAX_CPU_SECONDS
         # The system ends the process at this limit, whatever it is busy with.
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, resource.RLIM_INFINITY))
+        form = msgspec.json.decode(line, type=Form)
         try:
-            grammar = grammar_of(msgspec.json.decode(line, type=Form))
-            compiled(grammar, tokenizer)
-            checked = Checked(grammar)
+            checked = Checked(grammar_tried(form))
         except Exception as error:  # noqa: BLE001 - whatever a form causes is its refusal
-            checked = Checked(refusal=str(error) or type(error).__name__)
+            checked = Checked(refusal=refusal_of(form, error))
         sys.stdout.buffer.write(msgspec.json.encode(checked) + b"\n")
         sys.stdout.buffer.flush()
+
+
+def follow(start: LLMatcher) -> None:
+    """Write answers at random, a byte at a time.
+
+    Raises:
+        ValueError: a limit of the library was reached on the way; says which.
+    """
+    dice, num_bytes = random.Random(0), 0  # noqa: S311 - not for secrets
+    for _ in range(NUM_ANSWERS):
+        answer = start.deep_copy()
+        while num_bytes < MAX_ANSWER_BYTES and (may_follow := _bytes_of(answer.compute_bitmask())):
+            first = dice.randrange(256)
+            above = may_follow >> first << first or may_follow
+            answer.consume_token((above & -above).bit_length() - 1)
+            num_bytes += 1
+        if answer.is_error():
+            raise ValueError(f"an answer would reach a limit: {answer.get_error()}")
+
+
+def _bytes_of(mask: bytes) -> int:
+    """The bits of the 256 tokens that are bytes."""
+    return int.from_bytes(mask[:32], "little")
 
 
 if __name__ == "__main__":

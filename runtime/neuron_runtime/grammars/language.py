@@ -9,11 +9,13 @@ import json
 import re
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from neuron_runtime.core import Form
+from neuron_runtime.grammars.schemas import Schema, readable
 
 LIMITS = LLParserLimits(
     max_lexer_states=20_000,  # of 1 to 2 KB each, so at most 40 MB per form
@@ -38,6 +40,23 @@ def grammar_of(form: Form) -> str:
     return json.dumps({"grammars": [top, {**first, "name": "form"}, *others]})
 
 
+def parts_of(form: Form) -> dict[str, Form]:
+    """The named schemas of a form, each as a form of its own, to say which of them is wrong."""
+    value = json.loads(form.text) if form.kind in ("json_schema", "structural_tag") else None
+    if not isinstance(value, dict):
+        return {}
+    if form.kind == "structural_tag":
+        return {one["begin"]: Form("json_schema", json.dumps(one.get("schema"))) for one in value["structures"]}
+    parts = value.get("$defs")
+    places = [f"#/$defs/{_pointed(name)}" for name in parts] if isinstance(parts, dict) else []
+    return {place: Form("json_schema", json.dumps({"$defs": parts, "$ref": place})) for place in places}
+
+
+def _pointed(name: str) -> str:
+    """A name within a reference."""
+    return quote(name.replace("~", "~0").replace("/", "~1"))
+
+
 def compiled(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     """A grammar at the beginning of an answer, with its first mask, which does most of the work.
 
@@ -54,15 +73,15 @@ def compiled(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _json(text: str) -> str:
-    schema = _schema(json.loads(text)) if text in ("true", "false") else text
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})
+    return LLMatcher.grammar_from_json_schema(_schema(json.loads(text)), overrides={"whitespace_pattern": _SPACE})
 
 
-def _schema(schema: dict[str, Any] | bool | None) -> dict[str, Any]:
+def _schema(schema: Schema | None) -> dict[str, Any]:
     """Raises ValueError for the schema that nothing fits."""
-    if schema is False:
+    plain = readable(schema)
+    if plain is False:
         raise ValueError("nothing fits the schema `false`")
-    return schema if isinstance(schema, dict) else {}
+    return plain if isinstance(plain, dict) else {}
 
 
 _SPACE = r"(\r?\n[ \t]{0,40}| )?"
@@ -70,7 +89,11 @@ _SPACE = r"(\r?\n[ \t]{0,40}| )?"
 
 
 def _choice(text: str) -> str:
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(_quoted(one) for one in json.loads(text)))
+    """One word of the grammar: as words of their own, thousands would meet the library's limit of alternatives."""
+    choices: list[str] = json.loads(text)
+    spelled = " | ".join(_quoted(one) for one in choices if one)
+    start = "start: CHOICE" + (" |" if "" in choices else "") if spelled else 'start: ""'
+    return LLMatcher.grammar_from_lark(start + (f"\nCHOICE: {spelled}" if spelled else ""))
 
 
 def _lark(text: str) -> str:

@@ -98,8 +98,8 @@ class Admission:
     """How the model writes calls of tools; None: not known."""
 
     def check_model(self, name: str | None) -> None:
-        """Raises InvalidRequest (404) for an unknown model name; None means the served model."""
-        if name is not None and name not in self.served_names:
+        """Raises InvalidRequest (404) for an unknown model name; none or an empty one means the served model."""
+        if name and name not in self.served_names:
             known = ", ".join(self.served_names)
             message = f"the model `{name}` does not exist; served models: {known}"
             raise InvalidRequest(message, field="model", status=404, code="model_not_found")

@@ -32,7 +32,7 @@ def typed(fields: Mapping[str, Any], body_type: type[Body], *, ignores_unknown: 
     rows = parameters_of(body_type)
     surface: Surface = getattr(body_type, "surface", Surface.BODY)
     elsewhere: Callable[[str, Any], bool] = getattr(body_type, "elsewhere", lambda name, value: False)
-    known = {name: value for name, value in fields.items() if name in rows}
+    known = {name: _whole(value) for name, value in fields.items() if name in rows}
     wrong: list[InvalidRequest] = []
     for name, value in fields.items():
         if name not in rows:
@@ -62,6 +62,14 @@ def typed(fields: Mapping[str, Any], body_type: type[Body], *, ignores_unknown: 
     return body
 
 
+def _whole(value: Any) -> Any:
+    """4.0 as 4: some languages have one kind of number."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= MAX_WHOLE
+    return int(value) if is_whole else value
+
+
+MAX_WHOLE = 2**53
+"""Beyond it a float does not say which whole number it is."""
 _KEY = re.compile(r"[^.\[]+")
 
 

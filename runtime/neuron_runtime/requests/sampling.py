@@ -61,10 +61,11 @@ class Sampler:
 
     def _form(self, options: Generate, names: Names, forced: Form | None, strict: Form | None) -> Form | None:
         asked = form_of(options, names["response_format"])
-        if asked is not None and forced is not None:
+        # That of `response_format` is for text, of which an answer that must call a tool has none.
+        if asked is not None and forced is not None and asked.field != names["response_format"]:
             message = f"`{forced.field}` and `{asked.field}` are two forms of one answer: leave one out"
             raise InvalidRequest(message, field=forced.field)
-        form = asked or forced or strict
+        form = forced or asked or strict
         if form is None:
             return None
         for name in ("ignore_eos", "min_tokens"):

@@ -79,6 +79,17 @@ class ToolUse:
         return ToolCallSplitter(self.form, self.names, one_call=self.one_call)
 
 
+def callable_here(functions: Sequence[Function], num_asked: int, choice: ToolChoice, field: str) -> list[Function]:
+    """The functions of a request whose tools of other types are left out: nobody could call those here.
+
+    Raises:
+        InvalidRequest: none remains of the tools that it asked for, the first of which has its type in `field`.
+    """
+    if num_asked and not functions and choice != "none":
+        raise InvalidRequest(f"`{field}`: none of the tools is a function, and others are not supported", field=field)
+    return list(functions)
+
+
 def is_forced(choice: ToolChoice) -> bool:
     """Whether the answer must call a tool."""
     return choice not in (None, "none", "auto")
@@ -161,12 +172,12 @@ def _arguments_schema(function: Function) -> dict[str, Any]:
 
 
 def _calls_schema(functions: Sequence[Function], only_one: bool) -> dict[str, Any]:
-    """The list of calls that a forced answer is. Each function's schema is a definition, to which its own references
-    point."""
+    """The list of calls that a forced answer is. Each function's schema is a definition of its name, to which its
+    own references point."""
     calls, definitions = [], {}
-    for at, function in enumerate(functions):
-        root = f"#/$defs/f{at}"
-        definitions[f"f{at}"] = _moved(_arguments_schema(function), root)
+    for function in functions:
+        root = f"#/$defs/{function.name}"
+        definitions[function.name] = _moved(_arguments_schema(function), root)
         properties = {"name": {"const": function.name}, "arguments": {"$ref": root}}
         calls.append(
             {

@@ -6,6 +6,7 @@ gets a 5xx, but an OpenAI error object that names the field.
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -275,6 +276,8 @@ class Routes:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
+        if not name:
+            return await self.models(request)
         if name not in self._state.served_names:
             message = f"the model `{name}` does not exist"
             raise InvalidRequest(message, field="model", status=404, code="model_not_found")
@@ -362,7 +365,7 @@ class Routes:
     async def _read(self, request: Request, use: Callable[[bytes], Made]) -> Made:
         """Read and use a body. Raises InvalidRequest, and Overloaded if too many bodies are in memory."""
         async with self._state.bodies.read(request) as raw:
-            return await self._state.bodies.use(raw, use)
+            return await self._state.bodies.use(raw.removeprefix(codecs.BOM_UTF8), use)
 
 
 def _invoked(raw: bytes) -> Api:

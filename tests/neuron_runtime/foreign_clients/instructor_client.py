@@ -40,6 +40,10 @@ def structured(client: OpenAI, name: str) -> None:
         assert whole.model_dump() == expected.model_dump(), (mode, whole)
         *_, streamed = asking.chat.completions.create_partial(**asked)
         assert streamed.model_dump() == expected.model_dump(), (mode, streamed)
+    # This mode sends a forced call and a format of the text.
+    asking = instructor.from_openai(client, mode=instructor.Mode.RESPONSES_TOOLS)
+    called = asking.responses.create(model=name, input=ASKED, response_model=Report, max_retries=0)
+    assert called.model_dump() == report.model_dump(), called
 
 
 url, name = sys.argv[1:]

@@ -15,10 +15,11 @@ from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.chats import Chat, ChatTurn
+from neuron_runtime.requests.forms import JsonSchema, ResponseFormat
 from neuron_runtime.requests.options import ChatOptions, FunctionName, NamedTool
 from neuron_runtime.requests.parameters import Names, Parameter
 from neuron_runtime.requests.sampling_fields import MaxTokens, Temperature, TopK, TopP, sampling_of
-from neuron_runtime.requests.tools import EarlierCall, Function
+from neuron_runtime.requests.tools import EarlierCall, Function, callable_here
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -51,11 +52,25 @@ class Thinking(msgspec.Struct, frozen=True):
     display: Annotated[str | None, "Accepted without effect"] = None
 
 
+class OutputFormat(msgspec.Struct, frozen=True):
+    """The form of the answer's text."""
+
+    type: Annotated[Literal["json_schema"], "What the answer is"]
+    schema: Annotated[dict[str, Any], "The JSON schema"]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """Options of the answer."""
+
+    effort: Annotated[str | None, "Variable `reasoning_effort` for the template"] = None
+    format: Annotated[OutputFormat | None, "The form of the text"] = None
+
+
 class ToolDefinition(msgspec.Struct, frozen=True):
     """A tool that the answer may call."""
 
     name: Annotated[str, "Name of the tool"]
-    type: Annotated[str | None, "`custom`; other types are not supported"] = None
+    type: Annotated[str | None, "`custom`; tools of other types are left out"] = None
     description: Annotated[str | None, "What it is for; the model reads it"] = None
     input_schema: Annotated[dict[str, Any] | None, "JSON schema of the arguments, an object. Default: none"] = None
     strict: Annotated[bool | None, "As in `tools` of a chat"] = None
@@ -92,6 +107,9 @@ class CountTokensBody(msgspec.Struct, kw_only=True):
         "`enabled` and `disabled` set the template's variable `enable_thinking`; without effect if the template does "
         "not use it. `budget_tokens` has no effect",
     ] = None
+    output_config: Annotated[
+        OutputConfig | None, "`effort`: a variable for the template; `format`: the form of the text, a JSON schema"
+    ] = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True, rename={"stop": "stop_sequences"}):
@@ -126,27 +144,41 @@ def chat_of(body: CountTokensBody, **options: Any) -> Chat:
         turn for at, message in enumerate(body.messages) for turn in _TURNS[message.role](message, f"messages[{at}]")
     ]
     continues = bool(turns) and turns[-1].role == "assistant" and not turns[-1].calls
-    if body.system:
-        turns.insert(0, ChatTurn("system", _texts(body.system, "system"), "system"))
-    choice = body.tool_choice
+    if system := _system(body.system or ""):
+        turns.insert(0, ChatTurn("system", system, "system"))
+    choice, tools, output = body.tool_choice, body.tools or [], body.output_config or OutputConfig()
+    tool_choice = _choice(choice)
+    functions = [_function(tool) for tool in tools if tool.type in (None, "custom")]
     return Chat(
         turns=turns,
         options=ChatOptions(
             model=body.model,
-            tool_choice=_choice(choice),
+            tool_choice=tool_choice,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
+            response_format=_response_format(output.format),
             **options,
         ),
         names=NAMES,
-        tools=[_function(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())],
-        variables={} if body.thinking is None else _SWITCHES[body.thinking.type],
+        tools=callable_here(functions, len(tools), tool_choice, "tools[0].type"),
+        variables={
+            **({} if body.thinking is None else _SWITCHES[body.thinking.type]),
+            **({} if output.effort is None else {"reasoning_effort": output.effort}),
+        },
         continues=continues,
     )
 
 
 NAMES = Names(
-    {"stop": "stop_sequences", "tools[].function": "tools[]", "tool_choice.function.name": "tool_choice.name"}
+    {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "tools[].function": "tools[]",
+        "tool_choice.function.name": "tool_choice.name",
+    }
 )
+ATTRIBUTION = "x-anthropic-billing-header:"
+"""Begins a block in front of Claude Code's instructions: a mark for its maker, other with each request, which no model
+reads. In the prompt it would keep requests from sharing a cached prefix."""
 _SWITCHES: Mapping[str, dict[str, Any]] = {
     "enabled": {"enable_thinking": True},
     "disabled": {"enable_thinking": False},
@@ -154,10 +186,16 @@ _SWITCHES: Mapping[str, dict[str, Any]] = {
 }
 
 
-def _function(tool: ToolDefinition, at: str) -> Function:
-    if tool.type not in (None, "custom"):
-        message = f"`{at}.type`: tools of type `{tool.type}` are not supported"
-        raise InvalidRequest(message, field=f"{at}.type")
+def _response_format(form: OutputFormat | None) -> ResponseFormat | None:
+    return None if form is None else ResponseFormat("json_schema", JsonSchema(schema=form.schema))
+
+
+def _system(system: str | Sequence[Block]) -> str | list[str]:
+    texts = _texts(system, "system")
+    return texts if isinstance(texts, str) else [text for text in texts if not text.startswith(ATTRIBUTION)]
+
+
+def _function(tool: ToolDefinition) -> Function:
     return Function(tool.name, tool.description, tool.input_schema, tool.strict)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -21,7 +21,7 @@ from neuron_runtime.requests.forms import JsonSchema, ResponseFormat
 from neuron_runtime.requests.options import ChatOptions, FunctionName, NamedTool
 from neuron_runtime.requests.parameters import Names, Parameter
 from neuron_runtime.requests.sampling_fields import MaxTokens, Temperature, TopP, sampling_of
-from neuron_runtime.requests.tools import EarlierCall, Function
+from neuron_runtime.requests.tools import EarlierCall, Function, callable_here
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -46,18 +46,22 @@ class Item(msgspec.Struct, frozen=True):
     summary: Annotated[list[Part] | None, "With `reasoning`: used if there is no `content`"] = None
     call_id: Annotated[str | None, "Of a function's call or output: id of the call; required"] = None
     name: Annotated[str | None, "With `function_call`: name of the function; required"] = None
+    namespace: Annotated[str | None, "With `function_call`: namespace of the function"] = None
     arguments: Annotated[str | None, "With `function_call`: JSON of the arguments"] = None
     output: Annotated[str | list[Part] | None, "With `function_call_output`: a text or parts"] = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True):
-    """A function that the answer may call."""
+    """A function that the answer may call, or a namespace of functions."""
 
-    type: Annotated[str, "`function`; other types are not supported"]
-    name: Annotated[str | None, "Name of the function; required"] = None
+    type: Annotated[str, "`function` or `namespace`; tools of other types are left out"]
+    name: Annotated[str | None, "Name of the function or the namespace; required"] = None
     description: Annotated[str | None, "What it is for; the model reads it"] = None
     parameters: Annotated[dict[str, Any] | None, "JSON schema of the arguments, an object. Default: none"] = None
     strict: Annotated[bool | None, "As in `tools` of a chat"] = None
+    tools: Annotated[
+        list[FunctionTool] | None, "With `namespace`: its functions, whose names begin with that and `__` for the model"
+    ] = None
 
 
 class FunctionChoice(msgspec.Struct, frozen=True):
@@ -156,7 +160,9 @@ def chat_of(body: ResponsesBody) -> Chat:
     turns = list[ChatTurn]()
     if body.instructions is not None:
         turns.append(ChatTurn("system", body.instructions, "instructions"))
-    items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    # Some clients try a server with an empty list.
+    text = body.input or ""
+    items = [Item(role="user", content=text)] if isinstance(text, str) else text
     for at, item in enumerate(items):
         add = _ITEMS.get(item.type)
         if add is None:
@@ -167,6 +173,11 @@ def chat_of(body: ResponsesBody) -> Chat:
         add(turns, item, f"input[{at}]")
     reports = LOGPROBS in (body.include or ())
     effort = body.reasoning and body.reasoning.effort
+    choice, tools = _choice(body.tool_choice), body.tools or []
+    functions = [
+        Function(one.name_here, one.tool.description, one.tool.parameters, one.tool.strict)
+        for one in functions_of(tools)
+    ]
     return Chat(
         turns=turns,
         options=ChatOptions(
@@ -174,15 +185,45 @@ def chat_of(body: ResponsesBody) -> Chat:
             logprobs=reports or None,
             top_logprobs=body.top_logprobs if reports else None,
             response_format=_response_format(body.text_format),
-            tool_choice=_choice(body.tool_choice),
+            tool_choice=choice,
             parallel_tool_calls=body.parallel_tool_calls,
             stream=body.stream,
             **sampling_of(body),
         ),
         names=NAMES,
-        tools=[_function(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())],
+        tools=callable_here(functions, len(tools), choice, "tools[0].type"),
         variables={} if effort is None else {"reasoning_effort": effort},
     )
+
+
+class Offered(NamedTuple):
+    """A function, and where the request has it."""
+
+    tool: FunctionTool
+    name: str
+    namespace: str | None
+
+    @property
+    def name_here(self) -> str:
+        """The name that the model gets."""
+        return _joined(self.namespace, self.name)
+
+
+def functions_of(tools: Sequence[FunctionTool], namespace: str | None = None, at: str = "tools") -> list[Offered]:
+    """The functions of a request, also those in namespaces. Tools of other types are left out, because nobody could
+    call them here. Raises InvalidRequest."""
+    offered = list[Offered]()
+    for number, tool in enumerate(tools):
+        place = f"{at}[{number}]"
+        if tool.type == "function":
+            offered.append(Offered(tool, _required(tool, "name", place), namespace))
+        elif tool.type == "namespace" and namespace is None:
+            offered += functions_of(tool.tools or (), _required(tool, "name", place), f"{place}.tools")
+    return offered
+
+
+def _joined(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 NAMES = Names(
@@ -225,7 +266,7 @@ def _reasoning(turns: list[ChatTurn], item: Item, at: str) -> None:
 
 def _call(turns: list[ChatTurn], item: Item, at: str) -> None:
     name = _required(item, "name", at)
-    call = EarlierCall(name, item.arguments, _required(item, "call_id", at))
+    call = EarlierCall(_joined(item.namespace, name), item.arguments, _required(item, "call_id", at))
     if turns and turns[-1].role == "assistant":
         turns[-1] = replace(turns[-1], calls=[*turns[-1].calls, call], at=at)
     else:
@@ -242,13 +283,6 @@ def _required(part: Item | FunctionTool, name: str, at: str) -> str:
     if value is None:
         raise InvalidRequest(f"`{at}.{name}` is missing", field=f"{at}.{name}")
     return value
-
-
-def _function(tool: FunctionTool, at: str) -> Function:
-    if tool.type != "function":
-        message = f"`{at}.type`: tools of type `{tool.type}` are not supported"
-        raise InvalidRequest(message, field=f"{at}.type")
-    return Function(_required(tool, "name", at), tool.description, tool.parameters, tool.strict)
 
 
 def _choice(choice: str | FunctionChoice | None) -> Any:

@@ -50,13 +50,14 @@ class ReasoningItem(msgspec.Struct, tag="reasoning", kw_only=True):
     content: Annotated[list[ReasoningText], "One part; none where a stream begins the item."]
 
 
-class FunctionCallItem(msgspec.Struct, tag="function_call", kw_only=True):
+class FunctionCallItem(msgspec.Struct, tag="function_call", kw_only=True, omit_defaults=True):
     """A call of a function."""
 
     id: ItemId
     status: ItemStatus
     call_id: Annotated[str, "Id of the call, for its result."]
     name: Annotated[str, "Name of the function."]
+    namespace: Annotated[str | None, "Its namespace, if the request had it in one."] = None
     arguments: Annotated[str, "JSON of the arguments; empty where a stream begins the item."]
 
 

@@ -12,7 +12,7 @@ import msgspec
 from neuron_runtime.apis.failures import failure_of
 from neuron_runtime.apis.generation import Generation
 from neuron_runtime.apis.logprobs import Located, Speller
-from neuron_runtime.apis.responses.body import ReasoningOptions, ResponsesBody, TextConfig
+from neuron_runtime.apis.responses.body import ReasoningOptions, ResponsesBody, TextConfig, functions_of
 from neuron_runtime.apis.responses.objects import (
     CallArgumentsDelta,
     CallArgumentsDone,
@@ -61,6 +61,7 @@ class ResponsesWriter(SectionWriter):
         sampling = generation.ask.sampling[0]
         self._number = -1
         self._speller = Speller(generation.tokenizer, False)
+        self._offered = {one.name_here: one for one in functions_of(body.tools or ())}
         self._response = ResponseObject(
             id=f"resp_{secrets.token_hex(16)}",
             created_at=int(time.time()),
@@ -103,8 +104,9 @@ class ResponsesWriter(SectionWriter):
     def closed(self, section: Section) -> bytes:
         match section.kind:
             case "call":
+                name = self._offered[section.name].name
                 done = self._item_event(
-                    CallArgumentsDone, section, item_id=_item_id(section), name=section.name, arguments=section.text
+                    CallArgumentsDone, section, item_id=_item_id(section), name=name, arguments=section.text
                 )
             case "reasoning":
                 done = self._part_event(ReasoningTextDone, section, text=section.text)
@@ -163,8 +165,14 @@ class ResponsesWriter(SectionWriter):
         begins, identity = status == "in_progress", _item_id(section)
         match section.kind:
             case "call":
+                called = self._offered[section.name]
                 return FunctionCallItem(
-                    id=identity, status=status, call_id=section.call_id, name=section.name, arguments=section.text
+                    id=identity,
+                    status=status,
+                    call_id=section.call_id,
+                    name=called.name,
+                    namespace=called.namespace,
+                    arguments=section.text,
                 )
             case "reasoning":
                 reasoning = [] if begins else [ReasoningText(text=section.text)]
