@@ -35,6 +35,8 @@ SHARD_FILE = "weights/tp{rank}_sharded_checkpoint.safetensors"
 _SHARD = re.compile(SHARD_FILE.replace("{rank}", r"(\d+)").replace(".", r"\."))
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A model needs one of these to serve text; transformers makes the first from the others."""
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""Has chat templates by name, beside `chat_template.jinja`."""
 CONVERTERS = ("sentencepiece", "tiktoken")
 """transformers reads tokenizer.model with one of these packages."""
 MAX_HEADER_BYTES = 100_000_000

@@ -718,6 +718,23 @@ async def test_a_job_that_somebody_keeps_deleting_is_named_and_made_ever_more_ra
         assert calls(server, before).count(("create", "jobs")) <= NUM_AT_ONCE
 
 
+async def test_two_installations_with_other_images_do_not_make_jobs_without_end(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    """Each takes the other's Job for an outdated one. A message names it, and both slow down."""
+    other = Namespace(server).name
+    async with client_of(server) as one, client_of(server, "admin") as two:
+        first = only(namespace)
+        second = only(namespace, "--runtime-image", "example.com/runtime:2", "--namespace", other)
+        async with operating(one, first), operating(two, second):
+            namespace.put_model()
+            await eventually(lambda: namespace.condition("Accepted")[1] == "Contested", about=namespace.model)
+            await asyncio.sleep(5.0)
+        here = [one for one in server.requests() if one["objectRef"].get("namespace") == namespace.name]
+        made = [one for one in here if (one["verb"], one["objectRef"]["resource"]) == ("create", "jobs")]
+        assert NUM_AT_ONCE < len(made) <= 3 * NUM_AT_ONCE
+
+
 async def test_a_model_that_is_deleted_and_made_again_often_contests_nothing(
     server: ApiServer, namespace: Namespace
 ) -> None:

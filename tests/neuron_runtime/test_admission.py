@@ -180,6 +180,7 @@ REFUSED: list[tuple[BackendLimits, dict[str, Any], str, str]] = [
     (LIMITS, {"prompt": ids(300)}, "prompt", "maximum context length is 256 tokens"),
     (LIMITS, {"prompt": ids(256)}, "prompt", "maximum context length is 256 tokens"),
     (BLOCKS, {"prompt": ids(33)}, "prompt", "maximum context length is 33 tokens"),
+    (LIMITS, {"bad_words": ["\ud83d"]}, "bad_words", "half of a surrogate pair"),
     (LIMITS, {"max_tokens": 0}, "max_tokens", "at least 1"),
     (LIMITS, {"prompt": ids(200), "max_tokens": 57}, "max_tokens", "leaves room for 56"),
     (BLOCKS, {"prompt": ids(20), "max_tokens": 14}, "max_tokens", "leaves room for 13"),
@@ -226,6 +227,36 @@ some_fields = st.fixed_dictionaries(
         "top_p": st.floats(), "n": st.integers(0, 3), "seed": st.integers(-(2**64), 2**64),
     },
 )  # fmt: skip
+
+
+def test_chats_with_tools_calls_or_results_have_the_template_for_tools(tokenizer: Tokenizer) -> None:
+    with_tools = ChatTemplate("T{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + TEXTS, {})
+    plain, own = tokenizer.chat_template, tokenizer.tool_template
+    tokenizer.chat_template, tokenizer.tool_template = ChatTemplate("P" + TEXTS, {}), with_tools
+    asked = {"role": "user", "content": "a"}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    results = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "r"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    try:
+        for fields, template in (
+            ({"messages": [asked]}, "P"),
+            ({"messages": [asked], "tools": tools}, "T"),
+            ({"messages": [asked], "tools": tools, "tool_choice": "none"}, "P"),
+            ({"messages": [asked, *results]}, "T"),
+        ):
+            assert admission(tokenizer).chat_text(chat_of(typed(fields, ChatBody)))[0] == template
+    finally:
+        tokenizer.chat_template, tokenizer.tool_template = plain, own
+
+
+def test_ids_that_the_model_has_beyond_its_tokenizer_may_be_sent_back(tokenizer: Tokenizer) -> None:
+    size = tokenizer.vocabulary_size + 8
+    admits = admission(tokenizer, replace(LIMITS, vocabulary_size=size))
+    ask = admitted_completion(admits, completion(prompt=[5, size - 1], echo=True, logprobs=1))
+    assert ask.prompts == ((5, size - 1),)
+    assert ask.echoes[0].text == tokenizer.decode([5])
+    with pytest.raises(InvalidRequest, match="is not a token id of this model"):
+        admitted_completion(admits, completion(prompt=[5, size]))
 
 
 @given(limits=some_limits, fields=some_fields, cuts=st.booleans())

@@ -13,7 +13,7 @@ from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, deco
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, flags_of, lines_of, plan_of, read_plan
 from neuron_runtime.backend.nxdi.limits import limits_of
-from neuron_runtime.backend.nxdi.settings import RECOMPUTED, Settings
+from neuron_runtime.backend.nxdi.settings import RECOMPUTED, Settings, settings_of
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.commands.plan_buckets import read_lengths
 from neuron_runtime.config import RuntimeConfig, parse_config
@@ -100,6 +100,22 @@ def test_buckets_are_chosen_for_the_prompts_of_the_traffic() -> None:
     again = planned(lengths, buckets={"context": [256, 2560, 4096]})
     assert again == plan
     assert flags_of(plan).startswith("--context-buckets 256,2560,4096 --token-generation-buckets ")
+
+
+MISTRAL = {**MODEL, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024}
+
+
+@pytest.mark.parametrize("lengths", [(), ((200, 0.9), (2500, 0.1))])
+@pytest.mark.parametrize("more", [{}, {"prefixCaching": "enabled"}, {"limits": {"maxModelLength": 4096}}])
+@pytest.mark.parametrize("model", [MODEL, MISTRAL], ids=["llama", "mistral"])
+def test_a_plan_has_the_sizes_that_are_compiled_without_flags(
+    model: dict[str, object], more: dict[str, object], lengths: tuple[tuple[int, float], ...]
+) -> None:
+    plan = plan_of(config(**more), model, TRN2, lengths)
+    if not lengths:
+        assert plan.settings == settings_of(config(**more), model, TRN2)
+    buckets = {"context": plan.settings.context_buckets}
+    assert plan_of(config(**more, buckets=buckets), model, TRN2, lengths).settings == plan.settings
 
 
 @pytest.mark.parametrize("key", ["enable_bucketing", "enable-bucketing"])

@@ -193,6 +193,7 @@ def test_a_prompt_is_accepted_in_every_form_of_vllm(llm: LLM) -> None:
         ([None], "a prompt is a text, token ids"),
         ([["a", "b"]], "a prompt is a text, token ids"),
         (["a", [1, 99999]], "prompt 1: `prompt[1]`: 99999 is not a token id"),
+        (["a", "cut \ud83d"], "prompt 1: `prompt` has half of a surrogate pair, '\\ud83d', at character 4"),
         ([[]], "`prompt` must not be empty"),
         (
             ["a", [7] * 300],

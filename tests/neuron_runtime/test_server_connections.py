@@ -201,6 +201,23 @@ async def test_a_client_that_sends_no_more_gets_its_whole_answer(served: Serving
     assert stream or answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
+async def test_a_stream_over_http_1_0_has_no_chunks(served: Serving) -> None:
+    body = {"prompt": "a core", "max_tokens": 3, "ignore_eos": True, "stream": True}
+    for stream in (True, False):
+        sent = post({**body, "stream": stream}).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+        reader, writer = await ask(served, sent)
+        head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert b"chunked" not in head.lower()
+        assert b"connection: close" in head.lower()
+        if stream:
+            events = rest.decode().removesuffix("\n\n").split("\n\n")
+            assert all(event.startswith("data: ") for event in events)
+            assert events[-1] == "data: [DONE]"
+        else:
+            assert json.loads(rest)["usage"]["completion_tokens"] == 3
+
+
 async def test_pipelined_requests_of_a_client_that_sends_no_more_are_answered(served: Serving) -> None:
     reader, writer = await ask(served, post({"prompt": "a core", "max_tokens": 3}) + GET + b"\r\n")
     writer.write_eof()

@@ -252,7 +252,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 0}, "n", "at least 1"),
     ({"n": 7}, "n", "at most 6"),
     ({"stop": ""}, "stop", "must have 1 to 1024 characters"),
-    ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"stop": ["a"] * 65}, "stop", "at most 64"),
     ({"stop": [1]}, "stop[0]", "Expected `str`"),
     ({"stop_token_ids": [320]}, "stop_token_ids", "not a token id"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs `stream: true`"),

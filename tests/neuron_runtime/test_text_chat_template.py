@@ -97,15 +97,51 @@ def test_a_template_file_overrides_the_tokenizer_config(tmp_path: Path) -> None:
     assert template.render(MESSAGES) == "from the file"
 
 
-def test_the_default_is_chosen_among_named_templates(tmp_path: Path) -> None:
+NAMED = {"tool_use": "x", "default": "y", "rag": "z"}
+
+
+def named(folder: Path, templates: dict[str, str], *, as_files: bool) -> tuple[str, str]:
+    """The templates of plain chats and of chats with tools of a model that has these."""
+    write_chat_model(folder)
+    path = folder / "tokenizer_config.json"
+    settings: dict[str, Any] = json.loads(path.read_text())
+    listed = {} if as_files else templates
+    settings["chat_template"] = [{"name": name, "template": source} for name, source in listed.items()]
+    path.write_text(json.dumps(settings))
+    for name, source in templates.items() if as_files else ():
+        more = folder if name == "default" else folder / "additional_chat_templates"
+        more.mkdir(exist_ok=True)
+        (more / f"{'chat_template' if name == 'default' else name}.jinja").write_text(source)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.chat_template
+    assert tokenizer.tool_template
+    return tokenizer.chat_template.source, tokenizer.tool_template.source
+
+
+@pytest.mark.parametrize("as_files", [True, False])
+def test_chats_with_tools_have_the_template_of_that_name(as_files: bool, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    assert named(tmp_path, NAMED, as_files=as_files) == ("y", "x")
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path))
+    for tools, source in ((None, "y"), ([{"type": "function", "function": {"name": "f"}}], "x")):
+        assert theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False) == source
+
+
+@pytest.mark.parametrize("as_files", [True, False])
+@pytest.mark.parametrize("name", NAMED)
+def test_the_only_named_template_is_that_of_all_chats(name: str, as_files: bool, tmp_path: Path) -> None:
+    assert named(tmp_path, {name: "only"}, as_files=as_files) == ("only", "only")
+
+
+def test_a_template_of_a_processor_is_taken_where_there_is_no_other(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     path = tmp_path / "tokenizer_config.json"
-    settings: dict[str, Any] = json.loads(path.read_text())
-    settings["chat_template"] = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
-    path.write_text(json.dumps(settings))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": None}))
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "p"}')
     template = load_tokenizer(tmp_path).chat_template
-    assert template is not None
-    assert template.render(MESSAGES) == "y"
+    assert template
+    assert template.source == "p"
 
 
 TRIMS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>\n{% endfor %}"

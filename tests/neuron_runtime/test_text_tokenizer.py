@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from helpers.chat_model import END, EOS, byte_level_tokenizer, metaspace_tokenizer, write_chat_model
+from helpers.chat_model import BOS, END, EOS, byte_level_tokenizer, metaspace_tokenizer, write_chat_model
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.requests.generation_defaults import load_generation_defaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -43,6 +43,56 @@ def test_tokens_defined_only_in_the_tokenizer_config_are_added(tmp_path: Path) -
     rewrite(tmp_path / "tokenizer_config.json", added_tokens_decoder={str(before.vocabulary_size): entry})
     after = load_tokenizer(tmp_path)
     assert after.encode("<|tool|>", add_special_tokens=False) == (before.vocabulary_size,)
+
+
+def test_special_and_added_tokens_of_older_files_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    write_chat_model(tmp_path)
+    num_tokens = load_tokenizer(tmp_path).vocabulary_size
+    settings = tmp_path / "tokenizer_config.json"
+    rewrite(settings, bos_token=None, eos_token="not this")
+    eos = {"content": EOS, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": BOS, "eos_token": eos}))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<b>": num_tokens + 1, "<a>": num_tokens}))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
+    assert ours.special_tokens["bos_token"] == theirs.bos_token == BOS
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.encode("<a><b>", add_special_tokens=False) == (num_tokens, num_tokens + 1)
+    assert theirs.encode("<a><b>", add_special_tokens=False) == [num_tokens, num_tokens + 1]
+    rewrite(settings, added_tokens_decoder={})
+    assert "bos_token" not in load_tokenizer(tmp_path).special_tokens
+    rewrite(settings, added_tokens_decoder=None)
+    (tmp_path / "added_tokens.json").write_text('{"<a>": []}')
+    with pytest.raises(FatalError, match=r"added_tokens\.json, is malformed"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("declared", "before", "after"),
+    [
+        ({"add_bos_token": True}, 1, 0),
+        ({"add_bos_token": False, "add_eos_token": True}, 0, 1),
+        ({"add_bos_token": True, "bos_token": "not in the vocabulary"}, 1, 0),
+        ({"add_bos_token": False, "tokenizer_class": "PreTrainedTokenizerFast"}, 1, 0),
+        ({}, 1, 0),
+    ],
+)
+@pytest.mark.parametrize("adds", [True, False])
+def test_llamas_class_of_tokenizers_declares_bos_and_eos(
+    tmp_path: Path, declared: dict[str, Any], before: int, after: int, adds: bool
+) -> None:
+    write_chat_model(tmp_path)
+    plain = load_tokenizer(tmp_path)
+    bare = plain.encode("a core", add_special_tokens=False)
+    bos, eos = plain.encode("")[0], plain.eos_token_id
+    rewrite(tmp_path / "tokenizer_config.json", **{"tokenizer_class": "LlamaTokenizerFast", **declared})
+    if not adds:
+        rewrite(tmp_path / "tokenizer.json", post_processor=None)
+        before = before if declared == {"add_bos_token": True} else 0
+    ours = load_tokenizer(tmp_path)
+    assert ours.encode("a core") == (*[bos] * before, *bare, *[eos] * after)
+    assert ours.encode("a core", add_special_tokens=False) == bare
 
 
 def test_a_truncation_stored_with_the_tokenizer_is_ignored(tmp_path: Path) -> None:
@@ -144,11 +194,35 @@ def test_an_unsupported_default_is_reported(tmp_path: Path) -> None:
     assert load_generation_defaults(tmp_path, None).not_applied == ("typical_p=0.9",)
 
 
-@pytest.mark.parametrize("wrong", [{"eos_token_id": "x"}, {"temperature": "hot"}, {"top_p": -1}, {"top_k": True}])
+@pytest.mark.parametrize(
+    "neutral",
+    [{"top_k": -1}, {"top_k": 0}, {"top_p": 1}, {"min_p": 0}, {"max_new_tokens": 0}, {"max_new_tokens": -1}],
+)
+def test_a_value_without_effect_is_not_applied(tmp_path: Path, neutral: dict[str, Any]) -> None:
+    write_chat_model(tmp_path)
+    before = load_generation_defaults(tmp_path, None)
+    rewrite(tmp_path / "generation_config.json", **neutral)
+    assert load_generation_defaults(tmp_path, None) == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"eos_token_id": "x"},
+        {"temperature": "hot"},
+        {"temperature": -1},
+        {"top_p": -1},
+        {"top_p": 0},
+        {"top_k": True},
+        {"top_k": -2},
+        {"max_new_tokens": float("inf")},
+        {"repetition_penalty": 0},
+    ],
+)
 def test_an_invalid_value_names_file_and_field(tmp_path: Path, wrong: dict[str, Any]) -> None:
     write_chat_model(tmp_path)
     rewrite(tmp_path / "generation_config.json", **wrong)
-    with pytest.raises(FatalError, match=rf"generation_config\.json: {next(iter(wrong))}"):
+    with pytest.raises(FatalError, match=rf"generation_config\.json: `?{next(iter(wrong))}"):
         load_generation_defaults(tmp_path, None)
 
 

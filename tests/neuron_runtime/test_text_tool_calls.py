@@ -97,6 +97,12 @@ def test_any_text_gives_the_same_for_any_split(parser: str, text: str, sizes: li
         ("llama3_json", '{"type": "function", "name": "f", "parameters": {}}', ("", [("f", "{}")])),
         ("llama3_json", '{"name": "Bob", "age": 5}', ('{"name": "Bob", "age": 5}', [])),
         ("llama3_json", '{"name": "f"}; {"name": "Bob"}', ('; {"name": "Bob"}', [("f", "{}")])),
+        ("llama3_json", '{"name": "f"}\n{"name": "Bob"}', ('\n{"name": "Bob"}', [("f", "{}")])),
+        ("llama3_json", '{"name": "f"}, and', (", and", [("f", "{}")])),
+        ("llama3_json", '[{"name": "f"}, {"name": "f"}', ("", [("f", "{}"), ("f", "{}")])),
+        ("llama3_json", '[{"name": "f"}, 2]', (", 2]", [("f", "{}")])),
+        ("llama3_json", '[{"name": "Bob"}]', ('[{"name": "Bob"}]', [])),
+        ("hermes", '<tool_call>{"name": "f"} {"a": 1}</tool_call>b', ("b", [("f", "{}")])),
         ("llama3_json", "The answer is {}.", ("The answer is {}.", [])),
         ("pythonic", "[f(), f(a=-1, b=true)]", ("", [("f", "{}"), ("f", '{"a": -1, "b": true}')])),
         ("pythonic", "[f](https://a.b)", ("[f](https://a.b)", [])),
@@ -118,6 +124,27 @@ def test_what_is_no_call_stays_text_and_a_cut_call_keeps_what_was_written(
     parser: str, text: str, expected: tuple[str, list[tuple[str, str]]]
 ) -> None:
     assert read(parser, text) == expected
+
+
+FIRST_CALL, SECOND_CALL = '{"name": "f", "arguments": {"a": 1}}', '{"name": "search", "arguments": {"b": 2}}'
+
+
+@pytest.mark.parametrize(
+    ("parser", "form"),
+    [
+        ("hermes", "<tool_call>\n%s\n%s\n</tool_call>"),
+        ("hermes", "<tool_call>%s, %s</tool_call>"),
+        ("hermes", "<tool_call>\n[%s, %s]\n</tool_call>"),
+        ("llama3_json", "%s\n%s"),
+        ("llama3_json", "%s, %s"),
+        ("llama3_json", "%s<|python_tag|>%s"),
+        ("llama3_json", "<|python_tag|>[%s,\n%s]"),
+    ],
+)
+@given(sizes=SIZES)
+def test_no_call_is_lost_that_is_written_beside_the_documented_form(parser: str, form: str, sizes: list[int]) -> None:
+    text = form % (FIRST_CALL, SECOND_CALL)
+    assert read(parser, cut(text, sizes)) == ("", [("f", '{"a": 1}'), ("search", '{"b": 2}')])
 
 
 def test_deep_python_is_text() -> None:

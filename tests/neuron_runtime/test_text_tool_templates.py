@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.chat_model import CHAT_TEMPLATE
+from helpers.chat_model import CHAT_TEMPLATE, write_chat_model
 from helpers.tool_templates import DEEPSEEK_V3, HERMES, MISTRAL, TEMPLATES, WEATHER
 from neuron_runtime.apis.openai.body import ChatBody, chat_of
+from neuron_runtime.checkpoint import TEMPLATES_FOLDER
+from neuron_runtime.config import TextOptions
 from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.processes.front_end import load_text
 from neuron_runtime.requests.chats import chat_text
 from neuron_runtime.requests.conversion import typed
 from neuron_runtime.text.chat_template import ChatTemplate
@@ -35,6 +39,14 @@ def rendered(template: str, messages: list[dict[str, Any]], **fields: Any) -> st
 def test_a_template_tells_its_family(name: str) -> None:
     assert recognized(TEMPLATES[name]) is TOOL_PARSERS[name]
     assert ChatTemplate(TEMPLATES[name], {}).shapes.tools
+
+
+def test_the_template_for_tools_tells_the_family(tmp_path: Path) -> None:
+    write_chat_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (tmp_path / TEMPLATES_FOLDER).mkdir()
+    (tmp_path / TEMPLATES_FOLDER / "tool_use.jinja").write_text(HERMES)
+    assert load_text(tmp_path, TextOptions()).tool_format is TOOL_PARSERS["hermes"]
 
 
 @pytest.mark.parametrize("source", [CHAT_TEMPLATE, "<tool_call><function=f><parameter=a>", "<tool_call>f<arg_key>"])

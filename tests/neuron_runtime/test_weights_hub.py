@@ -36,7 +36,9 @@ def shelf(tmp_path: Path) -> Shelf:
     main = write_tiny_model(root / "acme/tiny/main", num_shards=2)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (main / name).write_text(f"{{}} {name}")
-    for name in ("README.md", "training_args.bin", "consolidated.safetensors", "onnx/model.onnx"):
+    (main / "additional_chat_templates").mkdir()
+    (main / "additional_chat_templates/tool_use.jinja").write_text("by name")
+    for name in ("README.md", "training_args.bin", "consolidated.safetensors", "onnx/model.onnx", "onnx/x.jinja"):
         (main / name).parent.mkdir(exist_ok=True)
         (main / name).write_bytes(b"x" * 1000)
     write_tiny_model(root / "acme/tiny/v1", seed=1)
@@ -91,9 +93,10 @@ class TestDownloads:
         folder = materialize(
             ModelSource(uri=MODEL), tmp_path / "weights", lambda stage, share: shares.append(share), hub
         )
-        names = {path.name for path in folder.iterdir()}
+        names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         assert names == {
             ".manifest.json",
+            "additional_chat_templates/tool_use.jinja",
             "config.json",
             "generation_config.json",
             "tokenizer.json",

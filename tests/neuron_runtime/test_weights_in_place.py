@@ -109,6 +109,14 @@ class TestClaims:
             materialize(ModelSource(uri="pvc://other/x"), tmp_path, quiet)
         assert caught.value.exit_code is ExitCode.MODEL_NOT_FOUND
 
+    def test_a_named_template_that_is_a_link_out_of_the_volume_is_refused(self, claims: Path, tmp_path: Path) -> None:
+        folder = write_tiny_model(claims / "shared/chat")
+        (tmp_path / "password").write_text("p")
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates/default.jinja").symlink_to(tmp_path / "password")
+        with pytest.raises(FatalError, match=r"default\.jinja leaves the volume by a symbolic link"):
+            materialize(ModelSource(uri="pvc://shared/chat"), tmp_path, quiet)
+
     def test_a_link_out_of_the_volume_is_refused(self, claims: Path, tmp_path: Path) -> None:
         outside = write_tiny_model(tmp_path / "secret")
         (claims / "shared").mkdir(parents=True)

@@ -98,6 +98,15 @@ class TestModels:
         client.put_object(Bucket=BUCKET, Key="deep2/config.json", Body=b"{}")
         assert inspect_model(f"s3://{BUCKET}/deep").digest == before
 
+    def test_named_templates_are_part_of_the_model(self, server: S3Server, model: Path, tmp_path: Path) -> None:
+        server.upload(model, "named")
+        before = inspect_model(f"s3://{BUCKET}/named").digest
+        key = "additional_chat_templates/tool_use.jinja"
+        server.client().put_object(Bucket=BUCKET, Key=f"named/{key}", Body=b"by name")
+        uri = f"s3://{BUCKET}/named"
+        assert inspect_model(uri).digest != before
+        assert (fetch(uri, Store(tmp_path), lambda amount: None).folder / key).read_text() == "by name"
+
 
 class TestChecks:
     @pytest.mark.parametrize(

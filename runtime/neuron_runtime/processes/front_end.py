@@ -79,7 +79,7 @@ def load_text(model_dir: Path, options: TextOptions) -> Text:
     if reasoning is not None and tokenizer.hidden_tokens & {reasoning.start, reasoning.end}:
         message = f"{reasoning.start} is a special token of this model, which its text omits: leave the parser out"
         raise InvalidConfig("$.text.reasoningParser", message)
-    template = tokenizer.chat_template
+    template = tokenizer.tool_template
     if options.tool_call_parser:
         tool_format: ToolFormat | None = TOOL_PARSERS[options.tool_call_parser]
     else:

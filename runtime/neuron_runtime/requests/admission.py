@@ -170,7 +170,8 @@ class Admission:
 
     def chat_text(self, chat: Chat) -> str:
         """Render a chat with the model's template. Raises InvalidRequest."""
-        return chat_text(self.tokenizer.chat_template, chat)
+        known = self.tokenizer
+        return chat_text(known.tool_template if chat.has_tools else known.chat_template, chat)
 
     @cached_property
     def _strict_tag(self) -> CallTag | None:

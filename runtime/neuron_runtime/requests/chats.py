@@ -56,6 +56,11 @@ class Chat:
         """The functions that the answer may call. Raises InvalidRequest."""
         return callable_functions(self.tools, self.options.tool_choice, self.names)
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether there are tools to call, calls or results. Raises InvalidRequest."""
+        return bool(self.functions) or any(turn.calls or turn.role == "tool" for turn in self.turns)
+
 
 def chat_text(template: ChatTemplate | None, chat: Chat) -> str:
     """The prompt text, including the template's own BOS. Raises InvalidRequest."""
@@ -71,11 +76,11 @@ def chat_text(template: ChatTemplate | None, chat: Chat) -> str:
             raise InvalidRequest(f"`tools`: {NO_TOOLS}", field="tools")
         variables["tools"] = for_template(chat.functions)
     names = {call.id: call.name for turn in chat.turns for call in turn.calls}
-    plain = [_plain(turn, template.shapes, names) for turn in _as_taken(chat.turns, template.shapes)]
+    messages = [_plain(turn, template.shapes, names) for turn in _as_taken(chat.turns, template.shapes)]
     try:
         if chat.continues:
-            return template.render_open(plain, variables)
-        return template.render(plain, chat.opens_answer, variables)
+            return template.render_open(messages, variables)
+        return template.render(messages, chat.opens_answer, variables)
     except TemplateRefused as error:
         message = f"the model's chat template does not accept these messages: {error}"
         raise InvalidRequest(message, field=name) from error

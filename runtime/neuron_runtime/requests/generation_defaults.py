@@ -6,6 +6,7 @@ runtime does not support are reported and not applied.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, InvalidRequest
 from neuron_runtime.not_built import Surface, is_neutral, rows
 from neuron_runtime.requests.conversion import typed
-from neuron_runtime.requests.parameters import Where, parameters_of
+from neuron_runtime.requests.parameters import Parameter, Where, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
 from neuron_runtime.text.tokenizer import read_json
 
@@ -105,11 +106,9 @@ def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: 
             )
         settings = read_json(path)
         ends |= _token_ids(settings, path)
-    values = {name: _number(settings, row.setting, path) for name, row in PARAMETERS.items() if row.setting}
+    values = {name: _number(settings, row, path) for name, row in PARAMETERS.items() if row.setting}
     if settings.get("do_sample") is False:
         values["temperature"] = 0.0
-    # transformers writes 0 for "no limit".
-    values["max_tokens"] = values["max_tokens"] or None
     try:
         sampling = typed(values, SamplingFields)
     except InvalidRequest as error:
@@ -130,10 +129,19 @@ def _token_ids(settings: Mapping[str, Any], path: Path) -> frozenset[int]:
     return frozenset(values)
 
 
-def _number(settings: Mapping[str, Any], name: str, path: Path) -> float | None:
-    value = settings.get(name)
-    if value is None:
+def _number(settings: Mapping[str, Any], row: Parameter, path: Path) -> float | None:
+    """A sampling default; None if it has no effect."""
+    name, value = row.setting, settings.get(row.setting)
+    if is_neutral(value, (*row.neutral, *_NO_EFFECT.get(name, ()))):
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise FatalError(ExitCode.INVALID_MODEL, f"{path}: {name} must be a number from 0, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise FatalError(ExitCode.INVALID_MODEL, f"{path}: `{name}` must be a number, got {value!r}")
+    try:
+        row.check(name, value)
+    except InvalidRequest as error:
+        raise FatalError(ExitCode.INVALID_MODEL, f"{path}: {error}") from error
     return int(value) if value == int(value) else value
+
+
+_NO_EFFECT = {"max_new_tokens": (0, -1)}
+"""What files have for "no limit", besides what requests may have."""

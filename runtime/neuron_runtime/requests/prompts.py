@@ -14,7 +14,7 @@ import msgspec
 from neuron_runtime.core import BackendLimits, FinishReason
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests.options import CompletionOptions
-from neuron_runtime.requests.token_ids import check_token_ids
+from neuron_runtime.requests.token_ids import check_characters, check_token_ids
 from neuron_runtime.text.choice_text import ChoiceText
 from neuron_runtime.text.tokenizer import Tokenizer
 
@@ -49,9 +49,8 @@ class Prompts:
 
     @property
     def vocabulary_size(self) -> int:
-        """Upper bound of the token ids that both tokenizer and model have."""
-        known = self.tokenizer.vocabulary_size
-        return min(known, self.limits.vocabulary_size or known)
+        """Upper bound of the token ids that the model has; what it samples beyond its tokenizer may be sent back."""
+        return self.limits.vocabulary_size or self.tokenizer.vocabulary_size
 
     def completions(
         self, prompts: PromptField, options: CompletionOptions, cut: int | None, max_prompts: int
@@ -87,8 +86,9 @@ class Prompts:
         if not isinstance(content, str):
             check_token_ids(content, name, self.vocabulary_size)
             return Prompt(tuple(content if cut is None else content[-cut:]))
+        check_characters(content, name)
         if cut is None:
-            self._check_characters(content, name)
+            self._check_length(content, name)
             return Prompt(self.tokenizer.encode(content, adds_special_tokens), content)
         # Twice the text that can be kept, so that the kept tokens are the same as those of the whole text.
         kept = content[-2 * cut * self.tokenizer.longest_token_characters :]
@@ -118,7 +118,7 @@ class Prompts:
         text = ChoiceText(self.tokenizer, (), skip_special_tokens=skips, locates=True)
         return Echo(text.feed(prompt.token_ids, FinishReason.LENGTH), tuple(text.text_offsets))
 
-    def _check_characters(self, text: str, name: str) -> None:
+    def _check_length(self, text: str, name: str) -> None:
         # Tokenizing a long text takes seconds, so one that certainly does not fit is refused before.
         longest = self.limits.max_model_length * self.tokenizer.longest_token_characters
         if len(text) > longest:

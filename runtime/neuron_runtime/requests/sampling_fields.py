@@ -19,7 +19,7 @@ from neuron_runtime.requests.parameters import Parameter
 
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions if neither client nor model sets it, as in OpenAI's API."""
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASED_TOKENS = 1024

@@ -25,6 +25,16 @@ def check_token_ids(token_ids: Sequence[int], name: str, vocabulary_size: int) -
             raise _no_token(name, token, vocabulary_size, f"[{at}]")
 
 
+def check_characters(text: str, name: str) -> None:
+    """Raises InvalidRequest for a text of a Python caller that no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"half of a surrogate pair, {text[error.start]!r}, at character {error.start}"
+        message = f"`{name}` has {half}: decode its bytes as UTF-8, or remove it"
+        raise InvalidRequest(message, field=name) from error
+
+
 def stop_tokens(token_ids: Sequence[int] | None, vocabulary_size: int) -> frozenset[int]:
     stops = frozenset(token_ids or ())
     if len(stops) > MAX_STOP_TOKEN_IDS:
@@ -76,6 +86,7 @@ def bad_word_sequences(words: Iterable[str] | None, tokenizer: Tokenizer) -> tup
         if not 1 <= len(word) <= MAX_BAD_WORD_CHARACTERS:
             message = f"each of `bad_words` must have 1 to {MAX_BAD_WORD_CHARACTERS} characters, got {len(word)}"
             raise InvalidRequest(message, field="bad_words")
+        check_characters(word, "bad_words")
         bare = word.lstrip()
         begins = tokenizer.encode(bare, add_special_tokens=False)
         if not begins:

@@ -38,7 +38,7 @@ _BODY_WRITER = "neuron_serving.body_writer"
 
 
 class BodyWriter:
-    """Writes parts of a response body directly to the transport, without a waiting task; the last part uses ASGI.
+    """Writes parts of a response body directly to the transport, without a waiting task; ASGI then ends the body.
 
     So a streamed token goes from the engine's message to the socket in one call.
     """
@@ -54,10 +54,15 @@ class BodyWriter:
         """Whether the connection's write buffer has room."""
         return not self._flow.write_paused
 
+    def begin(self) -> None:
+        """Before the response: its length is unknown. HTTP/1.0 has no chunks, the end of the connection ends it."""
+        if self._cycle.scope["http_version"] == "1.0":
+            self._cycle.chunked_encoding = False
+
     def write(self, body: bytes) -> None:
         """No effect if the client has disconnected or `body` is empty."""
         if body and not self._cycle.disconnected:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._cycle.chunked_encoding else body)
 
     def when_writable(self, call: Callable[[], None]) -> None:
         """Call it whenever the write buffer has room again, until the response ends."""
@@ -70,7 +75,7 @@ class BodyWriter:
 
 
 def body_writer(scope: Scope) -> BodyWriter:
-    """The writer of this request's response, which must be chunked."""
+    """The writer of this request's response, which must have no stated length."""
     writer = scope["extensions"][_BODY_WRITER]
     assert isinstance(writer, BodyWriter)
     return writer

@@ -63,8 +63,9 @@ class GenerationResponse(Response):
         generation = self._generation
         await generation.begin()
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        await self._begin(200, headers, send)
         writer, body = self._writer, body_writer(scope)
+        body.begin()
+        await self._begin(200, headers, send)
 
         def show(pieces: list[Piece]) -> bool:
             if not body.writable:
@@ -74,7 +75,8 @@ class GenerationResponse(Response):
 
         body.when_writable(generation.show_pending)
         await generation.finish(show)
-        await send({"type": "http.response.body", "body": writer.end(), "more_body": False})
+        body.write(writer.end())
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _whole(self, send: Send) -> None:
         generation = self._generation
@@ -100,7 +102,8 @@ class GenerationResponse(Response):
         exchange.error = error
         if self._begun:
             # The status was sent.
-            body = self._writer.failure(error)
+            body_writer(scope).write(self._writer.failure(error))
+            body = b""
         else:
             status, body, headers = error_answer(error, exchange)
             headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}

@@ -15,7 +15,9 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.processors import TemplateProcessing
 
+from neuron_runtime.checkpoint import TEMPLATES_FOLDER
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.text.chat_template import ChatTemplate
 
@@ -31,12 +33,15 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
     ) -> None:
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.tool_template = tool_template or chat_template
+        """The template of chats with tools, of which some models have another."""
         vocabulary = fast.get_vocab(with_added_tokens=True)
         self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
         self.longest_token_characters = max(map(len, vocabulary), default=1)
@@ -180,9 +185,7 @@ _BYTE_LEVEL = _byte_level()
 
 
 def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
-    """Read tokenizer, special tokens and chat template of a model folder.
-
-    The chat template is `chat_template.jinja` or, in older models, an entry of `tokenizer_config.json`.
+    """Read tokenizer, special tokens and chat templates of a model folder.
 
     Args:
         chat_template: overrides the model's own, unless empty.
@@ -192,6 +195,10 @@ def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
     """
     path = model_dir / "tokenizer_config.json"
     settings = read_json(path)
+    legacy = "added_tokens_decoder" not in settings
+    if legacy:
+        # As in transformers: tokenizers saved before its release 4.34 have special and added tokens in these files.
+        settings |= read_json(model_dir / "special_tokens_map.json")
     special_tokens = {}
     for name in SPECIAL_TOKENS:
         value = settings.get(name)
@@ -199,13 +206,19 @@ def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
         if isinstance(value, str):
             special_tokens[name] = value
     try:
-        source = chat_template or _chat_template_source(model_dir, settings)
-        added = [_added_token(entry) for entry in settings.get("added_tokens_decoder", {}).values()]
-    except (KeyError, TypeError, AttributeError) as error:
-        message = f"{path}: an entry of chat_template or added_tokens_decoder is malformed: {error!r}"
+        sources = {"default": chat_template} if chat_template else _chat_template_sources(model_dir, settings)
+        if legacy:
+            numbers = read_json(model_dir / "added_tokens.json")
+            contents = sorted(numbers, key=lambda content: int(numbers[content]))
+            added = [_added_token({"content": one, "special": one in special_tokens.values()}) for one in contents]
+        else:
+            added = [_added_token(entry) for entry in settings["added_tokens_decoder"].values()]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        entries = "chat_template or added_tokens_decoder, or of added_tokens.json,"
+        message = f"{path}: an entry of {entries} is malformed: {error!r}"
         raise FatalError(ExitCode.INVALID_MODEL, message) from error
     try:
-        template = None if source is None else ChatTemplate(source, special_tokens)
+        templates = {name: ChatTemplate(source, special_tokens) for name, source in sources.items()}
     except ValueError as error:
         if chat_template:
             raise InvalidConfig("$.text.chatTemplate", f"not a valid template: {error}") from error
@@ -213,7 +226,29 @@ def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
     fast = _load_fast(model_dir)
     known = fast.get_vocab(with_added_tokens=True)
     fast.add_tokens([token for token in added if token.content not in known])
-    return Tokenizer(fast, special_tokens=special_tokens, chat_template=template)
+    _follow_declaration(fast, settings, special_tokens)
+    default = templates.get("default")
+    return Tokenizer(
+        fast, special_tokens=special_tokens, chat_template=default, tool_template=templates.get("tool_use")
+    )
+
+
+def _follow_declaration(fast: FastTokenizer, settings: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
+    """Add BOS and EOS to texts as `tokenizer_config.json` declares it for Llama's class of tokenizers.
+
+    Some models declare what their `tokenizer.json` does not do. transformers 4 follows the declaration.
+    """
+    added = [settings.get("add_bos_token"), settings.get("add_eos_token", False)]
+    if settings.get("tokenizer_class") not in _DECLARING or not all(isinstance(one, bool) for one in added):
+        return
+    names = [special_tokens.get(name) for name in SPECIAL_TOKENS[:2]]
+    before, after = ([name] if name and is_added else [] for name, is_added in zip(names, added, strict=True))
+    ids = [(name, fast.token_to_id(name)) for name in before + after]
+    if all(number is not None for _, number in ids):
+        fast.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
+
+
+_DECLARING = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -252,18 +287,28 @@ def _load_fast(model_dir: Path) -> FastTokenizer:
     return fast
 
 
-def _chat_template_source(model_dir: Path, settings: Mapping[str, Any]) -> str | None:
-    path = model_dir / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise FatalError(ExitCode.INVALID_MODEL, f"{path} cannot be read: {error}") from error
-    value = settings.get("chat_template")
-    if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+def _chat_template_sources(model_dir: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The model's templates `default` and `tool_use`, as far as it has them: files or, in older models, entries of
+    `tokenizer_config.json`. The only template of a model is that of all chats, whatever its name."""
+    files = {"default": model_dir / "chat_template.jinja"}
+    files |= {path.stem: path for path in (model_dir / TEMPLATES_FOLDER).glob("*.jinja")}
+    named = {name: _text(path) for name, path in files.items() if path.is_file()}
+    if not named:
+        value = settings.get("chat_template") or read_json(model_dir / "chat_template.json").get("chat_template")
+        if isinstance(value, list):
+            named = {entry["name"]: entry["template"] for entry in value}
+        elif isinstance(value, str):
+            named = {"default": value}
+    if len(named) == 1:
+        named = {"default": next(iter(named.values()))}
+    return {name: named[name] for name in ("default", "tool_use") if name in named}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FatalError(ExitCode.INVALID_MODEL, f"{path} cannot be read: {error}") from error
 
 
 def _added_token(entry: Mapping[str, Any]) -> AddedToken:

@@ -275,6 +275,15 @@ def _call_object(text: _Text, *, only_known: bool = False) -> _Events:
         yield _Arguments("{}")
 
 
+def _another(text: _Text, *marks: str) -> Generator[_Wait, None, bool]:
+    """Whether another object follows: behind one of these marks, which it takes, or only spaces."""
+    yield from text.skip_spaces()
+    for mark in marks:
+        if (yield from text.has(mark)):
+            return True
+    return text.rest.startswith("{")
+
+
 def _drop(parts: Iterable[str | _Wait]) -> Iterator[_Wait]:
     yield from (MORE for part in parts if part is MORE)
 
@@ -340,8 +349,13 @@ def _unmarked(calls: Callable[[_Text], _Events]) -> Callable[[_Text], _Events]:
 
 
 def _hermes(text: _Text) -> _Events:
+    """Some models write several calls in one block, also as a list."""
     try:
+        yield from text.skip_spaces()
+        yield from text.has("[")
         yield from _call_object(text)
+        while (yield from _another(text, ",")):
+            yield from _call_object(text)
     except _NotACall:
         if not text.committed:
             raise
@@ -349,16 +363,21 @@ def _hermes(text: _Text) -> _Events:
     yield from text.has("</tool_call>")
 
 
+_PYTHON_TAG = "<|python_tag|>"
+
+
 def _llama_json(text: _Text) -> _Events:
     yield from text.skip_spaces()
-    if (yield from text.has("<|python_tag|>")):
+    if (yield from text.has(_PYTHON_TAG)):
         yield from text.skip_spaces()
+    in_list = yield from text.has("[")
     while True:
         yield from _call_object(text, only_known=True)
         text.begin()
-        yield from text.skip_spaces()
-        if not (yield from text.has(";")):
-            return
+        if not (yield from _another(text, ";", ",", _PYTHON_TAG)):
+            break
+    if in_list:
+        yield from text.expect("]")
 
 
 def _forced(text: _Text) -> _Events:

@@ -21,6 +21,7 @@ from neuron_runtime.checkpoint import (
     CONFIG_FILE,
     GRAPHS_CONFIG_FILE,
     INDEX_FILE,
+    TEMPLATES_FOLDER,
     WEIGHTS_FILE,
     InvalidModel,
     advice_without_safetensors,
@@ -335,7 +336,7 @@ def folder_of(model: ModelInPlace) -> Path:
     if not _is_below(folder, root):
         raise FatalError(ExitCode.INVALID_MODEL, f"{model}: the path leaves the {what} by a symbolic link")
     check_folder(folder)
-    for path in folder.iterdir():
+    for path in (*folder.iterdir(), *folder.glob(f"{TEMPLATES_FOLDER}/*")):
         if not _is_below(path, root):
             raise FatalError(ExitCode.INVALID_MODEL, f"{model}: {path.name} leaves the {what} by a symbolic link")
     return folder

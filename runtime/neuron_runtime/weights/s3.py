@@ -11,7 +11,7 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ from botocore.exceptions import (
 )
 from urllib3.exceptions import HTTPError
 
+from neuron_runtime.checkpoint import TEMPLATES_FOLDER
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.uris import S3Model
 from neuron_runtime.weights.selection import is_part
@@ -183,9 +184,10 @@ class S3Source(S3Place):
     def listing(self, digest: str = "") -> Listing:
         prefix = f"{self._model.prefix}/" if self._model.prefix else ""
         files: dict[str, SourceFile] = {}
-        pages = self.client.get_paginator("list_objects_v2").paginate(
-            Bucket=self._model.bucket, Prefix=prefix, Delimiter="/"
-        )
+        pages = list(self._pages(prefix))
+        templates = f"{prefix}{TEMPLATES_FOLDER}/"
+        if any({"Prefix": templates} in page.get("CommonPrefixes", []) for page in pages):
+            pages += self._pages(templates)
         for page in pages:
             for item in page.get("Contents", []):
                 name = item["Key"].removeprefix(prefix)
@@ -196,6 +198,13 @@ class S3Source(S3Place):
                 ExitCode.MODEL_NOT_FOUND, f"{self.uri} at {self.place}: no object is below this prefix; check the URI"
             )
         return Listing(_digest(files), files)
+
+    def _pages(self, prefix: str) -> Iterable[Mapping[str, Any]]:
+        """What is directly below a prefix."""
+        pages: Iterable[Mapping[str, Any]] = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._model.bucket, Prefix=prefix, Delimiter="/"
+        )
+        return pages
 
     def check(self, listing: Listing, file: SourceFile) -> Check | None:
         """From the attributes of the object. None for an encrypted upload without a checksum of its own."""

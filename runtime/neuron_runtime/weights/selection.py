@@ -9,7 +9,15 @@ import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE, INDEX_FILE, WEIGHTS_FILE, is_shard, shard_files
+from neuron_runtime.checkpoint import (
+    GRAPHS_CONFIG_FILE,
+    GRAPHS_FILE,
+    INDEX_FILE,
+    TEMPLATES_FOLDER,
+    WEIGHTS_FILE,
+    is_shard,
+    shard_files,
+)
 
 SMALL_FILES = (
     "config.json",
@@ -43,6 +51,9 @@ def is_plain(name: str) -> bool:
 
 
 def is_small(name: str) -> bool:
+    folder, _, template = name.partition("/")
+    if folder == TEMPLATES_FOLDER:
+        return is_plain(template) and template.endswith(".jinja")
     return is_plain(name) and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
 
 

@@ -17,7 +17,7 @@ def record(file: Path, netns: Path, sysctls: Path = SYSCTLS) -> None:
     """Write down how the machine is, unless that was done before."""
     if not file.exists():
         values = {name: (sysctls / name).read_text().strip() for name in OF_KUBELETS}
-        file.write_text(json.dumps({"sysctls": values, "netns": netns.is_mount()}))
+        file.write_text(json.dumps({"sysctls": values, "netns": _is_mounted(netns)}))
 
 
 def put_back(file: Path, netns: Path, sysctls: Path = SYSCTLS) -> None:
@@ -29,6 +29,11 @@ def put_back(file: Path, netns: Path, sysctls: Path = SYSCTLS) -> None:
         path = sysctls / name
         if value != OF_KUBELETS[name] and path.read_text().strip() == OF_KUBELETS[name]:
             path.write_text(value)
-    if not before["netns"] and netns.is_mount() and not any(netns.iterdir()):
+    if not before["netns"] and _is_mounted(netns) and not any(netns.iterdir()):
         run("umount", str(netns))
     file.unlink()
+
+
+def _is_mounted(folder: Path) -> bool:
+    """Also of a folder that is mounted on itself, which `Path.is_mount` does not see."""
+    return any(line.split()[1] == str(folder) for line in Path("/proc/self/mounts").read_text().splitlines())

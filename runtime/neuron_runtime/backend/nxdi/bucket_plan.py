@@ -70,6 +70,17 @@ def contexts_of(lengths: Lengths, rows: int) -> Lengths:
     )
 
 
+def prompts(lengths: Lengths, largest: int) -> Lengths:
+    """Lengths of what one call computes; if none is given, every order of magnitude is equally likely.
+
+    Prompts above the largest are computed in several calls, of which all but the last are full: they count as it.
+    """
+    shares: dict[int, float] = {}
+    for length, probability in lengths:
+        shares[min(length, largest)] = shares.get(min(length, largest), 0.0) + probability
+    return tuple(sorted(shares.items())) or log_uniform(SHORTEST_PROMPT, largest)
+
+
 def prefill_cost(size: int) -> float:
     return FIXED_TOKENS + size
 

@@ -18,8 +18,7 @@ from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.bucket_plan import Lengths
 from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, prefill_graph, prefill_that_takes
 from neuron_runtime.backend.nxdi.devices import Target
-from neuron_runtime.backend.nxdi.neuron_config import spelled
-from neuron_runtime.backend.nxdi.settings import Settings, context_sizes, settings_of
+from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, seconds_text
 from neuron_runtime.dtypes import BY_NAME
@@ -82,17 +81,8 @@ def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, len
 
     Raises: as `settings_of`.
     """
-    settings = settings_of(config, model, target)
-    largest = settings.max_context_length
-    lengths = _within(lengths, largest) or bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, largest)
-    override = {spelled(key): value for key, value in config.override_neuron_config.items()}
-    open_sizes = not config.buckets.context and "context_encoding_buckets" not in override
-    if lengths and open_sizes and override.get("enable_bucketing") is not False:
-        blocks = settings.layout == "blocks"
-        least = settings.context_buckets[0] if blocks else bucket_plan.STEP
-        sizes = context_sizes(lengths, largest, blocks=blocks, least=least)
-        buckets = msgspec.structs.replace(config.buckets, context=sizes)
-        settings = settings_of(msgspec.structs.replace(config, buckets=buckets), model, target)
+    settings = settings_of(config, model, target, lengths)
+    lengths = bucket_plan.prompts(lengths, settings.max_context_length)
     facts = _Facts.of(model, settings.tensor)
     num_blocks = settings.num_blocks + (settings.layout == "blocks")  # NxD Inference adds one, for what is not kept
     return GraphPlan(
@@ -193,14 +183,6 @@ def _cached_heads(heads: int, cached: int, tensor: int) -> int:
     if cached % tensor == 0:
         return cached
     return tensor if tensor % cached == 0 else heads
-
-
-def _within(lengths: Lengths, largest: int) -> Lengths:
-    """Lengths above the largest are computed in several calls, of which all but the last are full: they count as it."""
-    shares: dict[int, float] = {}
-    for length, probability in lengths:
-        shares[min(length, largest)] = shares.get(min(length, largest), 0.0) + probability
-    return tuple(sorted(shares.items()))
 
 
 def _planned(graph: Graph, settings: Settings, facts: _Facts, lengths: Lengths) -> PlannedGraph:

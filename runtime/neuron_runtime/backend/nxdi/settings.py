@@ -107,11 +107,14 @@ class Application(Protocol):
         """Memory of one of its cores by the Neuron runtime; None if it is unknown. Not called during another call."""
 
 
-def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target) -> Settings:
+def settings_of(
+    config: RuntimeConfig, model: Mapping[str, Any], target: Target, lengths: bucket_plan.Lengths = ()
+) -> Settings:
     """The settings of a model.
 
     Args:
         model: config.json.
+        lengths: of prompts, for which context buckets are chosen that the configuration leaves open.
 
     Raises:
         InvalidConfig: names every field that contradicts another one, the model or the device.
@@ -120,7 +123,7 @@ def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target)
     """
     family = family_of(model, config.application_class)
     override = read_override(config.override_neuron_config, family.application, private=is_private(family.application))
-    return _Derivation(config, text_config(model), target, override, family).settings()
+    return _Derivation(config, text_config(model), target, override, family, lengths=lengths).settings()
 
 
 class _Derivation:
@@ -133,9 +136,11 @@ class _Derivation:
         target: Target,
         override: Override,
         family: NxdiFamily,
+        *,
+        lengths: bucket_plan.Lengths,
     ) -> None:
         self._config, self._model, self._target, self._override = config, model, target, override
-        self._family = family
+        self._family, self._lengths = family, lengths
         self._one_size = override.get("enable_bucketing") is False
         self._found = ConfigProblems()
         self._at: dict[str, str] = {}
@@ -404,8 +409,8 @@ class _Derivation:
             if longest < fills and not blocks:
                 message = f"is {longest}, which is too short for the model's sliding window: the least is {fills}"
                 raise InvalidConfig(self._where("$.limits.maxStepTokens"), message)
-        lengths = bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, longest)
-        return context_sizes(lengths, longest, blocks=blocks, least=max(least, fills))
+        lengths = bucket_plan.prompts(self._lengths, longest)
+        return _context_sizes(lengths, longest, blocks=blocks, least=max(least, fills))
 
     def _prefix_buckets(self, length: int, block_size: int, context: tuple[int, ...]) -> tuple[int, ...]:
         path = "$.buckets.prefix"
@@ -523,7 +528,7 @@ def _default_block_size(length: int) -> int:
     return min(size, length)
 
 
-def context_sizes(lengths: bucket_plan.Lengths, largest: int, *, blocks: bool, least: int) -> tuple[int, ...]:
+def _context_sizes(lengths: bucket_plan.Lengths, largest: int, *, blocks: bool, least: int) -> tuple[int, ...]:
     """Context buckets for prompts of these lengths."""
     most = bucket_plan.MAX_SEGMENT_BUCKETS if blocks else bucket_plan.MAX_CONTEXT_BUCKETS
     never = RECOMPUTED if blocks else (0, 0)
