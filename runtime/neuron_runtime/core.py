@@ -62,6 +62,24 @@ class Form(msgspec.Struct, frozen=True):
     """The request's field that asks for it, for errors."""
 
 
+FORMS_BYTES = 64 << 20
+"""Memory for the compiled forms that an engine keeps."""
+GUIDE_BYTES = 8 << 20
+"""Memory at most for what one answer with a form keeps of its grammar."""
+GUIDES_BYTES = 256 << 20
+"""The same for all rows together; with more than 32, each has less."""
+
+
+def guide_bytes(max_rows: int) -> int:
+    """The memory that one answer with a form may take, beside its form."""
+    return min(GUIDE_BYTES, GUIDES_BYTES // max_rows)
+
+
+def grammar_bytes(max_rows: int) -> int:
+    """The memory that forms may take in an engine, beside those that are just being compiled."""
+    return FORMS_BYTES + max_rows * guide_bytes(max_rows)
+
+
 class Acts(Enum):
     """What acts on a sampling parameter where the device samples. Where the host samples, the host does."""
 

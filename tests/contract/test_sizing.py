@@ -16,6 +16,7 @@ from neuron_operator.place import sizing
 from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.sizing import Cores, Load, Widths, memory_of
 from neuron_operator.read.records import Facts
+from neuron_operator.render import resources
 from neuron_operator.render.resources import _weights_bytes
 from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.devices import Target
@@ -24,6 +25,7 @@ from neuron_runtime.backend.nxdi.settings import DEFAULT_SEGMENT_TOKENS, MIN_KER
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.sizing import _memory
 from neuron_runtime.config import parse_config
+from neuron_runtime.core import grammar_bytes
 from neuron_runtime.dtypes import BY_NAME, COMPUTED
 from neuron_runtime.host import FreeMemory
 
@@ -53,6 +55,11 @@ NAMES = {
 
 def facts_of(config: dict[str, Any]) -> Facts:
     return msgspec.convert(FACTS | {ours: config[name] for ours, name in NAMES.items()}, Facts)
+
+
+@pytest.mark.parametrize("max_rows", [1, 8, 32, 64, 256])
+def test_operator_and_runtime_count_the_same_memory_for_forms(max_rows: int) -> None:
+    assert resources.grammar_bytes(max_rows) == grammar_bytes(max_rows)
 
 
 def test_operator_and_runtime_have_the_same_constants() -> None:

@@ -58,7 +58,7 @@ def test_a_model_for_devices_has_room_for_its_weights_on_the_way_and_for_its_com
 
 def test_a_tiny_model_requests_little() -> None:
     cpus, memory = requested({})
-    assert (cpus, memory) == (0.2, 0.6875)
+    assert (cpus, memory) == (0.2, 0.8125)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_cache_that_the_engine_can_make_smaller_does_not_keep_the_pod_from_nod
 
 
 def test_a_simulated_device_needs_neither_weights_nor_torch() -> None:
-    assert requested(EIGHT_B, engine={"backend": "simulated"}) == (0.2, 0.1875)
+    assert requested(EIGHT_B, engine={"backend": "simulated"}) == (0.2, 0.3125)
 
 
 @pytest.mark.parametrize("length", [0, 1, 10**12])

@@ -122,7 +122,7 @@ Current thread 0x00007f2c40db3b80 (most recent call first):
         (
             {"state": CRASH, "last": ended(137, "loading weights\n", reason="OOMKilled"), "restarts": 1},
             "DeviceOutOfMemory",
-            "exit code 137 (OOMKilled) (restarts: 1): it has no memory limit, the estimate is 704Mi; raise "
+            "exit code 137 (OOMKilled) (restarts: 1): it has no memory limit, the estimate is 832Mi; raise "
             "podTemplate.spec.resources.limits.memory, or lower serving.maxSequences or maxModelLength; its last line: "
             "loading weights",
         ),
@@ -722,7 +722,7 @@ def test_a_container_without_memory_is_told_its_limit_and_the_size_of_the_weight
     killed = pod(state=CRASH, last=ended(137, reason="OOMKilled"))
     ready = condition(seen(killed, spec={**SPEC, "podTemplate": template}).status, "Ready")
     assert ready["reason"] == "DeviceOutOfMemory"
-    assert "its memory limit is 1Gi, the estimate is 704Mi; raise podTemplate.spec.res" in ready["message"]
+    assert "its memory limit is 1Gi, the estimate is 832Mi; raise podTemplate.spec.res" in ready["message"]
 
 
 @pytest.mark.parametrize("phase", ["Running", "Failed", "Succeeded"])

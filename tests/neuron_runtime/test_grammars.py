@@ -15,7 +15,7 @@ from helpers.strict_backend import tokens_of
 from neuron_runtime.core import Form, Request, Sampling
 from neuron_runtime.engine.guides import Guide
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.grammars.guides import MAX_FORMS, GrammarGuides
+from neuron_runtime.grammars.guides import ENTRY_BYTES, GrammarGuides
 from neuron_runtime.requests.forms import MAX_FORM_CHOICES
 from neuron_runtime.text.tokenizer import Tokenizer
 
@@ -363,16 +363,35 @@ def test_a_form_of_a_very_long_answer_is_served_token_by_token(guides: GrammarGu
         guide.advance((min(may_follow),))
 
 
-def test_forms_are_compiled_once_and_the_oldest_is_forgotten(guides: GrammarGuides) -> None:
-    forms = [Form("choice", json.dumps([f"text {number}"])) for number in range(MAX_FORMS + 1)]
-    guide_of(guides, forms[0])
-    again = request(forms[0])
-    assert guides.prepare(again).done(), "a known form needs no thread"
-    named = Form(forms[0].kind, forms[0].text, field="guided_choice")
-    assert guides.prepare(request(named)).done(), "the field's name makes no other form"
-    for form in forms[1:]:
-        guide_of(guides, form)
-    assert not guides.prepare(again).done()
+def test_forms_are_compiled_once_and_beyond_their_memory_the_least_used_is_forgotten(tokenizer: Tokenizer) -> None:
+    guides = GrammarGuides(lambda: tokenizer, tokenizer.vocabulary_size, max_bytes=2 << 20)
+    try:
+        first, large, others, more = (
+            Form("choice", json.dumps([f"{name} {number}" for number in range(many)]))
+            for name, many in (("first", 1), ("large", MAX_FORM_CHOICES), ("other", 1), ("more", MAX_FORM_CHOICES))
+        )
+        for form in (first, large):
+            guide_of(guides, form)
+        again = request(first)
+        assert guides.prepare(again).done(), "a known form needs no thread"
+        named = Form(first.kind, first.text, field="guided_choice")
+        assert guides.prepare(request(named)).done(), "the field's name makes no other form"
+        for form in (others, more, Form("choice", '["last"]')):
+            guide_of(guides, form)
+        assert guides.prepare(again).done()
+        assert not guides.prepare(request(large)).done()
+    finally:
+        guides.close()
+
+
+def test_refused_forms_count_too(tokenizer: Tokenizer) -> None:
+    guides = GrammarGuides(lambda: tokenizer, tokenizer.vocabulary_size, max_bytes=10 * ENTRY_BYTES)
+    try:
+        for number in range(30):
+            refusal(guides, Form("regex", f"({number}", field="guided_regex"))
+        assert len(guides._compiled) <= 10
+    finally:
+        guides.close()
 
 
 def test_a_refusal_names_the_field_of_each_request(guides: GrammarGuides) -> None:

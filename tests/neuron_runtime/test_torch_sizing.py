@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sequences beyond memory": (
         "$.limits.maxSequences",
         "512 sequences of 64 tokens do not fit",
-        {"max_sequences": 512, "available_bytes": GIB},
+        {"max_sequences": 512, "available_bytes": GIB * 5 // 4},
     ),
     "blocks beyond memory": (
         "$.limits.numBlocks",
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a sequence beyond memory, in blocks": (
         "$.limits.maxModelLength",
         "one sequence of 8192 tokens needs 512 blocks",
-        {"layout": "blocks", "max_model_length": 8192, "available_bytes": int(0.45 * GIB)},
+        {"layout": "blocks", "max_model_length": 8192, "available_bytes": int(0.6 * GIB)},
     ),
 }
 

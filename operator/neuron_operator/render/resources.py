@@ -35,6 +35,11 @@ PROCESS_BYTES = 64 * MIB
 """Memory of the supervisor, of the front end and of a simulated engine, each: 30 to 65 MiB measured."""
 SCRATCH_SHARE = 0.1
 """Activations and copies while weights are packed, as a share of weights and cache."""
+FORMS_BYTES = 64 * MIB
+"""Memory for the compiled forms of structured output that an engine keeps."""
+GUIDE_BYTES = 8 * MIB
+GUIDES_BYTES = 256 * MIB
+"""Memory at most for what one answer with a form keeps of its grammar, and for all of them."""
 DEFAULT_SEQUENCES = 8
 DEFAULT_LENGTH = 4096
 """If the manifest sets no length, the engine takes what is free, up to the model's length; this much is requested."""
@@ -65,9 +70,9 @@ def serving_requests(model: NeuronModel, facts: Facts, nodes: int = 1) -> Reques
 
 
 def serving_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> int:
-    """Bytes of the processes, and with the torch backend weights, cache and scratch; with devices, weights on their way
-    to them. The cache has room for the sequences and length (or blocks) of the manifest."""
-    memory = 2 * PROCESS_BYTES
+    """Bytes of the processes and of forms of answers, and with the torch backend weights, cache and scratch; with
+    devices, weights on their way to them. The cache has room for the manifest's sequences and length (or blocks)."""
+    memory = 2 * PROCESS_BYTES + grammar_bytes(model.spec.serving.max_sequences or DEFAULT_SEQUENCES)
     if model.backend == "torch":
         weights, cache = _weights_bytes(model, facts), _cache_bytes(model, facts)
         memory += TORCH_BYTES + int((weights + cache) * (1 + SCRATCH_SHARE))
@@ -76,6 +81,11 @@ def serving_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> int:
     else:
         memory += PROCESS_BYTES
     return _up(memory, 64 * MIB)
+
+
+def grammar_bytes(max_rows: int) -> int:
+    """What forms of answers take in an engine at most."""
+    return FORMS_BYTES + min(max_rows * GUIDE_BYTES, GUIDES_BYTES)
 
 
 def mebibytes(number: int) -> str:

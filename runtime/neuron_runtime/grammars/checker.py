@@ -9,24 +9,26 @@ refusal out.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import resource
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from neuron_runtime.core import Form
+from neuron_runtime.core import FORMS_BYTES, Form
 from neuron_runtime.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_CPU_SECONDS = 2
-MAX_MEMORY_BYTES = 1 << 30
-"""The limit of the child's address space, with Python and the library."""
+MAX_MEMORY_BYTES = 256 << 20
+"""What a form may take while it is compiled, beside Python and the library."""
 MAX_REFUSAL_CHARACTERS = 1000
 STACK_BYTES = 4 << 20
 """Half of what the threads have that compile a form which the child has found to be good."""
@@ -41,17 +43,21 @@ class Checked(msgspec.Struct):
     """The child's answer."""
 
     grammar: str = ""
+    num_bytes: int = 0
+    """Of the compiled grammar."""
     refusal: str = ""
 
 
 class Checker:
     """One child, started when it is needed, and again after a form has ended it. Used by one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_states: int) -> None:
+        """max_states: of the automaton of one answer."""
+        self._max_states = max_states
         self._child: subprocess.Popen[bytes] | None = None
 
-    def grammar_of(self, form: Form) -> str:
-        """The grammar of a form that compiles within the limits. Raises InvalidRequest."""
+    def checked(self, form: Form) -> Checked:
+        """The grammar of a form that compiles within the limits, and its size. Raises InvalidRequest."""
         child = self._started()
         assert child.stdin is not None
         assert child.stdout is not None
@@ -73,10 +79,10 @@ class Checker:
         checked = msgspec.json.decode(line, type=Checked)
         if checked.refusal:
             raise InvalidRequest(f"cannot be compiled: {checked.refusal[:MAX_REFUSAL_CHARACTERS]}")
-        return checked.grammar
+        return checked
 
     def interrupt(self) -> None:
-        """Let `grammar_of` on another thread end soon."""
+        """Let `checked` on another thread end soon."""
         child = self._child
         if child is not None:
             child.kill()
@@ -91,7 +97,7 @@ class Checker:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
             self.close()
-            command = [sys.executable, "-m", "neuron_runtime.grammars.checker"]
+            command = [sys.executable, "-m", "neuron_runtime.grammars.checker", str(self._max_states)]
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
@@ -99,9 +105,6 @@ class Checker:
 
 
 def main() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_check_lines)
@@ -114,12 +117,20 @@ def _check_lines() -> None:
 
     from neuron_runtime.grammars.language import compiled, grammar_of, parts_of  # noqa: PLC0415 - the child's work
 
-    tokenizer = LLTokenizer("byte")
+    tokenizer, max_states = LLTokenizer("byte"), int(sys.argv[1])
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = _address_space() + MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
-    def grammar_tried(form: Form) -> str:
+    def grammar_tried(form: Form) -> Checked:
         grammar = grammar_of(form)
-        follow(compiled(grammar, tokenizer))
-        return grammar
+        before = _allocated()
+        start = compiled(grammar, tokenizer, max_states)
+        num_bytes = max(0, _allocated() - before)
+        if num_bytes > FORMS_BYTES:
+            raise ValueError(f"it takes {num_bytes >> 20} MiB, and all forms together may take {FORMS_BYTES >> 20} MiB")
+        follow(start)
+        return Checked(grammar, num_bytes)
 
     def refusal_of(form: Form, error: Exception) -> str:
         for name, part in parts_of(form).items():
@@ -136,7 +147,7 @@ def _check_lines() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, resource.RLIM_INFINITY))
         form = msgspec.json.decode(line, type=Form)
         try:
-            checked = Checked(grammar_tried(form))
+            checked = grammar_tried(form)
         except Exception as error:  # noqa: BLE001 - whatever a form causes is its refusal
             checked = Checked(refusal=refusal_of(form, error))
         sys.stdout.buffer.write(msgspec.json.encode(checked) + b"\n")
@@ -159,6 +170,31 @@ def follow(start: LLMatcher) -> None:
             num_bytes += 1
         if answer.is_error():
             raise ValueError(f"an answer would reach a limit: {answer.get_error()}")
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+class _Mallinfo(ctypes.Structure):
+    """The C library's account of what is allocated."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _allocated() -> int:
+    """Bytes that this process has allocated and not freed."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _Mallinfo
+    account = mallinfo()
+    return int(account.uordblks + account.hblkhd)
 
 
 def _bytes_of(mask: bytes) -> int:

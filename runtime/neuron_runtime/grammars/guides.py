@@ -18,23 +18,29 @@ import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
-from neuron_runtime.core import BackendLimits, Form, Request
+from neuron_runtime.core import FORMS_BYTES, BackendLimits, Form, Request, guide_bytes
 from neuron_runtime.engine.guides import Guide, Masks
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.grammars.checker import MAX_REFUSAL_CHARACTERS, Checker
-from neuron_runtime.grammars.language import compiled
+from neuron_runtime.grammars.language import STATE_BYTES, compiled
 from neuron_runtime.grammars.vocabulary import Vocabulary
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
-MAX_FORMS = 32
-"""Compiled forms, and refusals, that are kept; the one that was unused for longest is forgotten."""
+ENTRY_BYTES = 64 << 10
+"""Counted for each form that is kept, also for one that is refused, beside its text and its grammar."""
 NUM_THREADS = 2
 """Forms compiled at the same time. A hostile form holds one for some seconds; known forms wait for none."""
 
 
 def grammar_guides(model_dir: Path, limits: BackendLimits) -> GrammarGuides:
     """For a model's folder. Costs nothing before the first form arrives."""
-    return GrammarGuides(lambda: load_tokenizer(model_dir), limits.vocabulary_size)
+    return GrammarGuides(lambda: load_tokenizer(model_dir), limits.vocabulary_size, limits.max_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    start: LLMatcher
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -51,20 +57,30 @@ class _GrammarGuide:
 class GrammarGuides:
     """Implements `engine.guides.Guides`. All methods are called on the engine's thread."""
 
-    def __init__(self, load: Callable[[], Tokenizer], vocabulary_size: int) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Tokenizer],
+        vocabulary_size: int,
+        max_rows: int = 1,
+        max_bytes: int = FORMS_BYTES,
+    ) -> None:
         """
         load: the model's tokenizer; called when the first form arrives, on a thread.
         vocabulary_size: of the model; 0: that of its tokenizer.
+        max_rows: answers at the same time.
+        max_bytes: of the forms that are kept; beyond it the one that was unused for longest is forgotten.
         """
+        self._max_states = guide_bytes(max_rows) // STATE_BYTES
+        self._max_bytes = max_bytes
         self._load = load
         self._vocabulary_size = vocabulary_size
         self._vocabulary: Vocabulary | None = None
         self._loading = threading.Lock()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._executor: LLExecutor | None = None
-        self._checkers = [Checker() for _ in range(NUM_THREADS)]
+        self._checkers = [Checker(self._max_states) for _ in range(NUM_THREADS)]
         self._idle_checkers = list(self._checkers)
-        self._compiled: OrderedDict[Form, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[Form, Future[_Compiled]] = OrderedDict()
 
     def prepare(self, request: Request) -> Future[Guide]:
         assert request.sampling.form is not None
@@ -73,12 +89,13 @@ class GrammarGuides:
         compiled = self._compiled.get(form)
         if compiled is None:
             compiled = self._compiled[form] = self._threads.submit(self._compile, form)
-            while len(self._compiled) > MAX_FORMS:
-                self._compiled.popitem(last=False)
+            num_bytes = sum(_bytes_of(one, done) for one, done in self._compiled.items())
+            while num_bytes > self._max_bytes and len(self._compiled) > 1:
+                num_bytes -= _bytes_of(*self._compiled.popitem(last=False))
         self._compiled.move_to_end(form)
         guide: Future[Guide] = Future()
 
-        def made(done: Future[LLMatcher]) -> None:
+        def made(done: Future[_Compiled]) -> None:
             if done.cancelled():
                 guide.cancel()
                 return
@@ -88,7 +105,7 @@ class GrammarGuides:
             elif error is not None:
                 guide.set_exception(error)
             else:
-                guide.set_result(_GrammarGuide(done.result().deep_copy(), ends))
+                guide.set_result(_GrammarGuide(done.result().start.deep_copy(), ends))
 
         compiled.add_done_callback(made)
         return guide
@@ -131,16 +148,23 @@ class GrammarGuides:
 
     # On a thread
 
-    def _compile(self, form: Form) -> LLMatcher:
+    def _compile(self, form: Form) -> _Compiled:
         checker = self._idle_checkers.pop()
         try:
-            grammar = checker.grammar_of(form)
+            checked = checker.checked(form)
         finally:
             self._idle_checkers.append(checker)
         with self._loading:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._load(), self._vocabulary_size)
         try:
-            return compiled(grammar, self._vocabulary.for_grammars)
+            start = compiled(checked.grammar, self._vocabulary.for_grammars, self._max_states)
+            return _Compiled(start, checked.num_bytes)
         except ValueError as error:
             raise InvalidRequest(f"cannot be compiled: {str(error)[:MAX_REFUSAL_CHARACTERS]}") from error
+
+
+def _bytes_of(form: Form, compiled: Future[_Compiled]) -> int:
+    """The memory of a form that is kept; what is still being compiled has no grammar yet."""
+    is_made = compiled.done() and not compiled.cancelled() and compiled.exception() is None
+    return ENTRY_BYTES + len(form.text) + (compiled.result().num_bytes if is_made else 0)

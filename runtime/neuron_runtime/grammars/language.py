@@ -17,12 +17,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from neuron_runtime.core import Form
 from neuron_runtime.grammars.schemas import Schema, readable
 
-LIMITS = LLParserLimits(
-    max_lexer_states=20_000,  # of 1 to 2 KB each, so at most 40 MB per form
-    precompute_large_lexemes=False,  # nothing is paid before it is needed
-    verbose_errors=False,
-)
-"""Limits of work and memory for one form; the library stops by itself when a mask would need more."""
+STATE_BYTES = 1024
+"""Of an automaton: 0.5 to 1.2 KiB measured with automata of thousands of states."""
 
 
 def grammar_of(form: Form) -> str:
@@ -57,13 +53,20 @@ def _pointed(name: str) -> str:
     return quote(name.replace("~", "~0").replace("/", "~1"))
 
 
-def compiled(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+def compiled(grammar: str, tokenizer: LLTokenizer, max_states: int) -> LLMatcher:
     """A grammar at the beginning of an answer, with its first mask, which does most of the work.
+
+    max_states: of the automaton of one answer. The library stops by itself when a mask would need more.
 
     Raises:
         ValueError: llguidance does not take the grammar; says why.
     """
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    limits = LLParserLimits(
+        max_lexer_states=max_states,
+        precompute_large_lexemes=False,  # nothing is paid before it is needed
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():

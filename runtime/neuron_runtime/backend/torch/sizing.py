@@ -17,7 +17,7 @@ from neuron_runtime.backend.host_sampling.sampler import MAX_LOGPROBS
 from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
 from neuron_runtime.backend.torch.choices import block_size_of
 from neuron_runtime.config import RuntimeConfig
-from neuron_runtime.core import BackendLimits
+from neuron_runtime.core import BackendLimits, grammar_bytes
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.host import FreeMemory, gib
 
@@ -152,6 +152,6 @@ def _memory(model: DecoderConfig, dtype_bytes: int, free: FreeMemory, rows: int,
     return Memory(
         free=free,
         weights=weights,
-        scratch=activations + scores,
+        scratch=activations + scores + grammar_bytes(rows),
         per_token=model.kv_elements_per_token * dtype_bytes,
     )
