@@ -123,8 +123,6 @@ def test_what_does_not_fit_is_refused_with_both_numbers(story: Story) -> None:
     """A node that is not set up as planned, one that grants fewer cores, an artifact for other devices, a device
     without enough memory, and one whose cores another process holds."""
     rig = story.rig
-    # Waits for its cores meanwhile, in vain.
-    story.apply(_model("held", engine={"env": [{"name": "FAKE_NXDI_HELD_LOADS", "value": "1000"}]}))
     trn2 = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "trn2.48xlarge"}}}}
     inf2 = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "inf2.24xlarge"}}}}
     with (
@@ -136,6 +134,8 @@ def test_what_does_not_fit_is_refused_with_both_numbers(story: Story) -> None:
         check_says("fewer-cores", story.until_reason("withheld", "DeviceHeld"))
         message = story.until_reason("logical", "TopologyImpossible")["message"]
         assert "is 2, but NEURON_LOGICAL_NC_CONFIG is 1" in message
+    # Waits for its cores meanwhile, in vain.
+    story.apply(_model("held", engine={"env": [{"name": "FAKE_NXDI_HELD_LOADS", "value": "1000"}]}))
     other = f"{names.ARTIFACTS_DIR}/{story.artifact('logical')}"
     audit = len(rig.audit_events())
     story.apply(_model("shipped", engine={"env": [{"name": "NEURON_COMPILED_ARTIFACTS", "value": other}]}, **inf2))

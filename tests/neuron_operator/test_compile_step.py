@@ -399,7 +399,7 @@ def test_new_images_of_the_installation_compile_no_artifact_again(newer: Setting
 @pytest.mark.parametrize("newer", [NEW_COMPILER, NEW_RELEASE])
 def test_a_model_that_never_served_is_compiled_by_a_corrected_image_at_once(newer: Settings) -> None:
     world, decision = settle(resolved()[0], newer)
-    assert [container_of(job)["image"] for job in compile_jobs(world)] == [USING.compile_image, newer.compile_image]
+    assert [container_of(job)["image"] for job in compile_jobs(world)] == [newer.compile_image]
     assert condition(decision.status, "Compiled")["reason"] == "Compiling"
 
 
