@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -476,6 +477,22 @@ def test_steps_report_the_memory_of_a_core_as_the_runtime_does(model: Path, tmp_
         if fake is not None:
             fake.SETTINGS.memory_bytes = 1
             assert library.device_memory() is None, "what the runtime cannot tell is negative"
+
+
+@pytest.mark.parametrize(
+    "answer", [(1, 2, 3), ("many", 1), None, OSError("sysfs"), TypeError("no such overload")], ids=str
+)
+def test_a_figure_that_a_version_tells_otherwise_is_unknown(answer: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for monitoring: no load ends for it."""
+
+    class Runtime:
+        def get_vnc_memory_stats(self) -> object:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(torch, "classes", SimpleNamespace(neuron=SimpleNamespace(Runtime=Runtime)))
+    assert library.device_memory() is None
 
 
 # Folders that others compiled

@@ -151,10 +151,10 @@ def device_memory() -> DeviceMemory | None:
 
     try:
         # torch-neuronx registers the class. Asking for one, or for a method, that a version lacks is an error.
-        used, free = torch.classes.neuron.Runtime().get_vnc_memory_stats()
-    except (RuntimeError, AttributeError):
+        used, free = map(int, torch.classes.neuron.Runtime().get_vnc_memory_stats())
+    except Exception:  # noqa: BLE001 - a figure for monitoring ends no load, whatever a version raises
         return None
-    return DeviceMemory(int(used), int(free)) if used >= 0 and free >= 0 else None
+    return DeviceMemory(used, free) if used >= 0 and free >= 0 else None
 
 
 def application(settings: Settings, model_dir: Path) -> NxdApplication:
