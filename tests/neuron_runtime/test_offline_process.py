@@ -103,11 +103,15 @@ def test_the_death_of_the_engine_process_is_raised_and_final() -> None:
 
 
 def test_an_interrupt_ends_the_engine_process() -> None:
-    with made(SLOW) as llm:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS, SamplingParams(max_tokens=120, ignore_eos=True), use_tqdm=False)
-        wait_for_end(pid_of(llm))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a server of an earlier test may have another
+    try:
+        with made(SLOW) as llm:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, SamplingParams(max_tokens=120, ignore_eos=True), use_tqdm=False)
+            wait_for_end(pid_of(llm))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_errors_of_the_engine_process_are_those_of_an_engine_in_the_process(tmp_path: Path) -> None:
