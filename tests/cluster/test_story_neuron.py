@@ -159,7 +159,7 @@ def _model(name: str, **spec: object) -> dict[str, Any]:
 
 
 def _kinds_of(jobs: list[str]) -> list[str]:
-    """Of Jobs by their names: they resolve (nf), fetch (nw), compile (na) or check (nc)."""
+    """What Jobs are for, which their names begin with: facts, weights, artifact or check."""
     return sorted(job.partition("-")[0] for job in jobs)
 
 
