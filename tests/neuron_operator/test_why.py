@@ -371,9 +371,7 @@ def test_a_pod_is_kept_off_exactly_the_known_nodes_that_would_refuse_its_size(ac
     (resource, count), *_ = accelerator.items()
     using = replace(SETTINGS, device_mode=mode)
     granting = {
-        name
-        for name, kind in INSTANCE_TYPES.items()
-        if count in getattr(kind, f"{'plain' if mode == 'Plugin' else 'extension'}_{resource}")
+        name for name, kind in INSTANCE_TYPES.items() if count in kind.sizes(mode, in_cores=resource == "cores")
     }
     if not granting:
         return

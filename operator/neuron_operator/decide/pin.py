@@ -20,7 +20,6 @@ from neuron_operator.api.model_status import MAX_GROUPS, MemoryPlan, Plan
 from neuron_operator.place.planner import Choice, Held, choose
 from neuron_operator.place.sizes import place
 from neuron_operator.place.sizing import Memory
-from neuron_operator.place.target import Target
 from neuron_operator.read.placement import Placement
 from neuron_operator.read.records import Facts
 from neuron_operator.read.remembered import remembered
@@ -158,10 +157,9 @@ def pin(
         raise InvalidSpec(
             "spec.replicas", f"{model.spec.replicas} exceeds {MAX_GROUPS // 2}, the limit for models on several nodes"
         )
-    target = choice.target if choice else None
     weights = weights_place(model, settings)
-    compiling = _compiling(model, settings, target)
-    config = config_document(model, facts, target)
+    compiling = _compiling(model, settings, choice)
+    config = config_document(model, facts, choice.chosen if choice else None)
     template = serving_pod_template(
         model,
         placement,
@@ -169,7 +167,7 @@ def pin(
         requests=serving_requests(model, facts, placement.nodes),
         weights=weights,
         artifacts=compiling.artifacts if compiling else None,
-        target=target,
+        choice=choice,
         revision=revision_hash(spec_hash(model), model.refresh, upgrade),
         config_name=config_name(model.name, config),
     )
@@ -207,7 +205,7 @@ def _check_parallelism(model: NeuronModel) -> None:
         raise InvalidSpec("spec.accelerator.cores", "a replica on several nodes has whole devices: set devices")
 
 
-def _compiling(model: NeuronModel, settings: Settings, target: Target | None) -> Compiling | None:
+def _compiling(model: NeuronModel, settings: Settings, choice: Choice | None) -> Compiling | None:
     if not model.is_compiled:
         return None
     artifacts = artifacts_place(model, settings)
@@ -215,7 +213,7 @@ def _compiling(model: NeuronModel, settings: Settings, target: Target | None) ->
         return None
     if artifacts is None:
         raise StorageNotConfigured
-    family = target.family.name if target else ""
+    family = choice.chosen.site.family.name if choice else ""
     return Compiling(image=compile_image(model, settings), artifacts=artifacts, family=family)
 
 
@@ -235,16 +233,16 @@ def to_object(model: NeuronModel, revision: Revision) -> Object:
 
 def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice | None) -> Plan:
     serving = model.spec.serving
-    target = choice.target if choice else None
-    load, memory = (target.load, target.memory) if target else (None, None)
-    instance_type = target.site if target else placement.instance_type
-    how = f"with backend {model.backend}{f', {target.words}' if target else ''}"
+    option = choice.chosen if choice else None
+    load = option.load if option else None
+    instance_type = option.site.name if option else placement.instance_type
+    how = f"with backend {model.backend}{f', {option.shares}' if option else ''}"
     where = f" on {placement.instance_type}" if placement.instance_type else ""
     return Plan(
         instance_type=instance_type or None,
         devices=placement.devices,
         cores=placement.cores or None,
-        tensor=target.tensor if target else ranks_of(model),
+        tensor=option.tensor if option else ranks_of(model),
         nodes=placement.nodes,
         max_model_length=load.length if load else serving.max_model_length,
         max_sequences=load.sequences if load else serving.max_sequences,
@@ -253,7 +251,7 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         backend=model.backend,
         dtype=(serving.dtype or facts.dtype)[:64],
         sampling=sampling_mode(model)[:64],
-        memory=_memory_plan(memory) if memory else None,
+        memory=_memory_plan(option.memory) if option else None,
         host_bytes=min(serving_memory(model, facts, placement.nodes), MAX_BYTES),
         summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.backend].does} "
         f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"

@@ -198,7 +198,7 @@ def report(pinned: Revision, choice: Choice | None) -> Iterator[str]:
     yield ""
     rows = {
         "cheapest": f"{best.words}, {_costs(best)}",
-        "runner-up": _alternative(choice.runner_up) + choice.why_not,
+        "runner-up": _alternative(choice.runner_up),
         "one size smaller": _alternative(_neighbour(choice, -1)),
         "one size larger": _alternative(_neighbour(choice, 1)),
     }

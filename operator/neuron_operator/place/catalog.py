@@ -1,6 +1,6 @@
 """A table of instance types with Neuron devices: what they have, which shares of it a pod may hold, what they cost.
 
-`placement` plans with it, and `sizing` reads the memory of a core. A type that is missing here is used by its family
+`planner` chooses from it, and `sizing` reads the memory of a core. A type that is missing here is used by its family
 and what its node offers; the kubelet and the scheduler decide.
 
 Sources: the architecture pages of the Neuron documentation (devices, cores, memory), the feature guide of NxD Inference
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from neuron_operator.api.errors import InvalidSpec
+from neuron_operator.read.world import DeviceMode
 
 NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
 
@@ -41,19 +41,9 @@ class Family:
     last_sdk: str
     """Newest Neuron SDK whose images have an NxD Inference that runs on it, as in docs/neuron.md."""
 
-    @property
-    def device_memory(self) -> int:
-        return self.physical_cores * self.core_memory
-
     def logical_cores(self, chosen: int | None) -> tuple[int, int]:
-        """Physical cores per logical core, and logical cores per device. Raises InvalidSpec for what it does not have.
-
-        chosen: that of the manifest.
-        """
+        """Physical cores per logical core, which the manifest may have chosen, and logical cores per device."""
         logical_core = chosen or self.logical_core
-        if logical_core > self.logical_core:
-            message = f"{self.name} has no logical cores of {chosen} physical ones: remove it"
-            raise InvalidSpec("spec.accelerator.logicalNeuronCore", message)
         return logical_core, self.physical_cores // logical_core
 
 
@@ -91,6 +81,10 @@ def label_values(types: Iterable[str]) -> list[str]:
     return sorted({one for name in types for one in (name, *([f"{HYPERPOD}{name}"] if name in INSTANCE_TYPES else []))})
 
 
+TORUS_SETS = (1, 4, 8, 16)
+"""Numbers of devices that are adjacent on a torus."""
+
+
 @dataclass(frozen=True)
 class InstanceType:
     """One node's Neuron devices. Cores are logical cores at the type's default setting."""
@@ -124,29 +118,16 @@ class InstanceType:
     def cores(self) -> int:
         return self.devices * self.cores_per_device
 
-    @property
-    def plain_devices(self) -> tuple[int, ...]:
-        """Device counts that the device plugin grants on its own: one, or all of a node."""
-        return tuple(sorted({1, self.devices}))
-
-    @property
-    def extension_devices(self) -> tuple[int, ...]:
-        """Device counts that are granted with the scheduler extension, which picks adjacent devices."""
-        if self.topology == "torus":
-            return (1, 4, 8, 16)
-        return tuple(range(1, self.devices + 1))
-
-    @property
-    def plain_cores(self) -> tuple[int, ...]:
-        return tuple(sorted({1, self.cores}))
-
-    @property
-    def extension_cores(self) -> tuple[int, ...]:
-        """On a ring any number of cores; on a torus those of one device, or of a legal set of devices."""
-        if self.topology == "ring":
-            return tuple(range(1, self.cores + 1))
-        within = range(1, self.cores_per_device + 1)
-        return tuple(sorted({*within, *(self.cores_per_device * count for count in self.extension_devices)}))
+    def sizes(self, mode: DeviceMode, *, in_cores: bool) -> tuple[int, ...]:
+        """How many devices (or cores) a pod may hold, ascending. The device plugin alone grants one, or all of a node.
+        With the scheduler extension, which picks adjacent devices: on a torus the cores of one device, or whole sets;
+        elsewhere any number."""
+        most, each = (self.cores, self.cores_per_device) if in_cores else (self.devices, 1)
+        if mode == "Plugin":
+            return tuple(sorted({1, most}))
+        if self.topology != "torus":
+            return tuple(range(1, most + 1))
+        return tuple(sorted({*range(1, each + 1), *(each * devices for devices in TORUS_SETS)}))
 
 
 INSTANCE_TYPES = {

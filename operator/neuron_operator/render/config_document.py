@@ -15,8 +15,8 @@ import msgspec
 
 from neuron_operator.api.fields import ConfigKey, Supported, as_json, walk
 from neuron_operator.api.model import BACKENDS, ModelSource, NeuronModel, Spec
+from neuron_operator.place.planner import Option
 from neuron_operator.place.sizing import Load
-from neuron_operator.place.target import Target
 from neuron_operator.read.objects import dig
 from neuron_operator.read.records import Facts
 
@@ -36,10 +36,10 @@ NO_NAMES = {"servedNames": ["compiled"]}
 """In a part of a document, which must have names."""
 
 
-def config_document(model: NeuronModel, facts: Facts, target: Target | None = None) -> dict[str, Any]:
+def config_document(model: NeuronModel, facts: Facts, option: Option | None = None) -> dict[str, Any]:
     """The document of one revision: the fields that have a ConfigKey, over the operator's own defaults.
 
-    target: what the model is compiled for, if it runs on devices: the Job that compiles it has none to ask.
+    option: the devices that the model is compiled for, if it runs on some: the Job that compiles it has none to ask.
     """
     document: dict[str, Any] = {
         "version": VERSION,
@@ -50,10 +50,10 @@ def config_document(model: NeuronModel, facts: Facts, target: Target | None = No
         "limits": {},
         **({"compile": True} if model.is_compiled else {}),
     }
-    if target is not None:
-        _put(document, "parallelism.tensor", target.tensor)
-        _put(document, "accelerator.logicalNeuronCore", target.logical_core)
-        _put(document, "limits", _limits(target.load) if target.load else {})
+    if option is not None:
+        _put(document, "parallelism.tensor", option.tensor)
+        _put(document, "accelerator.logicalNeuronCore", option.logical_core)
+        _put(document, "limits", _limits(option.load))
     elif (ranks := ranks_of(model)) > 1:
         _put(document, "parallelism.tensor", ranks)
     for _, one, value in walk(model.spec, "spec"):

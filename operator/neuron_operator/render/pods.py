@@ -12,8 +12,8 @@ from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import ApiKeySecret, NeuronModel, Toleration
 from neuron_operator.place.catalog import INSTANCE_TYPES, label_values, type_named
+from neuron_operator.place.planner import Choice
 from neuron_operator.place.sizes import size_rule
-from neuron_operator.place.target import Target
 from neuron_operator.read.placement import TOLERATES_NEURON, Placement
 from neuron_operator.read.world import DeviceMode, Object, Place, Settings
 from neuron_operator.render.objects import Mount, without_empty
@@ -67,7 +67,7 @@ def serving_pod_template(
     requests: Requests,
     weights: Place,
     artifacts: Place | None,
-    target: Target | None,
+    choice: Choice | None,
     revision: str,
     config_name: str,
 ) -> Object:
@@ -76,7 +76,7 @@ def serving_pod_template(
     Args:
         requests: the default.
         artifacts: where Jobs put the compiled model; None: it is not compiled, or the manifest names it.
-        target: what it is compiled for; None: for the host.
+        choice: the devices that it is computed on; None: it is computed on the host.
     """
     access = loading(model, weights) + loading_artifact(model, artifacts)
     overlay = model.spec.pod_template
@@ -89,12 +89,12 @@ def serving_pod_template(
     }
     if placement.resources:
         own_labels[names.ALLOCATION_LABEL] = names.ALLOCATION_CORES if placement.cores else names.ALLOCATION_DEVICES
-    is_wired = placement.nodes > 1 and target is not None
-    network = _network(target.site) if is_wired and target else {}
+    wired_to = choice.chosen.site if choice and placement.nodes > 1 else None
+    network = _network(wired_to.name) if wired_to else {}
     resources = overlaid(requests, as_json(overlay.spec.resources), _whole({**placement.resources, **network}))
     mounts = (
         Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, {"configMap": {"name": config_name}}, read_only=True),
-        *(TMP, *access.mounts, *_api_key(api_key), *_ca_bundle(access, settings), *((SHM,) if is_wired else ())),
+        *(TMP, *access.mounts, *_api_key(api_key), *_ca_bundle(access, settings), *((SHM,) if wired_to else ())),
     )
     container = _container(
         model,
@@ -107,7 +107,7 @@ def serving_pod_template(
             _credentials(model, access, "hf"),
             (
                 {"name": "HOME", "value": names.TMP_DIR},
-                *target_env(target.family.name if target else ""),
+                *target_env(choice.chosen.site.family.name if choice else ""),
                 {"name": names.RANK_VARIABLE, "value": "0"},
                 {"name": names.GROUP_SIZE_VARIABLE, "value": "1"},
                 {"name": names.LEADER_VARIABLE, "value": "localhost"},
@@ -144,7 +144,7 @@ def serving_pod_template(
                     *as_json(overlay.spec.tolerations),
                     *_soon_off_a_lost_node(overlay.spec.tolerations),
                 ],
-                "affinity": _affinity(_spread(model), placement, _node_rules(placement, target, settings.device_mode)),
+                "affinity": _affinity(_spread(model), placement, _node_rules(placement, choice, settings.device_mode)),
                 "topologySpreadConstraints": as_json(overlay.spec.topology_spread_constraints),
                 "priorityClassName": overlay.spec.priority_class_name,
                 "schedulerName": overlay.spec.scheduler_name
@@ -368,13 +368,12 @@ def _architecture(model: NeuronModel, placement: Placement) -> Mapping[str, str]
     return {} if placement.resources or is_told else names.AMD64
 
 
-def _node_rules(placement: Placement, target: Target | None, mode: DeviceMode) -> list[Object]:
+def _node_rules(placement: Placement, choice: Choice | None, mode: DeviceMode) -> list[Object]:
     """Devices stay off the nodes for cores, both off the nodes that would refuse the pod's size, and compiled models on
     the devices that they are compiled for."""
     apart = {"key": names.ALLOCATION_LABEL, "operator": "NotIn", "values": [names.ALLOCATION_CORES]}
-    rule = size_rule(placement, mode)
-    family = target.node_rule if target else None
-    return [*([apart] if placement.devices else []), *([rule] if rule else []), *([family] if family else [])]
+    rules = (apart if placement.devices else None, size_rule(placement, mode), choice and choice.node_rule)
+    return [rule for rule in rules if rule]
 
 
 def _affinity(affinity: Mapping[str, Any], placement: Placement, rules: list[Object]) -> Object:
