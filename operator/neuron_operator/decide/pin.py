@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from neuron_operator.api import names
-from neuron_operator.api.errors import InvalidSpec, StorageNotConfigured
+from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import NotPinned, SpecPart, Supported, as_json, fields_of
 from neuron_operator.api.model import BACKENDS, NeuronModel
 from neuron_operator.api.model_status import MAX_GROUPS, MemoryPlan, Plan
+from neuron_operator.api.reasons import Reason
 from neuron_operator.place.planner import Choice, Held, choose
 from neuron_operator.place.sizes import place
 from neuron_operator.place.sizing import Memory
@@ -212,7 +213,11 @@ def _compiling(model: NeuronModel, settings: Settings, choice: Choice | None) ->
     if artifacts is None and model.spec.names_artifact:
         return None
     if artifacts is None:
-        raise StorageNotConfigured
+        text = (
+            "a compiled model needs a place for its artifact; set it, or the chart value storage.artifacts, for "
+            "example storage.artifacts.pvcTemplate.size=10Gi"
+        )
+        raise InvalidSpec("spec.storage.artifacts", text, Reason.STORAGE_NOT_CONFIGURED)
     family = choice.chosen.site.family.name if choice else ""
     return Compiling(image=compile_image(model, settings), artifacts=artifacts, family=family)
 

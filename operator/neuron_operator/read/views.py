@@ -5,9 +5,10 @@ A view has only the fields that are used. Missing and wrongly typed parts read a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from neuron_operator.read.objects import (
     is_orphan,
     is_owned,
     items,
+    kind_of,
     labels_of,
     name_of,
     owners_of,
@@ -34,7 +36,6 @@ from neuron_operator.read.records import Record, parse_record
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import FreeDevices, Object, World
 
-View = TypeVar("View")
 Part = TypeVar("Part", PastRevision, GroupStatus)
 
 EVICTED = "Evicted"
@@ -240,13 +241,18 @@ class JobView:
 
 @dataclass(frozen=True)
 class KeeperView:
-    """The copied record of a Job."""
+    """The copied record of a Job. It is parsed when it is read: a pass reads few of those in a namespace."""
 
-    name: str
-    created: datetime | None
-    record: Record | None
-    """None: it was damaged."""
     live: Object
+
+    @property
+    def created(self) -> datetime | None:
+        return _created(self.live)
+
+    @cached_property
+    def record(self) -> Record | None:
+        """None: it was damaged."""
+        return parse_record(text(self.live, "data", names.RECORD_KEY))
 
 
 @dataclass(frozen=True)
@@ -312,24 +318,17 @@ class NodeView:
 
 
 @dataclass(frozen=True)
-class ChildView:
-    kind: str
-    name: str
-    live: Object
-
-
-@dataclass(frozen=True)
 class Observed:
     """The objects of one pass as views. Children of other owners are left out."""
 
     model: ModelView
-    children: tuple[ChildView, ...]
+    children: tuple[Object, ...]
     deployment: DeploymentView | None
     jobs: Mapping[str, JobView]
     """The shared Jobs, by name."""
     keepers: Mapping[str, KeeperView]
     """Their copied records, by the same names."""
-    shared: tuple[ChildView, ...]
+    shared: tuple[Object, ...]
     """All objects that the models of the namespace share."""
     revisions: tuple[Revision, ...]
     replicas: tuple[PodView, ...]
@@ -402,38 +401,13 @@ class Observed:
         return self.now - created if created else timedelta(0)
 
 
-class _Views(Mapping[str, View]):
-    """Views by name, made when they are read: a pass reads few of the objects that a namespace shares."""
-
-    def __init__(self, live: Mapping[str, Object], view: Callable[[Object], View]) -> None:
-        self._live = live
-        self._view = view
-        self._made: dict[str, View] = {}
-
-    def __getitem__(self, name: str) -> View:
-        if name not in self._made:
-            self._made[name] = self._view(self._live[name])
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._live)
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-
 def observe(world: World) -> Observed:
     model = _model(world.body)
-    children = tuple(
-        ChildView(text(child, "kind"), name_of(child), child)
-        for child in world.children
-        if is_owned(child, model.uid) or is_orphan(child)
-    )
-    group_owners = [child.live for child in children if child.kind in LAST_PARTS]
-    written = {(text(child, "kind"), name_of(child)) for child in world.children}
-    shared = tuple(ChildView(text(obj, "kind"), name_of(obj), obj) for obj in world.shared)
+    children = tuple(child for child in world.children if is_owned(child, model.uid) or is_orphan(child))
+    written = {(kind_of(child), name_of(child)) for child in world.children}
+    jobs = [obj for obj in world.shared if kind_of(obj) == "Job"]
     # By UID: pods of a deleted Job may outlive the creation of the next with its name.
-    names_of_jobs = {text(obj.live, "metadata", "uid"): obj.name for obj in shared if obj.kind == "Job"}
+    names_of_jobs = {text(job, "metadata", "uid"): name_of(job) for job in jobs}
     job_pods: dict[str, tuple[Object, ...]] = {}
     for pod in world.pods:
         job = names_of_jobs.get(_job_of(pod) or "", "")
@@ -442,14 +416,18 @@ def observe(world: World) -> Observed:
     return Observed(
         model=model,
         children=children,
-        deployment=next((_deployment(child.live) for child in children if child.kind == "Deployment"), None),
-        jobs=_Views({obj.name: obj.live for obj in shared if obj.kind == "Job"}, _job),
-        keepers=_Views({obj.name: obj.live for obj in shared if obj.kind == "ConfigMap"}, _keeper),
-        shared=shared,
+        deployment=next((_deployment(child) for child in children if kind_of(child) == "Deployment"), None),
+        jobs={name_of(job): _job(job) for job in jobs},
+        keepers={name_of(obj): KeeperView(obj) for obj in world.shared if kind_of(obj) == "ConfigMap"},
+        shared=world.shared,
         revisions=_revisions(children),
         replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),
         followers=tuple(pod for pod in pods if pod.role == names.ROLE_FOLLOWER),
-        groups=tuple(_group(obj, pods, written) for obj in group_owners if not _is_deleting(obj)),
+        groups=tuple(
+            _group(child, pods, written)
+            for child in children
+            if kind_of(child) in LAST_PARTS and not _is_deleting(child)
+        ),
         job_pods=job_pods,
         warnings=_said(sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)),
         said_of_claims=_said(world.claim_events),
@@ -466,11 +444,11 @@ def _said(events: Iterable[Object]) -> Mapping[str, str]:
     return {text(event, "regarding", "name"): f"{text(event, 'reason')}: {text(event, 'note')}" for event in events}
 
 
-def _revisions(children: Sequence[ChildView]) -> tuple[Revision, ...]:
+def _revisions(children: Sequence[Object]) -> tuple[Revision, ...]:
     """The kept revisions, and the running one if it is no longer kept."""
 
     def of_kind(kind: str) -> list[Object]:
-        return [child.live for child in children if child.kind == kind]
+        return [child for child in children if kind_of(child) == kind]
 
     revisions = [revision.from_object(keeper) for keeper in of_kind("ControllerRevision")]
     kept = [known for known in revisions if known is not None]
@@ -618,15 +596,6 @@ def _job(job: Object) -> JobView:
         expires=dig(job, "spec", "ttlSecondsAfterFinished") is not None,
         tried=text(job, "metadata", "annotations", names.TRIED_ANNOTATION),
         live=job,
-    )
-
-
-def _keeper(config_map: Object) -> KeeperView:
-    return KeeperView(
-        name=name_of(config_map),
-        created=_created(config_map),
-        record=parse_record(text(config_map, "data", names.RECORD_KEY)),
-        live=config_map,
     )
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from neuron_operator.api import names
-from neuron_operator.api.errors import NotEnabled
+from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.field_types import ParsedUri
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
+from neuron_operator.api.reasons import Reason
 from neuron_operator.read.world import ClaimFolder, Object, Place, Settings
 from neuron_operator.render.objects import Mount, without_empty
 
@@ -74,14 +75,14 @@ def _resolved(kept: Kept, place: Place) -> Place:
 
 
 def check_source(model: NeuronModel, settings: Settings) -> None:
-    """Raises NotEnabled if pods of this installation cannot read the URI."""
+    """Raises InvalidSpec if pods of this installation cannot read the URI."""
     if model.uri.scheme == "oci" and not settings.storage.image_volumes:
-        raise NotEnabled(
-            "spec.model.uri",
-            "a model in an image",
-            "copy it to a volume and use pvc://claim/path, or set the chart value storage.imageVolumes: true, if the "
-            "cluster can mount images (Kubernetes' feature ImageVolume)",
+        text = (
+            "a model in an image is not enabled in this installation; copy it to a volume and use pvc://claim/path, or "
+            "set the chart value storage.imageVolumes: true, if the cluster can mount images (Kubernetes' feature "
+            "ImageVolume)"
         )
+        raise InvalidSpec("spec.model.uri", text, Reason.FIELD_NOT_SUPPORTED)
 
 
 def source(model: NeuronModel) -> Access:

@@ -69,9 +69,7 @@ def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
 
 def _of_step(waiting: Finding, finding: Finding, prefix: str = "") -> Finding:
     """What is found about a Job's pod, about the step: with that reason if the step's condition can have it."""
-    reason = Reason.named(finding.reason)
-    is_named = reason is not None and waiting.condition in reason.row.conditions
-    shown = finding.reason if is_named else waiting.reason
+    shown = finding.reason if waiting.condition in finding.row.conditions else waiting.reason
     return replace(waiting, reason=shown, message=f"{prefix}{finding.message}", needs=finding.needs)
 
 
