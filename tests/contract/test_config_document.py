@@ -252,9 +252,9 @@ def test_the_runtime_parses_the_rendered_command_of_a_replica(arguments: tuple[s
 def test_the_runtime_parses_the_rendered_commands_of_a_compiled_model(weights: str | None, artifacts: str) -> None:
     places = StorageSettings(PLACES[weights] if weights else Place(), PLACES[artifacts])
     using, model = replace(SETTINGS, storage=places), parse(body({**SPEC, "engine": COMPILED}))
-    pinned = pin(model, KNOWN, using, 1).pinned
-    (job, *_) = compile_jobs(model, using, pinned)
-    for template in (pinned.template, job["spec"]["template"], resolve_job(model, using)["spec"]["template"]):
+    revision = pin(model, KNOWN, using, 1)
+    (job, *_) = compile_jobs(model, using, revision)
+    for template in (revision.template, job["spec"]["template"], resolve_job(model, using)["spec"]["template"]):
         parsed = build_parser().parse_args(command_of(template))
         assert parsed.record.as_posix() == names.TERMINATION_LOG
     assert parsed.run.__module__.endswith("inspect")

@@ -55,7 +55,7 @@ def group() -> tuple[Object, Object, Object]:
     leader = group_owner(model, revision, Attempt(0, 1, {}), GroupSettings(), is_room_known=True)
     live = {**leader, "metadata": {**leader["metadata"], "uid": "u"}}
     followers = next(one for one in rest_of(model, live) if one["kind"] == "StatefulSet")
-    return compile_jobs(model, USING, revision.pinned)[0], leader, followers
+    return compile_jobs(model, USING, revision)[0], leader, followers
 
 
 def container(workload: Object) -> Object:

@@ -204,8 +204,8 @@ def test_the_compiler_reads_the_model_where_it_is_and_has_credentials_only_to_do
     source = {"uri": "hf://acme/tiny", "credentialsSecretRef": {"name": "token"}}
     model = parse(body({**SPEC, "model": source}))
     using = replace(USING, storage=StorageSettings(weights=weights, artifacts=PLACE))
-    pinned = pin(model, msgspec.convert(FACTS, Facts), using, 1).pinned
-    container = container_of(render_compile_jobs(model, using, pinned)[0])
+    revision = pin(model, msgspec.convert(FACTS, Facts), using, 1)
+    container = container_of(render_compile_jobs(model, using, revision)[0])
     assert folder in " ".join(container["command"])
     assert ("HF_TOKEN" in {variable["name"] for variable in container["env"]}) == has_token
     mounts = {mount["name"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}

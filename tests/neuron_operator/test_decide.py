@@ -37,8 +37,7 @@ from helpers.operator_worlds import (
     unscheduled_pod,
 )
 from neuron_operator.api import names
-from neuron_operator.api.needs import Need
-from neuron_operator.api.reasons import CONDITIONS
+from neuron_operator.api.reasons import CONDITIONS, Need
 from neuron_operator.decide.course import MIN_RECHECK_SECONDS, RECHECK_SECONDS, decide
 from neuron_operator.read.revision import from_object
 from neuron_operator.read.world import (

@@ -25,7 +25,7 @@ from helpers.operator_worlds import (
 from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.needs import Need
+from neuron_operator.api.reasons import Need
 from neuron_operator.decide.course import decide
 from neuron_operator.place.planner import Choice, choose
 from neuron_operator.read.objects import items

@@ -259,7 +259,7 @@ def test_jobs_run_where_their_image_does_and_the_long_ones_away_from_devices() -
     facts = msgspec.convert(FACTS, Facts)
     revision = pin(model, facts, using, 1)
     (compiling, *_), (cleaner, *_) = (
-        compile_jobs(model, using, revision.pinned),
+        compile_jobs(model, using, revision),
         cleaners(model, using, [revision], []),
     )
     resolving, checking = resolve_job(model, using), check_job(model, using, revision)

@@ -36,8 +36,7 @@ from helpers.operator_worlds import (
 )
 from neuron_operator.api.errors import Unplaceable
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.needs import LogOf, Need
-from neuron_operator.api.reasons import CONDITIONS, Finding, Reason
+from neuron_operator.api.reasons import CONDITIONS, Finding, LogOf, Need, Reason
 from neuron_operator.decide.course import PROGRESS_SECONDS, decide
 from neuron_operator.place.catalog import INSTANCE_TYPES
 from neuron_operator.place.sizes import place

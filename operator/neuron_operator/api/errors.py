@@ -1,20 +1,14 @@
-"""The operator's errors: each class says who must act. Raised by the pure middle and by the client.
+"""The operator's errors. Raised by the pure middle and by the client.
 
-OperatorError
-├── InvalidSpec          the user: condition Accepted with the field; no retry until an edit
-│   ├── FieldNotSupported    the same, with the cure
-│   └── Refusals             several of them
-├── Unplaceable          the user: condition Placed with the numbers
-└── ClusterFault         time or an admin: back-off per key if `retriable`, else a condition
-    └── TermOver         this replica: it stops writing until it leads again
+Who must act on an InvalidSpec or Unplaceable is the user: it becomes a condition, and nothing is tried again until an
+edit. On a ClusterFault time or an admin must: there is back-off per key if it is retriable, else a condition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from neuron_operator.api.needs import Need
-from neuron_operator.api.reasons import Reason
+from neuron_operator.api.reasons import Need, Reason
 
 MAX_REFUSAL = 900
 """Characters of all refusals of a manifest together: a condition's message holds them and a note."""

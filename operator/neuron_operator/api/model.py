@@ -685,14 +685,6 @@ class NeuronModel:
     )
     """See the module of this name."""
 
-    @property
-    def backend(self) -> str:
-        return self.spec.backend
-
     @cached_property
     def uri(self) -> ParsedUri:
         return ParsedUri.parse(self.spec.model.uri)
-
-    @property
-    def is_compiled(self) -> bool:
-        return self.spec.is_compiled

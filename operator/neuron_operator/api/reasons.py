@@ -1,17 +1,14 @@
-"""Conditions in their order, the closed set of reasons, and the Finding that carries one.
+"""Conditions in their order, the closed set of reasons, and the Finding that carries one, with what could change it.
 
-Used by `why`, `steps`, `decide` and `status`, and by `make generate` for the tables of reasons in
-docs/neuronmodel.md. It reads no objects.
+Used by whoever explains a condition, and by `make generate` for the tables in the docs. It reads no objects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Literal, Self, get_args
-
-from neuron_operator.api.needs import Needed
 
 Normal = Literal["Accepted", "ModelResolved", "Placed", "WeightsReady", "Compiled", "Available", "UpToDate"]
 Abnormal = Literal["Reconciling", "Stalled"]
@@ -496,6 +493,34 @@ class Reason(StrEnum):
 
 
 _BY_NAME: Mapping[object, Reason] = {str(reason): reason for reason in Reason}
+
+
+class Need(Enum):
+    """Facts that are expensive and therefore read on demand only."""
+
+    FREE_DEVICES = "free devices"
+    EVENTS = "events"
+    """Warnings about this model's Jobs, ReplicaSets and pods."""
+    CLAIM_EVENTS = "events of claims"
+    """All events of the namespace's PersistentVolumeClaims: why one is not bound is no warning in some cases."""
+
+
+@dataclass(frozen=True)
+class LogOf:
+    """A need like the others: the end of the log of a Job's pod. Serving pods have none: theirs may quote requests."""
+
+    pod: str
+
+
+@dataclass(frozen=True)
+class Exists:
+    """A need like the others: whether an object that a pod waits for exists by now. Of a Secret no more is learned."""
+
+    kind: Literal["Secret", "ConfigMap"]
+    name: str
+
+
+Needed = Need | LogOf | Exists
 
 
 @dataclass(frozen=True)

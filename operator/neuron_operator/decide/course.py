@@ -15,8 +15,7 @@ from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import ArtifactStatus, GroupStatus, PastRevision, Status
-from neuron_operator.api.needs import Exists, LogOf, Needed
-from neuron_operator.api.reasons import Finding, Reason, met, unmet
+from neuron_operator.api.reasons import Exists, Finding, LogOf, Needed, Reason, met, unmet
 from neuron_operator.decide import breaker, groups, nudge, pin, rollout
 from neuron_operator.decide.breaker import Allowed
 from neuron_operator.decide.nudge import Nudge

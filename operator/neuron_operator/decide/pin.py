@@ -40,7 +40,7 @@ MAX_BYTES = 2**53
 @remembered
 def spec_hash(model: NeuronModel) -> str:
     """Hash of the part of the spec that pods or placement depend on. Explicit defaults do not change it."""
-    return names.digest([FORMAT, _non_defaults(model.spec, model.backend)])
+    return names.digest([FORMAT, _non_defaults(model.spec, model.spec.backend)])
 
 
 def _non_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def pin(
             f"{length} exceeds the model's maximum length of {facts.max_position_embeddings} tokens",
         )
     _check_parallelism(model)
-    choice = choose(model, facts, settings, free, before) if BACKENDS[model.backend].on_device else None
+    choice = choose(model, facts, settings, free, before) if BACKENDS[model.spec.backend].on_device else None
     placement = choice.placement if choice else place(model, settings)
     if placement.nodes > 1 and model.spec.replicas > MAX_GROUPS // 2:
         raise InvalidSpec(
@@ -207,7 +207,7 @@ def _check_parallelism(model: NeuronModel) -> None:
 
 
 def _compiling(model: NeuronModel, settings: Settings, choice: Choice | None) -> Compiling | None:
-    if not model.is_compiled:
+    if not model.spec.is_compiled:
         return None
     artifacts = artifacts_place(model, settings)
     if artifacts is None and model.spec.names_artifact:
@@ -241,7 +241,7 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
     option = choice.chosen if choice else None
     load = option.load if option else None
     instance_type = option.site.name if option else placement.instance_type
-    how = f"with backend {model.backend}{f', {option.shares}' if option else ''}"
+    how = f"with backend {model.spec.backend}{f', {option.shares}' if option else ''}"
     where = f" on {placement.instance_type}" if placement.instance_type else ""
     return Plan(
         instance_type=instance_type or None,
@@ -253,12 +253,12 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         max_sequences=load.sequences if load else serving.max_sequences,
         block_size=(load and load.block_size) or serving.block_size,
         num_blocks=(load and load.num_blocks) or serving.num_blocks,
-        backend=model.backend,
+        backend=model.spec.backend,
         dtype=(serving.dtype or facts.dtype)[:64],
         sampling=sampling_mode(model)[:64],
         memory=_memory_plan(option.memory) if option else None,
         host_bytes=min(serving_memory(model, facts, placement.nodes), MAX_BYTES),
-        summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.backend].does} "
+        summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.spec.backend].does} "
         f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
         + (f"; {choice.arithmetic}" if choice else ""),
     )

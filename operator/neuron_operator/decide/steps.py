@@ -313,7 +313,7 @@ def _finish_fetch(known: Known) -> tuple[Known, Finding]:
 def _compile_jobs(known: Known) -> tuple[Object, ...]:
     if known.model.spec.names_artifact:
         return ()
-    return compile_jobs(known.model, known.settings, known.pinned.pinned)
+    return compile_jobs(known.model, known.settings, known.pinned)
 
 
 def _learn_artifact(known: Known, record: Record) -> Known | None:
@@ -322,7 +322,7 @@ def _learn_artifact(known: Known, record: Record) -> Known | None:
 
 def _finish_compile(known: Known) -> tuple[Known, Finding]:
     artifact = known.artifact
-    if known.model.is_compiled and known.model.spec.names_artifact:
+    if known.model.spec.is_compiled and known.model.spec.names_artifact:
         message = f"replicas load the artifact that {names.ARTIFACT_VARIABLE} of spec.engine.env names, if it fits"
         return known, met("Compiled", message, "NotRequired")
     if artifact is None:

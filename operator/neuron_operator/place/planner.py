@@ -21,8 +21,7 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec, Unplaceable
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.api.needs import Need
-from neuron_operator.api.reasons import Reason
+from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.place import sizing
 from neuron_operator.place.catalog import FAMILIES, INSTANCE_TYPES, Family, family_of, label_values, type_named
 from neuron_operator.place.sizes import NAME_THE_TYPE, legal_sizes, place
@@ -329,7 +328,8 @@ def choose(
     """
     asked = place(model, settings)
     if not asked.resources:
-        raise InvalidSpec("spec.engine.backend", f"{model.backend} runs on Neuron devices: set accelerator.type Neuron")
+        text = f"{model.spec.backend} runs on Neuron devices: set accelerator.type Neuron"
+        raise InvalidSpec("spec.engine.backend", text)
     case = _Case(model, facts, settings.device_mode, wishes_of(model, facts), settings.groups.max_nodes)
     sites = case.compatible(_sites(model, settings, asked, free))
     case.check_tensor(sites)

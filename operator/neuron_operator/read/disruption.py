@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuron_operator.api.needs import Need
+from neuron_operator.api.reasons import Need
 
 MAX_UNAVAILABLE = 1
 

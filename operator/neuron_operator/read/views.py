@@ -15,7 +15,7 @@ import msgspec
 
 from neuron_operator.api import names
 from neuron_operator.api.model_status import MAX_GROUPS, MAX_HISTORY, MAX_WORD, GroupStatus, PastRevision
-from neuron_operator.api.needs import Exists
+from neuron_operator.api.reasons import Exists
 from neuron_operator.read import revision
 from neuron_operator.read.objects import (
     dig,

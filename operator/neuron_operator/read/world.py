@@ -3,20 +3,8 @@
 The rim fills a World from its caches, calls `decide.decide(world, settings)` and executes the Decision. Nothing here
 does I/O or knows a field of a NeuronModel's spec.
 
-How the rim runs a pass:
-
-1. `decide`; if it `needs` facts that this pass has not read, read them and decide again.
-2. Apply `desired` in order, skipping objects that the live object already contains. A name owned by something else goes
-   and a request that the API server refuses go into `refusals`: decide again, which leaves out that object and what
-   depends on it. A new pass starts with `refusals` empty, so that it notices repairs. Another
-   fault ends the pass, which is tried again; when this has lasted for some seconds, it goes into `refusals`, too.
-3. Make `changes`, and delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
-   If anything was written, look and decide once more, so that one status tells what the writes led to.
-   Then make `moves`, as many as the budget of all models allows, each with its Event.
-4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen. If it
-   did and `follows`, or if step 3 wrote again after the second look, the next pass follows at once. The pass's own
-   writes make none follow.
-5. Create the Events in `announcements` if the status was written; run again within `requeue_after_seconds`.
+A pass decides again with the facts that a Decision `needs` and with the refusals of its writes, until it learns nothing
+new. It writes the status last, so that this never reports a step that did not happen, and then posts the Events.
 """
 
 from __future__ import annotations
@@ -30,8 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 from msgspec import Meta, Struct
 
 from neuron_operator.api.names import INSTANCE_TYPE_LABEL, ZONE_LABEL
-from neuron_operator.api.needs import Exists, Needed
-from neuron_operator.api.reasons import TROUBLESHOOTING
+from neuron_operator.api.reasons import TROUBLESHOOTING, Exists, Needed
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON, as the API server sends it. Never changed in place."""

@@ -72,8 +72,6 @@ def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, n
             image=using.runtime_image,
             command=["neuron-runtime", kept.name, "prune", kept.folder, *arguments],
             access=Access(writing(kept, place).mounts),
-            mounts=(),
-            annotations={},
             resources={"requests": JOB_REQUESTS},
             nodes=nodes,
         )

@@ -18,6 +18,7 @@ from neuron_operator.read.objects import dig, labels_of, name_of, text
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import GroupSettings, Object
 from neuron_operator.render.objects import child, without_empty
+from neuron_operator.render.pods import merged_env
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ def group_owner(
     template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **own}
     spec = template["spec"]
     spec["nodeSelector"] = {**attempt.labels, **spec.get("nodeSelector", {})}
-    together = () if is_room_known or not revision.placement.resources else _common_labels(settings)
-    spec["affinity"] = _apart(spec.get("affinity") or {}, name, together)
+    is_unknown = revision.placement.resources and not is_room_known
+    together = (names.INSTANCE_TYPE_LABEL, settings.topology_key) if is_unknown else ()
+    spec["affinity"] = _apart(spec.get("affinity") or {}, name, filter(None, together))
     if settings.host_network:
         spec.update(hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet")
     secret = {"secret": {"secretName": name, "defaultMode": 0o444}}
@@ -57,16 +59,13 @@ def group_owner(
     mount = {"name": names.GROUP_SECRET_VOLUME, "mountPath": names.GROUP_SECRET_DIR, "readOnly": True}
     container["volumeMounts"] = [*container.get("volumeMounts", ()), mount]
     of_index = {"fieldRef": {"fieldPath": f"metadata.labels['{_INDEX_LABELS[settings.controller]}']"}}
-    container["env"] = _with_env(
-        container.get("env", ()),
+    own_env = (
         {"name": names.RANK_VARIABLE, "valueFrom": of_index},
         {"name": names.GROUP_SIZE_VARIABLE, "value": str(size)},
         {"name": names.LEADER_VARIABLE, "value": f"{name}-0.{name}.{model.namespace}.svc"},
-        {
-            "name": names.GROUP_SECRET_VARIABLE,
-            "value": f"{names.GROUP_SECRET_DIR}/{names.GROUP_SECRET_KEY}",
-        },
+        {"name": names.GROUP_SECRET_VARIABLE, "value": f"{names.GROUP_SECRET_DIR}/{names.GROUP_SECRET_KEY}"},
     )
+    container["env"] = merged_env(container.get("env", ()), own_env)
     template["spec"] = without_empty(spec)
     if settings.controller == names.LEADER_WORKER_SET:
         kind, made = names.LEADER_WORKER_SET, _leader_worker_spec(template, size)
@@ -198,20 +197,11 @@ def _apart(affinity: Mapping[str, Any], group: str, together: Iterable[str]) -> 
     return {**combined, "podAffinity": with_terms("podAffinity", common)} if common else combined
 
 
-def _common_labels(settings: GroupSettings) -> tuple[str, ...]:
-    return (names.INSTANCE_TYPE_LABEL, *((settings.topology_key,) if settings.topology_key else ()))
-
-
 def _runtime(template: Object) -> dict[str, Any]:
     container: dict[str, Any] = next(
         one for one in template["spec"]["containers"] if one.get("name") == names.RUNTIME_CONTAINER
     )
     return container
-
-
-def _with_env(before: Iterable[Object], *added: Object) -> list[Object]:
-    merged = {variable["name"]: variable for variable in (*before, *added)}
-    return list(merged.values())
 
 
 def _owner(leader: Object) -> Object:

@@ -101,7 +101,7 @@ def serving_pod_template(
         settings,
         image=runtime_image(model, settings),
         command=[*SERVE_COMMAND, *access.arguments, *(API_KEY_FLAG if api_key else ())],
-        env=_merged_env(
+        env=merged_env(
             _download_env(model, access, settings),
             as_json(model.spec.engine.env),
             _credentials(model, access, "hf"),
@@ -174,9 +174,9 @@ def step_pod_template(
     image: str,
     command: list[str],
     access: Access,
-    mounts: Iterable[Mount],
+    mounts: Iterable[Mount] = (),
     env: Iterable[Object] = (),
-    annotations: Mapping[str, str],
+    annotations: Mapping[str, str] | None = None,
     resources: Mapping[str, Any],
     nodes: Object,
 ) -> Object:
@@ -190,7 +190,7 @@ def step_pod_template(
         settings,
         image=image,
         command=command,
-        env=_merged_env(
+        env=merged_env(
             _download_env(model, access, settings),
             _credentials(model, access, "hf"),
             ({"name": "HOME", "value": names.TMP_DIR}, *env),
@@ -200,7 +200,7 @@ def step_pod_template(
     )
     own = {names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}
     stays = UNMOVED if role in (names.ROLE_FETCH, names.ROLE_COMPILE) else {}
-    annotations = {**stays, **settings.jobs.annotations, **model.spec.jobs.annotations, **own, **annotations}
+    annotations = {**stays, **settings.jobs.annotations, **model.spec.jobs.annotations, **own, **(annotations or {})}
     labels = {**settings.jobs.labels, **model.spec.jobs.labels, **names.shared_labels(role), names.ROLE_LABEL: role}
     overlay = model.spec.pod_template.spec
     has_claim = any("persistentVolumeClaim" in mount.source for mount in mounts)
@@ -271,10 +271,9 @@ def compile_image(model: NeuronModel, settings: Settings) -> str:
     return model.spec.engine.image or settings.compile_image or settings.runtime_image
 
 
-def target_env(family: str) -> Iterator[Object]:
+def target_env(family: str) -> tuple[Object, ...]:
     """Tells the runtime and its compiler the family of devices, which a container may be unable to see."""
-    if family:
-        yield {"name": names.PLATFORM_VARIABLE, "value": family}
+    return ({"name": names.PLATFORM_VARIABLE, "value": family},) if family else ()
 
 
 def _probe(path: str, *, period: int, failures: int) -> Object:
@@ -286,7 +285,7 @@ def _probe(path: str, *, period: int, failures: int) -> Object:
     }
 
 
-def _merged_env(*layers: Iterable[Object]) -> list[Object]:
+def merged_env(*layers: Iterable[Object]) -> list[Object]:
     """One list with unique names; a later layer replaces a variable in place."""
     merged = {variable["name"]: variable for layer in layers for variable in layer}
     return list(merged.values())

@@ -132,7 +132,7 @@ def loading_artifact(model: NeuronModel, place: Place | None) -> Access:
     """To load the compiled model, from the place or from where the manifest names it. Replicas never compile."""
     if place is not None:
         return reading(ARTIFACTS, place)
-    return Access(arguments=(ARTIFACTS.miss_flag, "fail")) if model.is_compiled else Access()
+    return Access(arguments=(ARTIFACTS.miss_flag, "fail")) if model.spec.is_compiled else Access()
 
 
 def reading(kept: Kept, place: Place) -> Access:

@@ -6,8 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from neuron_operator.api import names
-from neuron_operator.api.needs import LogOf, Need
-from neuron_operator.api.reasons import Finding, Reason, unmet
+from neuron_operator.api.reasons import Finding, LogOf, Need, Reason, unmet
 from neuron_operator.read.views import JobView, Observed, PodView, Termination
 from neuron_operator.render.jobs import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
 from neuron_operator.why.pods import (
