@@ -21,7 +21,7 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.api.manifest import parse
 from neuron_operator.api.reasons import Reason
-from neuron_operator.place.catalog import INSTANCE_TYPES, NOTHING_TOLD
+from neuron_operator.place.catalog import INSTANCE_TYPES
 from neuron_operator.place.planner import Choice, Held, Supply, choose
 from neuron_operator.place.sizes import legal_sizes
 from neuron_operator.read.objects import number_of
@@ -56,12 +56,12 @@ def chosen(
     *nodes: NodeDevices,
     mode: DeviceMode = "PluginWithExtension",
     max_nodes: int = 1,
-    families: Mapping[str, str] = NOTHING_TOLD,
+    families: Mapping[str, str] | None = None,
     **spec: Any,
 ) -> Choice:
     groups = GroupSettings(max_nodes=max_nodes)
     using = replace(
-        SETTINGS, device_mode=mode, provisionable=Provisionable(types), groups=groups, device_families=families
+        SETTINGS, device_mode=mode, provisionable=Provisionable(types), groups=groups, device_families=families or {}
     )
     return choose(parse(body({"model": {"uri": "hf://acme/tiny"}, **spec})), facts, using, FreeDevices(nodes))
 

@@ -107,15 +107,14 @@ def schema_of(kind: Any) -> Schema:
     schema = _type(core)
     if text := description_of(kind):
         schema["description"] = re.sub(LINK, r"\1", re.sub(REFERENCE, "", text))
-    for bounds in annotations:
-        if isinstance(bounds, Meta):
-            schema |= _bounds(bounds, str(schema.get("type")))
-    for shape in annotations:
-        if isinstance(shape, Shape):
-            schema |= _object(shape.part)
+    for one in annotations:
+        if isinstance(one, Meta):
+            schema |= _bounds(one, str(schema.get("type")))
+        elif isinstance(one, Shape):
+            schema |= _object(one.part)
+        elif isinstance(one, Rule):
+            schema |= one.schema
     rules = [one for one in annotations if isinstance(one, Rule)]
-    for rule in rules:
-        schema |= rule.schema
     if in_cel := [{"rule": rule.cel, "message": rule.message} for rule in rules if rule.cel]:
         schema["x-kubernetes-validations"] = in_cel
     return {key: schema[key] for key in sorted(schema, key=BELOW.__contains__)}

@@ -424,7 +424,7 @@ def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -
     kept = _kept_revisions(model, observed, wanted)
     needed = {
         "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
-        "ConfigMap": {serving.config_name(model.name, known.pinned.config) for known in kept},
+        "ConfigMap": {names.config_name(model.name, known.pinned.config) for known in kept},
     }
     for child in observed.children:
         name = name_of(child)

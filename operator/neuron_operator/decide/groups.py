@@ -232,7 +232,7 @@ def _record(group: GroupView, known: GroupStatus | None, observed: Observed, set
         since=known.since if known is not None and is_same and before == state else _written(observed.now),
         restarts=restarts,
         members=group.size,
-        ready_members=group.num_present,
+        ready_members=sum(pod.is_running for pod in group.members),
         reason=reason,
         message=message,
     )

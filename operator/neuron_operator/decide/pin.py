@@ -30,7 +30,6 @@ from neuron_operator.render.config_document import config_document, ranks_of, sa
 from neuron_operator.render.objects import child
 from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
 from neuron_operator.render.resources import serving_memory, serving_requests
-from neuron_operator.render.serving import config_name
 from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
 
 MAX_BYTES = 2**53
@@ -170,7 +169,7 @@ def pin(
         artifacts=compiling.artifacts if compiling else None,
         choice=choice,
         revision=revision_hash(spec_hash(model), model.refresh, upgrade),
-        config_name=config_name(model.name, config),
+        config_name=names.config_name(model.name, config),
     )
     pinned = Pinned(
         format=FORMAT,

@@ -13,12 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from neuron_operator.read.world import DeviceMode
-
-NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
 
 GIB = 2**30
 MIB = 2**20
@@ -41,11 +38,6 @@ class Family:
     last_sdk: str
     """Newest Neuron SDK whose images have an NxD Inference that runs on it, as in docs/neuron.md."""
 
-    def logical_cores(self, chosen: int | None) -> tuple[int, int]:
-        """Physical cores per logical core, which the manifest may have chosen, and logical cores per device."""
-        logical_core = chosen or self.logical_core
-        return logical_core, self.physical_cores // logical_core
-
 
 FAMILIES = {
     family.name: family
@@ -62,13 +54,13 @@ HYPERPOD = "ml."
 """SageMaker HyperPod labels its nodes with the name of the type after this."""
 
 
-def family_of(instance_type: str, families: Mapping[str, str] = NOTHING_TOLD) -> Family | None:
+def family_of(instance_type: str, families: Mapping[str, str] | None = None) -> Family | None:
     """By the first word of the type's name, so that new types of a family are known.
 
-    told: families by type, as an administrator names them (the chart value `devices.families`).
+    families: by type, as an administrator names them (the chart value `devices.families`).
     """
     match = re.match("|".join(FAMILIES), instance_type.removeprefix(HYPERPOD))
-    return FAMILIES.get(families.get(instance_type) or (match[0] if match else ""))
+    return FAMILIES.get((families or {}).get(instance_type) or (match[0] if match else ""))
 
 
 def type_named(label: str) -> InstanceType | None:
@@ -112,7 +104,7 @@ class InstanceType:
 
     @property
     def cores_per_device(self) -> int:
-        return self.family.logical_cores(None)[1]
+        return self.family.physical_cores // self.family.logical_core
 
     @property
     def cores(self) -> int:

@@ -443,14 +443,18 @@ class _Case:
 
     def cores_of(self, site: Site, size: int, nodes: int) -> int:
         """Logical cores of so many devices (or cores) on each of so many nodes."""
-        each = 1 if self.in_cores else site.family.logical_cores(self.model.spec.accelerator.logical_neuron_core)[1]
+        each = 1 if self.in_cores else site.family.physical_cores // self.logical_core(site)
         return nodes * size * each
+
+    def logical_core(self, site: Site) -> int:
+        """Physical cores of each."""
+        return self.model.spec.accelerator.logical_neuron_core or site.family.logical_core
 
     def options(self, sites: Iterable[Site], least: tuple[int, int], nodes: int) -> Iterator[Option]:
         """For each site and size, the largest load that fits, or the smallest if none does."""
         host = self.host(nodes)
         for site in sites:
-            logical_core, _ = site.family.logical_cores(self.model.spec.accelerator.logical_neuron_core)
+            logical_core = self.logical_core(site)
             for size in self.sizes(site, nodes):
                 cores = self.cores_of(site, size, nodes)
                 tried = (
@@ -548,17 +552,11 @@ class _Case:
 
 def _types(best: Option, settings: Settings, free: FreeDevices | None) -> tuple[str, ...]:
     """All types whose nodes can run what is compiled for this one."""
-    known = {
-        kind.name
-        for kind in INSTANCE_TYPES.values()
-        if kind.family is best.site.family and kind.host_memory >= best.host.memory and kind.vcpus > best.host.cpus
-    }
-    named = {*(node.instance_type for node in (free and free.nodes) or ()), *settings.device_families}
-    others = {
-        kind
-        for kind in named
-        if type_named(kind) is None and family_of(kind, settings.device_families) is best.site.family
-    }
+    family, host, families = best.site.family, best.host, settings.device_families
+    of_family = (kind for kind in INSTANCE_TYPES.values() if kind.family is family)
+    known = {kind.name for kind in of_family if kind.host_memory >= host.memory and kind.vcpus > host.cpus}
+    named = {*(node.instance_type for node in (free and free.nodes) or ()), *families}
+    others = {kind for kind in named if type_named(kind) is None and family_of(kind, families) is family}
     return tuple(sorted(known | others))
 
 

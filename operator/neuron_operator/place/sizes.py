@@ -105,12 +105,10 @@ def _refusing(placement: Placement, mode: DeviceMode) -> tuple[str, ...]:
 
 def _check(placement: Placement, mode: DeviceMode) -> None:
     """Raises Unplaceable unless the given instance type, or any if none is given, grants the size."""
-    refusing = _refusing(placement, mode)
-    if placement.instance_type:
-        if placement.instance_type in label_values(refusing):
-            types = (placement.instance_type,)
-            raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, _not_a_size(placement, f"{types[0]} grants", types, mode))
-    elif len(refusing) == len(INSTANCE_TYPES):
+    refusing, named = _refusing(placement, mode), placement.instance_type
+    if named in label_values(refusing):
+        raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, _not_a_size(placement, f"{named} grants", (named,), mode))
+    if not named and len(refusing) == len(INSTANCE_TYPES):
         text = _not_a_size(placement, "any known instance type grants", refusing, mode)
         raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text)
 

@@ -296,10 +296,6 @@ class GroupView:
         return any(pod.is_answering and pod.role == names.ROLE_LEADER for pod in self.members)
 
     @property
-    def num_present(self) -> int:
-        return sum(pod.is_running for pod in self.members)
-
-    @property
     def is_placed(self) -> bool:
         """Every member has a node."""
         return sum(bool(pod.node) for pod in self.members) >= self.size

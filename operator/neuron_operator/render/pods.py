@@ -90,8 +90,10 @@ def serving_pod_template(
     if placement.resources:
         own_labels[names.ALLOCATION_LABEL] = names.ALLOCATION_CORES if placement.cores else names.ALLOCATION_DEVICES
     wired_to = choice.chosen.site if choice and placement.nodes > 1 else None
-    network = _network(wired_to.name) if wired_to else {}
-    resources = overlaid(requests, as_json(overlay.spec.resources), _whole({**placement.resources, **network}))
+    extended = {**placement.resources, **(_network(wired_to.name) if wired_to else {})}
+    # Of extended resources requests and limits must be equal.
+    whole = {"limits": extended, "requests": extended}
+    resources = overlaid(requests, as_json(overlay.spec.resources), whole)
     mounts = (
         Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, {"configMap": {"name": config_name}}, read_only=True),
         *(TMP, *access.mounts, *_api_key(api_key), *_ca_bundle(access, settings), *((SHM,) if wired_to else ())),
@@ -329,11 +331,6 @@ def _download_env(model: NeuronModel, access: Access, settings: Settings) -> Ite
         yield from ({"name": name, "value": f"{mount.path}/{names.CA_FILE}"} for name in CA_VARIABLES)
     yield from _credentials(model, access, "s3")
     yield from settings.jobs.env if access.remotes else ()
-
-
-def _whole(resources: Mapping[str, str]) -> Object:
-    """Extended resources: requests and limits must be equal."""
-    return {"limits": resources, "requests": resources}
 
 
 def _network(instance_type: str) -> Object:

@@ -14,7 +14,7 @@ import msgspec
 from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.field_types import ParsedUri
-from neuron_operator.api.fields import as_json
+from neuron_operator.api.fields import SpecPart, as_json
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.reasons import Reason
 from neuron_operator.read.world import ClaimFolder, Object, Place, Settings
@@ -58,19 +58,18 @@ class Access:
 
 def weights_place(model: NeuronModel, settings: Settings) -> Place:
     """Where the model's weights are kept; without a choice of manifest or chart, in each pod."""
-    own = model.spec.storage.weights
-    return _resolved(WEIGHTS, msgspec.convert(as_json(own), Place) if own else settings.storage.weights)
+    return _resolved(WEIGHTS, model.spec.storage.weights, settings.storage.weights)
 
 
 def artifacts_place(model: NeuronModel, settings: Settings) -> Place | None:
     """Where the model's compiled artifacts are kept; None: neither manifest nor chart says."""
-    own = model.spec.storage.artifacts
-    place = _resolved(ARTIFACTS, msgspec.convert(as_json(own), Place) if own else settings.storage.artifacts)
+    place = _resolved(ARTIFACTS, model.spec.storage.artifacts, settings.storage.artifacts)
     return place if place.is_shared else None
 
 
-def _resolved(kept: Kept, place: Place) -> Place:
-    """The place with the operator's own claim by its name."""
+def _resolved(kept: Kept, own: SpecPart | None, chosen: Place) -> Place:
+    """The place of the manifest, or else the chart's, with the operator's own claim by its name."""
+    place = msgspec.convert(as_json(own), Place) if own else chosen
     return Place(persistent_volume_claim=ClaimFolder(claim_name=kept.claim)) if place.pvc_template else place
 
 
