@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from helpers.operator_worlds import FACTS, SETTINGS, SPEC, body
 from neuron_operator.api import names
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.model import Serving
+from neuron_operator.api.model import Claim, ObjectStore, Serving
 from neuron_operator.decide.pin import pin
 from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.planner import choose
 from neuron_operator.read.records import Facts
-from neuron_operator.read.world import ClaimFolder, ObjectStore, Place, StorageSettings
+from neuron_operator.read.world import Place, StorageSettings
 from neuron_operator.render import config_document as operator
 from neuron_operator.render.jobs import compile_jobs, fetch_job, resolve_job
 from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
@@ -214,7 +214,7 @@ def test_choices_and_bounds_of_the_manifest_match_the_runtime() -> None:
 
 COMPILED = {"backend": "torch", "compile": "Enabled"}
 PLACES = {
-    "claims": Place(persistent_volume_claim=ClaimFolder(claim_name="kept")),
+    "claims": Place(persistent_volume_claim=Claim(claim_name="kept")),
     "stores": Place(object_store=ObjectStore(uri="s3://models/kept")),
 }
 

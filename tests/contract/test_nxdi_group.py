@@ -14,6 +14,7 @@ from helpers.nxdi import fake_nxdi, installed
 from helpers.operator_worlds import FACTS, SETTINGS, body
 from neuron_operator.api import names
 from neuron_operator.api.manifest import parse
+from neuron_operator.api.model import ObjectStore
 from neuron_operator.decide.pin import pin
 from neuron_operator.read.objects import dig, items
 from neuron_operator.read.records import Facts
@@ -21,7 +22,6 @@ from neuron_operator.read.world import (
     FreeDevices,
     GroupSettings,
     Object,
-    ObjectStore,
     Place,
     Provisionable,
     StorageSettings,

@@ -25,15 +25,16 @@ from helpers.operator_worlds import (
 from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.api.manifest import parse
+from neuron_operator.api.model import Claim
 from neuron_operator.api.reasons import Need
 from neuron_operator.decide.course import decide
 from neuron_operator.place.planner import Choice, choose
 from neuron_operator.read.objects import items
 from neuron_operator.read.records import Facts
-from neuron_operator.read.world import ClaimFolder, FreeDevices, NodeDevices, Object, Place, StorageSettings
+from neuron_operator.read.world import FreeDevices, NodeDevices, Object, Place, StorageSettings
 
 USING = replace(
-    SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=ClaimFolder(claim_name="compiled")))
+    SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=Claim(claim_name="compiled")))
 )
 KNOWN = msgspec.convert(FACTS | {"numHeads": 8}, Facts)
 

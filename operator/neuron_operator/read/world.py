@@ -1,7 +1,7 @@
 """What one pass sees and what it decides: the types between the rim (reconcile, local) and the pure middle (decide).
 
 The rim fills a World from its caches, calls `decide.decide(world, settings)` and executes the Decision. Nothing here
-does I/O or knows a field of a NeuronModel's spec.
+does I/O. Of a NeuronModel's spec it knows the kinds of storage, which the chart has too.
 
 A pass decides again with the facts that a Decision `needs` and with the refusals of its writes, until it learns nothing
 new. It writes the status last, so that this never reports a step that did not happen, and then posts the Events.
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct
 
+from neuron_operator.api.model import Claim, EmptyDir, ObjectStore
 from neuron_operator.api.names import INSTANCE_TYPE_LABEL, ZONE_LABEL
 from neuron_operator.api.reasons import TROUBLESHOOTING, Exists, Needed
 
@@ -218,10 +219,6 @@ class CaBundle(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", 
             raise ValueError("set configMap or secret, not both")
 
 
-class EmptyFolder(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
-    size_limit: str | int | None = None
-
-
 class ClaimTemplate(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True, omit_defaults=True):
     """A claim that the operator makes in each namespace that needs it."""
 
@@ -230,21 +227,12 @@ class ClaimTemplate(Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     size: str | int
 
 
-class ClaimFolder(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
-    claim_name: str
-    sub_path: str = ""
-
-
-class ObjectStore(Struct, frozen=True, forbid_unknown_fields=True):
-    uri: str
-
-
 class Place(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True, omit_defaults=True):
     """Where weights or compiled artifacts are kept: at most one is set. Without any, weights are in each pod."""
 
-    empty_dir: EmptyFolder | None = None
+    empty_dir: EmptyDir | None = None
     pvc_template: ClaimTemplate | None = None
-    persistent_volume_claim: ClaimFolder | None = None
+    persistent_volume_claim: Claim | None = None
     object_store: ObjectStore | None = None
 
     def __post_init__(self) -> None:

@@ -17,8 +17,8 @@ from neuron_operator.api.model import NeuronModel
 from neuron_operator.read.objects import dig, labels_of, name_of, text
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import GroupSettings, Object
-from neuron_operator.render.objects import child, without_empty
-from neuron_operator.render.pods import merged_env
+from neuron_operator.render.objects import Mount, child, without_empty
+from neuron_operator.render.pods import READABLE, merged_env, with_terms
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ def group_owner(
     spec["affinity"] = _apart(spec.get("affinity") or {}, name, filter(None, together))
     if settings.host_network:
         spec.update(hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet")
-    secret = {"secret": {"secretName": name, "defaultMode": 0o444}}
-    spec["volumes"] = [*spec.get("volumes", ()), {"name": names.GROUP_SECRET_VOLUME, **secret}]
+    source = {"secret": {"secretName": name, "defaultMode": READABLE}}
+    secret = Mount(names.GROUP_SECRET_VOLUME, names.GROUP_SECRET_DIR, source, read_only=True)
+    spec["volumes"] = [*spec.get("volumes", ()), secret.volume]
     container = _runtime(template)
-    mount = {"name": names.GROUP_SECRET_VOLUME, "mountPath": names.GROUP_SECRET_DIR, "readOnly": True}
-    container["volumeMounts"] = [*container.get("volumeMounts", ()), mount]
+    container["volumeMounts"] = [*container.get("volumeMounts", ()), secret.in_container]
     of_index = {"fieldRef": {"fieldPath": f"metadata.labels['{_INDEX_LABELS[settings.controller]}']"}}
     own_env = (
         {"name": names.RANK_VARIABLE, "valueFrom": of_index},
@@ -186,15 +186,9 @@ def follow_command(serve: Iterable[str]) -> list[str]:
 def _apart(affinity: Mapping[str, Any], group: str, together: Iterable[str]) -> Object:
     """Every member on a node of its own, and all on nodes with the same value of these labels."""
     members = {"labelSelector": {"matchLabels": {names.GROUP_LABEL: group}}}
-
-    def with_terms(part: str, keys: Iterable[str]) -> Object:
-        before = affinity.get(part) or {}
-        terms = [{**members, "topologyKey": key} for key in keys]
-        return {**before, names.REQUIRED_AFFINITY: [*(before.get(names.REQUIRED_AFFINITY) or ()), *terms]}
-
-    combined = {**affinity, "podAntiAffinity": with_terms("podAntiAffinity", (names.HOSTNAME_LABEL,))}
-    common = tuple(together)
-    return {**combined, "podAffinity": with_terms("podAffinity", common)} if common else combined
+    spread = with_terms(affinity, "podAntiAffinity", ({**members, "topologyKey": names.HOSTNAME_LABEL},))
+    common = [{**members, "topologyKey": key} for key in together]
+    return with_terms(spread, "podAffinity", common) if common else spread
 
 
 def _runtime(template: Object) -> dict[str, Any]:

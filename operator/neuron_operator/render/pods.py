@@ -372,32 +372,31 @@ def _node_rules(placement: Placement, choice: Choice | None, mode: DeviceMode) -
     return [rule for rule in rules if rule]
 
 
-def _affinity(affinity: Mapping[str, Any], placement: Placement, rules: list[Object]) -> Object:
+def _affinity(affinity: Mapping[str, Any], placement: Placement, rules: list[Object]) -> Mapping[str, Any]:
     """The affinity, plus the rules for nodes, plus devices and cores on different nodes: the plugin could
     allocate the same core twice. What holds no device leaves nodes with devices to others if it can."""
-    combined = dict(affinity)
     if placement.cores:
-        term = {
-            "labelSelector": {"matchLabels": {names.ALLOCATION_LABEL: names.ALLOCATION_DEVICES}},
-            "namespaceSelector": {},
-            "topologyKey": names.HOSTNAME_LABEL,
-        }
-        apart = affinity.get("podAntiAffinity") or {}
-        required = [*(apart.get(names.REQUIRED_AFFINITY) or ()), term]
-        combined["podAntiAffinity"] = {**apart, names.REQUIRED_AFFINITY: required}
-    node = affinity.get("nodeAffinity") or {}
+        devices = {"matchLabels": {names.ALLOCATION_LABEL: names.ALLOCATION_DEVICES}}
+        term = {"labelSelector": devices, "namespaceSelector": {}, "topologyKey": names.HOSTNAME_LABEL}
+        affinity = with_terms(affinity, "podAntiAffinity", (term,))
     if not placement.resources:
-        preferred = [*(node.get(names.PREFERRED_AFFINITY) or ()), *NOT_NEURON_IF_POSSIBLE]
-        combined["nodeAffinity"] = {**node, names.PREFERRED_AFFINITY: preferred}
-    elif rules:
-        selector = node.get(names.REQUIRED_AFFINITY) or {}
-        terms = [
-            # An empty term matches no node.
-            {**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *rules]}
-            if any(term.values())
-            else term
-            for term in selector.get("nodeSelectorTerms") or ()
-        ]
-        required_terms = {**selector, "nodeSelectorTerms": terms or [{"matchExpressions": rules}]}
-        combined["nodeAffinity"] = {**node, names.REQUIRED_AFFINITY: required_terms}
-    return combined
+        return with_terms(affinity, "nodeAffinity", NOT_NEURON_IF_POSSIBLE, kind=names.PREFERRED_AFFINITY)
+    if not rules:
+        return affinity
+    node = affinity.get("nodeAffinity") or {}
+    selector = node.get(names.REQUIRED_AFFINITY) or {}
+    terms = [
+        # An empty term matches no node.
+        {**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *rules]} if any(term.values()) else term
+        for term in selector.get("nodeSelectorTerms") or ()
+    ]
+    required = {**selector, "nodeSelectorTerms": terms or [{"matchExpressions": rules}]}
+    return {**affinity, "nodeAffinity": {**node, names.REQUIRED_AFFINITY: required}}
+
+
+def with_terms(
+    affinity: Mapping[str, Any], part: str, terms: Iterable[Object], kind: str = names.REQUIRED_AFFINITY
+) -> Object:
+    """The affinity with these terms besides those in it."""
+    before = affinity.get(part) or {}
+    return {**affinity, part: {**before, kind: [*(before.get(kind) or ()), *terms]}}

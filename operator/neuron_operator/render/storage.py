@@ -15,9 +15,9 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.field_types import ParsedUri
 from neuron_operator.api.fields import SpecPart, as_json
-from neuron_operator.api.model import NeuronModel
+from neuron_operator.api.model import Claim, NeuronModel
 from neuron_operator.api.reasons import Reason
-from neuron_operator.read.world import ClaimFolder, Object, Place, Settings
+from neuron_operator.read.world import Object, Place, Settings
 from neuron_operator.render.objects import Mount, without_empty
 
 
@@ -70,7 +70,7 @@ def artifacts_place(model: NeuronModel, settings: Settings) -> Place | None:
 def _resolved(kept: Kept, own: SpecPart | None, chosen: Place) -> Place:
     """The place of the manifest, or else the chart's, with the operator's own claim by its name."""
     place = msgspec.convert(as_json(own), Place) if own else chosen
-    return Place(persistent_volume_claim=ClaimFolder(claim_name=kept.claim)) if place.pvc_template else place
+    return Place(persistent_volume_claim=Claim(claim_name=kept.claim)) if place.pvc_template else place
 
 
 def check_source(model: NeuronModel, settings: Settings) -> None:
@@ -146,7 +146,7 @@ def writing(kept: Kept, place: Place) -> Access:
     """To put something into a shared place."""
     folder = (kept.folder_flag, kept.folder)
     if claim := place.persistent_volume_claim:
-        return Access((_claim(kept.name, kept.folder, claim.claim_name, sub_path=claim.sub_path),), folder)
+        return Access((_claim(kept.name, kept.folder, claim.claim_name, sub_path=claim.sub_path or ""),), folder)
     if store := place.object_store:
         remotes = frozenset({ParsedUri.parse(store.uri).scheme})
         return Access((_folder(kept),), (*folder, kept.store_flag, store.uri), remotes)
