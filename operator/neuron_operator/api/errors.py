@@ -7,6 +7,7 @@ edit. On a ClusterFault time or an admin must: there is back-off per key if it i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from neuron_operator.api.reasons import Need, Reason
 
@@ -45,10 +46,8 @@ class Refusals(InvalidSpec):
 
 def _listed(messages: Sequence[str]) -> str:
     """The messages as sentences of one line, at least one and as many as fit, and the number of the others."""
-    shown, length = 1, len(messages[0])
-    while shown < len(messages) and length + len(messages[shown]) + 2 <= MAX_REFUSAL:
-        length += len(messages[shown]) + 2
-        shown += 1
+    lengths = accumulate(len(message) + 2 for message in messages)
+    shown = max(1, sum(length - 2 <= MAX_REFUSAL for length in lengths))
     more = [f"{len(messages) - shown} more are refused"] if shown < len(messages) else []
     return ". ".join([*messages[:shown], *more])
 

@@ -66,11 +66,6 @@ class Reason(StrEnum):
         reason.weight = len(cls.__members__)
         return reason
 
-    @property
-    def link(self) -> str:
-        """Its section in the documentation."""
-        return f"{TROUBLESHOOTING}#{self.lower()}"
-
     # The spec or the cluster has to change.
     INVALID_SPEC = Row(
         "InvalidSpec",

@@ -296,17 +296,8 @@ class Choice:
             reason = "is there now" if chosen.supply is Supply.THERE else "can be added"
             return f"chosen because it {reason}, before {second.words}"
         if round(second.cost, 3) == round(chosen.cost, 3):
-            return f"as cheap as {second.words}, which {_tie(second, chosen)}"
+            return f"as cheap as {second.words}"
         return f"cheapest, about {dollars(chosen.cost)} per hour, before {second.words} at {dollars(second.cost)}"
-
-
-def _tie(worse: Option, better: Option) -> str:
-    """What makes one of two equally cheap places the worse one."""
-    if worse.load.sequences < better.load.sequences:
-        return "has less room"
-    if worse.size > better.size:
-        return "has more devices"
-    return "is on a dearer node" if worse.site.price > better.site.price else "is later in the alphabet"
 
 
 def dollars(price: float) -> str:

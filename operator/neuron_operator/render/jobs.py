@@ -182,8 +182,6 @@ def shared_job(
     Args:
         access: what it reads and writes; the arguments are the caller's to use.
         image: that of the revision, for a step after Place.
-        mounts: further volumes.
-        env: further variables.
         annotations: of its pod.
         requests: CPU and memory, unless chart or manifest say otherwise.
         limited: of them, those that are limits as well.
