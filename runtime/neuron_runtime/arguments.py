@@ -68,11 +68,10 @@ def config_of(uri: str, arguments: Mapping[str, Any], **more: Any) -> RuntimeCon
     for name, value in arguments.items():
         field = BY_ARGUMENT[name]
         part, _, key = field.path.rpartition(".")
-        with problems.collecting():
-            try:
-                (document.setdefault(part, {}) if part else document)[key] = field.read(value)
-            except ValueError as error:
-                raise InvalidConfig(f"$.{field.path}", str(error)) from error
+        try:
+            (document.setdefault(part, {}) if part else document)[key] = field.read(value)
+        except ValueError as error:
+            problems.add(f"$.{field.path}", str(error))
     try:
         raw = msgspec.json.encode(document)
     except TypeError as error:
@@ -81,11 +80,6 @@ def config_of(uri: str, arguments: Mapping[str, Any], **more: Any) -> RuntimeCon
         config = parse_config(raw)
     problems.check()
     return config
-
-
-def as_written(name: str) -> str:
-    """An argument of `LLM` in errors."""
-    return name
 
 
 def as_flag(name: str) -> str:
@@ -223,9 +217,7 @@ def llm_config(
     if "dtype" in values:
         values["dtype"] = str(values["dtype"])
     with problems.collecting():
-        values = on_this_machine(
-            values, device=device, additional_config=additional_config, written=as_written, dev=dev
-        )
+        values = on_this_machine(values, device=device, additional_config=additional_config, written=str, dev=dev)
     problems.check()
     with problems.collecting(), naming(LLM_NAMES):
         config = config_of(_with_revision(model_uri(model), revision), values)

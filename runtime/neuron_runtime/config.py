@@ -318,22 +318,15 @@ def _check(config: RuntimeConfig) -> None:
     if config.server.otlp_traces_endpoint:
         with problems.collecting():
             check_url(config.server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")
-    with problems.collecting():
-        _check_origins(config.server.allowed_origins)
-    for field in msgspec.structs.fields(Buckets):
-        sizes = getattr(config.buckets, field.name)
-        with problems.collecting():
-            if list(sizes) != sorted({*sizes}):
-                message = f"must be in ascending order, got {list(sizes)}"
-                raise InvalidConfig(f"$.buckets.{field.encode_name}", message)
-    problems.check()
-
-
-def _check_origins(origins: tuple[str, ...]) -> None:
-    for origin in origins:
+    for origin in config.server.allowed_origins:
         if origin != "*" and not re.fullmatch(r"https?://[^/\s?#]+", origin):
             message = f"{origin!r} is not an origin: write `https://host` or `http://host:port` without a path, or `*`"
-            raise InvalidConfig("$.server.allowedOrigins", message)
+            problems.add("$.server.allowedOrigins", message)
+    for field in msgspec.structs.fields(Buckets):
+        sizes = getattr(config.buckets, field.name)
+        if list(sizes) != sorted({*sizes}):
+            problems.add(f"$.buckets.{field.encode_name}", f"must be in ascending order, got {list(sizes)}")
+    problems.check()
 
 
 def uses_blocks(config: RuntimeConfig) -> bool | None:

@@ -311,11 +311,9 @@ def _check_known(arguments: Mapping[str, Any], config_class: Any) -> None:
     for name in arguments:
         field = BY_NAME.get(name)
         attribute = name if field is None or field.attribute == "" else field.attribute
-        if attribute is None or hasattr(defaults, attribute):
-            continue
-        with problems.collecting():
+        if attribute is not None and not hasattr(defaults, attribute):
             at = field.path if field is not None and field.path else f"{PATH}.{name}"
-            raise InvalidConfig(at, f"NxD Inference {version_of(INFERENCE)} does not have `{name}`: leave it out")
+            problems.add(at, f"NxD Inference {version_of(INFERENCE)} does not have `{name}`: leave it out")
     problems.check()
 
 
@@ -335,8 +333,7 @@ def _check_taken(arguments: Mapping[str, Any], made: Any, defaults: Any) -> None
         if plain and not ours and getattr(made, name, value) == before != value:
             dropped[f"{PATH}.{name}"] = name
     for at, name in dropped.items():
-        with problems.collecting():
-            raise InvalidConfig(at, f"NxD Inference {version_of(INFERENCE)} ignores `{name}`: leave it out")
+        problems.add(at, f"NxD Inference {version_of(INFERENCE)} ignores `{name}`: leave it out")
     problems.check()
 
 

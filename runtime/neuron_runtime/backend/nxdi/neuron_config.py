@@ -222,8 +222,7 @@ def read_override(override: Mapping[str, Any], application: str, *, private: boo
             else:
                 _put(values, name, _read(name, value, at, application, private), at)
     if on_host and sampling:
-        with problems.collecting():
-            raise InvalidConfig(f"{PATH}.{SAMPLING}", "is off, so it has no global_topk: leave out one of them")
+        problems.add(f"{PATH}.{SAMPLING}", "is off, so it has no global_topk: leave out one of them")
     problems.check()
     return Override(values, sampling, on_host)
 
@@ -319,9 +318,7 @@ def merge(ours: Mapping[str, Any], also_derived: Mapping[str, Any], override: Ov
         if field is None or not (field.path or field.derived or field.feature):
             merged[name] = value
         elif field.derived and value != known[name]:
-            with problems.collecting():
-                cure = f"set {field.path.removeprefix('$.')} instead" if field.path else "leave it out"
-                message = f"is {value!r}, but the other settings make it {known[name]!r}: {cure}"
-                raise InvalidConfig(f"{PATH}.{name}", message)
+            cure = f"set {field.path.removeprefix('$.')} instead" if field.path else "leave it out"
+            problems.add(f"{PATH}.{name}", f"is {value!r}, but the other settings make it {known[name]!r}: {cure}")
     problems.check()
     return merged

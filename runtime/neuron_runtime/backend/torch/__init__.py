@@ -49,8 +49,7 @@ def check_config(config: RuntimeConfig) -> None:
     with problems.collecting():
         _check_compiled(config, config.parallelism.tensor)
     for key in config.override_neuron_config:
-        with problems.collecting():
-            raise InvalidConfig(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
+        problems.add(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
     problems.check()
 
 
