@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -117,11 +117,8 @@ class HubSource:
     def check(self, listing: Listing, file: SourceFile) -> Check | None:
         return file.check
 
-    def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> AbstractContextManager[Iterator[bytes]]:
-        return self._read(listing, file, begin, end)
-
     @contextmanager
-    def _read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
+    def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
         url = hf_hub_url(self.model.repository, file.name, revision=listing.digest, endpoint=self.endpoint)
         ranged = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         address = self._addresses.get(file.name)

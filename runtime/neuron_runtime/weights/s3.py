@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import boto3
@@ -229,11 +229,8 @@ class S3Source(S3Place):
                 return Check(algorithm, text, part_bytes)  # parts of the same size
         return None
 
-    def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> AbstractContextManager[Iterator[bytes]]:
-        return self._read(file, begin, end)
-
     @contextmanager
-    def _read(self, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
+    def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
         answer = self.client.get_object(
             Bucket=self._model.bucket,
             Key=self._key(file),

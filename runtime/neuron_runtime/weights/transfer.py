@@ -47,8 +47,6 @@ class TransferLimits:
     min_bytes: int = 2**18
 
 
-LIMITS = TransferLimits()
-
 STOP_SECONDS = 2.0
 """How long a transfer that failed waits for its other readers."""
 
@@ -91,6 +89,18 @@ def chunks_of(sizes: Sequence[int], limits: TransferLimits) -> Iterator[Chunk]:
 def free_bytes(folder: Path) -> int:
     """That the file system of a folder has left."""
     return shutil.disk_usage(folder).free
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What copying needs from its surroundings; tests replace it."""
+
+    sleep: Callable[[float], None] = time.sleep
+    free_bytes: Callable[[Path], int] = free_bytes
+    limits: TransferLimits = TransferLimits()
+
+
+TOOLS = Tools()
 
 
 class _Stopped(Exception):
@@ -173,16 +183,15 @@ class Transfer:
         *,
         folder: Path,
         journal: Journal,
-        limits: TransferLimits,
-        free_bytes: Callable[[Path], int] = free_bytes,
+        tools: Tools,
     ) -> None:
         self._attempts = attempts
         self._source = attempts.source
         self._listing = listing
         self._folder = folder
         self._journal = journal
-        self._limits = limits
-        self._free_bytes = free_bytes
+        self._limits = limits = tools.limits
+        self._free_bytes = tools.free_bytes
         files = [listing.files[name] for name in names]
         self._targets = [_Target(file, folder / file.name, num_chunks(file.num_bytes, limits)) for file in files]
         # Not a list: what a source says of sizes is believed once the disk has the space.
