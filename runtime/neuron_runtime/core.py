@@ -328,7 +328,17 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     group_wait_seconds: tuple[float, ...] = ()
 
 
-class TokenEvent(msgspec.Struct, frozen=True, gc=False):
+class First(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What comes with the first tokens of a request alone."""
+
+    num_cached_tokens: int
+    queue_seconds: float
+    """Time that the request waited in the engine for its first step."""
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    """Of the prompt from its second token on, if requested."""
+
+
+class TokenEvent(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """New tokens of one request from one step, and its finish reason if it ended.
 
     With FinishReason.STOP the last of `token_ids` is the stop token, which counts as usage but is not part of the text.
@@ -338,13 +348,20 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first tokens: logprobs of the prompt from its second token on, if requested."""
-    num_cached_tokens: int = 0
-    first: bool = False
-    """Whether these are the first tokens of the request."""
-    queue_seconds: float | None = None
-    """With the first tokens: time that the request waited in the engine for its first step."""
+    """One for each of `token_ids`, if requested."""
+    first: First | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.first.num_cached_tokens if self.first else 0
+
+    @property
+    def queue_seconds(self) -> float | None:
+        return self.first.queue_seconds if self.first else None
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self.first.prompt_logprobs if self.first else ()
 
 
 TokenFeedback = Literal["device", "same rows", "host"]

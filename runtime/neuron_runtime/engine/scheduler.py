@@ -20,6 +20,7 @@ from neuron_runtime.core import (
     NO_TOKEN,
     BackendLimits,
     Batch,
+    First,
     Request,
     Rows,
     StepOutput,
@@ -278,11 +279,8 @@ class Scheduler:
                     kept, reason = sequence.accept(sampled)
                     logprobs = output.logprobs[i][: len(kept)] if output.logprobs else ()
                     request_id = sequence.request.request_id
-                    if first:
-                        cached, prompt = sequence.num_cached or 0, sequence.prompt_logprobs
-                        events.append(TokenEvent(request_id, kept, reason, logprobs, prompt, cached, first=True))
-                    else:
-                        events.append(TokenEvent(request_id, kept, reason, logprobs))
+                    begun = First(sequence.num_cached or 0, 0.0, sequence.prompt_logprobs) if first else None
+                    events.append(TokenEvent(request_id, kept, reason, logprobs, begun))
                     if reason:
                         if sequence.phase is not Phase.LEAVING:
                             self._release(sequence)
