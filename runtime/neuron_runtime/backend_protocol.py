@@ -118,7 +118,7 @@ class CompileUnit:
 
 
 class Compiler(Protocol):
-    """What a backend compiles of one model and configuration; see `CompilingPackage` in `engine/backends.py`.
+    """What a backend compiles of one model and configuration; see `BackendPackage` in `engine/backends.py`.
 
     `needs` is read wherever a model is served, so it costs little and needs no compiler and no device. The rest is
     called only in a process of its own that ends afterwards, with a scratch folder as working directory and TMPDIR.

@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
-    """See `CompilingPackage.compiler`."""
+    """See `BackendPackage.compiler`."""
     return nxdi_compiler(config, model_dir)
 
 

@@ -208,6 +208,6 @@ def fitting(config: RuntimeConfig, model_dir: Path, folder: Path) -> RuntimeConf
 
 
 def nxdi_compiler(config: RuntimeConfig, model_dir: Path) -> NxdiCompiler:
-    """See `CompilingPackage.compiler`."""
+    """See `BackendPackage.compiler`."""
     library.check_installed()
     return NxdiCompiler(config, model_dir)

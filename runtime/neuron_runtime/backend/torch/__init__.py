@@ -81,7 +81,7 @@ def prepare(model_dir: Path, num_ranks: int = 1) -> ReadAhead:
 
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
-    """See `CompilingPackage.compiler`."""
+    """See `BackendPackage.compiler`."""
     return torch_compiler(config, model_dir)
 
 
