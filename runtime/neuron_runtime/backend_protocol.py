@@ -55,8 +55,7 @@ class Backend(Protocol):
     def warm_up(self, progress: ProgressCallback) -> Iterable[StepTime]:
         """Run every compiled shape, so that the first request is not slower than others. Called once, before launch.
 
-        Returns:
-            Steps of the shapes that were run, with their times without first-run overhead.
+        Returns steps of the shapes that were run, with their times without first-run overhead.
         """
 
     def graph(self, batch: Batch) -> str:

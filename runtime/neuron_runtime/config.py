@@ -1,11 +1,8 @@
-"""`RuntimeConfig`: the JSON document that the operator passes to the runtime.
+"""`RuntimeConfig`: the JSON document that the operator passes to the runtime, or `arguments.py` builds from flags.
 
-The operator renders it into an immutable ConfigMap, `neuron-runtime serve --config FILE` reads it, and `arguments.py`
-builds it from flags or arguments. It configures what to serve; local settings (weights folder, port, record file) are
-flags of the command. Unknown keys are refused.
-
-Each field is declared only here: type, bounds, description, default and flag. The parser, the flags of `serve`, the
-arguments of `LLM` and the tables of the docs (`make generate`) are derived from it.
+It configures what to serve; local settings (weights folder, port, record file) are flags of the command. Each field is
+declared only here: type, bounds, description, default and flag. The parser, the flags of `serve`, the arguments of
+`LLM` and the tables of the docs (`make generate`) are derived from it.
 """
 
 from __future__ import annotations
@@ -273,13 +270,9 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
 
 
 def parse_config(raw: bytes, source: str = "") -> RuntimeConfig:
-    """Parse and validate a document.
+    """Parse and validate a document, for error messages of the file `source`.
 
-    Args:
-        source: file name for error messages, may be empty.
-
-    Raises:
-        InvalidConfig: names the JSON path, e.g. `$.limits.maxSequences`, and the expected value.
+    Raises InvalidConfig with the JSON path, e.g. `$.limits.maxSequences`, and the expected value.
     """
     where = f" (in {source})" if source else ""
     try:
@@ -332,8 +325,7 @@ def _check(config: RuntimeConfig) -> None:
 def uses_blocks(config: RuntimeConfig) -> bool | None:
     """The layout of the KV cache: blocks, slots (False), or None if nothing decides it.
 
-    Raises:
-        InvalidConfig: the settings contradict each other.
+    Raises InvalidConfig if the settings contradict each other.
     """
     shares, sized = config.prefix_caching == "enabled", config.limits.block_size or config.limits.num_blocks
     if config.layout != "slots":

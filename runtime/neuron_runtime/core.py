@@ -22,6 +22,9 @@ from msgspec.structs import replace
 NO_TOKEN = -1
 """In `Rows.token`: the row does not name its token. In `StepOutput.token_ids`: padding."""
 
+MAX_LOGPROBS = 20
+"""Alternatives per token that backends report at most, as OpenAI's API."""
+
 KNOWN = -1
 """In `Rows.after`: the row does not depend on a step in flight."""
 

@@ -77,14 +77,11 @@ class Wanted:
 
 
 def wanted_artifact(config: RuntimeConfig, model_dir: Path, digest: str = "") -> Wanted:
-    """What must be compiled to serve a model.
+    """What must be compiled to serve a model. Raises InvalidConfig if the backend does not compile with these settings.
 
     Args:
         model_dir: the model, see `BackendPackage.compiler`.
         digest: that of the model; default: from the configuration or the folder.
-
-    Raises:
-        InvalidConfig: the backend does not compile with these settings.
     """
     package, part = backend_package(config), compiled_part(config)
     digest = digest or config.model.digest or digest_of(model_dir, with_weights=package.needs_weights(config))

@@ -63,9 +63,7 @@ def load_backend(
 ) -> Backend:
     """The backend of a model in a folder, or one rank of it.
 
-    Raises:
-        FatalError: those of `provide` and of the backend.
-        InvalidConfig: a setting cannot be served; names the field.
+    Raises FatalError as `provide` and the backend do, and InvalidConfig with a field that cannot be served.
     """
     check_ranks(config, rank.size)
     if not compiles(config):

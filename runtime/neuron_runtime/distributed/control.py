@@ -2,8 +2,7 @@
 
 Each member has one thread here that owns a socket. It speaks while the other threads load a model or wait inside a
 collective of the device that may never end, so it is this thread that ends a process: it calls `on_end`, which must not
-return to work. The order of a group's life: all say hello, the leader compares and welcomes all, all load, the leader
-says that it serves, and heartbeats flow until somebody says farewell or falls silent.
+return to work.
 """
 
 from __future__ import annotations
@@ -70,7 +69,8 @@ class _Control(ABC):
         self._socket = wire.make_socket(self._context, kind, wire.MAX_MESSAGE_BYTES)
         self.keys = Keys(read_secret(layout))
         self._changed = threading.Condition()
-        self._failure: FatalError | None = None
+        self.failure: FatalError | None = None
+        """Why the group ended, if it did."""
         self._farewell: tuple[int, str] | None = None
         self._beat_seconds = min(layout.silence_seconds / BEATS_PER_LIMIT, MAX_BEAT_SECONDS)
         self._closed_limit = layout.silence_seconds * CLOSED_SHARE
@@ -84,15 +84,10 @@ class _Control(ABC):
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def failure(self) -> FatalError | None:
-        """Why the group ended, if it did."""
-        return self._failure
-
     def check(self) -> None:
         """Raises why the group ended, if it did."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def finish(self, error: ServingError | None) -> None:
         """Tell the others why this member ends, and stop. None: its work is done."""
@@ -104,12 +99,12 @@ class _Control(ABC):
     def cause_of(self, error: FatalError) -> FatalError:
         """A collective failed here, because another rank ended. Returns why, if somebody says so in time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None, CAUSE_SECONDS)
-        return self._failure or error
+            self._changed.wait_for(lambda: self.failure is not None, CAUSE_SECONDS)
+        return self.failure or error
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: ready() or self._failure is not None)
+            self._changed.wait_for(lambda: ready() or self.failure is not None)
         self.check()
 
     def _notify(self) -> None:
@@ -122,17 +117,14 @@ class _Control(ABC):
             while self._farewell is None:
                 self._socket.poll(POLL_MILLISECONDS)
                 self._turn()
-        except FatalError as error:
-            failure = error
-            self._farewell = (int(error.exit_code), str(error))
         except Exception as error:  # noqa: BLE001 - without this thread nobody would notice that the group is gone
-            failure = member_lost(f"{type(error).__name__}: {error}")
+            failure = error if isinstance(error, FatalError) else member_lost(f"{type(error).__name__}: {error}")
             self._farewell = (int(failure.exit_code), str(failure))
         self._lifeline.clear()
         self._say_farewell(*self._farewell)
         self._close()
         if failure is not None:
-            self._failure = failure
+            self.failure = failure
             self._notify()
             self._on_end(failure)
 

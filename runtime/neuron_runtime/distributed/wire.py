@@ -1,15 +1,9 @@
-"""What members of a group send to each other: messages, their encoding, and the sockets.
+"""What members of a group send to each other: messages, their encoding (msgpack, validated against these types on
+receipt), and the sockets.
 
-Steps go from the leader to all members through one publishing socket, acknowledgements come back to one inbox, and
-everything else (joining, heartbeats, the end) has a socket of its own, so that it never waits behind steps. Tensors
-never travel here: ranks exchange them through their backend's own collectives.
-
-The encoding is msgpack of plain fields, validated against these types on receipt, and every frame begins with
-`PROTOCOL`. Nothing is ever unpickled.
-
-Connections are CurveZMQ's, and the leader's *public* key is derived from the group's secret as well as its private one:
-whoever lacks the secret can neither greet the leader nor answer for it. So no frame needs a code of its own:
-encryption, authentication and protection against replay run on the thread of the sockets, not in the path of a step.
+Steps, acknowledgements and everything else (joining, heartbeats, the end) have sockets of their own, so that no
+heartbeat waits behind a step. Connections are CurveZMQ's, and the leader's *public* key is derived from the group's
+secret as well as its private one: whoever lacks the secret can neither greet the leader nor answer for it.
 """
 
 from __future__ import annotations

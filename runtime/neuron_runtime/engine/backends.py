@@ -96,13 +96,9 @@ class PlanningPackage(BackendPackage, Protocol):
     """Interface of the package of a backend whose graphs have fixed sizes (buckets)."""
 
     def plan(self, config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> GraphPlan:
-        """The graphs that would be compiled. Needs config.json alone.
+        """The graphs that would be compiled. Needs config.json alone. Raises InvalidConfig as `compiler` does.
 
-        Args:
-            lengths: distribution of prompts' lengths as (tokens, share); empty: unknown.
-
-        Raises:
-            InvalidConfig: as `compiler`.
+        lengths: distribution of prompts' lengths as (tokens, share); empty: unknown.
         """
 
 

@@ -233,9 +233,8 @@ class Engine:
 
     def _apply(self, batch: Batch, output: StepOutput) -> list[TokenEvent]:
         events = self._scheduler.apply(output)
-        num_new_tokens, ended = 0, []
+        ended = []
         for at, event in enumerate(events):
-            num_new_tokens += len(event.token_ids)
             if event.first:
                 first = replace(event.first, queue_seconds=self._queue_seconds.pop(event.request_id))
                 events[at] = replace(event, first=first)
@@ -257,7 +256,6 @@ class Engine:
             step=batch.step,
             kind=batch.kind,
             num_tokens=batch.num_tokens,
-            num_new_tokens=num_new_tokens,
             device_seconds=output.device_seconds,
             graphs=output.graphs,
         )

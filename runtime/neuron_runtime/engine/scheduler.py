@@ -1,11 +1,9 @@
 """The scheduler: decides which sequences take part in each step, with how many tokens, in which slots and blocks.
 
 Called by `engine.loop`: `schedule` creates the next batch while the previous step still runs, `apply` processes the
-output of a step. Knows token ids and `BackendLimits`; no text, device, clock or thread.
-
-One rule covers prefill, chunks, decode, recomputation and several tokens per row: the computed tokens of a sequence
-must catch up with its tokens. The requirements of the strictest backends apply to all: decode steps have every live row
-in slot order, and the lowest free slot is assigned first. Cached blocks count as computed.
+output of a step. Knows token ids and `BackendLimits`; no text, device, clock or thread. The requirements of the
+strictest backends apply to all: decode steps have every live row in slot order, and the lowest free slot is assigned
+first.
 """
 
 from __future__ import annotations

@@ -44,7 +44,6 @@ from neuron_runtime.weights.selection import (
     is_part,
     is_plain,
     is_small,
-    small_files,
     weight_files,
 )
 from neuron_runtime.weights.source import Attempts, Listing, Source, read_all
@@ -201,8 +200,7 @@ def materialize(
 ) -> Path:
     """The local folder of the model, brought into the store at `weights_dir` if needed. Errors as of `fetch`.
 
-    Args:
-        weights_store: address of a remote store, "" for none.
+    weights_store: address of a remote store, "" for none.
     """
     stage = f"fetching {model.uri}"
     shown = False
@@ -240,14 +238,9 @@ def open_remote(uri: str, field: str = "--weights-store") -> RemoteStore:
 def outline(uri: str, scratch: Path, digest: str = "") -> Iterator[tuple[Path, str | None]]:
     """A folder that `read_checkpoint` can read like the model's, and its digest (None for a local folder).
 
-    Of a remote model, config.json, the index and the headers of the weights are copied to `scratch`; every other
-    byte is a hole, so file sizes are right and all checks apply. Errors raised in the body name the URI instead of the
-    scratch folder.
-
-    Args:
-        digest: what a remote model must be.
-
-    Raises: as `fetch`, except storage errors.
+    Of a remote model, which must have the given digest, config.json, the index and the headers of the weights are
+    copied to `scratch`; every other byte is a hole, so file sizes are right and all checks apply. Errors raised in the
+    body name the URI instead of the scratch folder. Raises as `fetch`, except storage errors.
     """
     model = parse_uri(uri, "URI")
     if isinstance(model, ModelInPlace):
@@ -266,12 +259,9 @@ def described(
 ) -> Iterator[tuple[Path, str]]:
     """A folder that `read_checkpoint` can read like the model's, without a fetch, and the model's digest.
 
-    It is the model where it lies, or its outline from a store or its source.
+    It is the model where it lies, or its outline from a store or its source. Raises as `outline`.
 
-    Args:
-        with_weights: False for a model of which only config.json is read.
-
-    Raises: as `outline`.
+    with_weights: False for a model of which only config.json is read.
     """
     source = parse_uri(model.uri)
     if isinstance(source, ModelInPlace):
@@ -386,7 +376,7 @@ def _copy(
         return copy.run(report), copy.amount.read_bytes
 
     with contextlib.closing(journal):
-        sums, read_bytes = transfer(small_files(listing.files), lambda amount: None)
+        sums, read_bytes = transfer(sorted(filter(is_small, listing.files)), lambda amount: None)
         with _naming(folder, uri):
             read_config(folder)
             check(folder)

@@ -58,6 +58,9 @@ class HubSource:
     _addresses: dict[str, str] = field(default_factory=dict, repr=False)
     """Signed addresses of large files: one redirect by the hub serves many reads."""
 
+    advice = "HF_ENDPOINT, proxy settings and, in a cluster, network policies"
+    failures = _FAILURES
+
     @classmethod
     def from_environment(cls, model: HubModel) -> HubSource:
         """Raises InvalidConfig if HF_ENDPOINT is no URL."""
@@ -78,14 +81,6 @@ class HubSource:
     @property
     def place(self) -> str:
         return without_secrets(self.endpoint)
-
-    @property
-    def advice(self) -> str:
-        return "HF_ENDPOINT, proxy settings and, in a cluster, network policies"
-
-    @property
-    def failures(self) -> tuple[type[BaseException], ...]:
-        return _FAILURES
 
     def listing(self, digest: str = "") -> Listing:
         api = HfApi(endpoint=self.endpoint, token=self.token or False)

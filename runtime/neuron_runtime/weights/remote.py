@@ -125,16 +125,7 @@ class RemoteEntry:
 
 
 class RemoteStore:
-    """One prefix of a bucket.
-
-    Args:
-        uri: `s3://bucket/prefix`.
-        field: where the URI comes from, for its errors.
-        kind: what it holds.
-
-    Raises:
-        InvalidConfig: the URI is no address of a store.
-    """
+    """One prefix of a bucket, `s3://bucket/prefix`. Raises InvalidConfig at `field` if the URI is none."""
 
     def __init__(
         self,
@@ -157,8 +148,7 @@ class RemoteStore:
     def find(self, key: str) -> RemoteEntry | None:
         """The complete entry of a key; None if there is none.
 
-        Raises:
-            Damaged: its manifest is malformed, or an object is missing or has another size.
+        Raises Damaged if its manifest is malformed, or an object is missing or has another size.
         """
         check_key(key)
         manifest = self._manifest(key)

@@ -84,6 +84,9 @@ class S3Place:
         num_attempts: of one request, by the library.
     """
 
+    advice = "AWS_ENDPOINT_URL, AWS_REGION, proxy settings and, in a cluster, network policies"
+    failures: tuple[type[BaseException], ...] = (BotoCoreError, ClientError, HTTPError, OSError)
+
     def __init__(
         self,
         uri: str,
@@ -121,14 +124,6 @@ class S3Place:
     @property
     def place(self) -> str:
         return without_secrets(str(self.client.meta.endpoint_url))
-
-    @property
-    def advice(self) -> str:
-        return "AWS_ENDPOINT_URL, AWS_REGION, proxy settings and, in a cluster, network policies"
-
-    @property
-    def failures(self) -> tuple[type[BaseException], ...]:
-        return (BotoCoreError, ClientError, HTTPError, OSError)
 
     @property
     def _give(self) -> str:

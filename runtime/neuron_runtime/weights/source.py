@@ -177,8 +177,7 @@ def changed(uri: str, name: str) -> FatalError:
 def check_range(status: int, content_range: str, encoding: str, begin: int, num_bytes: int) -> None:
     """Check the head of the answer to a request for bytes from `begin` of a file of `num_bytes`.
 
-    Raises:
-        BrokenAnswer: the body is not these bytes of this file.
+    Raises BrokenAnswer if the body is not these bytes of this file.
     """
     if encoding not in ("", "identity"):
         raise BrokenAnswer(f"the answer has Content-Encoding {encoding}, which was not asked for")

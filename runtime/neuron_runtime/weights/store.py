@@ -248,13 +248,13 @@ class Store:
 
     def __init__(self, folder: Path, kind: EntryKind = MODELS) -> None:
         self.folder = folder
+        self.address = str(folder)
         self.kind = kind
 
     def find(self, key: str) -> Entry | None:
         """The complete entry of a key, and a note that it is used now (if the store can be written).
 
-        Raises:
-            Damaged: its manifest, or sizes and kinds of its files, are wrong.
+        Raises Damaged if its manifest, or sizes and kinds of its files, are wrong.
         """
         entry = self.read(key)
         if entry is None:
@@ -271,8 +271,7 @@ class Store:
     def sound(self, key: str, *, replace: bool = False) -> Entry | None:
         """As `find`, but a damaged entry counts as missing, and as an error in a read-only store.
 
-        Args:
-            replace: remove a damaged entry; the caller holds its lock.
+        replace: remove a damaged entry; the caller holds its lock.
         """
         try:
             return self.find(key)
@@ -425,10 +424,6 @@ class Store:
         finally:
             os.close(fd)
 
-    @property
-    def address(self) -> str:
-        return str(self.folder)
-
     def rows(self) -> Iterator[ListedEntry]:
         """Everything in it. Raises FatalError if it cannot be read."""
         for key in self.all_keys():
@@ -458,11 +453,9 @@ class Store:
     ) -> Iterator[Pruned]:
         """Mark entries as used, then delete those that are unused, and abandoned downloads.
 
-        Args:
-            keep: digests or keys that are in use; all entries of their digests are marked before anything is deleted.
+        keep: digests or keys that are in use; all entries of their digests are marked before anything is deleted.
 
-        Raises:
-            FatalError: the store cannot be read or written.
+        Raises FatalError if the store cannot be read or written.
         """
         kept = {key.partition("-")[0] for key in keep}
         if not dry_run:

@@ -2,7 +2,7 @@
 
 Files are split into chunks that several threads read at the same time, each with a small buffer. A journal makes a
 killed transfer resume. A file is hashed in order, from the page cache, right behind its chunks; one that does not match
-is dropped. It does not know which files make a model, nor when a folder is complete.
+is dropped.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ class _Target:
     def settled(self, chunk: Chunk, check: Callable[[], Check | None], buffer: bytearray) -> str:
         """Note that a chunk is on the disk, and hash as far as chunks follow one another.
 
-        Returns:
-            After the last chunk, how the file differs from its source's statement; "" otherwise.
+        Returns after the last chunk how the file differs from its source's statement; "" otherwise.
         """
         with self._lock:
             self._waiting[chunk.number] = chunk
@@ -209,10 +208,7 @@ class Transfer:
             return Amount(self._done_bytes, self._total_bytes, self._read_bytes)
 
     def run(self, report: Callable[[Amount], None], period_seconds: float = 1.0) -> dict[str, str]:
-        """Copy, and return the sha256 of each file.
-
-        Args:
-            report: called once per period.
+        """Copy, and return the sha256 of each file. report: called once per period.
 
         Raises:
             FatalError: STORAGE_FULL, CHECKSUM_MISMATCH, or what the source's verdict is.

@@ -1,8 +1,7 @@
 """Chooses compiled sizes (buckets): for which lengths of prompts and contexts a model gets graphs.
 
 A bucket more means less padding in every step, but one more graph to compile, to load and to keep on the device. Called
-by `settings` for sizes that nobody has set, and by the command `plan-buckets`. Pure arithmetic: which bucket a call
-takes is in `buckets`.
+by `settings` for sizes that nobody has set, and by the command `plan-buckets`.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ def prefill_cost(size: int) -> float:
 def decode_cost(model: Mapping[str, Any], rows: int) -> Callable[[int], float]:
     """Cost of a decode step over its context bucket: the numbers that it reads, of weights and of the cache.
 
-    Args:
-        model: config.json; a number that it lacks counts as 1.
+    model: config.json; a number that it lacks counts as 1.
     """
 
     def number(name: str, default: int = 1) -> int:

@@ -231,8 +231,7 @@ def completed(model: Mapping[str, Any]) -> dict[str, Any]:
 def corrected(settings: Settings, text: Mapping[str, Any]) -> dict[str, Any]:
     """Fields by this model's numbers, where a class of NxD Inference takes those of another, or would fail.
 
-    Args:
-        text: see `text_config`.
+    text: see `text_config`.
     """
     if settings.application == "mistral" and (text.get("sliding_window") or 0) >= settings.max_model_length:
         # No token is that far from another one; and a prompt would have to fill the window.
@@ -320,8 +319,7 @@ def _check_known(arguments: Mapping[str, Any], config_class: Any) -> None:
 def _check_taken(arguments: Mapping[str, Any], made: Any, defaults: Any) -> None:
     """An attribute may exist without being an argument, and OnDeviceSamplingConfig drops what it does not know.
 
-    Raises:
-        InvalidConfig: names every one that was dropped.
+    Raises InvalidConfig with every one that was dropped.
     """
     problems = ConfigProblems()
     sampling = arguments.get(SAMPLING) or {}

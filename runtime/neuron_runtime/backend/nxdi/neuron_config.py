@@ -198,14 +198,11 @@ def spelled(key: str) -> str:
 
 
 def read_override(override: Mapping[str, Any], application: str, *, private: bool = False) -> Override:
-    """Check the keys of an override and their types.
+    """Check the keys of an override and their types. Raises InvalidConfig with every wrong key.
 
     Args:
         application: see `Settings.application`; empty: not known yet.
         private: whether it is given by import path: its NeuronConfig may have further fields, which `library` checks.
-
-    Raises:
-        InvalidConfig: names every wrong key.
     """
     problems, values, sampling = ConfigProblems(), dict[str, Any](), dict[str, Any]()
     on_host = False
@@ -302,14 +299,11 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def merge(ours: Mapping[str, Any], also_derived: Mapping[str, Any], override: Override) -> dict[str, Any]:
-    """All arguments of NeuronConfig.
+    """All arguments of NeuronConfig. Raises InvalidConfig if the override contradicts them.
 
     Args:
         ours: those that our settings decide.
         also_derived: what NeuronConfig derives from them itself.
-
-    Raises:
-        InvalidConfig: the override contradicts them.
     """
     problems, merged = ConfigProblems(), dict(ours)
     known = {**also_derived, **ours}

@@ -241,8 +241,7 @@ class _Derivation:
     def _chosen(self, path: str, ours: Any, name: str, meaning: Any = None) -> Any:
         """The value of a field, or of the override's key if the field is left open.
 
-        Args:
-            meaning: the key's value in the field's words, if it is another.
+        meaning: the key's value in the field's words, if it is another.
         """
         value = self._override.get(name)
         if value is None:
@@ -451,8 +450,7 @@ class _Derivation:
     def _check_prefix_prefill(self, context: tuple[int, ...], asked: str) -> None:
         """Prefills over a prefix are right only where the attention kernel runs, and NxD Inference recognises them.
 
-        Args:
-            asked: the field that asks for them.
+        asked: the field that asks for them.
         """
         one, kernel = self._target.logical_core == 1, self._override.get("attn_kernel_enabled")
         if one and kernel is not True:
