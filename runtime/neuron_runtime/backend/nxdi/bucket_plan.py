@@ -89,17 +89,19 @@ def decode_cost(model: Mapping[str, Any], rows: int) -> Callable[[int], float]:
 
     model: config.json; a number that it lacks counts as 1.
     """
-
-    def number(name: str, default: int = 1) -> int:
-        value = model.get(name)
-        return value if isinstance(value, int) else default
-
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    cached = number("num_key_value_heads", heads) * number("head_dim", hidden // heads)
+    hidden, heads = number(model, "hidden_size"), number(model, "num_attention_heads")
+    layers = number(model, "num_hidden_layers")
+    cached = number(model, "num_key_value_heads", heads) * number(model, "head_dim", hidden // heads)
     attention = 2 * hidden * hidden + 2 * hidden * cached
-    weights = number("num_hidden_layers") * (attention + 3 * hidden * number("intermediate_size"))
-    weights += hidden * number("vocab_size")
-    return lambda size: float(weights + 2 * number("num_hidden_layers") * cached * rows * size)
+    weights = layers * (attention + 3 * hidden * number(model, "intermediate_size"))
+    weights += hidden * number(model, "vocab_size")
+    return lambda size: float(weights + 2 * layers * cached * rows * size)
+
+
+def number(model: Mapping[str, Any], name: str, default: int = 1) -> int:
+    """A number of config.json, which may lack it."""
+    value = model.get(name)
+    return value if isinstance(value, int) else default
 
 
 def choose(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from neuron_runtime.backend.nxdi import bucket_plan
-from neuron_runtime.backend.nxdi.bucket_plan import Lengths
+from neuron_runtime.backend.nxdi.bucket_plan import Lengths, number
 from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, prefill_graph, prefill_that_takes
 from neuron_runtime.backend.nxdi.devices import Target
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
@@ -156,20 +156,16 @@ class _Facts:
 
     @staticmethod
     def of(model: Mapping[str, Any], tensor: int) -> _Facts:
-        def number(name: str, default: int = 1) -> int:
-            value = model.get(name)
-            return value if isinstance(value, int) else default
-
-        heads = number("num_attention_heads")
-        size = number("head_dim", max(1, number("hidden_size") // heads))
-        layers = number("num_hidden_layers")
+        heads, hidden = number(model, "num_attention_heads"), number(model, "hidden_size")
+        size = number(model, "head_dim", max(1, hidden // heads))
+        layers = number(model, "num_hidden_layers")
         return _Facts(
             layers,
-            number("hidden_size"),
-            number("intermediate_size"),
+            hidden,
+            number(model, "intermediate_size"),
             heads * size,
-            number("vocab_size"),
-            2 * layers * _cached_heads(heads, number("num_key_value_heads", heads), tensor) * size,
+            number(model, "vocab_size"),
+            2 * layers * _cached_heads(heads, number(model, "num_key_value_heads", heads), tensor) * size,
         )
 
 
