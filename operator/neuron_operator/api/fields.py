@@ -132,11 +132,15 @@ class Field:
 
     def annotations(self, kind: type[T]) -> tuple[T, ...]:
         """The annotations of this type."""
-        return tuple(one for one in self._annotations if isinstance(one, kind))
+        return tuple(one for one in self.unwrapped[1] if isinstance(one, kind))
 
     @cached_property
-    def _annotations(self) -> tuple[object, ...]:
-        return unwrapped(self.kind)[1]
+    def supports(self) -> tuple[Supported, ...]:
+        return self.annotations(Supported)
+
+    @cached_property
+    def unwrapped(self) -> tuple[Any, tuple[object, ...]]:
+        return unwrapped(self.kind)
 
 
 @cache
@@ -179,20 +183,38 @@ def as_json(value: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
-def walk(part: SpecPart, path: str) -> Iterator[tuple[str, Field, Any]]:
-    """Path, declaration and value of each field, recursively, in the order of declaration."""
-    for one in fields_of(type(part)):
+def walk(
+    part: SpecPart, path: str, fields: Callable[[type[SpecPart]], tuple[Field, ...]] = fields_of
+) -> Iterator[tuple[str, Field, Any]]:
+    """Path, declaration and value of each field (of each part: of its `fields`), recursively, in the order of
+    declaration."""
+    for one in fields(type(part)):
         value, here = getattr(part, one.name), f"{path}.{one.key}"
         yield here, one, value
         if isinstance(value, SpecPart):
-            yield from walk(value, here)
+            yield from walk(value, here, fields)
+
+
+@cache
+def supporting(part: type[SpecPart]) -> tuple[Field, ...]:
+    """The fields that are `Supported`, and those with such fields below."""
+
+    def is_one(field: Field) -> bool:
+        core = field.unwrapped[0]
+        return bool(field.supports) or (
+            isinstance(core, type) and issubclass(core, SpecPart) and bool(supporting(core))
+        )
+
+    return tuple(filter(is_one, fields_of(part)))
 
 
 def broken_rules(kind: Any, value: Any, path: str) -> Iterator[tuple[str, str]]:
     """Path and message of each broken rule, in the order of declaration; None and a field's default break none."""
-    if value is None:
-        return
-    core, annotations = unwrapped(kind)
+    if value is not None:
+        yield from _broken(*unwrapped(kind), value, path)
+
+
+def _broken(core: Any, annotations: tuple[object, ...], value: Any, path: str) -> Iterator[tuple[str, str]]:
     for one in annotations:
         if isinstance(one, Rule) and not one.holds(value):
             yield path, one.message
@@ -201,8 +223,8 @@ def broken_rules(kind: Any, value: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, SpecPart):
         for part in fields_of(type(value)):
             below = getattr(value, part.name)
-            if below != part.default:
-                yield from broken_rules(part.kind, below, f"{path}.{part.key}")
+            if below is not None and below != part.default:
+                yield from _broken(*part.unwrapped, below, f"{path}.{part.key}")
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from broken_rules(get_args(core)[0], item, f"{path}[{index}]")

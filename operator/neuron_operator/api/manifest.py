@@ -18,7 +18,7 @@ import msgspec
 from neuron_operator.api import names
 from neuron_operator.api.errors import FieldNotSupported, InvalidSpec, Refusals
 from neuron_operator.api.field_types import NAME_PATTERN
-from neuron_operator.api.fields import SpecPart, Supported, as_json, broken_rules, fields_of, located, unwrapped, walk
+from neuron_operator.api.fields import SpecPart, as_json, broken_rules, fields_of, located, supporting, unwrapped, walk
 from neuron_operator.api.model import NeuronModel, Spec
 
 MAX_PARSED = 64
@@ -143,8 +143,8 @@ def _invalid_value(core: Any, raw: object, path: str, error: msgspec.ValidationE
 
 def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
     """An error for each valid value that this version does not support."""
-    walked = walk(spec, "spec")
-    values = [(path, one, support, value) for path, one, value in walked for support in one.annotations(Supported)]
+    walked = walk(spec, "spec", supporting)
+    values = [(path, one, support, value) for path, one, value in walked for support in one.supports]
     # Fields that others depend on, such as the backend, come first.
     for path, one, support, value in sorted(values, key=lambda row: row[2].of is None):
         value_found = support.of(spec) if support.of else value

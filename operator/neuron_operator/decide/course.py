@@ -302,7 +302,7 @@ def _cleaning(
     """The CronJobs of the claims that the model's revisions use, with all their owners: each of them may apply it."""
     records = (kept.record for kept in observed.keepers.values() if kept.record is not None)
     made = cleaners(model, settings, _kept_revisions(model, observed, wanted), records)
-    live = {name_of(obj): obj for obj in observed.shared if kind_of(obj) == "CronJob"}
+    live = {name_of(obj): obj for obj in observed.shared.get("CronJob", ())}
     return tuple(with_owners(obj, live.get(name_of(obj), {})) for obj in made)
 
 
@@ -345,7 +345,7 @@ def _claims(
 ) -> Iterator[Object]:
     """The chart's claims that the revisions need and that do not exist. Nobody changes one later: people may enlarge
     it."""
-    existing = {name_of(obj) for obj in observed.shared if kind_of(obj) == "PersistentVolumeClaim"}
+    existing = set(map(name_of, observed.shared.get("PersistentVolumeClaim", ())))
     places = (place for known in revisions if known for place in known.places)
     return (claim for claim in own_claims(model, settings, places) if name_of(claim) not in existing)
 

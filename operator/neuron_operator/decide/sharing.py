@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.decide.steps import Walk
@@ -19,7 +20,7 @@ from neuron_operator.read.world import Change, Object
 from neuron_operator.render.jobs import KEPT_SECONDS
 from neuron_operator.render.objects import owner_reference
 
-OWNED_KINDS = frozenset({"Job", "ConfigMap", "CronJob"})
+OWNED_KINDS = ("Job", "ConfigMap", "CronJob")
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ def upkeep(
     waiting = frozenset(map(name_of, done.desired))
     needed = done.done | waiting
     stale = {name_of(obj) for obj in done.stale}
+    lasting = (needed | kept) - stale
     ours, others = list[Object](), list[Object]()
-    for child in observed.shared:
-        if kind_of(child) in OWNED_KINDS:
-            (ours if is_owned(child, model.uid) else others).append(child)
+    for child in chain.from_iterable(observed.shared.get(kind, ()) for kind in OWNED_KINDS):
+        (ours if is_owned(child, model.uid) else others).append(child)
     left = [child for child in ours if name_of(child) not in needed | kept | stale]
     # The last owner stays until one of the others has joined.
     let_go = [
@@ -52,11 +53,7 @@ def upkeep(
     orphans = [child for child in others if name_of(child) not in used and is_orphan(child)]
     return Upkeep(
         changes=(
-            *(
-                _joined(model, child)
-                for child in others
-                if name_of(child) in (needed | kept) - stale and _has_room(child)
-            ),
+            *(_joined(model, child) for child in others if name_of(child) in lasting and _has_room(child)),
             *(_left(model, child) for child in let_go if not _is_alone(model, child)),
             *_expiries((observed.jobs[name_of(child)] for child in ours if kind_of(child) == "Job"), done, waiting),
         ),

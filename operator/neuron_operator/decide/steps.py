@@ -214,7 +214,7 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
     if record is not None:
         return replace(waiting, desired=(with_owners(keeper(known.model, job, record), live.live),))
     is_lost = live.is_complete and not observed.pods_of(name)
-    is_outdated = not live.is_complete and live.rendered != rendered_hash(job)
+    is_outdated = not live.is_complete and rendered_hash(live.live) != rendered_hash(job)
     is_mended = any(awaited(pod, observed) in observed.existing for pod in observed.pods_of(name))
     if is_lost or is_outdated or is_mended or _is_stuck(live, observed):
         return replace(waiting, stale=(live.live,))

@@ -325,15 +325,15 @@ def choose(
     sites = case.compatible(_sites(model, settings, asked, free))
     case.check_tensor(sites)
     ranked = [tuple(case.options(sites, least, nodes)) for nodes in case.node_counts for least in case.wishes.least]
-    for kept in (True, False) if held else (False,):
+    for before in (held, None) if held else (None,):
         for options in ranked:
-            allowed = (
-                option for option in options if option.fits and not (kept and held and not held.contains(option))
-            )
+            allowed = (one for one in options if one.fits and (before is None or before.contains(one)))
             fitting = tuple(sorted(allowed, key=lambda option: option.order))
             if fitting:
                 rest = tuple(option for option in options if not option.fits)
-                return Choice(asked, _types(fitting[0], settings, free), fitting[0], fitting, rest, is_kept=kept)
+                return Choice(
+                    asked, _types(fitting[0], settings, free), fitting[0], fitting, rest, is_kept=before is not None
+                )
     options = next((options for options in reversed(ranked) if options), ())
     if not options:
         text = f"no node of {', '.join(sorted(site.name for site in sites))} grants {asked.words} to one pod"

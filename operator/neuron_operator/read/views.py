@@ -5,6 +5,7 @@ A view has only the fields that are used. Missing and wrongly typed parts read a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -27,7 +28,6 @@ from neuron_operator.read.objects import (
     labels_of,
     name_of,
     owners_of,
-    rendered_hash,
     text,
     whole,
 )
@@ -218,25 +218,50 @@ class PodView:
 
 @dataclass(frozen=True)
 class JobView:
-    name: str
-    role: str
-    created: datetime | None
-    is_complete: bool
-    failure: str | None
-    """Message of the condition Failed; None: it has not failed."""
-    rendered: str
-    """Hash of the spec that it was created with."""
-    is_suspended: bool
-    """Others decide when it may start."""
-    expires: bool
-    """It will be deleted some time after its end."""
-    tried: str
-    """When the operator last had its pod tried again; empty: never."""
+    """It is read when it is asked: a pass looks at few of the Jobs of a namespace."""
+
     live: Object
+
+    @property
+    def name(self) -> str:
+        return name_of(self.live)
+
+    @property
+    def role(self) -> str:
+        return text(labels_of(self.live), names.ROLE_LABEL)
+
+    @property
+    def created(self) -> datetime | None:
+        return _created(self.live)
+
+    @cached_property
+    def is_complete(self) -> bool:
+        return _conditions(self.live).get("Complete", _ABSENT).status == "True"
+
+    @cached_property
+    def failure(self) -> str | None:
+        """Message of the condition Failed; None: it has not failed."""
+        failed = _conditions(self.live).get("Failed", _ABSENT)
+        return failed.message if failed.status == "True" else None
 
     @property
     def is_finished(self) -> bool:
         return self.is_complete or self.failure is not None
+
+    @property
+    def is_suspended(self) -> bool:
+        """Others decide when it may start."""
+        return dig(self.live, "spec", "suspend") is True
+
+    @property
+    def expires(self) -> bool:
+        """It will be deleted some time after its end."""
+        return dig(self.live, "spec", "ttlSecondsAfterFinished") is not None
+
+    @property
+    def tried(self) -> str:
+        """When the operator last had its pod tried again; empty: never."""
+        return text(self.live, "metadata", "annotations", names.TRIED_ANNOTATION)
 
 
 @dataclass(frozen=True)
@@ -324,8 +349,8 @@ class Observed:
     """The shared Jobs, by name."""
     keepers: Mapping[str, KeeperView]
     """Their copied records, by the same names."""
-    shared: tuple[Object, ...]
-    """All objects that the models of the namespace share."""
+    shared: Mapping[str, Sequence[Object]]
+    """All objects that the models of the namespace share, by kind."""
     revisions: tuple[Revision, ...]
     replicas: tuple[PodView, ...]
     """The pods that answer, one of each replica, whatever their revision."""
@@ -401,9 +426,11 @@ def observe(world: World) -> Observed:
     model = _model(world.body)
     children = tuple(child for child in world.children if is_owned(child, model.uid) or is_orphan(child))
     written = {(kind_of(child), name_of(child)) for child in world.children}
-    jobs = [obj for obj in world.shared if kind_of(obj) == "Job"]
+    shared = defaultdict[str, list[Object]](list)
+    for obj in world.shared:
+        shared[kind_of(obj)].append(obj)
     # By UID: pods of a deleted Job may outlive the creation of the next with its name.
-    names_of_jobs = {text(job, "metadata", "uid"): name_of(job) for job in jobs}
+    names_of_jobs = {text(job, "metadata", "uid"): name_of(job) for job in shared["Job"]}
     job_pods: dict[str, tuple[Object, ...]] = {}
     for pod in world.pods:
         job = names_of_jobs.get(_job_of(pod) or "", "")
@@ -413,9 +440,9 @@ def observe(world: World) -> Observed:
         model=model,
         children=children,
         deployment=next((_deployment(child) for child in children if kind_of(child) == "Deployment"), None),
-        jobs={name_of(job): _job(job) for job in jobs},
-        keepers={name_of(obj): KeeperView(obj) for obj in world.shared if kind_of(obj) == "ConfigMap"},
-        shared=world.shared,
+        jobs={name_of(job): JobView(job) for job in shared["Job"]},
+        keepers={name_of(record): KeeperView(record) for record in shared["ConfigMap"]},
+        shared=shared,
         revisions=_revisions(children),
         replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),
         followers=tuple(pod for pod in pods if pod.role == names.ROLE_FOLLOWER),
@@ -442,17 +469,14 @@ def _said(events: Iterable[Object]) -> Mapping[str, str]:
 
 def _revisions(children: Sequence[Object]) -> tuple[Revision, ...]:
     """The kept revisions, and the running one if it is no longer kept."""
-
-    def of_kind(kind: str) -> list[Object]:
-        return [child for child in children if kind_of(child) == kind]
-
-    revisions = [revision.from_object(keeper) for keeper in of_kind("ControllerRevision")]
-    kept = [known for known in revisions if known is not None]
-    for deployment in of_kind("Deployment"):
-        running = revision.from_running(deployment, of_kind("ConfigMap"))
-        if running is not None and running.name not in {known.name for known in kept}:
-            kept.append(running)
-    return tuple(kept)
+    config_maps = [child for child in children if kind_of(child) == "ConfigMap"]
+    kept = (revision.from_object(child) for child in children if kind_of(child) == "ControllerRevision")
+    running = (revision.from_running(child, config_maps) for child in children if kind_of(child) == "Deployment")
+    by_name: dict[str, Revision] = {}
+    for known in (*kept, *running):
+        if known is not None:
+            by_name.setdefault(known.name, known)
+    return tuple(by_name.values())
 
 
 def _model(body: Object) -> ModelView:
@@ -575,23 +599,6 @@ def _container(name: str, pod: Object) -> ContainerView:
         waiting_reason=text(state, "waiting", "reason"),
         waiting_message=text(state, "waiting", "message"),
         ended=termination,
-    )
-
-
-def _job(job: Object) -> JobView:
-    conditions = _conditions(job)
-    failed = conditions.get("Failed", _ABSENT)
-    return JobView(
-        name=name_of(job),
-        role=text(labels_of(job), names.ROLE_LABEL),
-        created=_created(job),
-        is_complete=conditions.get("Complete", _ABSENT).status == "True",
-        failure=failed.message if failed.status == "True" else None,
-        rendered=rendered_hash(job),
-        is_suspended=dig(job, "spec", "suspend") is True,
-        expires=dig(job, "spec", "ttlSecondsAfterFinished") is not None,
-        tried=text(job, "metadata", "annotations", names.TRIED_ANNOTATION),
-        live=job,
     )
 
 

@@ -127,12 +127,7 @@ def rest_of(model: NeuronModel, leader: Object) -> tuple[Object, ...]:
     return (
         closed,
         secret,
-        part(
-            "apps/v1",
-            "StatefulSet",
-            names.followers_name(name),
-            spec={**followers, "ordinals": {"start": 1}},
-        ),
+        part("apps/v1", "StatefulSet", names.followers_name(name), spec={**followers, "ordinals": {"start": 1}}),
         part("v1", "Service", name, spec=address),
     )
 

@@ -62,21 +62,11 @@ class JobKind:
 
 MEMORY_MULTIPLES = (1, 2, 4)
 
-_CONFIG = Mount(
-    names.CONFIG_VOLUME,
-    names.CONFIG_DIR,
-    {
-        "downwardAPI": {
-            "items": [
-                {
-                    "path": names.CONFIG_KEY,
-                    "fieldRef": {"fieldPath": f"metadata.annotations['{names.CONFIG_ANNOTATION}']"},
-                }
-            ]
-        }
-    },
-    read_only=True,
-)
+_CONFIG_ITEM: Object = {
+    "path": names.CONFIG_KEY,
+    "fieldRef": {"fieldPath": f"metadata.annotations['{names.CONFIG_ANNOTATION}']"},
+}
+_CONFIG = Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, {"downwardAPI": {"items": [_CONFIG_ITEM]}}, read_only=True)
 """The configuration is an annotation, which the kubelet gives the pod as a file: no other object is to be kept."""
 
 RESOLVE = JobKind(names.ROLE_RESOLVE, "facts", 1800, PREFER_NOT_NEURON)

@@ -165,21 +165,17 @@ def own_claims(model: NeuronModel, settings: Settings, places: Iterable[Place]) 
     used = {place.persistent_volume_claim.claim_name for place in places if place.persistent_volume_claim}
     for kept, chosen in ((WEIGHTS, settings.storage.weights), (ARTIFACTS, settings.storage.artifacts)):
         if chosen.pvc_template is not None and kept.claim in used:
+            labels = names.shared_labels(kept.name)
+            spec = {
+                "accessModes": ["ReadWriteMany"],
+                "storageClassName": chosen.pvc_template.storage_class_name,
+                "resources": {"requests": {"storage": chosen.pvc_template.size}},
+            }
             yield {
                 "apiVersion": "v1",
                 "kind": "PersistentVolumeClaim",
-                "metadata": {
-                    "name": kept.claim,
-                    "namespace": model.namespace,
-                    "labels": names.shared_labels(kept.name),
-                },
-                "spec": without_empty(
-                    {
-                        "accessModes": ["ReadWriteMany"],
-                        "storageClassName": chosen.pvc_template.storage_class_name,
-                        "resources": {"requests": {"storage": chosen.pvc_template.size}},
-                    }
-                ),
+                "metadata": {"name": kept.claim, "namespace": model.namespace, "labels": labels},
+                "spec": without_empty(spec),
             }
 
 
