@@ -21,10 +21,10 @@ from neuron_operator.decide import breaker, groups, nudge, pin, rollout
 from neuron_operator.decide.breaker import Allowed
 from neuron_operator.decide.rollout import Setback
 from neuron_operator.decide.sharing import upkeep
-from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, using, walk
+from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, seconds_false, using, walk
 from neuron_operator.place.planner import Held, is_stranded
 from neuron_operator.read.disruption import Pace
-from neuron_operator.read.objects import dig, instant, is_owned, name_of
+from neuron_operator.read.objects import dig, is_owned, name_of
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import ConditionView, Observed, observe
 from neuron_operator.read.world import Decision, Object, RefusalCause, Settings, Upgrade, World
@@ -582,7 +582,7 @@ def _requeue_after(
     of_groups = course.groups.due if course.groups else None
     looks = (rollout.surge_due(observed), rollout.next_look(observed), of_groups)
     times = (*retries, *starting, *looks, *course.due)
-    wait = _seconds_not_ready(observed)
+    wait = seconds_false(observed, "Ready")
     is_awaiting = any(isinstance(need, Exists) for finding in findings for need in finding.needs)
     delays = (
         min(max(wait / 20, MIN_RECHECK_SECONDS), RECHECK_SECONDS) if world.refusals else None,
@@ -596,9 +596,3 @@ def _requeue_after(
         *((due - observed.now).total_seconds() for due in times if due and due > observed.now),
     )
     return min((delay for delay in delays if delay is not None), default=None)
-
-
-def _seconds_not_ready(observed: Observed) -> float:
-    ready = observed.model.conditions.get("Ready")
-    since = instant(ready.since) if ready is not None and ready.status == "False" else None
-    return (observed.now - since).total_seconds() if since else 0.0

@@ -249,10 +249,15 @@ def _current(jobs: Sequence[Object], waiting: Finding, observed: Observed) -> in
 def _retry_seconds(task: Task, observed: Observed) -> int:
     """A tenth of the time that the step has been waiting: a cure is noticed soon after a short fault, and attempts
     become rarer without a stored count."""
-    before = observed.model.conditions.get(task.waiting.condition)
-    since = instant(before.since) if before is not None and before.status == "False" else None
-    waited = (observed.now - since).total_seconds() if since else 0.0
+    waited = seconds_false(observed, task.waiting.condition)
     return int(min(max(waited / 10, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS))
+
+
+def seconds_false(observed: Observed, condition: str) -> float:
+    """For how long the condition has been false."""
+    before = observed.model.conditions.get(condition)
+    since = instant(before.since) if before is not None and before.status == "False" else None
+    return (observed.now - since).total_seconds() if since else 0.0
 
 
 def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:

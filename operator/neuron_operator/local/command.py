@@ -62,8 +62,6 @@ DEMO = Path(str(files("neuron_operator"))) / "data" / "neuronmodel-local.yaml"
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
-STANDARD_INPUT = Path("-")
-
 _DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 SETTINGS = Settings(
@@ -110,7 +108,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     try:
         # Like kubectl, which sends JSON to the API server.
-        text = sys.stdin.read() if path == STANDARD_INPUT else path.read_text()
+        text = sys.stdin.read() if path == Path("-") else path.read_text()
         documents = [msgspec.json.decode(msgspec.json.encode(d)) for d in yaml.safe_load_all(text) if d]
     except OSError as error:
         raise CannotRunHere(f"cannot read {path}: {error.strerror}") from error

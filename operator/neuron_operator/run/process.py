@@ -283,13 +283,13 @@ def _listener(host: str, port: int) -> socket.socket:
 async def run(settings: RunSettings) -> None:
     """Run one replica until SIGTERM or SIGINT. Raises OperatorError or OSError (port in use), possibly in a group."""
     metrics = Metrics()
-    async with connect(settings.kubeconfig, observe=metrics.observe_request) as cluster:
+    connected = partial(connect, settings.kubeconfig, observe=metrics.observe_request)
+    async with connected() as cluster:
         watched = await check_installed(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
         refused = frozenset(settings.watch_namespaces) - set(watched)
         settings = replace(settings, watch_namespaces=watched)
-        connect_lease = partial(connect, settings.kubeconfig, observe=metrics.observe_request)
         poster = Poster()
-        operator = Operator(cluster, settings, metrics, post=poster.post, connect_lease=connect_lease)
+        operator = Operator(cluster, settings, metrics, post=poster.post, connect_lease=connected)
 
         async def work() -> None:
             ports = settings.http_port, settings.health_port
@@ -308,13 +308,6 @@ async def run(settings: RunSettings) -> None:
         )
 
 
-def raise_open_files() -> None:
-    """Every watch holds a connection, and there are 15 for each watched namespace: raise the soft limit to the hard
-    limit."""
-    _, most = getrlimit(RLIMIT_NOFILE)
-    setrlimit(RLIMIT_NOFILE, (most, most))
-
-
 def main(argv: Sequence[str]) -> int:
     """Returns 0 after a signal, 2 for an invalid setting, 1 for a fault; prints one line for the last two."""
     try:
@@ -325,7 +318,10 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    raise_open_files()
+    _, most = getrlimit(RLIMIT_NOFILE)
+    setrlimit(
+        RLIMIT_NOFILE, (most, most)
+    )  # every watch holds a connection, and there are 15 for each watched namespace
     gc.freeze()  # what is imported stays
     gc.set_threshold(COLLECT_AFTER)
     exit_code = 0

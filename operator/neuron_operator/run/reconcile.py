@@ -37,7 +37,7 @@ from neuron_operator.cluster.client import (
     resource_of,
 )
 from neuron_operator.cluster.containment import Contained, needs_apply
-from neuron_operator.cluster.contests import DELETED, Contests, Difference, difference, status_of
+from neuron_operator.cluster.contests import DELETED, Contests, difference, status_of
 from neuron_operator.cluster.on_demand import OnDemand
 from neuron_operator.cluster.reflector import Caches, Key, Version, version_of
 from neuron_operator.cluster.workqueue import WorkQueue
@@ -242,7 +242,8 @@ class _Writes:
                 if words := self.contests.still(_key_of(desired)):
                     raise _Refused(refusal(RefusalCause.UNDONE, message=words))
                 return
-            self._contend(desired, difference(desired, live))
+            if words := self.contests.enter(_key_of(desired), difference(desired, live)):
+                raise _Refused(refusal(RefusalCause.UNDONE, message=words))
             self._observe_written(resource, await self._apply(resource, desired, live))
         except (Terminating, Forbidden, Invalid) as fault:
             raise _Refused(refusal(_CAUSES[type(fault)], message=str(fault))) from fault
@@ -252,11 +253,6 @@ class _Writes:
             if not self.reports_faults:
                 raise
             raise _Refused(refusal(RefusalCause.FAILED, message=str(fault)), retry=fault) from fault
-
-    def _contend(self, desired: Object, wants: Difference) -> None:
-        """Raises _Refused if somebody else undid the same write again and again."""
-        if words := self.contests.enter(_key_of(desired), wants):
-            raise _Refused(Refusal(RefusalCause.UNDONE, desired["kind"], name_of(desired), words))
 
     async def _relabel(self, live: Object, desired: Object) -> None:
         """Repair the labels of a shared Job, record or claim, and nothing else: its owners change by

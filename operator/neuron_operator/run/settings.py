@@ -56,8 +56,7 @@ class RunSettings:
     log_level: str
 
 
-def _text(value: str) -> str:
-    return value.strip()
+_text = str.strip
 
 
 def _words(value: str) -> tuple[str, ...]:
