@@ -318,10 +318,9 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    # Every watch holds a connection, and there are 15 for each watched namespace.
     _, most = getrlimit(RLIMIT_NOFILE)
-    setrlimit(
-        RLIMIT_NOFILE, (most, most)
-    )  # every watch holds a connection, and there are 15 for each watched namespace
+    setrlimit(RLIMIT_NOFILE, (most, most))
     gc.freeze()  # what is imported stays
     gc.set_threshold(COLLECT_AFTER)
     exit_code = 0
