@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from neuron_runtime.apis.logprobs import Located
-from neuron_runtime.core import FinishReason, Sampling, TokenLogprobs
-from neuron_runtime.engine.messages import Update
+from neuron_runtime.core import FinishReason, Sampling, TokenEvent, TokenLogprobs
 from neuron_runtime.errors import ServingError
 from neuron_runtime.requests.admission import Ask
 from neuron_runtime.requests.prompts import Echo
@@ -98,27 +97,27 @@ class Choice(ChoiceText):
         self.first_token_at: float | None = None
         self.last_token_at = arrived
 
-    def add_details(self, piece: Piece, update: Update, num_tokens: int) -> None:
-        """Add the details of an update to a piece; `num_tokens` of its tokens belong to the answer."""
+    def add_details(self, piece: Piece, event: TokenEvent, num_tokens: int) -> None:
+        """Add the details of new tokens to a piece; `num_tokens` of its tokens belong to the answer."""
         if piece.details is None:
             piece.details = TokenDetails()
         details, first = piece.details, self.num_tokens - num_tokens
         if self._echo is not None:
-            self._repeat_prompt(self._echo, piece, details, update)
+            self._repeat_prompt(self._echo, piece, details, event)
             self._echo = None
-        token_ids = update.token_ids[:num_tokens]
+        token_ids = event.token_ids[:num_tokens]
         details.token_ids += token_ids
         if self._locates:
             offsets = (self._num_echoed_characters + one for one in self.text_offsets[first:])
-            details.located += map(Located, token_ids, update.logprobs, offsets)
+            details.located += map(Located, token_ids, event.logprobs, offsets)
         if self._details is not None and self._details.prompt_logprobs is not None:
-            details.prompt_logprobs += update.prompt_logprobs
+            details.prompt_logprobs += event.prompt_logprobs
 
-    def _repeat_prompt(self, echo: Echo, piece: Piece, details: TokenDetails, update: Update) -> None:
+    def _repeat_prompt(self, echo: Echo, piece: Piece, details: TokenDetails, event: TokenEvent) -> None:
         piece.text = echo.text + piece.text
         self._num_echoed_characters = len(echo.text)
         if self._locates:
-            details.located += map(Located, self.prompt_token_ids, (None, *update.prompt_logprobs), echo.text_offsets)
+            details.located += map(Located, self.prompt_token_ids, (None, *event.prompt_logprobs), echo.text_offsets)
 
 
 class RepeatedPrompt(Choice):

@@ -13,8 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from neuron_runtime.apis.generation import Choice, Generation, Piece
-from neuron_runtime.core import FinishReason, Request, Sampling
-from neuron_runtime.engine.messages import Update
+from neuron_runtime.core import FinishReason, Request, Sampling, TokenEvent
 from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
 from neuron_runtime.requests.admission import Ask
 from neuron_runtime.server.engine_client import EngineClient
@@ -45,7 +44,7 @@ class LiveGeneration(Generation):
                 self._requests.append(partial(_request, prompt=prompt, sampling=chosen, ask=ask))
 
     async def begin(self) -> None:
-        """Send the requests and wait for the first update. Raises the engine's ServingErrors."""
+        """Send the requests and wait for the first event. Raises the engine's ServingErrors."""
         self._ids = self._client.submit(self._requests, self)
         self._running = set(range(len(self._ids)))
         await self._wait()
@@ -74,18 +73,18 @@ class LiveGeneration(Generation):
             left = FinishReason.ERROR if isinstance(error, ServingError) else FinishReason.ABORT
             self._finish(self.choices[index], left, now)
 
-    def deliver(self, index: int, update: Update) -> None:
-        """An update of the choice with this index; `show_pending` follows after all updates."""
+    def deliver(self, index: int, event: TokenEvent) -> None:
+        """New tokens of the choice with this index; `show_pending` follows after all updates."""
         if index not in self._running:
             return
         choice = self.choices[index]
         piece = self._pending.get(index)
         if piece is None:
             piece = self._pending[index] = Piece(index, "", 0, None)
-        if update.first is not None:
-            choice.num_cached_tokens = update.first.num_cached_tokens
+        if event.first is not None:
+            choice.num_cached_tokens = event.first.num_cached_tokens
         before = choice.num_tokens
-        piece.text += choice.feed(update.token_ids, update.finish_reason)
+        piece.text += choice.feed(event.token_ids, event.finish_reason)
         if choice.reasoning:
             piece.reasoning += choice.reasoning
             choice.reasoning = ""
@@ -94,14 +93,14 @@ class LiveGeneration(Generation):
             choice.calls = []
         num_tokens = choice.num_tokens - before
         if choice.has_details:
-            choice.add_details(piece, update, num_tokens)
-        self._count(choice, update, num_tokens)
+            choice.add_details(piece, event, num_tokens)
+        self._count(choice, event, num_tokens)
         if choice.finish_reason is not None:
-            if update.finish_reason is FinishReason.STOP and choice.stop_string is None:
-                choice.stop_token_id = update.token_ids[-1]
+            if event.finish_reason is FinishReason.STOP and choice.stop_string is None:
+                choice.stop_token_id = event.token_ids[-1]
             self._running.discard(index)
             self._finish(choice, choice.finish_reason, time.monotonic())
-            if update.finish_reason is None:
+            if event.finish_reason is None:
                 self._client.abort((self._ids[index],))
         piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
 
@@ -128,15 +127,15 @@ class LiveGeneration(Generation):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _count(self, choice: Choice, update: Update, num_tokens: int) -> None:
-        if not num_tokens and update.first is None:
+    def _count(self, choice: Choice, event: TokenEvent, num_tokens: int) -> None:
+        if not num_tokens and event.first is None:
             return
         now = time.monotonic()
-        if update.queue_seconds is not None:
+        if event.queue_seconds is not None:
             choice.first_token_at = now
-            choice.queue_seconds = update.queue_seconds
+            choice.queue_seconds = event.queue_seconds
             self._metrics.first_token(
-                now - choice.arrived, update.queue_seconds, choice.num_prompt_tokens, choice.num_cached_tokens
+                now - choice.arrived, event.queue_seconds, choice.num_prompt_tokens, choice.num_cached_tokens
             )
             self._metrics.tokens(num_tokens, None)
         else:
