@@ -44,7 +44,6 @@ from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import ExchangeCounter
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
-from neuron_runtime.server.kept_metrics import KeptMetrics
 from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -120,7 +119,6 @@ class FrontEnd:
         self.metrics = Metrics(config.served_names[0])
         self.gate = Gate()
         self.bodies = Bodies(config.server.max_body_bytes)
-        self.kept_metrics = KeptMetrics(self.metrics, run_dir)
         self.client = EngineClient(
             run_dir,
             self.metrics,

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import FastAPI
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -50,10 +51,8 @@ from neuron_runtime.requests.conversion import Body
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
-from neuron_runtime.server.exposition import VARY, chosen_format, encoded
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.generation import LiveGeneration
-from neuron_runtime.server.kept_metrics import KeptMetrics
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.objects import (
     Detokenized,
@@ -99,7 +98,6 @@ class State(Protocol):
 
     client: EngineClient
     metrics: Metrics
-    kept_metrics: KeptMetrics
     gate: Gate
     bodies: Bodies
     served_names: tuple[str, ...]
@@ -207,7 +205,7 @@ def build_app(state: State) -> FastAPI:
         Operation("server", "/load", routes.load, "How many requests run", Load),
         Operation("server", "/server_info", routes.server_info, "The configuration", ServerInfo),
         Operation("server", "/live", routes.live, "Whether the process is alive", Health),
-        Operation("server", "/metrics", routes.metrics, "Metrics for Prometheus, as text or OpenMetrics", "text/plain"),
+        Operation("server", "/metrics", routes.metrics, "Metrics for Prometheus", "text/plain"),
     )
     handlers = {
         ServingError: _serving_error,
@@ -317,10 +315,7 @@ class Routes:
         return _json(Health("ok"))
 
     async def metrics(self, request: Request) -> Response:
-        form = chosen_format(request.headers.get("accept", ""))
-        text = self._state.kept_metrics.render(form)
-        body, headers = encoded(text, request.headers.get("accept-encoding", ""))
-        return Response(body, headers={"content-type": form.content_type, "vary": VARY, **headers})
+        return Response(self._state.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _generate(self, request: Request, api_of: Callable[[bytes], Api]) -> Response:
         state = self._state
