@@ -60,7 +60,6 @@ from neuron_runtime.server.objects import (
     Load,
     Model,
     ModelList,
-    ModelPermission,
     ModelSampling,
     ServerInfo,
     Tokens,
@@ -234,8 +233,7 @@ class Routes:
         return await self._generate(request, lambda raw: MESSAGES)
 
     async def count_tokens(self, request: Request) -> Response:
-        self._state.gate.check_admits()
-        admission = self._state.admission()
+        admission = self._admission()
 
         def answer(body: CountTokensBody) -> Response:
             return _json(TokenCount(num_input_tokens(admission, body)))
@@ -246,8 +244,7 @@ class Routes:
         return await self._generate(request, _invoked)
 
     async def tokenize(self, request: Request) -> Response:
-        self._state.gate.check_admits()
-        admission = self._state.admission()
+        admission = self._admission()
 
         def answer(body: TokenizeBody) -> Response:
             ids = tokens_of(admission, body)
@@ -258,8 +255,7 @@ class Routes:
         return await self._parsed(request, TokenizeBody, answer)
 
     async def detokenize(self, request: Request) -> Response:
-        self._state.gate.check_admits()
-        admission = self._state.admission()
+        admission = self._admission()
 
         def answer(body: DetokenizeBody) -> Response:
             admission.check_model(body.model)
@@ -318,9 +314,7 @@ class Routes:
         return Response(self._state.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _generate(self, request: Request, api_of: Callable[[bytes], Api]) -> Response:
-        state = self._state
-        state.gate.check_admits()
-        admission = state.admission()
+        state, admission = self._state, self._admission()
         state.client.check_ready()
 
         def answer(raw: bytes) -> tuple[LiveGeneration, Writer]:
@@ -334,16 +328,15 @@ class Routes:
             generation, writer = await self._read(request, answer)
         exchange = exchange_of(request.scope)
         exchange.generation, exchange.model = generation, state.served_names[0]
-        exchange.tokenizer = admission.tokenizer
         return GenerationResponse(writer, generation, state.gate.running())
 
+    def _admission(self) -> Admission:
+        """Raises Draining, BackendFailed."""
+        self._state.gate.check_admits()
+        return self._state.admission()
+
     def _model(self, name: str) -> Model:
-        model = Model(
-            id=name,
-            created=self._started,
-            root=self._state.served_names[0],
-            permission=[ModelPermission(id=f"modelperm-{name}", created=self._started)],
-        )
+        model = Model(id=name, created=self._started, root=self._state.served_names[0])
         try:
             limits = self._state.admission().limits
         except ServingError:
