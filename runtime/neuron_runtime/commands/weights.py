@@ -27,20 +27,9 @@ class Contents:
 
     name: str
     """The name of the command."""
-    noun: str
-    work: str
-    """What makes one."""
     made: str
     key: str
-    open: Callable[[str], AnyStore]
-
-
-def _models(address: str) -> AnyStore:
-    return _opened(address, MODELS)
-
-
-def _artifacts(address: str) -> AnyStore:
-    return _opened(address, artifacts.ARTIFACTS)
+    kind: EntryKind
 
 
 def _opened(address: str, kind: EntryKind) -> AnyStore:
@@ -52,13 +41,13 @@ def _opened(address: str, kind: EntryKind) -> AnyStore:
     return Store(Path(address), kind)
 
 
-WEIGHTS = Contents("weights", "model", "download", "fetched", "DIGEST", _models)
-ARTIFACTS = Contents("artifacts", "artifact", "compilation", "compiled", "KEY", _artifacts)
+WEIGHTS = Contents("weights", "fetched", "DIGEST", MODELS)
+ARTIFACTS = Contents("artifacts", "compiled", "KEY", artifacts.ARTIFACTS)
 
 
 def add_commands(parser: argparse.ArgumentParser, contents: Contents = WEIGHTS) -> None:
     commands = parser.add_subparsers(dest=contents.name, required=True, metavar="COMMAND")
-    noun, work, made = contents.noun, contents.work, contents.made
+    noun, work, made = contents.kind.noun, contents.kind.work, contents.made
 
     def add(name: str, run: Callable[[argparse.Namespace, AnyStore], None], meaning: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
@@ -87,7 +76,7 @@ def add_commands(parser: argparse.ArgumentParser, contents: Contents = WEIGHTS) 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
     contents: Contents = options.contents
-    options.look_after(options, contents.open(options.store))
+    options.look_after(options, _opened(options.store, contents.kind))
     return record.success(contents.name, seconds=time.monotonic() - began)
 
 
