@@ -165,20 +165,6 @@ def decode_from_engine(raw: bytes) -> FromEngine:
     return _from_engine.decode(raw)
 
 
-def event_of(update: Update) -> TokenEvent:
-    """The event that `update_of` made it from."""
-    return TokenEvent(
-        update.request_id,
-        update.token_ids,
-        update.finish_reason,
-        update.logprobs,
-        update.prompt_logprobs,
-        update.num_cached_tokens,
-        first=update.first is not None,
-        queue_seconds=update.queue_seconds,
-    )
-
-
 def update_of(event: TokenEvent) -> Update:
     first = None
     if event.first:
