@@ -45,7 +45,6 @@ POLICY_NAMES = ["prefill-first", "vllm-neuron"]
 
 
 def add_commands(bench: argparse.ArgumentParser) -> None:
-    """Add the parser of `bench simulate`."""
     commands = bench.add_subparsers(dest="bench", required=True, metavar="COMMAND")
     meaning = "capacity of a deployment, in virtual time, without a device"
     parser = commands.add_parser("simulate", help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
