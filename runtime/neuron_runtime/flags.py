@@ -109,8 +109,7 @@ def add_flags(
 ) -> None:
     """Add the flags of these fields; a flag that is not set is None.
 
-    Args:
-        defaults: descriptions of defaults by argument, if a command has its own.
+    defaults: descriptions of defaults by argument, if a command has its own.
     """
     for field in fields:
         if field.flag:

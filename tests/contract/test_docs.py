@@ -40,12 +40,11 @@ from neuron_runtime import config, not_built, offline
 from neuron_runtime.apis.openai.body import DetokenizeBody, TokenizeBody
 from neuron_runtime.backend.host_sampling.drawing import NUMBERS_OF_CANDIDATES
 from neuron_runtime.backend.host_sampling.likeliest import GROUP
-from neuron_runtime.backend.host_sampling.sampler import MAX_LOGPROBS
 from neuron_runtime.backend.torch import choices, sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
 from neuron_runtime.commands.command_line import COMMANDS, build_parser
 from neuron_runtime.commands.serve import DRAIN_ON_THE_COMMAND_LINE
-from neuron_runtime.core import FinishReason, Sampling
+from neuron_runtime.core import MAX_LOGPROBS, FinishReason, Sampling
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, MAX_RETRY_SECONDS, MOST_QUEUED_TOKENS
 from neuron_runtime.errors import ExitCode, InvalidRequest
 from neuron_runtime.not_built import Surface

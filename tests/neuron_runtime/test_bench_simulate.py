@@ -369,7 +369,7 @@ class Recorded(PlannedBackend):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, replace(limits_of_plan(settings), vocabulary_size=128_256), TIMES, VirtualClock())
-        self.inputs, self.seen = Inputs(settings), Counter[str]()
+        self.inputs, self.seen = Inputs(settings, self.limits), Counter[str]()
 
     def launch(self, batch: Batch) -> None:
         expected = name_of(self.inputs.graphs(batch))

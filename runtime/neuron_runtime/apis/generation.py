@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from neuron_runtime.apis.logprobs import Located
 from neuron_runtime.core import FinishReason, Request, Sampling, TokenEvent, TokenLogprobs
@@ -19,9 +19,6 @@ from neuron_runtime.requests.prompts import Echo
 from neuron_runtime.text.choice_text import ChoiceText
 from neuron_runtime.text.tokenizer import Tokenizer
 from neuron_runtime.text.tool_calls import CallPiece, whole_calls
-
-if TYPE_CHECKING:
-    from neuron_runtime.engine.messages import Update
 
 
 @dataclass(slots=True)
@@ -100,27 +97,27 @@ class Choice(ChoiceText):
         self.first_token_at: float | None = None
         self.last_token_at = arrived
 
-    def add_details(self, piece: Piece, update: TokenEvent | Update, num_tokens: int) -> None:
-        """Add the details of an update to a piece; `num_tokens` of its tokens belong to the answer."""
+    def add_details(self, piece: Piece, event: TokenEvent, num_tokens: int) -> None:
+        """Add the details of new tokens to a piece; `num_tokens` of its tokens belong to the answer."""
         if piece.details is None:
             piece.details = TokenDetails()
         details, first = piece.details, self.num_tokens - num_tokens
         if self._echo is not None:
-            self._repeat_prompt(self._echo, piece, details, update)
+            self._repeat_prompt(self._echo, piece, details, event)
             self._echo = None
-        token_ids = update.token_ids[:num_tokens]
+        token_ids = event.token_ids[:num_tokens]
         details.token_ids += token_ids
         if self._locates:
             offsets = (self._num_echoed_characters + one for one in self.text_offsets[first:])
-            details.located += map(Located, token_ids, update.logprobs, offsets)
+            details.located += map(Located, token_ids, event.logprobs, offsets)
         if self._details is not None and self._details.prompt_logprobs is not None:
-            details.prompt_logprobs += update.prompt_logprobs
+            details.prompt_logprobs += event.prompt_logprobs
 
-    def _repeat_prompt(self, echo: Echo, piece: Piece, details: TokenDetails, update: TokenEvent | Update) -> None:
+    def _repeat_prompt(self, echo: Echo, piece: Piece, details: TokenDetails, event: TokenEvent) -> None:
         piece.text = echo.text + piece.text
         self._num_echoed_characters = len(echo.text)
         if self._locates:
-            details.located += map(Located, self.prompt_token_ids, (None, *update.prompt_logprobs), echo.text_offsets)
+            details.located += map(Located, self.prompt_token_ids, (None, *event.prompt_logprobs), echo.text_offsets)
 
 
 class RepeatedPrompt(Choice):
@@ -158,13 +155,13 @@ class Generation:
                 make = partial(Request, prompt_token_ids=prompt, sampling=chosen)
                 yield partial(make, priority=ask.priority, cache_salt=ask.cache_salt)
 
-    def take(self, update: TokenEvent | Update, piece: Piece) -> int:
-        """Add an update to a piece of its choice; returns the number of its tokens that belong to the answer."""
+    def take(self, event: TokenEvent, piece: Piece) -> int:
+        """Add new tokens to a piece of their choice; returns how many of them belong to the answer."""
         choice = self.choices[piece.index]
         before = choice.num_tokens
-        if update.first:
-            choice.num_cached_tokens = update.num_cached_tokens
-        piece.text += choice.feed(update.token_ids, update.finish_reason)
+        if event.first is not None:
+            choice.num_cached_tokens = event.num_cached_tokens
+        piece.text += choice.feed(event.token_ids, event.finish_reason)
         if choice.reasoning:
             piece.reasoning += choice.reasoning
             choice.reasoning = ""
@@ -173,10 +170,10 @@ class Generation:
             choice.calls = []
         num_tokens = choice.num_tokens - before
         if choice.has_details:
-            choice.add_details(piece, update, num_tokens)
-        ends = update.finish_reason is FinishReason.STOP and choice.finish_reason is not None
+            choice.add_details(piece, event, num_tokens)
+        ends = event.finish_reason is FinishReason.STOP and choice.finish_reason is not None
         if ends and choice.stop_string is None:
-            choice.stop_token_id = update.token_ids[-1]
+            choice.stop_token_id = event.token_ids[-1]
         piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
         return num_tokens
 

@@ -26,7 +26,7 @@ from neuron_runtime.artifacts.store import (
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
-from neuron_runtime.engine.backends import backend_package, check_ranks, compiles, compiling_package
+from neuron_runtime.engine.backends import backend_package, check_ranks, compiles
 from neuron_runtime.errors import ExitCode, FatalError, joined
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.fetching import described
@@ -51,10 +51,6 @@ class Places:
     """Address of another store, or none."""
     on_miss: OnMiss = "compile"
 
-    @property
-    def given(self) -> Path | None:
-        return given_folder()
-
 
 def given_folder() -> Path | None:
     """The folder of one artifact, named by the environment."""
@@ -67,17 +63,15 @@ def load_backend(
 ) -> Backend:
     """The backend of a model in a folder, or one rank of it.
 
-    Raises:
-        FatalError: those of `provide` and of the backend.
-        InvalidConfig: a setting cannot be served; names the field.
+    Raises FatalError as `provide` and the backend do, and InvalidConfig with a field that cannot be served.
     """
     check_ranks(config, rank.size)
     if not compiles(config):
-        if places.given is not None:
+        if given_folder() is not None:
             say(f"{ARTIFACT_VARIABLE} has no effect, because the configuration does not set `compile`")
         return backend_package(config).load_backend(model_dir, config, progress, rank=rank)
     artifact = provide(config, model_dir, places, progress)
-    return compiling_package(config).load_backend(model_dir, config, progress, artifact, rank=rank)
+    return backend_package(config).load_backend(model_dir, config, progress, artifact, rank=rank)
 
 
 def check_artifact(
@@ -106,11 +100,12 @@ def provide(
             `make`.
     """
     wanted = wanted_artifact(config, model_dir, digest)
-    compiler = compiling_package(config).compiler(wanted.config, model_dir)
-    if (folder := compiler.ready_made(places.given)) is not None:
+    compiler = backend_package(config).compiler(wanted.config, model_dir)
+    given = given_folder()
+    if (folder := compiler.ready_made(given)) is not None:
         return folder
-    if places.given is not None:
-        return _given(places.given, wanted, places, progress)
+    if given is not None:
+        return _given(given, wanted, places, progress)
     store, remote = artifact_store(places.folder), remote_artifacts(places.store)
     if places.on_miss == "compile":
         return make(wanted, store, progress, remote)[0].folder
@@ -153,7 +148,7 @@ def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallb
 
 def _miss(wanted: Wanted, store: Store, remote: RemoteStore | None) -> str:
     cure = "compile it with `neuron-runtime compile`, or serve with --on-artifact-miss compile"
-    place = store.folder if remote is None else remote.uri
+    place = store.folder if remote is None else remote.address
     closest = nearest(entries_of(store) if remote is None else documents_of(remote), wanted.cover)
     if closest is None:
         return f"{place} has no artifact, {wanted.key} is needed: {cure}"

@@ -94,13 +94,10 @@ def read_artifact(entry: Entry) -> Artifact:
 
 
 def find(store: Store, cover: Mapping[str, Any], *, whole: bool = False) -> Entry | None:
-    """The artifact that covers exactly this, and a note that it is used now.
+    """The artifact that covers exactly this, and a note that it is used now. Raises Damaged if its files are wrong.
 
     Args:
         whole: compare the contents of every file with its checksum; False: without those of large files.
-
-    Raises:
-        Damaged: there is one, but its files are wrong.
     """
     entry = store.find(key_of(cover))
     if entry is not None and (differing := _checked(entry, whole).differences(cover)):

@@ -10,13 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from neuron_runtime import record
 from neuron_runtime.artifacts import store as artifacts
 from neuron_runtime.console import AmountLine, bytes_text, printable, say
 from neuron_runtime.errors import FatalError
-from neuron_runtime.weights.store import DAY_SECONDS, MODELS, AnyStore, EntryKind, ListedEntry, Store, check_key
+from neuron_runtime.weights.store import DAY_SECONDS, MODELS, EntryKind, ListedEntry, Store, check_key
+
+if TYPE_CHECKING:
+    from neuron_runtime.weights.remote import RemoteStore
+
+    AnyStore = Store | RemoteStore
 
 DEFAULT_UNUSED_DAYS = 30.0
 
@@ -27,22 +32,13 @@ class Contents:
 
     name: str
     """The name of the command."""
+    kind: EntryKind
     made: str
     key: str
-    kind: EntryKind
 
 
-def _opened(address: str, kind: EntryKind) -> AnyStore:
-    if "://" in address:
-        from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415 - brings boto3
-
-        return RemoteStore(address, "DIR", kind=kind)
-
-    return Store(Path(address), kind)
-
-
-WEIGHTS = Contents("weights", "fetched", "DIGEST", MODELS)
-ARTIFACTS = Contents("artifacts", "compiled", "KEY", artifacts.ARTIFACTS)
+WEIGHTS = Contents("weights", MODELS, "fetched", "DIGEST")
+ARTIFACTS = Contents("artifacts", artifacts.ARTIFACTS, "compiled", "KEY")
 
 
 def add_commands(parser: argparse.ArgumentParser, contents: Contents = WEIGHTS) -> None:
@@ -78,6 +74,15 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
     contents: Contents = options.contents
     options.look_after(options, _opened(options.store, contents.kind))
     return record.success(contents.name, seconds=time.monotonic() - began)
+
+
+def _opened(address: str, kind: EntryKind) -> AnyStore:
+    if "://" in address:
+        from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415 - brings boto3
+
+        return RemoteStore(address, "DIR", kind=kind)
+
+    return Store(Path(address), kind)
 
 
 def _ls(options: argparse.Namespace, store: AnyStore) -> None:

@@ -1,15 +1,14 @@
 """The engine of an `LLM`: in the caller's process, or in one of its own if only its end frees the device.
 
-`engine_of` chooses. Both find the model, load and warm up the backend, and turn requests into tokens, step by step.
-They know nothing of text.
+`engine_of` chooses. Both find the model, load and warm up the backend, and turn requests into token events, step by
+step. They know nothing of text.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from neuron_runtime.artifacts.loading import Places, load_backend
 from neuron_runtime.backend_protocol import Backend
@@ -23,9 +22,6 @@ from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.weights.fetching import model_folder
-
-if TYPE_CHECKING:
-    from neuron_runtime.engine.messages import Update
 
 
 class OfflineEngine(Protocol):
@@ -50,7 +46,7 @@ class OfflineEngine(Protocol):
     def abort(self, request_id: str) -> None:
         """Stop a request; idempotent."""
 
-    def step(self) -> Sequence[TokenEvent | Update]: ...
+    def step(self) -> list[TokenEvent]: ...
 
     def close(self) -> None:
         """Release device and memory; idempotent."""

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -38,9 +38,6 @@ from neuron_runtime.requests.parameters import check_parameter_served, parameter
 from neuron_runtime.requests.sampling_fields import SamplingFields
 from neuron_runtime.requests.tools import is_forced
 from neuron_runtime.text.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from neuron_runtime.engine.messages import Update
 
 MAX_SEED_BITS = 63
 
@@ -266,17 +263,17 @@ class LLM:
                     live[request.request_id] = one, index
             # The last step may outlive the requests, if stop strings end them.
             while self._engine.has_work:
-                for update in self._step():
-                    # Aborted requests may still have updates.
-                    if update.request_id not in live:
+                for event in self._step():
+                    # Aborted requests may still have events.
+                    if event.request_id not in live:
                         continue
-                    one, index = live[update.request_id]
-                    choice = one.feed(index, update)
+                    one, index = live[event.request_id]
+                    choice = one.feed(index, event)
                     if choice.finish_reason is None:
                         continue
-                    del live[update.request_id]
-                    if update.finish_reason is None:
-                        self._engine.abort(update.request_id)
+                    del live[event.request_id]
+                    if event.finish_reason is None:
+                        self._engine.abort(event.request_id)
                     num_tokens += choice.num_tokens
                     if one.finished:
                         bar.set_postfix_str(f"{num_tokens / (time.monotonic() - began):.1f} tokens/s", refresh=False)
@@ -285,7 +282,7 @@ class LLM:
             for request_id in live:
                 self._engine.abort(request_id)
 
-    def _step(self) -> Sequence[TokenEvent | Update]:
+    def _step(self) -> list[TokenEvent]:
         try:
             return self._engine.step()
         except InvalidRequest:

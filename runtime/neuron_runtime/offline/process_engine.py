@@ -19,9 +19,9 @@ import msgspec
 import zmq
 
 from neuron_runtime.config import RuntimeConfig
-from neuron_runtime.core import BackendLimits, Request
+from neuron_runtime.core import BackendLimits, Request, TokenEvent
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.messages import Abort, Add, ModelFound, Ready, Step, Update
+from neuron_runtime.engine.messages import Abort, Add, ModelFound, Ready, Step
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, InvalidRequest, ServingError
 from neuron_runtime.local_settings import LocalSettings
@@ -80,7 +80,7 @@ class ProcessEngine:
             self._live.remove(request_id)
             self._send(Abort((request_id,)))
 
-    def step(self) -> list[Update]:
+    def step(self) -> list[TokenEvent]:
         """What the engine has done since the last call, at least one step of it."""
         try:
             step = self._next(Step)
@@ -90,10 +90,10 @@ class ProcessEngine:
         self.stats = step.stats
         for refused in step.refused:
             raise InvalidRequest(refused.message, refused.field)
-        # Those of requests that were aborted meanwhile are of no use to anybody.
-        updates = [update for update in step.updates if update.request_id in self._live]
-        self._live -= {update.request_id for update in updates if update.finish_reason is not None}
-        return updates
+        # Events of requests that were aborted meanwhile are of no use to anybody.
+        events = [event for event in step.events if event.request_id in self._live]
+        self._live -= {event.request_id for event in events if event.finish_reason is not None}
+        return events
 
     def close(self) -> None:
         self._live.clear()

@@ -1,17 +1,12 @@
-"""A prompt and its answers while the engine runs them: updates in, outputs out. Used by `llm`."""
+"""A prompt and its answers while the engine runs them: events in, outputs out. Used by `llm`."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from neuron_runtime.apis.generation import Answer, Choice, Generation, Piece
 from neuron_runtime.core import FinishReason, TokenEvent, TokenLogprobs
 from neuron_runtime.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from neuron_runtime.requests.admission import Ask
 from neuron_runtime.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from neuron_runtime.engine.messages import Update
 
 
 class RunningPrompt(Generation):
@@ -33,9 +28,9 @@ class RunningPrompt(Generation):
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def feed(self, index: int, update: TokenEvent | Update) -> Choice:
+    def feed(self, index: int, event: TokenEvent) -> Choice:
         piece = Piece(index, "", 0, None)
-        self.take(update, piece)
+        self.take(event, piece)
         self._answers[index].add(piece)
         return self.choices[index]
 

@@ -128,7 +128,7 @@ class Worker:
         if mail or works:
             late = tuple(Refused(name, str(error), error.field) for name, error in self._engine.take_refused())
             # An abort changes the statistics too, and a freed row must be visible at once.
-            self._border.send(Step(tuple(map(messages.update_of, events)), late, self._account()))
+            self._border.send(Step(tuple(events), late, self._account()))
 
     def _account(self) -> EngineStats:
         """The statistics with the times of this turn; sending them counts for the next one."""
@@ -166,7 +166,7 @@ class Worker:
 
     def _is_abandoned(self, request_id: str) -> bool:
         """Whether the front end that sent a request was replaced."""
-        return self._first_number is not None and messages.number_of(request_id) < self._first_number
+        return self._first_number is not None and int(request_id) < self._first_number
 
 
 class StartReport:

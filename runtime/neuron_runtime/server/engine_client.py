@@ -16,10 +16,10 @@ from typing import Protocol
 
 import zmq
 
-from neuron_runtime.core import BackendLimits, Request
+from neuron_runtime.core import BackendLimits, Request, TokenEvent
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backpressure import Backpressure, QueueLimits
-from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, Ready, Refused, StartProgress, Step, Update
+from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, Ready, Refused, StartProgress, Step
 from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.metrics import Metrics
 
@@ -32,7 +32,7 @@ MAX_IDS = 10**12
 class Recipient(Protocol):
     """Receives the updates of requests. All methods are called on the event loop and must not block."""
 
-    def deliver(self, index: int, update: Update) -> None:
+    def deliver(self, index: int, event: TokenEvent) -> None:
         """An update of the request with this index."""
 
     def show_pending(self) -> None:
@@ -121,7 +121,7 @@ class EngineClient:
         if not self._recipients:
             self._queue.resume(now)
         for index, make in enumerate(requests):
-            request_id = messages.request_id(next(self._ids))
+            request_id = str(next(self._ids))
             request = make(request_id)
             try:
                 self._queue.enter(request_id, len(request.prompt_token_ids), len(self._recipients), now)
@@ -202,19 +202,19 @@ class EngineClient:
     def _deliver(self, step: Step, touched: dict[int, Recipient]) -> None:
         self._metrics.step(step)
         recipients, queue, ended = self._recipients, self._queue, []
-        for update in step.updates:
-            # Unknown ids were aborted while their update was in flight.
-            entry = recipients.get(update.request_id)
+        for event in step.events:
+            # Unknown ids were aborted while their event was in flight.
+            entry = recipients.get(event.request_id)
             if entry is not None:
                 recipient, index = entry
                 touched[id(recipient)] = recipient
-                if update.first is not None:
-                    queue.take_up(update.request_id)
-                if update.finish_reason is not None:
-                    del recipients[update.request_id]
-                    ended.append(update.request_id)
+                if event.first is not None:
+                    queue.take_up(event.request_id)
+                if event.finish_reason is not None:
+                    del recipients[event.request_id]
+                    ended.append(event.request_id)
                 try:
-                    recipient.deliver(index, update)
+                    recipient.deliver(index, event)
                 except Exception as error:  # noqa: BLE001 - a bug that one request meets must not end the others
                     _fail(recipient, error)
         if ended:

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 
 from neuron_runtime.apis.generation import Choice, Generation, Piece
-from neuron_runtime.core import FinishReason
-from neuron_runtime.engine.messages import Update
+from neuron_runtime.core import FinishReason, TokenEvent
 from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
 from neuron_runtime.requests.admission import Ask
 from neuron_runtime.server.engine_client import EngineClient
@@ -33,7 +32,7 @@ class LiveGeneration(Generation):
         self._error: Exception | None = None
 
     async def begin(self) -> None:
-        """Send the requests and wait for the first update. Raises the engine's ServingErrors."""
+        """Send the requests and wait for the first event. Raises the engine's ServingErrors."""
         self._ids = self._client.submit(self.requests(), self)
         self._running = set(range(len(self._ids)))
         await self._wait()
@@ -62,19 +61,19 @@ class LiveGeneration(Generation):
             left = FinishReason.ERROR if isinstance(error, ServingError) else FinishReason.ABORT
             self._finish(self.choices[index], left, now)
 
-    def deliver(self, index: int, update: Update) -> None:
-        """An update of the choice with this index; `show_pending` follows after all updates."""
+    def deliver(self, index: int, event: TokenEvent) -> None:
+        """New tokens of the choice with this index; `show_pending` follows after all updates."""
         if index not in self._running:
             return
         choice = self.choices[index]
         piece = self._pending.get(index)
         if piece is None:
             piece = self._pending[index] = Piece(index, "", 0, None)
-        self._count(choice, update, self.take(update, piece))
+        self._count(choice, event, self.take(event, piece))
         if choice.finish_reason is not None:
             self._running.discard(index)
             self._finish(choice, choice.finish_reason, time.monotonic())
-            if update.finish_reason is None:
+            if event.finish_reason is None:
                 self._client.abort((self._ids[index],))
 
     def show_pending(self) -> None:
@@ -100,15 +99,15 @@ class LiveGeneration(Generation):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _count(self, choice: Choice, update: Update, num_tokens: int) -> None:
-        if not num_tokens and update.first is None:
+    def _count(self, choice: Choice, event: TokenEvent, num_tokens: int) -> None:
+        if not num_tokens and event.first is None:
             return
         now = time.monotonic()
-        if update.queue_seconds is not None:
+        if event.queue_seconds is not None:
             choice.first_token_at = now
-            choice.queue_seconds = update.queue_seconds
+            choice.queue_seconds = event.queue_seconds
             self._metrics.first_token(
-                now - choice.arrived, update.queue_seconds, choice.num_prompt_tokens, choice.num_cached_tokens
+                now - choice.arrived, event.queue_seconds, choice.num_prompt_tokens, choice.num_cached_tokens
             )
             self._metrics.tokens(num_tokens, None)
         else:

@@ -89,8 +89,8 @@ class NxdiBackend:
         self._in_group = in_group
         self._application = application
         self._settings = settings
-        self._limits = limits
-        self._inputs = Inputs(settings)
+        self.limits = limits
+        self._inputs = Inputs(settings, limits)
         self._launched: deque[_Step] = deque()
         self._running: deque[_Step] = deque()
         self._thread: DeviceThread[_Job, _Done] = DeviceThread(self._run)
@@ -100,10 +100,6 @@ class NxdiBackend:
         """One for each row of the step that ran last."""
         self._failure: BaseException | None = None
         self._memory_due = 0.0
-
-    @property
-    def limits(self) -> BackendLimits:
-        return self._limits
 
     def warm_up(self, progress: ProgressCallback) -> list[StepTime]:
         """Run every graph. No sequence exists yet, and one overwrites the keys and values that it finds before it reads
@@ -185,7 +181,7 @@ class NxdiBackend:
             for added in step.batch.added:
                 self._host.add(added)
             of_host = self._host.of_host(rows.slots) & rows.samples
-        on_device = self._limits.sampling != "Host"
+        on_device = self.limits.sampling != "Host"
         logits: list[torch.Tensor] = []
         logits_of: list[IntArray] = []
         for call in step.calls:

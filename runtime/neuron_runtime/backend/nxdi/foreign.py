@@ -18,12 +18,9 @@ from neuron_runtime.artifacts.store import DOCUMENT
 from neuron_runtime.backend.nxdi.models import text_config
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, OF_REQUESTS, SAMPLING, SAMPLING_FIELDS, SHARDED, spelled
 from neuron_runtime.backend.nxdi.settings import Settings
-from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE as CONFIG_FILE
-from neuron_runtime.checkpoint import GRAPHS_FILE as MODEL_FILE
+from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
-
-__all__ = ["CONFIG_FILE", "MODEL_FILE", "adopted", "differences", "holds_weights", "is_foreign", "within"]
 
 FOLDERS = "neuron-compiled-artifacts/*"
 """Where the vLLM plugin puts them, within a model's folder."""
@@ -45,7 +42,10 @@ OF_BLOCKS = ("pa_num_blocks", "pa_block_size")
 
 def is_foreign(folder: Path) -> bool:
     """Whether a folder has graphs that NxD Inference wrote, without a document of ours."""
-    return all((folder / name).is_file() for name in (MODEL_FILE, CONFIG_FILE)) and not (folder / DOCUMENT).exists()
+    return (
+        all((folder / name).is_file() for name in (GRAPHS_FILE, GRAPHS_CONFIG_FILE))
+        and not (folder / DOCUMENT).exists()
+    )
 
 
 def holds_weights(folder: Path) -> bool:
@@ -63,8 +63,7 @@ def within(model_dir: Path) -> list[Path]:
 def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
     """The configuration with the folder's values where it is open.
 
-    Raises:
-        FatalError: ARTIFACT_MISSING if the folder's file is no configuration of NxD Inference.
+    Raises FatalError (ARTIFACT_MISSING) if the folder's file is no configuration of NxD Inference.
     """
     theirs = _read(folder)["neuron_config"]
     values: dict[str, Any] = {}
@@ -118,8 +117,7 @@ def _doubled(least: int, most: int) -> list[int]:
 def differences(settings: Settings, model: Mapping[str, Any], folder: Path) -> list[str]:
     """What the folder was compiled with, as far as it is not what is wanted: `field: found instead of wanted`.
 
-    Args:
-        model: config.json of the model to serve.
+    model: config.json of the model to serve.
     """
     document = _read(folder)
     theirs, differing = document["neuron_config"] | _default_buckets(document["neuron_config"]), []
@@ -149,10 +147,10 @@ def _shown(value: Any) -> str:
 def _read(folder: Path) -> dict[str, Any]:
     try:
         # It may have Infinity, which strict JSON has not.
-        document = json.loads((folder / CONFIG_FILE).read_bytes())
+        document = json.loads((folder / GRAPHS_CONFIG_FILE).read_bytes())
         if isinstance(document["neuron_config"], dict):
             return dict(document)
     except (OSError, ValueError, TypeError, KeyError):
         pass
-    message = f"{folder / CONFIG_FILE} is no configuration of NxD Inference with a `neuron_config`"
+    message = f"{folder / GRAPHS_CONFIG_FILE} is no configuration of NxD Inference with a `neuron_config`"
     raise FatalError(ExitCode.ARTIFACT_MISSING, message)

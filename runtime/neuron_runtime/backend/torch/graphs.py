@@ -69,7 +69,7 @@ class TorchCompiler:
 
 
 def torch_compiler(config: RuntimeConfig, model_dir: Path) -> TorchCompiler:
-    """See `CompilingPackage.compiler`."""
+    """See `BackendPackage.compiler`."""
     if platform.machine() != "x86_64":
         raise InvalidConfig("$.compile", f"is for processors of {PROCESSOR}, not {platform.machine()}: leave it out")
     checkpoint = read_whole_checkpoint(model_dir)
