@@ -12,7 +12,6 @@ from typing import Protocol
 
 from neuron_runtime.artifacts.loading import Places, load_backend
 from neuron_runtime.backend_protocol import Backend
-from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import StageLines
 from neuron_runtime.core import BackendLimits, Request, TokenEvent
@@ -22,7 +21,7 @@ from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.weights.fetching import materialize
+from neuron_runtime.weights.fetching import model_folder
 
 
 class OfflineEngine(Protocol):
@@ -54,7 +53,6 @@ class OfflineEngine(Protocol):
 
 
 def engine_of(config: RuntimeConfig, settings: LocalSettings) -> OfflineEngine:
-    """The engine for the backend of this configuration."""
     if backend_package(config).FREED_BY_EXIT:
         from neuron_runtime.offline.process_engine import ProcessEngine  # noqa: PLC0415  (brings sockets)
 
@@ -63,8 +61,6 @@ def engine_of(config: RuntimeConfig, settings: LocalSettings) -> OfflineEngine:
 
 
 class LocalEngine:
-    """An engine in this process."""
-
     def __init__(self, config: RuntimeConfig, settings: LocalSettings) -> None:
         self._config = config
         self._settings = settings
@@ -83,16 +79,8 @@ class LocalEngine:
         return self._engine.has_work
 
     def find_model(self) -> Path:
-        config, settings = self._config, self._settings
-        self._model_dir = materialize(
-            config.model,
-            settings.weights_dir,
-            self._progress,
-            weights_store=settings.weights_store,
-            on_miss=settings.on_weights_miss,
-            with_weights=backend_package(config).needs_weights(config),
-            check=check_tokenizer,
-        )
+        needs_weights = backend_package(self._config).needs_weights(self._config)
+        self._model_dir = model_folder(self._config.model, self._settings, self._progress, with_weights=needs_weights)
         return self._model_dir
 
     def load(self) -> BackendLimits:

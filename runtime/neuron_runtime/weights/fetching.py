@@ -28,6 +28,7 @@ from neuron_runtime.checkpoint import (
     InvalidModel,
     advice_without_safetensors,
     check_folder,
+    check_tokenizer,
     header_length,
     is_shard,
     parse_index,
@@ -36,6 +37,7 @@ from neuron_runtime.checkpoint import (
 )
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.uris import FolderModel, HubModel, ImageModel, ModelInPlace, S3Model, parse_uri
 from neuron_runtime.weights.disk import writing
 from neuron_runtime.weights.journal import Journal
@@ -225,6 +227,21 @@ def materialize(
     if shown:
         progress(stage, 1.0)
     return entry.folder
+
+
+def model_folder(
+    model: ModelSource, settings: LocalSettings, progress: ProgressCallback, *, with_weights: bool
+) -> Path:
+    """The same for a model to serve, with the places of this machine."""
+    return materialize(
+        model,
+        settings.weights_dir,
+        progress,
+        weights_store=settings.weights_store,
+        on_miss=settings.on_weights_miss,
+        with_weights=with_weights,
+        check=check_tokenizer,
+    )
 
 
 def open_remote(uri: str, field: str = "--weights-store") -> RemoteStore:
