@@ -47,7 +47,7 @@ from neuron_runtime.weights.selection import (
     weight_files,
 )
 from neuron_runtime.weights.source import Attempts, Listing, Source, read_all
-from neuron_runtime.weights.store import KEY, Entry, Manifest, Store, StoredFile, WaitingLine
+from neuron_runtime.weights.store import KEY, MODELS, Entry, EntryKind, Manifest, Store, StoredFile, WaitingLine
 from neuron_runtime.weights.transfer import TOOLS, Amount, Tools, Transfer
 
 if TYPE_CHECKING:
@@ -227,11 +227,11 @@ def materialize(
     return entry.folder
 
 
-def open_remote(uri: str, field: str = "--weights-store") -> RemoteStore:
+def open_remote(uri: str, field: str = "--weights-store", kind: EntryKind = MODELS) -> RemoteStore:
     """The store in S3 at this address. Raises InvalidConfig at `field` if it is none."""
     from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415  (brings a client library)
 
-    return RemoteStore(uri, field)
+    return RemoteStore(uri, field, kind=kind)
 
 
 @contextlib.contextmanager
