@@ -34,7 +34,6 @@ from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.groups import group_owner, rest_of
 from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.pods import runtime_image
-from neuron_operator.render.replicas import replicas
 from neuron_operator.render.storage import check_source, own_claims
 from neuron_operator.why import attempts, status
 from neuron_operator.why.pods import (
@@ -407,11 +406,11 @@ def _replicas(
 ) -> Iterator[Object]:
     served = allowed.revision
     if served.placement.nodes == 1:
-        yield from replicas(model, served, allowed.num_pods, pace, nudge.of_deployment(observed).value)
+        yield serving.deployment(model, served, allowed.num_pods, pace, nudge.of_deployment(observed).value)
     elif observed.deployment is not None and grouped is not None:  # of an earlier revision on one node
         before = next((known for known in observed.revisions if known.name == observed.deployment.revision), None)
         if before is not None:
-            yield from replicas(model, before, grouped.num_earlier, pace)
+            yield serving.deployment(model, before, grouped.num_earlier, pace)
     if grouped is None:
         return
     for attempt in grouped.start:

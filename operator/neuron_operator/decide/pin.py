@@ -27,7 +27,7 @@ from neuron_operator.read.remembered import remembered
 from neuron_operator.read.revision import FORMAT, Compiling, Pinned, Revision, revision_hash, shared_annotation
 from neuron_operator.read.world import FreeDevices, Object, Settings
 from neuron_operator.render.config_document import config_document, ranks_of, sampling_mode
-from neuron_operator.render.objects import child, without_empty
+from neuron_operator.render.objects import child
 from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
 from neuron_operator.render.resources import serving_memory, serving_requests
 from neuron_operator.render.serving import config_name
@@ -221,16 +221,16 @@ def _compiling(model: NeuronModel, settings: Settings, target: Target | None) ->
 
 def to_object(model: NeuronModel, revision: Revision) -> Object:
     """The ControllerRevision that stores it."""
-    keeper = child(
+    return child(
         model,
         "apps/v1",
         "ControllerRevision",
         names.revision_name(model.name, revision.name),
-        component="server",
         labels={names.REVISION_LABEL: revision.name},
+        annotations=shared_annotation(revision),
+        revision=revision.number,
+        data=as_json(revision.pinned),
     )
-    metadata = without_empty({**keeper["metadata"], "annotations": shared_annotation(revision)})
-    return {**keeper, "metadata": metadata, "revision": revision.number, "data": as_json(revision.pinned)}
 
 
 def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice | None) -> Plan:

@@ -88,7 +88,7 @@ class Kubectl:
         """
         namespace, name = text(model, "metadata", "namespace"), name_of(model)
         key = self._api_key(model, namespace)
-        service = names.service_name(name)
+        service = name
         if key is None:
             with tempfile.TemporaryDirectory(prefix="kubectl-neuron-") as folder:
                 socket = str(Path(folder) / "proxy")  # not a port: every user of this machine could act with it
