@@ -134,16 +134,11 @@ def pin(
     free: FreeDevices | None = None,
     before: Held | None = None,
 ) -> Revision:
-    """Decide a new revision.
+    """Decide a new revision. `upgrade`: see `Pinned`; `free`: the nodes of the cluster, if they were read in this pass;
+    `before`: where the revision before runs.
 
-    Args:
-        upgrade: see `Pinned`.
-        free: the nodes of the cluster, if they were read in this pass.
-        before: where the one before runs.
-
-    Raises:
-        Unplaceable: no node could hold a replica.
-        InvalidSpec: a limit that exceeds the model's, or no place for the artifact that a Job is to compile.
+    Raises Unplaceable if no node could hold a replica, InvalidSpec for a limit that exceeds the model's, or if there is
+    no place for the artifact that a Job is to compile.
     """
     length = model.spec.serving.max_model_length
     if length and 0 < facts.max_position_embeddings < length:
@@ -220,7 +215,6 @@ def _compiling(model: NeuronModel, settings: Settings, target: Target | None) ->
 
 
 def to_object(model: NeuronModel, revision: Revision) -> Object:
-    """The ControllerRevision that stores it."""
     return child(
         model,
         "apps/v1",

@@ -249,24 +249,20 @@ def _current(jobs: Sequence[Object], waiting: Finding, observed: Observed) -> in
 def _retry_seconds(task: Task, observed: Observed) -> int:
     """A tenth of the time that the step has been waiting: a cure is noticed soon after a short fault, and attempts
     become rarer without a stored count."""
-    before = observed.model.conditions.get(task.waiting.condition)
-    since = instant(before.since) if before is not None and before.status == "False" else None
-    waited = (observed.now - since).total_seconds() if since else 0.0
+    waited = seconds_false(observed, task.waiting.condition)
     return int(min(max(waited / 10, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS))
 
 
+def seconds_false(observed: Observed, condition: str) -> float:
+    """For how long the condition has been false."""
+    before = observed.model.conditions.get(condition)
+    since = instant(before.since) if before is not None and before.status == "False" else None
+    return (observed.now - since).total_seconds() if since else 0.0
+
+
 def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:
-    """The finding for a refused manifest."""
     needs = refusal.needs if isinstance(refusal, Unplaceable) else ()
     return unmet(refusal.reason.row.conditions[-1], refusal.reason, str(refusal), needs)
-
-
-def _resolve_jobs(known: Known) -> tuple[Object, ...]:
-    return (resolve_job(known.model, known.settings),)
-
-
-def _learn_facts(known: Known, record: Record) -> Known | None:
-    return replace(known, facts=record.facts) if record.facts else None
 
 
 def _finish_resolve(known: Known) -> tuple[Known, Finding]:
@@ -316,10 +312,6 @@ def _compile_jobs(known: Known) -> tuple[Object, ...]:
     return compile_jobs(known.model, known.settings, known.pinned.pinned)
 
 
-def _learn_artifact(known: Known, record: Record) -> Known | None:
-    return replace(known, artifact=record.artifact) if record.artifact else None
-
-
 def _finish_compile(known: Known) -> tuple[Known, Finding]:
     artifact = known.artifact
     if known.model.is_compiled and known.model.spec.names_artifact:
@@ -338,17 +330,13 @@ def _check_jobs(known: Known) -> tuple[Object, ...]:
     return (check_job(known.model, known.settings, known.pinned),) if is_needed else ()
 
 
-def _learn_check(known: Known, record: Record) -> Known | None:
-    return known if record.command == names.ROLE_CHECK else None
-
-
 STEPS = (
     Step(
         _finish_resolve,
         Task(
             waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the model's configuration"),
-            jobs=_resolve_jobs,
-            learn=_learn_facts,
+            jobs=lambda known: (resolve_job(known.model, known.settings),),
+            learn=lambda known, record: replace(known, facts=record.facts) if record.facts else None,
             knows=lambda known: known.facts is not None,
         ),
     ),
@@ -367,7 +355,7 @@ STEPS = (
         Task(
             waiting=unmet("Compiled", Reason.COMPILING, "compiling the model"),
             jobs=_compile_jobs,
-            learn=_learn_artifact,
+            learn=lambda known, record: replace(known, artifact=record.artifact) if record.artifact else None,
             void_after=frozenset(Reason.ARTIFACT_MISSING.row.exit_codes),
         ),
     ),
@@ -376,7 +364,7 @@ STEPS = (
         Task(
             waiting=unmet("UpToDate", Reason.CHECKING, "the runtime checks the configuration before a replica ends"),
             jobs=_check_jobs,
-            learn=_learn_check,
+            learn=lambda known, record: known if record.command == names.ROLE_CHECK else None,
             is_lasting=False,
         ),
     ),

@@ -37,8 +37,6 @@ class KubectlFailed(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a model answers."""
-
     session: aiohttp.ClientSession
     url: str
     """Without `/v1`."""
@@ -76,9 +74,6 @@ class Kubectl:
             return []
         nodes_here = self._get("nodes", *node_names, "--ignore-not-found")
         return [*items(nodes_here, "items")] or ([nodes_here] if name_of(nodes_here) else [])
-
-    def log(self, namespace: str, pod: str, container: str, *options: str) -> str:
-        return self.read("logs", pod, "--namespace", namespace, "--container", container, *options)
 
     @contextlib.asynccontextmanager
     async def connected(self, model: Any) -> AsyncIterator[Address]:

@@ -42,8 +42,6 @@ class InvalidSetting(OperatorError):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of one process of the operator."""
-
     models: Settings
     namespace: str
     identity: str
@@ -58,8 +56,7 @@ class RunSettings:
     log_level: str
 
 
-def _text(value: str) -> str:
-    return value.strip()
+_text = str.strip
 
 
 def _words(value: str) -> tuple[str, ...]:
@@ -84,24 +81,8 @@ def _between(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def _jobs(value: str) -> JobSettings:
-    return msgspec.json.decode(value, type=JobSettings)
-
-
-def _ca_bundle(value: str) -> CaBundle:
-    return msgspec.json.decode(value, type=CaBundle)
-
-
-def _storage(value: str) -> StorageSettings:
-    return msgspec.json.decode(value, type=StorageSettings)
-
-
-def _provisionable(value: str) -> Provisionable:
-    return msgspec.json.decode(value, type=Provisionable)
-
-
-def _groups(value: str) -> GroupSettings:
-    return msgspec.json.decode(value, type=GroupSettings)
+def _json(kind: Any) -> Callable[[str], Any]:
+    return lambda value: msgspec.json.decode(value, type=kind)
 
 
 def _families(value: str) -> dict[str, str]:
@@ -109,10 +90,6 @@ def _families(value: str) -> dict[str, str]:
     if unknown := [family for family in families.values() if family not in FAMILIES]:
         raise ValueError(f"{unknown[0]} is no family of devices; known are {', '.join(FAMILIES)}")
     return families
-
-
-def _objects(value: str) -> tuple[Object, ...]:
-    return msgspec.json.decode(value, type=tuple[Object, ...])
 
 
 @dataclass(frozen=True)
@@ -148,20 +125,20 @@ SETTINGS = (
     _Setting("image_pull_secrets", _words, "", "comma-separated pull secrets of all pods"),
     _Setting(
         "jobs",
-        _jobs,
+        _json(JobSettings),
         "{}",
         'JSON: nodeSelector, tolerations, resources, labels, annotations and env of Jobs, e.g. {"env": [...]}',
     ),
     _Setting(
         "ca_bundle",
-        _ca_bundle,
+        _json(CaBundle),
         "{}",
         "JSON: certificate authorities for downloads, a key of a ConfigMap or Secret in each model's namespace, e.g. "
         '{"configMap": {"name": "private-ca", "key": "ca.crt"}}',
     ),
     _Setting(
         "storage",
-        _storage,
+        _json(StorageSettings),
         "{}",
         "JSON: weights and artifacts, each one of emptyDir (weights only), pvcTemplate, persistentVolumeClaim and "
         "objectStore; imageVolumes; keepDays, e.g. "
@@ -169,7 +146,7 @@ SETTINGS = (
     ),
     _Setting(
         "provisionable",
-        _provisionable,
+        _json(Provisionable),
         "{}",
         'JSON: instance types that an autoscaler can add, e.g. {"instanceTypes": ["inf2.8xlarge", "trn2.48xlarge"]}',
     ),
@@ -182,11 +159,10 @@ SETTINGS = (
     ),
     _Setting(
         "groups",
-        _groups,
+        _json(GroupSettings),
         "{}",
         "JSON: replicas on several nodes: restartSeconds, maxRestarts, placeSeconds, topologyKey, hostNetwork, "
-        "controller, maxNodes, e.g. "
-        '{"restartSeconds": 60, "maxRestarts": 5}',
+        'controller, maxNodes, e.g. {"restartSeconds": 60, "maxRestarts": 5}',
     ),
     _Setting(
         "device_mode",
@@ -210,7 +186,7 @@ SETTINGS = (
     ),
     _Setting(
         "network_policy_ingress_from",
-        _objects,
+        _json(tuple[Object, ...]),
         "[]",
         "JSON list of NetworkPolicyPeers that may call models; empty: all",
     ),
@@ -242,9 +218,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunSettings:
+def load(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> RunSettings:
     """Settings from flags and environment. Raises InvalidSetting; argparse itself exits on unknown flags."""
-    environ = os.environ if environ is None else environ
     flags = vars(parser().parse_args(argv))
     values: dict[str, Any] = {}
     for setting in SETTINGS:
@@ -257,19 +232,12 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunSe
             values[setting.name] = setting.parse(text)
         except (ValueError, msgspec.DecodeError) as error:
             raise InvalidSetting(f"{source} is {text!r}: {error}") from error
-    return _assemble(values)
-
-
-def _assemble(values: dict[str, Any]) -> RunSettings:
     models = Settings(**{one.name: values.pop(one.name) for one in fields(Settings)})
     if (models.device_mode == "PluginWithExtension") != bool(models.device_scheduler_name):
         raise InvalidSetting(
             "--device-scheduler-name and --device-mode PluginWithExtension belong together: set both or neither"
         )
-    values["namespace"] = values["namespace"] or _own_namespace()
+    own_namespace = NAMESPACE_FILE.read_text().strip() if NAMESPACE_FILE.is_file() else "default"
+    values["namespace"] = values["namespace"] or own_namespace
     values["identity"] = values["identity"] or socket.gethostname()
     return RunSettings(models=models, lease=LeaseTimings.of(values.pop("lease_seconds")), **values)
-
-
-def _own_namespace() -> str:
-    return NAMESPACE_FILE.read_text().strip() if NAMESPACE_FILE.is_file() else "default"

@@ -1,17 +1,18 @@
 """What one HTTP request has generated: its choices, and the pieces of text, reasoning, calls and details that are new.
 
-`server.generation` feeds the choices from the engine; the writers of the APIs turn the pieces into bytes. No I/O.
+`server.generation` and the offline class feed it from the engine; the writers of the APIs turn the pieces into bytes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from neuron_runtime.apis.logprobs import Located
-from neuron_runtime.core import FinishReason, Sampling, TokenEvent, TokenLogprobs
+from neuron_runtime.core import FinishReason, Request, Sampling, TokenEvent, TokenLogprobs
 from neuron_runtime.errors import ServingError
 from neuron_runtime.requests.admission import Ask
 from neuron_runtime.requests.prompts import Echo
@@ -31,7 +32,6 @@ class TokenDetails:
     """Only in the first piece of a prompt's first choice, if requested."""
 
     def add(self, later: TokenDetails) -> None:
-        """Append the details of a later piece."""
         self.token_ids += later.token_ids
         self.located += later.located
         self.prompt_logprobs += later.prompt_logprobs
@@ -142,6 +142,40 @@ class Generation:
             for prompt, sampling, echo in zip(ask.prompts, ask.sampling, echoes, strict=True)
             for _ in range(ask.num_choices)
         ]
+
+    def requests(self) -> Iterator[Callable[[str], Request]]:
+        """For each choice, what makes its request from an id."""
+        ask = self.ask
+        echoes = ask.details is not None and ask.details.logprobs is not None and bool(ask.echoes)
+        for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
+            # Prompt logprobs are computed for the first answer only, unless each answer echoes them.
+            later = sampling if echoes else replace(sampling, prompt_logprobs=None)
+            for number in range(ask.num_choices):
+                chosen = replace(later if number else sampling, choice=number)
+                make = partial(Request, prompt_token_ids=prompt, sampling=chosen)
+                yield partial(make, priority=ask.priority, cache_salt=ask.cache_salt)
+
+    def take(self, event: TokenEvent, piece: Piece) -> int:
+        """Add new tokens to a piece of their choice; returns how many of them belong to the answer."""
+        choice = self.choices[piece.index]
+        before = choice.num_tokens
+        if event.first is not None:
+            choice.num_cached_tokens = event.num_cached_tokens
+        piece.text += choice.feed(event.token_ids, event.finish_reason)
+        if choice.reasoning:
+            piece.reasoning += choice.reasoning
+            choice.reasoning = ""
+        if choice.calls:
+            piece.calls += choice.calls
+            choice.calls = []
+        num_tokens = choice.num_tokens - before
+        if choice.has_details:
+            choice.add_details(piece, event, num_tokens)
+        ends = event.finish_reason is FinishReason.STOP and choice.finish_reason is not None
+        if ends and choice.stop_string is None:
+            choice.stop_token_id = event.token_ids[-1]
+        piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
+        return num_tokens
 
     @property
     def stop_reasons(self) -> list[int | str | None]:

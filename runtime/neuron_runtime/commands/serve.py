@@ -78,10 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The two ways to name a model and its configuration."""
     parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=f"{FORMS}, org/name (a hub model), or the path of a folder",
+        "model", nargs="?", metavar="MODEL", help=f"{FORMS}, org/name (a hub model), or the path of a folder"
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="Configuration document, instead of MODEL and the flags for it"
@@ -161,11 +158,11 @@ def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], 
     check = check or check_backend
     problems = ConfigProblems()
     for row in not_built.rows(Surface.FLAG):
-        value = getattr(options, row.name)
+        value, flag = getattr(options, row.name), flag_of(row)
         with problems.collecting():
-            not_built.refuse(Surface.FLAG, row.name, value, at=flag_of(row))
+            not_built.refuse(Surface.FLAG, row.name, value, at=flag)
         if value is not None and not row.has_effect:
-            say(f"{flag_of(row)} has no effect here: leave it out")
+            say(f"{flag} has no effect here: leave it out")
     # A command may have only some of the flags.
     arguments = {name: value for name in BY_ARGUMENT if (value := getattr(options, name, None)) is not None}
     vllm = {"device": options.device, "additional_config": options.additional_config}

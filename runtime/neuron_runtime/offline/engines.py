@@ -52,7 +52,6 @@ class OfflineEngine(Protocol):
 
 
 def engine_of(config: RuntimeConfig, settings: LocalSettings) -> OfflineEngine:
-    """The engine for the backend of this configuration."""
     if backend_package(config).FREED_BY_EXIT:
         from neuron_runtime.offline.process_engine import ProcessEngine  # noqa: PLC0415  (brings sockets)
 
@@ -61,8 +60,6 @@ def engine_of(config: RuntimeConfig, settings: LocalSettings) -> OfflineEngine:
 
 
 class LocalEngine:
-    """An engine in this process."""
-
     def __init__(self, config: RuntimeConfig, settings: LocalSettings) -> None:
         self._config = config
         self._settings = settings

@@ -7,8 +7,6 @@ and text.
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import gc
 import os
 import signal
@@ -35,8 +33,9 @@ from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
+from neuron_runtime.processes.children import ENGINE_MODULE, begun, child_parser
 from neuron_runtime.processes.group import leading, place_of
-from neuron_runtime.processes.lifeline import Deadline, die_with_parent
+from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.processes.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
 
 PROGRESS_PERIOD_SECONDS = 0.2
@@ -199,6 +198,17 @@ class Ending:
         record.write(outcome, self._path)
         return outcome.exit_code
 
+    def code_of(self, work: Callable[[], None]) -> int:
+        """Do the work of this process; returns the exit code."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever the device raised decides the exit code
+            failure = device_failure(error)
+            if failure is not error:
+                traceback.print_exc()
+            return self.write(failure)
+        return 0
+
     def at_once(self, failure: ServingError) -> NoReturn:
         """Without waiting for other threads: the device may never answer."""
         os._exit(self.write(failure))
@@ -253,30 +263,22 @@ def serve(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="neuron_runtime.processes.engine")
-    parser.add_argument("--config", type=Path, required=True)
+    parser = child_parser(ENGINE_MODULE)
     add_local_flags(parser)
-    parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
-    parser.add_argument("--record", type=Path, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
-    options = parser.parse_args(arguments)
-    die_with_parent(options.parent_pid)
-    faulthandler.enable()
+    options = begun(parser, arguments)
     border = Border(options.run_dir, options.incarnation)
     ending = Ending("serve", options.record)
-    try:
+
+    def work() -> None:
         with Deadline(options.run_dir / f"deadline-{options.incarnation}") as deadline:
             config, layout = load_config(options.config), Layout.of_folder(options.run_dir)
             serve(config, LocalSettings.of(options), layout, border, deadline=deadline, ending=ending)
-    except Exception as error:  # noqa: BLE001 - whatever the device raised decides the exit code
-        failure = device_failure(error)
-        if failure is not error:
-            traceback.print_exc()
-        return ending.write(failure)
+
+    try:
+        return ending.code_of(work)
     finally:
         border.close()
-    return 0
 
 
 if __name__ == "__main__":

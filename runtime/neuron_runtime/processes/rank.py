@@ -6,13 +6,9 @@ of requests.
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import gc
 import signal
 import sys
-import traceback
-from pathlib import Path
 
 from neuron_runtime.artifacts.loading import find_model, load_backend
 from neuron_runtime.backend_protocol import ProgressCallback
@@ -20,9 +16,10 @@ from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
 from neuron_runtime.distributed.layout import Layout
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
-from neuron_runtime.processes.engine import Ending, device_failure
+from neuron_runtime.processes.children import RANK_MODULE, begun, child_parser
+from neuron_runtime.processes.engine import Ending
 from neuron_runtime.processes.group import Following, facts_of, place_of
-from neuron_runtime.processes.lifeline import Deadline, die_with_parent
+from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.processes.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
 
 
@@ -55,28 +52,19 @@ def _report_of(layout: Layout, rank: int) -> ProgressCallback:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="neuron_runtime.processes.rank")
-    parser.add_argument("--config", type=Path, required=True)
+    parser = child_parser(RANK_MODULE)
     add_local_flags(parser)
-    parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--record", type=Path, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
-    options = parser.parse_args(arguments)
-    die_with_parent(options.parent_pid)
-    faulthandler.enable()
+    options = begun(parser, arguments)
     ending = Ending("follow", options.record)
-    try:
+
+    def work() -> None:
         with Deadline(options.run_dir / f"deadline-rank-{options.rank}") as deadline:
             layout = Layout.of_folder(options.run_dir)
             config, settings = load_config(options.config), LocalSettings.of(options)
             run_rank(config, settings, layout, options.rank, deadline=deadline, ending=ending)
-    except Exception as error:  # noqa: BLE001 - whatever the device raised decides the exit code
-        failure = device_failure(error)
-        if failure is not error:
-            traceback.print_exc()
-        return ending.write(failure)
-    return 0
+
+    return ending.code_of(work)
 
 
 if __name__ == "__main__":

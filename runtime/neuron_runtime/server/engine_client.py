@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -95,7 +95,6 @@ class EngineClient:
         loop.call_soon(self._receive)
 
     def engine_ended(self, message: str) -> None:
-        """All its requests end with an error."""
         self._disconnect()
         self.ready, self.detail = False, message
         self._metrics.engine_ended()
@@ -108,11 +107,10 @@ class EngineClient:
         self._stall = message
 
     def fail_all(self, error: ServingError) -> None:
-        """All requests in flight end with this error."""
         for recipient in {id(one): one for one, _ in self._recipients.values()}.values():
             recipient.fail(error)
 
-    def submit(self, requests: Sequence[Callable[[str], Request]], recipient: Recipient) -> list[str]:
+    def submit(self, requests: Iterable[Callable[[str], Request]], recipient: Recipient) -> list[str]:
         """Create and send requests; updates of the i-th one have index i.
 
         Raises: BackendFailed, or Overloaded if too many are outstanding.
@@ -179,7 +177,10 @@ class EngineClient:
             self._on_broken(error)
         finally:
             for recipient in touched.values():
-                _guarded(recipient, recipient.show_pending)
+                try:
+                    recipient.show_pending()
+                except Exception as error:  # noqa: BLE001 - a bug that one request meets must not end the others
+                    _fail(recipient, error)
 
     def _handle(self, message: messages.FromEngine, touched: dict[int, Recipient]) -> None:
         match message:
@@ -229,13 +230,6 @@ class EngineClient:
 def outstanding_limits(limits: BackendLimits, queue: QueueLimits) -> QueueLimits:
     """What the front end may have sent: the engine's queue, and the prompts of all rows until their first tokens."""
     return QueueLimits(queue.max_requests, queue.max_tokens + limits.max_rows * limits.max_model_length)
-
-
-def _guarded(recipient: Recipient, call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - a bug that one request meets must not end the others
-        _fail(recipient, error)
 
 
 def _fail(recipient: Recipient, error: Exception) -> None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
 from neuron_runtime.apis.generation import Choice, Generation, Piece
-from neuron_runtime.core import FinishReason, Request, Sampling, TokenEvent
+from neuron_runtime.core import FinishReason, TokenEvent
 from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
 from neuron_runtime.requests.admission import Ask
 from neuron_runtime.server.engine_client import EngineClient
@@ -22,30 +20,20 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 
 class LiveGeneration(Generation):
-    """Runs the choices of one HTTP request."""
-
     def __init__(self, ask: Ask, client: EngineClient, metrics: Metrics, tokenizer: Tokenizer) -> None:
         super().__init__(ask, tokenizer)
         self._client = client
         self._metrics = metrics
-        self._requests: list[Callable[[str], Request]] = []
         self._ids: list[str] = []
         self._running: set[int] = set()
         self._pending: dict[int, Piece] = {}
         self._show: Callable[[list[Piece]], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        echoes = ask.details is not None and ask.details.logprobs is not None and bool(ask.echoes)
-        for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
-            # Prompt logprobs are computed for the first answer only, unless each answer echoes them.
-            later = sampling if echoes else replace(sampling, prompt_logprobs=None)
-            for number in range(ask.num_choices):
-                chosen = replace(later if number else sampling, choice=number)
-                self._requests.append(partial(_request, prompt=prompt, sampling=chosen, ask=ask))
 
     async def begin(self) -> None:
         """Send the requests and wait for the first event. Raises the engine's ServingErrors."""
-        self._ids = self._client.submit(self._requests, self)
+        self._ids = self._client.submit(self.requests(), self)
         self._running = set(range(len(self._ids)))
         await self._wait()
 
@@ -81,28 +69,12 @@ class LiveGeneration(Generation):
         piece = self._pending.get(index)
         if piece is None:
             piece = self._pending[index] = Piece(index, "", 0, None)
-        if event.first is not None:
-            choice.num_cached_tokens = event.first.num_cached_tokens
-        before = choice.num_tokens
-        piece.text += choice.feed(event.token_ids, event.finish_reason)
-        if choice.reasoning:
-            piece.reasoning += choice.reasoning
-            choice.reasoning = ""
-        if choice.calls:
-            piece.calls += choice.calls
-            choice.calls = []
-        num_tokens = choice.num_tokens - before
-        if choice.has_details:
-            choice.add_details(piece, event, num_tokens)
-        self._count(choice, event, num_tokens)
+        self._count(choice, event, self.take(event, piece))
         if choice.finish_reason is not None:
-            if event.finish_reason is FinishReason.STOP and choice.stop_string is None:
-                choice.stop_token_id = event.token_ids[-1]
             self._running.discard(index)
             self._finish(choice, choice.finish_reason, time.monotonic())
             if event.finish_reason is None:
                 self._client.abort((self._ids[index],))
-        piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
 
     def show_pending(self) -> None:
         """Show pending pieces, and wake the task that waits for the first update or the end."""
@@ -155,7 +127,3 @@ class LiveGeneration(Generation):
             prefill_seconds=first - choice.arrived - waited,
             decode_seconds=choice.last_token_at - first,
         )
-
-
-def _request(request_id: str, prompt: tuple[int, ...], sampling: Sampling, ask: Ask) -> Request:
-    return Request(request_id, prompt, sampling, ask.priority, ask.cache_salt)
