@@ -291,10 +291,10 @@ def an_exchange() -> Exchange:
     sampling = Sampling(max_tokens=1)
     ask = SimpleNamespace(stream=True, num_choices=1, prompts=((1,),), num_prompt_tokens=1, sampling=(sampling,))
     choice = SimpleNamespace(queue_seconds=0.0, first_token_at=0.0, ended=FinishReason.ABORT)
-    generation: Any = SimpleNamespace(ask=ask, choices=[choice], num_cached_tokens=0, num_tokens=1)
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "x")
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "x")
+    generation: Any = SimpleNamespace(ask=ask, choices=[choice], num_cached_tokens=0, num_tokens=1, tokenizer=tokenizer)
     error = InvalidRequest("wrong", field="n")
-    more: dict[str, Any] = {"key": 1, "error": error, "generation": generation, "model": "m", "tokenizer": tokenizer}
+    more: dict[str, Any] = {"key": 1, "error": error, "generation": generation, "model": "m"}
     return Exchange("id", "POST", "/v1/completions", "127.0.0.1", {}, 0.0, 0.0, **more)
 
 

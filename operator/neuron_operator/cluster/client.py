@@ -294,12 +294,7 @@ class Client:
         self, resource: Resource, namespace: str | None, *, label_selector: str = "", field_selector: str = ""
     ) -> Page:
         encoded: list[msgspec.Raw] = []
-        query = {
-            "labelSelector": label_selector,
-            "fieldSelector": field_selector,
-            "limit": str(PAGE_SIZE),
-            "continue": "",
-        }
+        query = {"labelSelector": label_selector, "fieldSelector": field_selector, "limit": str(PAGE_SIZE)}
         while True:
             async with self._answer("list", resource, resource.path(namespace), query=query) as response:
                 page = msgspec.json.decode(await response.read(), type=_ListAnswer)
@@ -541,14 +536,7 @@ def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> Clus
     return kind(message, retriable=kind not in (Invalid, Forbidden, Terminating), status=code)
 
 
-_FAULTS: Mapping[int, type[ClusterFault]] = {
-    400: Invalid,
-    403: Forbidden,
-    404: NotFound,
-    409: Conflict,
-    410: Gone,
-    422: Invalid,
-}
+_FAULTS = {400: Invalid, 403: Forbidden, 404: NotFound, 409: Conflict, 410: Gone, 422: Invalid}
 
 
 def _replacements(desired: Object, live: Object) -> Object:

@@ -1,9 +1,8 @@
 """Whether a live object already contains everything desired. Passes check this before every write, so that an
 unchanged model causes none.
 
-A live object may legitimately differ from what was applied: the API server adds defaults, drops empty values and
-normalizes quantities, and other managers add fields. The object's `managedFields` name the fields that are ours and the
-lists that are merged by key, so no schema is needed. Their format:
+The API server adds defaults, drops empty values and normalizes quantities, and other managers add fields. The object's
+`managedFields` name the fields that are ours and the lists that are merged by key, so no schema is needed:
 https://kubernetes.io/docs/reference/using-api/server-side-apply/#field-management.
 """
 

@@ -1,10 +1,8 @@
 """Leader election by a Lease: one replica leads, and another takes over when it stops. Called by `run`.
 
-The standby watches the Lease. Each side uses its own monotonic clock, and every request is bounded by the rest of the
-term. Two replicas never lead at once: a holder stops `deadline_seconds` after it *sent* its last renewal, and another
-takes over no sooner than `duration_seconds` after it *saw* that renewal.
-The deadline is also checked before each write, because a process that was frozen continues in the middle of a pass.
-In a process (`run`), all of this is on a thread of its own, with its own connection: long passes delay no renewal.
+Two replicas never lead at once: a holder stops `deadline_seconds` after it *sent* its last renewal, and another takes
+over no sooner than `duration_seconds` after it *saw* that renewal, each by its own monotonic clock. The deadline is
+also checked before each write, because a process that was frozen continues in the middle of a pass.
 """
 
 from __future__ import annotations
@@ -76,10 +74,10 @@ class LeaderLease:
             tasks.create_task(self._reflector.run(), name="lease watch")
             await self._reflector.synced.wait()
             while True:
-                held, sent_at = await self._acquire()
+                term = await self._acquire()
                 logger.info("leading as %s", self.identity)
                 try:
-                    await self._lead(held, sent_at, work)
+                    await self._lead(term, work)
                 finally:
                     logger.info("no longer leading")
 
@@ -89,8 +87,7 @@ class LeaderLease:
         if term is None or term.ended or _now() >= term.sent_at + self.timings.deadline_seconds:
             raise TermOver("the term of this leader is over", retriable=True)
 
-    async def _acquire(self) -> tuple[Object, float]:
-        """The Lease as this replica holds it, and when the request was sent."""
+    async def _acquire(self) -> _Term:
         while True:
             self._changed.clear()
             live = self._reflector.find(self.namespace, self.name)
@@ -101,7 +98,7 @@ class LeaderLease:
                 sent_at = _now()
                 try:
                     async with asyncio.timeout(self.timings.deadline_seconds):
-                        return await self._take(live), sent_at
+                        return _Term(await self._take(live), sent_at)
                 except (AlreadyExists, Conflict):  # another replica was faster: the watch will show it
                     wait_seconds = self.timings.retry_seconds
                 except (ClusterFault, TimeoutError) as fault:
@@ -127,9 +124,9 @@ class LeaderLease:
         spec["leaseTransitions"] = int(live["spec"].get("leaseTransitions") or 0) + 1
         return await self.client.replace(LEASES, {**live, "spec": spec})
 
-    async def _lead(self, held: Object, sent_at: float, work: Callable[[], Awaitable[None]]) -> None:
+    async def _lead(self, term: _Term, work: Callable[[], Awaitable[None]]) -> None:
         """Work and renew until the work ends, the Lease is lost, or this is cancelled; then release the Lease."""
-        term = self._term = _Term(held, sent_at)
+        self._term = term
         working = asyncio.ensure_future(work())
         renewing = asyncio.create_task(self._renew(term), name="lease renewal")
         try:

@@ -1,9 +1,8 @@
 """Caches of the objects that passes read. Each change of an object wakes its model.
 
-Kopf delivers the NeuronModels. A reflector lists any other resource, watches from the list's resource version with
-bookmarks, and resumes a watch that ended. When that version has expired (410), it lists again and treats objects
-missing from the new list as deleted. The client cuts a watch without bookmarks, so that a dead connection cannot hide a
-change for long. Objects are kept as JSON, which takes a fifth of the memory, and are decoded when they are read.
+Kopf delivers the NeuronModels; a reflector lists any other resource, watches it from there, and lists again when that
+version has expired (410). Objects are kept as JSON, which takes a fifth of the memory, and are decoded when they are
+read.
 """
 
 from __future__ import annotations
@@ -490,9 +489,6 @@ class Caches:
 
     def _objects(self, resource: Resource, key: Key) -> Iterable[Object]:
         return (obj for cache in self._of(resource) for obj in cache.of_model(key))
-
-    def shared(self, namespace: str) -> tuple[Object, ...]:
-        return self.children((namespace, ""))
 
     def use(self, key: Key, shared: frozenset[str]) -> None:
         """The model needs these shared objects from now on: their changes wake it."""

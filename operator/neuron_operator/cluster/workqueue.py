@@ -1,8 +1,7 @@
 """A keyed queue for level-triggered work: a key waits once, never runs twice at a time, and backs off on failure.
 
 Reflectors add keys, workers take them: in turns from each party (the namespace of a model), so that who adds many waits
-longer for them than others for their few. The queue is in memory only: a new leader adds all keys. It does not depend
-on Kubernetes, and its only clock is the event loop's.
+longer for them than others for their few. It knows nothing of Kubernetes; its only clock is the event loop's.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import partial
 
 from neuron_operator.api import manifest, names
 from neuron_operator.api.errors import InvalidSpec
@@ -150,10 +151,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     known = Known(
         model,
         settings,
-        next_number,
-        world.free,
-        held,
-        upgrade=because,
+        partial(pin.pin, model, settings=settings, number=next_number, upgrade=because, free=world.free, before=held),
         tried=frozenset((*observed.tried, observed.model.failed_revision)),
         answers=not manifest.is_paused(world.body) and any(pod.is_answering for pod in observed.live),
         facts=facts,

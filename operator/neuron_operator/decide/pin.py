@@ -1,8 +1,7 @@
 """The pinned decision of one spec revision: facts, plan, configuration and pod template, kept in a ControllerRevision.
 
-Called by `decide` and `steps`. A revision is decided once; later passes read it, so that neither a new operator nor a
-new default image changes running pods. It contains only what pods or their placement depend on: the drain times, but
-not replicas, pause, the pace of rollouts, Jobs or the Service. A lost ControllerRevision is rebuilt from what runs.
+Called by `decide`. It contains only what pods or their placement depend on: the drain times, but not
+replicas, pause, the pace of rollouts, Jobs or the Service.
 """
 
 from __future__ import annotations

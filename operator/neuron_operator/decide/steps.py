@@ -18,13 +18,11 @@ from neuron_operator.api.errors import InvalidSpec, Unplaceable
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import MAX_WORD
 from neuron_operator.api.reasons import Finding, Reason, met, unmet
-from neuron_operator.decide import pin
-from neuron_operator.place.planner import Held
 from neuron_operator.read.objects import instant, name_of, rendered_hash
 from neuron_operator.read.records import Facts, Record, StoredArtifact, StoredWeights
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import JobView, KeeperView, Observed
-from neuron_operator.read.world import FreeDevices, Object, Settings
+from neuron_operator.read.world import Object, Settings
 from neuron_operator.render.jobs import (
     MAX_RETRY_SECONDS,
     MIN_RETRY_SECONDS,
@@ -52,14 +50,8 @@ class Known:
 
     model: NeuronModel
     settings: Settings
-    next_number: int
-    """Number of the revision if a new one is pinned."""
-    free: FreeDevices | None = None
-    """None: not read in this pass."""
-    held: Held | None = None
-    """Where the revision before runs."""
-    upgrade: str = ""
-    """The runtime image, if it alone makes a new revision."""
+    pin: Callable[[Facts], Revision]
+    """Decides a new revision. Raises InvalidSpec or Unplaceable."""
     tried: frozenset[str] = frozenset()
     """Names of revisions that have, or had, replicas."""
     answers: bool = False
@@ -272,15 +264,7 @@ def _finish_resolve(known: Known) -> tuple[Known, Finding]:
 
 
 def _finish_place(known: Known) -> tuple[Known, Finding]:
-    pinned = known.revision or pin.pin(
-        known.model,
-        known.resolved,
-        known.settings,
-        known.next_number,
-        upgrade=known.upgrade,
-        free=known.free,
-        before=known.held,
-    )
+    pinned = known.revision or known.pin(known.resolved)
     summary = pinned.pinned.plan.summary or pinned.placement.words
     return replace(known, revision=pinned), met("Placed", str(summary))
 

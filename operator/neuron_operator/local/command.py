@@ -1,8 +1,7 @@
 """Serve a manifest on this machine, without a cluster.
 
 Called by `__main__` for `neuron-operator local`. Runs the same pure decision as the operator in a cluster against a
-`Machine`. Prints every change of a condition with the seconds since the start, the addresses once the model is ready,
-and optionally the streamed answer to one question.
+`Machine`, and prints what changes, the addresses, and optionally the answer to one question.
 """
 
 from __future__ import annotations

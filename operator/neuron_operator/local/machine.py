@@ -110,7 +110,8 @@ class Machine:
             self._host = replace(self._host, config_maps={**self._host.config_maps, name: desired})
             self._changed()  # a pass may wait for it
         elif kind == "Job":
-            await self._run_once(obj)
+            if f"{name}-0" not in self._pods:
+                await self._start(_pod_of(obj, f"{name}-0"), restart=False)
         elif kind == "Deployment":
             await self._scale(obj)
         elif kind == "StatefulSet":
@@ -152,11 +153,6 @@ class Machine:
             pod.process.kill()
 
     # --- controllers
-
-    async def _run_once(self, job: Object) -> None:
-        name = f"{job['metadata']['name']}-0"
-        if name not in self._pods:
-            await self._start(_pod_of(job, name), restart=False)
 
     async def _scale(self, deployment: Object) -> None:
         name = deployment["metadata"]["name"]

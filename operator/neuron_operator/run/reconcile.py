@@ -157,7 +157,7 @@ class Reconciler:
             world,
             children=children,
             pods=pods,
-            shared=caches.shared(key[0]),
+            shared=caches.children((key[0], "")),
             used_by_others=caches.used_by_others(key),
             nodes=caches.nodes_of(pods),
             has_turn=self.turns.take(key),
@@ -322,11 +322,7 @@ class _Writes:
         self._observe_written(NEURON_MODELS, written)
 
 
-_CAUSES = {
-    Terminating: RefusalCause.TERMINATING,
-    Forbidden: RefusalCause.FORBIDDEN,
-    Invalid: RefusalCause.REJECTED,
-}
+_CAUSES = {Terminating: RefusalCause.TERMINATING, Forbidden: RefusalCause.FORBIDDEN, Invalid: RefusalCause.REJECTED}
 
 
 def _key_of(obj: Object) -> tuple[str, str, str]:
