@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from bench.delivery import Report, add_output_arguments, check_outputs, deliver
 from bench.model import model_folder_or_uri, random_model
 from bench.report import Load, Meter, Row, Table, at_least, at_most, cells, machine_line
-from neuron_runtime.bench.report import Report, add_output_arguments, check_outputs, deliver
 from neuron_runtime.console import say
 from neuron_runtime.errors import FatalError, InvalidConfig, ServingError
 
