@@ -1,4 +1,4 @@
-"""A linear layer in half precision gives the rounded product of float32, whatever this processor has instructions for."""
+"""A linear layer in half precision gives the rounded product of float32, with or without instructions for it."""
 
 from __future__ import annotations
 
