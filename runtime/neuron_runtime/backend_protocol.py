@@ -131,6 +131,7 @@ class Compiler(Protocol):
         """A folder of graphs that the library compiled without us, and that fits: the given one, or one beside the
         model; None if there is none. Raises FatalError with ARTIFACT_MISSING and what differs if the given one is such
         a folder, but does not fit."""
+        return None
 
     def tools(self) -> Mapping[str, str]:
         """Versions of the programs that compile, for the record: they are not part of the key, because a serving pod

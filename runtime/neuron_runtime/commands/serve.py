@@ -16,6 +16,7 @@ from typing import Any
 
 from neuron_runtime import not_built, record
 from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, model_uri, naming, on_this_machine
+from neuron_runtime.artifacts.loading import find_model
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines, say
 from neuron_runtime.distributed.layout import layout_for
@@ -28,7 +29,6 @@ from neuron_runtime.processes.run_dir import made_run_dir
 from neuron_runtime.processes.supervisor import Signals, Supervisor, listen, url_of
 from neuron_runtime.server.auth import api_key_file, check_keys
 from neuron_runtime.uris import FORMS
-from neuron_runtime.weights.fetching import model_folder
 
 DEFAULT_PORT = 8000
 
@@ -143,7 +143,7 @@ def check(config: RuntimeConfig, settings: LocalSettings) -> None:
     """
     from neuron_runtime.processes.front_end import load_text  # noqa: PLC0415 - brings the web stack
 
-    folder = model_folder(config.model, settings, StageLines(), with_weights=False)
+    folder = find_model(config, settings, StageLines(), with_weights=False)
     backend_package(config).check_model(folder, config)
     load_text(folder, config.text)
 

@@ -16,6 +16,7 @@ from neuron_runtime import record
 from neuron_runtime.artifacts import store as artifacts
 from neuron_runtime.console import AmountLine, bytes_text, printable, say
 from neuron_runtime.errors import FatalError
+from neuron_runtime.weights.fetching import open_remote
 from neuron_runtime.weights.store import DAY_SECONDS, MODELS, EntryKind, ListedEntry, Store, check_key
 
 if TYPE_CHECKING:
@@ -77,12 +78,7 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
 
 
 def _opened(address: str, kind: EntryKind) -> AnyStore:
-    if "://" in address:
-        from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415 - brings boto3
-
-        return RemoteStore(address, "DIR", kind=kind)
-
-    return Store(Path(address), kind)
+    return open_remote(address, "DIR", kind) if "://" in address else Store(Path(address), kind)
 
 
 def _ls(options: argparse.Namespace, store: AnyStore) -> None:

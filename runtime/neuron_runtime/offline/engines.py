@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from neuron_runtime.artifacts.loading import Places, load_backend
+from neuron_runtime.artifacts.loading import find_model, load_backend
 from neuron_runtime.backend_protocol import Backend
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import StageLines
@@ -21,7 +21,6 @@ from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.weights.fetching import model_folder
 
 
 class OfflineEngine(Protocol):
@@ -79,14 +78,11 @@ class LocalEngine:
         return self._engine.has_work
 
     def find_model(self) -> Path:
-        needs_weights = backend_package(self._config).needs_weights(self._config)
-        self._model_dir = model_folder(self._config.model, self._settings, self._progress, with_weights=needs_weights)
+        self._model_dir = find_model(self._config, self._settings, self._progress)
         return self._model_dir
 
     def load(self) -> BackendLimits:
-        settings = self._settings
-        places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
-        self._backend = load_backend(self._model_dir, self._config, places, self._progress)
+        self._backend = load_backend(self._model_dir, self._config, self._settings, self._progress)
         warn_of_limits(self._config, self._backend.limits)
         self._backend.warm_up(self._progress)
         # No queue limit, because the caller waits for all answers anyway.

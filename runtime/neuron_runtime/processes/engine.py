@@ -20,12 +20,12 @@ from typing import NoReturn
 import zmq
 
 from neuron_runtime import record
-from neuron_runtime.artifacts.loading import Places, check_artifact, load_backend
+from neuron_runtime.artifacts.loading import check_artifact, find_model, load_backend
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
 from neuron_runtime.distributed.layout import Layout
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.backends import backend_package, warn_of_limits
+from neuron_runtime.engine.backends import warn_of_limits
 from neuron_runtime.engine.backpressure import queue_limits
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, FromEngine, Joined, ModelFound, Ready, Refused, Step, ToEngine
@@ -37,7 +37,6 @@ from neuron_runtime.processes.children import ENGINE_MODULE, begun, child_parser
 from neuron_runtime.processes.group import leading, place_of
 from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.processes.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
-from neuron_runtime.weights.fetching import model_folder
 
 PROGRESS_PERIOD_SECONDS = 0.2
 IDLE_MILLISECONDS = 1000
@@ -235,16 +234,14 @@ def serve(
 ) -> None:
     """Load, warm up, then serve until SIGTERM. Raises FatalError or exceptions of the backend."""
     report = StartReport(border)
-    package = backend_package(config)
-    places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
-    check_artifact(config, settings.weights_dir, settings.weights_store, places, report)
-    model_dir = model_folder(config.model, settings, report, with_weights=package.needs_weights(config))
+    check_artifact(config, settings, report)
+    model_dir = find_model(config, settings, report)
     border.send(ModelFound(str(model_dir)))
     with leading(layout, config, model_dir, ending.at_once) as group:
         group.meet(report)
         began = time.monotonic()
         report(f"starting the {config.backend} backend", 0.0)
-        backend = group.replicated(load_backend(model_dir, config, places, report, rank=place_of(layout, 0)))
+        backend = group.replicated(load_backend(model_dir, config, settings, report, rank=place_of(layout, 0)))
         guides = grammar_guides(model_dir, backend.limits)
         try:
             loaded = time.monotonic()

@@ -10,32 +10,29 @@ import gc
 import signal
 import sys
 
-from neuron_runtime.artifacts.loading import Places, load_backend
+from neuron_runtime.artifacts.loading import find_model, load_backend
 from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
 from neuron_runtime.distributed.layout import Layout
-from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
 from neuron_runtime.processes.children import RANK_MODULE, begun, child_parser
 from neuron_runtime.processes.engine import Ending
 from neuron_runtime.processes.group import Following, facts_of, place_of
 from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.processes.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
-from neuron_runtime.weights.fetching import model_folder
 
 
 def run_rank(
     config: RuntimeConfig, settings: LocalSettings, layout: Layout, rank: int, *, deadline: Deadline, ending: Ending
 ) -> None:
     """Until the leader's work is done. Raises FatalError or exceptions of the backend."""
-    report, needs_weights = _report_of(layout, rank), backend_package(config).needs_weights(config)
-    model_dir = model_folder(config.model, settings, report, with_weights=needs_weights)
-    places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
+    report = _report_of(layout, rank)
+    model_dir = find_model(config, settings, report)
     with Following(layout, rank, facts_of(config, model_dir), ending.at_once) as following:
         signal.signal(signal.SIGTERM, lambda number, frame: following.leave())
         following.meet()
-        backend = load_backend(model_dir, config, places, report, rank=place_of(layout, rank))
+        backend = load_backend(model_dir, config, settings, report, rank=place_of(layout, rank))
         try:
             watched = WatchedBackend(backend, deadline)
             watched.warm_up(report)

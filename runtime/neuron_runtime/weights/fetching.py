@@ -28,7 +28,6 @@ from neuron_runtime.checkpoint import (
     InvalidModel,
     advice_without_safetensors,
     check_folder,
-    check_tokenizer,
     header_length,
     is_shard,
     parse_index,
@@ -37,7 +36,6 @@ from neuron_runtime.checkpoint import (
 )
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
-from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.uris import FolderModel, HubModel, ImageModel, ModelInPlace, S3Model, parse_uri
 from neuron_runtime.weights.disk import writing
 from neuron_runtime.weights.journal import Journal
@@ -49,7 +47,7 @@ from neuron_runtime.weights.selection import (
     weight_files,
 )
 from neuron_runtime.weights.source import Attempts, Listing, Source, read_all
-from neuron_runtime.weights.store import KEY, Entry, Manifest, Store, StoredFile, WaitingLine
+from neuron_runtime.weights.store import KEY, MODELS, Entry, EntryKind, Manifest, Store, StoredFile, WaitingLine
 from neuron_runtime.weights.transfer import TOOLS, Amount, Tools, Transfer
 
 if TYPE_CHECKING:
@@ -229,26 +227,11 @@ def materialize(
     return entry.folder
 
 
-def model_folder(
-    model: ModelSource, settings: LocalSettings, progress: ProgressCallback, *, with_weights: bool
-) -> Path:
-    """The same for a model to serve, with the places of this machine."""
-    return materialize(
-        model,
-        settings.weights_dir,
-        progress,
-        weights_store=settings.weights_store,
-        on_miss=settings.on_weights_miss,
-        with_weights=with_weights,
-        check=check_tokenizer,
-    )
-
-
-def open_remote(uri: str, field: str = "--weights-store") -> RemoteStore:
+def open_remote(uri: str, field: str = "--weights-store", kind: EntryKind = MODELS) -> RemoteStore:
     """The store in S3 at this address. Raises InvalidConfig at `field` if it is none."""
     from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415  (brings a client library)
 
-    return RemoteStore(uri, field)
+    return RemoteStore(uri, field, kind=kind)
 
 
 @contextlib.contextmanager

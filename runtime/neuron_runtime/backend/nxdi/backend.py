@@ -63,13 +63,6 @@ class _Step(NamedTuple):
     rows: FedRows
 
 
-class _Job(NamedTuple):
-    """A step that may run."""
-
-    step: _Step
-    late: Late | None
-
-
 class _Done(NamedTuple):
     """What a step has produced: a token for each row, NO_TOKEN for rows that do not sample."""
 
@@ -93,7 +86,7 @@ class NxdiBackend:
         self._inputs = Inputs(settings, limits)
         self._launched: deque[_Step] = deque()
         self._running: deque[_Step] = deque()
-        self._thread: DeviceThread[_Job, _Done] = DeviceThread(self._run)
+        self._thread: DeviceThread[tuple[_Step, Late | None], _Done] = DeviceThread(self._run)
         # Used on that thread alone:
         self._host = None if limits.sampling == "Device" else HostRows(limits)
         self._tokens: IntArray = np.zeros(0, dtype=np.int64)
@@ -129,7 +122,7 @@ class NxdiBackend:
         if late is not None and self._host is None:
             raise IllegalBatch(f"step {step} restricts tokens, and the graphs return no logits")
         self._running.append(launched)
-        self._thread.put(_Job(launched, late))
+        self._thread.put((launched, late))
 
     def collect(self, step: int) -> StepOutput:
         running = self._running.popleft()
@@ -161,7 +154,7 @@ class NxdiBackend:
 
     # On the backend's thread
 
-    def _run(self, job: _Job) -> _Done:
+    def _run(self, job: tuple[_Step, Late | None]) -> _Done:
         if self._failure is not None:
             raise self._failure
         try:

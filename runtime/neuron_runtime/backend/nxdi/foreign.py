@@ -16,7 +16,7 @@ import msgspec
 
 from neuron_runtime.artifacts.store import DOCUMENT
 from neuron_runtime.backend.nxdi.models import text_config
-from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, OF_REQUESTS, SAMPLING, SAMPLING_FIELDS, SHARDED, spelled
+from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, SAMPLING, SAMPLING_FIELDS, SHARDED, spelled
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE
 from neuron_runtime.config import RuntimeConfig
@@ -77,7 +77,10 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
             continue  # it comes with blocks; whether prefixes are shared is our choice
         values[name] = value
     sampling = theirs.get(SAMPLING)
-    values[SAMPLING] = _sampling(sampling) if isinstance(sampling, Mapping) else None
+    values[SAMPLING] = None
+    if isinstance(sampling, Mapping):
+        known = {name: one for name, one in sampling.items() if name in SAMPLING_FIELDS and one is not None}
+        values[SAMPLING] = known  # the others are decided by requests
     values |= _default_buckets(theirs)
     if not (folder / "weights").is_dir():
         # They are made from the checkpoint when the graphs are loaded.
@@ -85,12 +88,6 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
     overridden = {spelled(key) for key in config.override_neuron_config}
     override = {name: value for name, value in values.items() if name not in overridden} | config.override_neuron_config
     return msgspec.structs.replace(config, override_neuron_config=override)
-
-
-def _sampling(value: Mapping[str, Any]) -> dict[str, Any]:
-    """OnDeviceSamplingConfig without what requests decide."""
-    known = {name: one for name, one in value.items() if name in SAMPLING_FIELDS and one is not None}
-    return {name: one for name, one in known.items() if name not in OF_REQUESTS}
 
 
 def _default_buckets(theirs: Mapping[str, Any]) -> dict[str, list[int]]:

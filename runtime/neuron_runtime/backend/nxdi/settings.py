@@ -273,8 +273,8 @@ class _Derivation:
         indivisible = next((name for name, size in sizes.items() if size % degree), None)
         if indivisible is not None:
             fitting = ", ".join(str(d) for d in range(1, 65) if not any(one % d for one in sizes.values()))
-            does_not_divide = f"the model's {indivisible} of {sizes[indivisible]}"
-            self._refuse(path, f"is {degree}, which does not divide {does_not_divide}; possible are {fitting}")
+            size = f"the model's {indivisible} of {sizes[indivisible]}"
+            self._refuse(path, f"is {degree}, which does not divide {size}; possible are {fitting}")
         return int(degree)
 
     def _dtype(self) -> str:
