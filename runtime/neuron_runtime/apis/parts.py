@@ -30,7 +30,7 @@ def text_of(part: Part, at: str, types: Sequence[str] = ("text",)) -> str:
     """The text of a part that must be of one of these types. Raises InvalidRequest."""
     if part.type not in types:
         known = " or ".join(f"`{one}`" for one in types)
-        message = f"`{at}.type` must be {known}, got `{part.type}`: other types are not supported here"
+        message = f"`{at}.type` must be {known}, got `{part.type}`: other types are not supported yet"
         raise InvalidRequest(message, field=f"{at}.type")
     if part.text is None:
         raise missing("text", at)

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from neuron_runtime.backend.host_sampling.adjustments import allowed_ids
 from neuron_runtime.backend.simulated.clock import Clock
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime, size_of
@@ -118,6 +117,8 @@ def token_at(number: int, position: int, vocabulary_size: int, allowed: tuple[in
 
 def allowed_from(mask: memoryview, token: int, vocabulary_size: int) -> int:
     """The first token from this one on that a mask of `Late` allows; behind the last one the first follows."""
+    from neuron_runtime.backend.host_sampling.adjustments import allowed_ids  # noqa: PLC0415 - brings numpy
+
     allowed = allowed_ids(mask, vocabulary_size)
     if not len(allowed):
         raise IllegalBatch("a mask allows no token")
