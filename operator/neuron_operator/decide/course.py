@@ -99,7 +99,10 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
     observed = observe(world)
     if observed.model.is_deleting:
         return Decision()  # the garbage collector deletes the children
-    course = _set_course(world, observed, settings, steps)
+    try:
+        course = _set_course(world, observed, settings, steps)
+    except InvalidSpec as error:
+        course = Course((refusal_of(error),), served=observed.serving())
     is_paused = manifest.is_paused(world.body)
     is_terminating = any(refusal.why is RefusalCause.TERMINATING for refusal in world.refusals)
     if is_paused:
@@ -130,11 +133,9 @@ def _noting_pause(finding: Finding) -> Finding:
 
 
 def _set_course(world: World, observed: Observed, settings: Settings, steps: Sequence[Step]) -> Course:
-    try:
-        model = manifest.parse(world.body)
-        check_source(model, settings)
-    except InvalidSpec as error:
-        return Course((refusal_of(error),), served=observed.serving())
+    """Raises InvalidSpec for a manifest that is refused before any step, or that names no revision to return to."""
+    model = manifest.parse(world.body)
+    check_source(model, settings)
     wanted = pin.wanted(model, observed.revisions)
     image, is_behind = runtime_image(model, settings), _is_behind(world, model, observed, settings, wanted)
     moves = is_behind and world.has_turn
@@ -160,10 +161,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     done = walk(steps, known, observed)
     pinned = done.known.revision and using(done.known.revision, done, observed)
     served = pinned if done.is_complete else observed.serving(besides=pinned)
-    try:
-        setback = rollout.setback_of(model, observed, pinned) if pinned else None
-    except InvalidSpec as error:
-        return Course((refusal_of(error),), served=observed.serving())
+    setback = rollout.setback_of(model, observed, pinned) if pinned else None
     if setback is not None and setback.is_recorded:
         served = setback.to
     grouped = _groups(model, settings, observed, done, served)
