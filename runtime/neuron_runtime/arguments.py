@@ -16,9 +16,9 @@ import msgspec
 
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
 from neuron_runtime.console import say
-from neuron_runtime.devices import DEV, device_nodes
 from neuron_runtime.errors import ConfigProblems, FatalError, InvalidConfig
 from neuron_runtime.flags import absolute, fields_of
+from neuron_runtime.host import DEV, device_nodes
 from neuron_runtime.not_built import Surface, refuse
 
 DEFAULT_BACKEND = "torch"

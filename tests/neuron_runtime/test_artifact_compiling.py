@@ -29,12 +29,12 @@ from neuron_runtime import record
 from neuron_runtime.artifacts.compiling import Wanted, cause, make, wanted_artifact
 from neuron_runtime.artifacts.key import covered
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, check_artifact, provide
-from neuron_runtime.artifacts.memory import session_bytes
 from neuron_runtime.artifacts.store import artifact_store, read_artifact
 from neuron_runtime.backend import simulated as simulated_package
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import ModelSource, RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.host import session_bytes
 from neuron_runtime.weights.fetching import materialize
 from neuron_runtime.weights.store import PARTIAL, Damaged, Entry, Store
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from neuron_runtime.artifacts.key import compiled_part, covered, key_of
-from neuron_runtime.artifacts.memory import session_bytes
 from neuron_runtime.artifacts.messages import Began, Ended, Failed, Lines, Made, Message
 from neuron_runtime.artifacts.store import ARTIFACTS, DOCUMENT, Artifact, find
 from neuron_runtime.backend_protocol import ProgressCallback
@@ -33,7 +32,7 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, say, seconds_text
 from neuron_runtime.engine.backends import backend_package, planned_graphs
 from neuron_runtime.errors import ExitCode, FatalError
-from neuron_runtime.host import memory_limit, num_oom_kills
+from neuron_runtime.host import memory_limit, num_oom_kills, session_bytes
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.store import (
     Damaged,

@@ -299,22 +299,11 @@ class Store:
         check_key(key)
         fd = self._open_lock(key)
         try:
-            shared = True
             with writing(self.folder):
-                while True:
-                    try:
-                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
-                    except BlockingIOError:
-                        waiting()
-                        time.sleep(WAIT_SECONDS)
-                    except OSError as error:
-                        if error.errno not in _NO_LOCKS:
-                            raise
-                        shared = False
-                        break
-            work = self.folder / PARTIAL / (key if shared else f"{key}.{uuid.uuid4().hex}")
-            with writing(self.folder):
+                while (locked := _locked(fd)) is False:
+                    waiting()
+                    time.sleep(WAIT_SECONDS)
+                work = self.folder / PARTIAL / (key if locked else f"{key}.{uuid.uuid4().hex}")
                 make_folder(work)
                 make_folder(work / "files")
             yield work
@@ -415,12 +404,9 @@ class Store:
             yield False
             return
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                yield error.errno in _NO_LOCKS
-            else:
-                yield True
+            with writing(self.folder):
+                locked = _locked(fd)
+            yield locked is not False
         finally:
             os.close(fd)
 
@@ -495,6 +481,19 @@ class Store:
         if not dry_run:
             # What a killed prune left.
             shutil.rmtree(self.folder / TRASH, ignore_errors=True)
+
+
+def _locked(fd: int) -> bool | None:
+    """Lock a file, unless another process has; None where the file system has no locks. Raises OSError."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
 
 
 def check_key(key: str) -> None:

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 from neuron_runtime.backend.nxdi.neuron_config import PATH, spelled
 from neuron_runtime.config import RuntimeConfig
-from neuron_runtime.devices import DEV, device_nodes
 from neuron_runtime.distributed.layout import address_of, bracketed, num_nodes_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.host import DEV, device_nodes
 
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LOGICAL_CORE_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
