@@ -62,7 +62,7 @@ def next_token(context: Sequence[int], parameters: Sequence[float], vocabulary_s
 
 @dataclass
 class TokenApplication:
-    """See `settings.Application`."""
+    """See `library.NxdApplication`."""
 
     settings: Settings
     calls: list[dict[str, torch.Tensor]] = field(default_factory=list)

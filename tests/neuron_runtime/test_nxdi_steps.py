@@ -13,7 +13,7 @@ import torch
 from helpers.guides import mask_of
 from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
-from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, decode_graph, prefill_graph, prefill_that_takes
+from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, decode_graph, prefill_graph, span_that_takes
 from neuron_runtime.backend.nxdi.device_thread import DeviceThread
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.sampling_rows import device_parameters
@@ -356,7 +356,7 @@ def test_a_call_is_found_for_every_graph_that_some_prompt_takes() -> None:
         )
         calls = [(start, end) for end in range(32, length + 1, 32) for start in (*range(0, end, 32), end - 1)]
         taken = {prefill_graph(settings, *call) for call in calls if call[1] - call[0] <= settings.context_buckets[-1]}
-        found = {graph: prefill_that_takes(settings, graph) for graph in taken}
+        found = {graph: span_that_takes(settings, graph) for graph in taken}
         assert None not in found.values(), (settings, found)
         assert {graph: prefill_graph(settings, *call) for graph, call in found.items() if call} == {
             graph: graph for graph in taken

@@ -10,24 +10,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from neuron_runtime.backend.nxdi.buckets import (
-    Decode,
-    Graph,
-    all_graphs,
-    name_of,
-    position_that_takes,
-    prefill_that_takes,
-)
+from neuron_runtime.backend.nxdi.buckets import Decode, Graph, all_graphs, name_of, span_that_takes
 from neuron_runtime.backend.nxdi.device_thread import DeviceThread
 from neuron_runtime.backend.nxdi.failures import classified
 from neuron_runtime.backend.nxdi.inputs import Call, Inputs
 from neuron_runtime.backend.nxdi.sampling_rows import HostRows
-from neuron_runtime.backend.nxdi.settings import Application, Settings
+from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray
 from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime
 from neuron_runtime.core import (
@@ -53,6 +46,14 @@ MEMORY_SECONDS = 5.0
 
 NUM_WARM_UPS = 2
 """Runs of each graph; only the last one is timed."""
+
+
+class Application(Protocol):
+    """What the backend needs of a loaded model; see `library.NxdApplication`."""
+
+    def forward(self, **arguments: torch.Tensor) -> Any: ...
+
+    def memory(self) -> DeviceMemory | None: ...
 
 
 class _Step(NamedTuple):
@@ -173,7 +174,7 @@ class NxdiBackend:
         if self._host is not None:
             for added in step.batch.added:
                 self._host.add(added)
-            of_host = self._host.of_host(rows.slots) & rows.samples
+            of_host = self._host.of_host[rows.slots] & rows.samples
         on_device = self.limits.sampling != "Host"
         logits: list[torch.Tensor] = []
         logits_of: list[IntArray] = []
@@ -244,26 +245,18 @@ def warm_up_batches(settings: Settings) -> Iterator[Batch]:
 
 def _warm_up_batch(settings: Settings, graph: Graph, step: int) -> Batch | None:
     """None: no call takes the graph."""
-    slot = 0
-    if isinstance(graph, Decode):
-        position = position_that_takes(settings, graph)
-        if position is None:
-            return None
-        start, end, num_prefills = position, position + 1, 0
-        if settings.layout == "slots":
-            slot = graph.rows - 1
-    else:
-        span = prefill_that_takes(settings, graph)
-        if span is None:
-            return None
-        (start, end), num_prefills = span, 1
-    num_blocks = -(-end // settings.block_size)
+    span = span_that_takes(settings, graph)
+    if span is None:
+        return None
+    start, end = span
+    decodes, slots = isinstance(graph, Decode), settings.layout == "slots"
+    slot = graph.num_computed_tokens - 1 if decodes and slots else 0
     added = Added(
         slot=slot,
         token_ids=(0,) * end,
         num_prompt_tokens=end,
         sampling=Sampling(temperature=0.0),
-        blocks=tuple(range(num_blocks)) if settings.layout == "blocks" else (slot,),
+        blocks=(slot,) if slots else tuple(range(-(-end // settings.block_size))),
     )
     rows = Rows((slot,), (start,), (end - start,), (NO_TOKEN,), (KNOWN,), (True,))
-    return Batch(step=step, rows=rows, num_prefills=num_prefills, added=(added,))
+    return Batch(step=step, rows=rows, num_prefills=0 if decodes else 1, added=(added,))

@@ -86,9 +86,12 @@ def all_graphs(settings: Settings) -> Iterator[Graph]:
             yield Decode(rows, length)
 
 
-def prefill_that_takes(settings: Settings, graph: Prefill) -> tuple[int, int] | None:
-    """Start and end of a prefill call that takes this graph; None if no call within the model's length does."""
-    if settings.layout == "slots":
+def span_that_takes(settings: Settings, graph: Graph) -> tuple[int, int] | None:
+    """Start and end of a row whose call takes this graph; None if no call within the model's length does."""
+    if isinstance(graph, Decode):
+        first = max([length for length in settings.token_buckets if length < graph.length], default=1)
+        candidates = [(at, at + 1) for at in (first, first + 1) if at < graph.length]
+    elif settings.layout == "slots":
         candidates = [(0, end) for end in (graph.tokens, graph.tokens - 1)]
     else:
         # The longest call within the prefix's size; if that one is recomputed, the longest that is not.
@@ -97,17 +100,9 @@ def prefill_that_takes(settings: Settings, graph: Prefill) -> tuple[int, int] | 
     return next((one for one in candidates if one[1] > one[0] >= 0 and _takes(settings, graph, *one)), None)
 
 
-def position_that_takes(settings: Settings, graph: Decode) -> int | None:
-    """The smallest position, at least 1, at which a decode call takes this graph; None if none does."""
-    smaller = [length for length in settings.token_buckets if length < graph.length]
-    first = max(smaller, default=1)
-    for position in (first, first + 1):
-        if position < graph.length and decode_graph(settings, graph.rows, position) == graph:
-            return position
-    return None
-
-
-def _takes(settings: Settings, graph: Prefill, start: int, end: int) -> bool:
+def _takes(settings: Settings, graph: Graph, start: int, end: int) -> bool:
+    if isinstance(graph, Decode):
+        return decode_graph(settings, graph.rows, start) == graph
     try:
         return prefill_graph(settings, start, end) == graph
     except ValueError:

@@ -34,10 +34,6 @@ class Code:
     exit_code: ExitCode
     meaning: str
 
-    @property
-    def cure(self) -> str:
-        return ": replace the node" if self.exit_code == ExitCode.DEVICE_FAILED_NODE else ""
-
 
 _PROCESS, _NODE = ExitCode.DEVICE_FAILED, ExitCode.DEVICE_FAILED_NODE
 
@@ -116,8 +112,9 @@ def classified(error: BaseException, *, in_group: bool = False) -> ServingError:
         code = BY_NAME["NRT_LOAD_NOT_ENOUGH_NC"]
     if code is None:
         return FatalError(ExitCode.DEVICE_FAILED, shown)
+    cure = ": replace the node" if code.exit_code == _NODE else ""
     exit_code = ExitCode.GROUP_MEMBER_LOST if in_group and code.name in WITHOUT_OTHERS else code.exit_code
-    return FatalError(exit_code, f"{code.meaning}{code.cure} ({code.name}, {code.number}): {shown}")
+    return FatalError(exit_code, f"{code.meaning}{cure} ({code.name}, {code.number}): {shown}")
 
 
 def when_free(

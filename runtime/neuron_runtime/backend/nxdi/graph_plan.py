@@ -16,7 +16,7 @@ import msgspec
 
 from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.bucket_plan import Lengths, number
-from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, prefill_graph, prefill_that_takes
+from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, prefill_graph, span_that_takes
 from neuron_runtime.backend.nxdi.devices import Target
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.config import RuntimeConfig
@@ -193,7 +193,7 @@ def _planned(graph: Graph, settings: Settings, facts: _Facts, lengths: Lengths) 
 
 
 def _prompts_of(graph: Prefill, settings: Settings) -> str:
-    if prefill_that_takes(settings, graph) is None:
+    if span_that_takes(settings, graph) is None:
         return NO_CALL
     low, high = _previous(settings.context_buckets, graph.tokens) + 1, graph.tokens
     if settings.layout == "slots":

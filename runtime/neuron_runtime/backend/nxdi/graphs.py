@@ -17,7 +17,7 @@ from pathlib import Path
 
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import Prefill, all_graphs
-from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of, environment_of_group, find_target
+from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of, find_target
 from neuron_runtime.backend.nxdi.foreign import (
     adopted,
     differences,
@@ -27,7 +27,7 @@ from neuron_runtime.backend.nxdi.foreign import (
 )
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
-from neuron_runtime.backend_protocol import CompileUnit, Needs, Rank
+from neuron_runtime.backend_protocol import CompileUnit, Needs
 from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE, SHARD_FILE, has_only_shards, read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
@@ -179,11 +179,6 @@ def missing_weights(settings: Settings, folder: Path) -> list[str]:
 def prepare_environment(settings: Settings, target: Target, scratch: Path | None = None) -> None:
     """Set the variables that the Neuron libraries read. Must run before they are imported."""
     os.environ.update(environment_of(target, settings.tensor, settings.max_context_length, scratch))
-
-
-def prepare_group(place: Rank) -> None:
-    """The same for one of several nodes."""
-    os.environ.update(environment_of_group(place.rendezvous))
 
 
 def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]:

@@ -14,11 +14,13 @@ import numpy.typing as npt
 import torch
 
 from neuron_runtime.backend.nxdi.buckets import Decode, Graph, Prefill, decode_graph, prefill_graph
-from neuron_runtime.backend.nxdi.sampling_rows import DeviceParameters, FloatArray
+from neuron_runtime.backend.nxdi.sampling_rows import GREEDY, device_parameters
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror, no_rows
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch
+
+FloatArray = npt.NDArray[np.float32]
 
 NO_SLOT = -1
 """In a slot mapping: keys and values of the token are not kept."""
@@ -88,7 +90,8 @@ class Inputs:
         self._mirror = SlotMirror(limits)
         self._started = np.zeros(num_slots, dtype=bool)
         """Slots with keys and values that a decode step must not lose."""
-        self._parameters = DeviceParameters(num_slots, settings.global_topk)
+        self._parameters: FloatArray = np.full((num_slots, 3), GREEDY, dtype=np.float32)
+        """How the sequence in each slot is sampled."""
         self._sequence_ids = np.zeros(num_slots, dtype=np.int64)
         self._next_id = num_slots
         self._resolved: tuple[Batch | None, FedRows, list[Graph]] = (None, _NO_ROWS, [])
@@ -127,7 +130,7 @@ class Inputs:
         for slot in batch.released:
             self._started[slot] = False
         for added in batch.added:
-            self._parameters.set(added.slot, added.sampling)
+            self._parameters[added.slot] = device_parameters(added.sampling, self._settings.global_topk)
             self._sequence_ids[added.slot] = self._next_id
             self._next_id = self._next_id + 1 if self._next_id < MAX_SEQUENCE_ID else self._settings.max_rows
         if self._places is not None and batch.appended_blocks:
@@ -166,7 +169,7 @@ class Inputs:
         arguments = {
             "input_ids": _row(_padded(self._mirror.tokens[slot, :end], width)),
             "position_ids": _row(positions),
-            "sampling_params": torch.from_numpy(self._parameters.rows(rows.slots[row : row + 1])),
+            "sampling_params": torch.from_numpy(self._parameters[[slot]]),
         }
         if self._settings.layout == "slots":
             arguments["seq_ids"] = torch.tensor([slot])
@@ -211,7 +214,7 @@ class Inputs:
             source,
             of_place,
             identifiers,
-            self._parameters.rows(of_place),
+            self._parameters[of_place],
             *self._extent(rows),
         )
 

@@ -126,22 +126,28 @@ def platform_target() -> str:
 
 
 class NxdApplication:
-    """See `settings.Application`."""
+    """A model of NxD Inference, wrapped as little as possible."""
 
     def __init__(self, application: Any) -> None:
         self._application = application
 
     def compile(self, folder: Path) -> None:
+        """Write the compiled graphs into a folder."""
         self._application.compile(str(folder))
 
     def load(self, folder: Path, cores: range | None = None) -> None:
+        """Load graphs and weights onto the device, without running any graph. cores: of the model, those of this node;
+        None: all."""
         share = {} if cores is None else {"start_rank_id": cores.start, "local_ranks_size": len(cores)}
         self._application.load(str(folder), **share, skip_warmup=True)
 
     def forward(self, **arguments: torch.Tensor) -> Any:
+        """One call, which blocks; returns the output object of NxD Inference. Only keywords: positions differ between
+        versions."""
         return self._application(**arguments)
 
     def memory(self) -> DeviceMemory | None:
+        """Not called during another call."""
         return device_memory()
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
-from neuron_runtime.backend.nxdi.devices import Target, check_cores, exec_timeout_seconds, has_efa
+from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of_group, exec_timeout_seconds, has_efa
 from neuron_runtime.backend.nxdi.failures import when_free
 from neuron_runtime.backend.nxdi.foreign import is_foreign
-from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weights, prepare_environment, prepare_group
+from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weights, prepare_environment
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
@@ -37,7 +38,7 @@ def load(
     prepare_environment(settings, target)
     cores: range | None = None
     if place.size > 1:
-        prepare_group(place)
+        os.environ.update(environment_of_group(place.rendezvous))
         num_cores = settings.tensor // place.size
         cores = range(place.rank * num_cores, (place.rank + 1) * num_cores)
         report_share(cores, settings)

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from neuron_runtime.backend.host_sampling.sampler import Chosen, HostSampler
 from neuron_runtime.backend.slots import IntArray
 from neuron_runtime.core import Added, BackendLimits, Sampling, needs_host
-
-FloatArray = npt.NDArray[np.float32]
 
 GREEDY = (1.0, 1.0, 1.0)
 """Top_k, top_p, temperature. The device refuses temperature 0 with other values, and overwrites them."""
@@ -27,29 +24,13 @@ LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).
 def device_parameters(sampling: Sampling, global_topk: int) -> tuple[float, float, float]:
     """Top_k, top_p and temperature of a request's rows.
 
-    Top_k 0 means all candidates of the device; NxD Inference itself would draw uniformly among them.
+    Top_k 0 means all candidates of the device; NxD Inference itself would draw uniformly among them. Without candidates
+    it does not sample, but takes parameters all the same.
     """
-    if sampling.temperature < MIN_TEMPERATURE:
+    if not global_topk or sampling.temperature < MIN_TEMPERATURE:
         return GREEDY
     top_k = sampling.top_k if 0 < sampling.top_k <= global_topk else global_topk
     return float(top_k), min(max(sampling.top_p, SMALLEST), 1.0), min(sampling.temperature, LARGEST)
-
-
-class DeviceParameters:
-    """The parameters of the sequence in each slot."""
-
-    def __init__(self, num_slots: int, global_topk: int) -> None:
-        """global_topk: candidates of the device; 0: it does not sample, but the tensor is an input all the same."""
-        self._global_topk = global_topk
-        self._of_slot: FloatArray = np.full((num_slots, 3), GREEDY, dtype=np.float32)
-
-    def set(self, slot: int, sampling: Sampling) -> None:
-        if self._global_topk:
-            self._of_slot[slot] = device_parameters(sampling, self._global_topk)
-
-    def rows(self, slots: IntArray) -> FloatArray:
-        """`[rows, 3]`, a copy."""
-        return self._of_slot[slots]
 
 
 class HostRows:
@@ -63,16 +44,13 @@ class HostRows:
         # The token sampled at the last position is known but never fed.
         self._tokens = np.zeros((limits.max_rows, limits.max_model_length + 1), dtype=np.int32)
         self._sampler = HostSampler(self._tokens, limits.vocabulary_size)
-        self._of_host = np.full(limits.max_rows, limits.sampling == "Host")
+        self.of_host = np.full(limits.max_rows, limits.sampling == "Host")
+        """For each slot, whether the host samples its rows."""
 
     def add(self, added: Added) -> None:
         self._tokens[added.slot, : len(added.token_ids)] = added.token_ids
         self._sampler.add(added)
-        self._of_host[added.slot] = self._limits.sampling == "Host" or needs_host(added.sampling, self._limits)
-
-    def of_host(self, slots: IntArray) -> npt.NDArray[np.bool_]:
-        """For each row, whether the host samples it."""
-        return self._of_host[slots]
+        self.of_host[added.slot] = self._limits.sampling == "Host" or needs_host(added.sampling, self._limits)
 
     def choose(
         self,

@@ -1,4 +1,4 @@
-"""What a model is compiled with for NxD Inference: `Settings`, in a normal form, and the `Application` that runs it.
+"""What a model is compiled with for NxD Inference: `Settings`, in a normal form.
 
 Derived once from the configuration and config.json by whoever compiles and whoever serves. Pure: it imports neither
 NxD Inference nor torch, and knows no path, no time and nothing of this machine but the `Target` that it is given.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from types import MappingProxyType
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,12 +20,8 @@ from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, is_private
 from neuron_runtime.backend.nxdi.neuron_config import PATH, SAMPLING, Override, merge, read_override
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig, uses_blocks
-from neuron_runtime.core import DeviceMemory
 from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems
-
-if TYPE_CHECKING:
-    import torch
 
 DEFAULT_MAX_SEQUENCES = 16
 DEFAULT_MAX_LENGTH = 4096
@@ -87,24 +83,6 @@ class Settings:
     vocabulary_size: int
     neuron_config: Mapping[str, Any]
     """All arguments of NeuronConfig, as plain JSON."""
-
-
-class Application(Protocol):
-    """A model of NxD Inference, wrapped as little as possible; made by `library`."""
-
-    def compile(self, folder: Path) -> None:
-        """Write the compiled graphs into a folder."""
-
-    def load(self, folder: Path, cores: range | None = None) -> None:
-        """Load graphs and weights onto the device, without running any graph. cores: of the model, those of this node;
-        None: all."""
-
-    def forward(self, **arguments: torch.Tensor) -> Any:
-        """One call, which blocks; returns the output object of NxD Inference. Only keywords: positions differ between
-        versions."""
-
-    def memory(self) -> DeviceMemory | None:
-        """Memory of one of its cores by the Neuron runtime; None if it is unknown. Not called during another call."""
 
 
 def settings_of(
@@ -238,16 +216,15 @@ class _Derivation:
         """Note what is wrong with a field, at the place where its value was given."""
         self._found.add(self._at.get(path, path), message)
 
-    def _chosen(self, path: str, ours: Any, name: str, meaning: Any = None) -> Any:
+    def _chosen(self, path: str, ours: Any, name: str, words: Mapping[Any, str] = MappingProxyType({})) -> Any:
         """The value of a field, or of the override's key if the field is left open.
 
-        meaning: the key's value in the field's words, if it is another.
+        words: what the key's values are in the field's words, if they are others.
         """
         value = self._override.get(name)
         if value is None:
             return ours
-        value = value if meaning is None else meaning
-        value = tuple(sorted(value)) if isinstance(value, list) else value
+        value = tuple(sorted(value)) if isinstance(value, list) else words.get(value, value)
         if ours in (0, "", "auto", (), False, None):
             self._at[path] = f"{PATH}.{name}"
             return value
@@ -278,9 +255,8 @@ class _Derivation:
         return int(degree)
 
     def _dtype(self) -> str:
-        override = self._override.get("torch_dtype")
-        meaning = override.removeprefix("torch.") if isinstance(override, str) else None
-        dtype = self._chosen("$.dtype", self._config.dtype, "torch_dtype", meaning)
+        words = {f"torch.{name}": name for name in COMPUTED}
+        dtype = self._chosen("$.dtype", self._config.dtype, "torch_dtype", words)
         if dtype == "auto":
             stored = self._model.get("dtype") or self._model.get("torch_dtype") or "bfloat16"
             dtype = str(stored).removeprefix("torch.")
@@ -291,12 +267,10 @@ class _Derivation:
     def _layout(self) -> tuple[bool, bool, bool]:
         """Whether the cache has blocks, prefixes are shared, and prompts are computed in segments."""
         config, override, one = self._config, self._override, self._target.logical_core == 1
-        layout = override.get("is_block_kv_layout")
-        meaning = None if layout is None else "blocks" if layout else "slots"
-        layout = self._chosen("$.layout", config.layout, "is_block_kv_layout", meaning)
-        caching = override.get("is_prefix_caching")
-        meaning = None if caching is None else "enabled" if caching else "disabled"
-        caching = self._chosen("$.prefixCaching", config.prefix_caching, "is_prefix_caching", meaning)
+        layout = self._chosen("$.layout", config.layout, "is_block_kv_layout", {True: "blocks", False: "slots"})
+        caching = self._chosen(
+            "$.prefixCaching", config.prefix_caching, "is_prefix_caching", {True: "enabled", False: "disabled"}
+        )
         sized = any(override.get(name) for name in ("pa_num_blocks", "pa_block_size"))
         blocks = False
         with self._found.collecting():
@@ -373,14 +347,24 @@ class _Derivation:
             return sizes
         least = MIN_KERNEL_TOKENS if blocks and self._target.logical_core == 1 else SMALLEST_BUCKET
         longest = self._override.get("max_context_length") or config.limits.max_step_tokens
-        longest = min(longest or (_segment(length, least) if segments else length), length)
+        if not longest and segments:
+            # At most half a sequence, because it is compiled behind a prefix too.
+            longest = min(DEFAULT_SEGMENT_TOKENS, max(_rounded(-(-length // 2), bucket_plan.STEP), least))
+        longest = min(longest or length, length)
         if self._one_size:
             return (longest,)
         if longest < fills and not blocks:
             message = f"is {longest}, which is too short for the model's sliding window: the least is {fills}"
             self._refuse("$.limits.maxStepTokens", message)
-        lengths = bucket_plan.prompts(self._lengths, longest)
-        return _context_sizes(lengths, longest, blocks=blocks, least=max(least, fills))
+        return bucket_plan.choose(
+            bucket_plan.prompts(self._lengths, longest),
+            longest,
+            bucket_plan.MAX_SEGMENT_BUCKETS if blocks else bucket_plan.MAX_CONTEXT_BUCKETS,
+            bucket_plan.prefill_cost,
+            least=max(least, fills),
+            strict=not blocks,
+            never=RECOMPUTED if blocks else (0, 0),
+        )
 
     def _prefix_buckets(self, length: int, block_size: int, context: tuple[int, ...]) -> tuple[int, ...]:
         path = "$.buckets.prefix"
@@ -484,19 +468,6 @@ def _default_block_size(length: int) -> int:
     while size < length and size % _tile(length, size):
         size *= 2
     return min(size, length)
-
-
-def _context_sizes(lengths: bucket_plan.Lengths, largest: int, *, blocks: bool, least: int) -> tuple[int, ...]:
-    """Context buckets for prompts of these lengths."""
-    most = bucket_plan.MAX_SEGMENT_BUCKETS if blocks else bucket_plan.MAX_CONTEXT_BUCKETS
-    never = RECOMPUTED if blocks else (0, 0)
-    cost = bucket_plan.prefill_cost
-    return bucket_plan.choose(lengths, largest, most, cost, least=least, strict=not blocks, never=never)
-
-
-def _segment(length: int, least: int) -> int:
-    """The longest segment: at most half a sequence, because it is compiled behind a prefix too."""
-    return min(DEFAULT_SEGMENT_TOKENS, max(_rounded(-(-length // 2), bucket_plan.STEP), least))
 
 
 def _rounded(size: int, multiple: int) -> int:
