@@ -16,7 +16,7 @@ import torch
 
 from bench.report import Meter, Row, at_most
 from neuron_runtime.backend.host_sampling.sampler import HostSampler
-from neuron_runtime.backend.torch.allocation import set_up_allocation
+from neuron_runtime.backend.torch.before_import import set_up_allocation
 from neuron_runtime.core import Added, Sampling
 
 VOCABULARY = 151_936

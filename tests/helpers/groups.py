@@ -11,9 +11,8 @@ from pathlib import Path
 from neuron_runtime.backend_protocol import Backend
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.control import LeaderControl, MemberControl
-from neuron_runtime.distributed.following import StepReceiver, follow
 from neuron_runtime.distributed.layout import MIN_SECRET_BYTES, Layout, read_secret
-from neuron_runtime.distributed.replicated import ReplicatedBackend, StepChannel
+from neuron_runtime.distributed.replicated import ReplicatedBackend, StepChannel, StepReceiver, follow
 from neuron_runtime.distributed.wire import Facts, Keys
 from neuron_runtime.errors import FatalError
 from neuron_runtime.processes.run_dir import made_run_dir

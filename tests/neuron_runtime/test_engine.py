@@ -27,9 +27,8 @@ from helpers.guides import Rule, RuleGuide, RuleGuides
 from helpers.step_counts import StepCounts
 from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, PrefillBucket, Request, StepKind, StepOutput
-from neuron_runtime.engine.bounds import stream_gap_bound
 from neuron_runtime.engine.guides import Guide
-from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.loop import Engine, stream_gap_bound
 from neuron_runtime.errors import InvalidRequest, Overloaded
 
 HOST = BackendLimits(max_rows=4, max_model_length=256, max_step_tokens=64, block_size=8, num_blocks=128)

@@ -20,7 +20,7 @@ from helpers.random_loads import some_limits, some_requests
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import Added, Request, Sampling, StepKind
-from neuron_runtime.engine.bounds import stream_gap_bound
+from neuron_runtime.engine.loop import stream_gap_bound
 
 NUM_EXAMPLES = 200
 NUM_LONG_RUNS = 100_000

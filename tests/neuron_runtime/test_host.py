@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from helpers.memory_groups import memory_group
-from neuron_runtime.backend.torch import import_size
-from neuron_runtime.backend.torch.import_size import check_room_for_torch
+from neuron_runtime.backend.torch import before_import
+from neuron_runtime.backend.torch.before_import import check_room_for_torch
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.host import FreeMemory, free_memory, memory_limit, num_oom_kills, usable_cpus
 
@@ -142,9 +142,9 @@ def test_the_kernel_counts_the_processes_that_it_killed(files: dict[str, str], e
 
 @pytest.mark.parametrize("has_cuda", [False, True])
 def test_torch_is_not_imported_where_it_does_not_fit(has_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_size, "_has_cuda", lambda: has_cuda)
+    monkeypatch.setattr(before_import, "_has_cuda", lambda: has_cuda)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    needed = import_size.CUDA_IMPORT_BYTES if has_cuda else import_size.IMPORT_BYTES
+    needed = before_import.CUDA_IMPORT_BYTES if has_cuda else before_import.IMPORT_BYTES
     check_room_for_torch(lambda: FreeMemory(needed))
     with pytest.raises(FatalError, match=r"not enough memory to import torch: .* raise the memory limit to") as caught:
         check_room_for_torch(lambda: FreeMemory(needed - 1, 2**30))

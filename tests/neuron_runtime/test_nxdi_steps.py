@@ -12,9 +12,8 @@ import torch
 
 from helpers.guides import mask_of
 from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
-from neuron_runtime.backend.nxdi.backend import NxdiBackend
+from neuron_runtime.backend.nxdi.backend import DeviceThread, NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, decode_graph, prefill_graph, span_that_takes
-from neuron_runtime.backend.nxdi.device_thread import DeviceThread
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.sampling_rows import device_parameters
 from neuron_runtime.backend_protocol import IllegalBatch

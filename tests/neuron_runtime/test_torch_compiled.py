@@ -31,7 +31,7 @@ from neuron_runtime.artifacts.loading import provide
 from neuron_runtime.artifacts.store import artifact_store
 from neuron_runtime.backend.torch import compiler
 from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because, load_library
-from neuron_runtime.backend.torch.compiled_steps import ONE_ROW, SEVERAL_ROWS
+from neuron_runtime.backend.torch.graphs import ONE_ROW, SEVERAL_ROWS
 from neuron_runtime.config import EngineLimits
 from neuron_runtime.core import Request, Sampling
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig

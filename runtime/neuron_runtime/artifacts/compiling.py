@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from neuron_runtime.artifacts.key import compiled_part, covered, key_of
-from neuron_runtime.artifacts.messages import Began, Ended, Failed, Lines, Made, Message
+from neuron_runtime.artifacts.process import Began, Ended, Failed, Lines, Made, Message
 from neuron_runtime.artifacts.store import ARTIFACTS, DOCUMENT, Artifact, find
 from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import CONFIG_FILE, read_checkpoint

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, get_args
 
 import msgspec
@@ -41,15 +42,7 @@ def _marked(struct: msgspec.Struct) -> dict[str, Any]:
 
 def covered(backend: str, digest: str, needs: Needs) -> dict[str, Any]:
     """Everything that the graphs depend on, as plain JSON."""
-    return {
-        "version": COVER_VERSION,
-        "backend": backend,
-        "model": digest,
-        "shapes": dict(needs.shapes),
-        "settings": dict(needs.settings),
-        "libraries": dict(needs.libraries),
-        "target": dict(needs.target),
-    }
+    return {"version": COVER_VERSION, "backend": backend, "model": digest, **asdict(needs)}
 
 
 def key_of(cover: Mapping[str, Any]) -> str:

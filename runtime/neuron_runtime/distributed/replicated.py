@@ -1,4 +1,4 @@
-"""`ReplicatedBackend`: the leader's backend, whose calls every other rank repeats in the same order.
+"""Steps of a group: `ReplicatedBackend` is the leader's backend, whose calls every other rank repeats in `follow`.
 
 The engine cannot tell that there is a group. `launch`, `sample` and `collect` are sent before they run here; the output
 of `collect` is returned only when every rank has acknowledged the step with the same tokens.
@@ -7,7 +7,7 @@ of `collect` is returned only when every rank has acknowledged the step with the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import zmq
@@ -15,11 +15,13 @@ import zmq
 from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
 from neuron_runtime.core import Batch, Late, StepOutput
 from neuron_runtime.distributed import wire
-from neuron_runtime.distributed.control import LeaderControl, disagrees, member_lost
-from neuron_runtime.distributed.layout import Layout
-from neuron_runtime.distributed.wire import Collect, Keys, Launch, Sample, StepMessage
+from neuron_runtime.distributed.control import LeaderControl, MemberControl, disagrees, member_lost
+from neuron_runtime.distributed.layout import Layout, bracketed
+from neuron_runtime.distributed.wire import Ack, Collect, Keys, Launch, Sample, StepMessage, Welcome
 
 CHECK_MILLISECONDS = 50
+IDLE_MILLISECONDS = 100
+"""How long a member waits for a step before it looks at other things."""
 LATE_FACTOR = 3.0
 """A member that lives but does not acknowledge a step is late after this many times the limit for silence: rank 0 has
 finished the step, so it only has to sample."""
@@ -84,7 +86,7 @@ class StepChannel:
 
 
 class ReplicatedBackend:
-    """See `Backend`. Members run `following.follow`."""
+    """See `Backend`. Members run `follow`."""
 
     def __init__(self, backend: Backend, channel: StepChannel, control: LeaderControl) -> None:
         self._backend = backend
@@ -130,3 +132,56 @@ def _bind(socket: zmq.Socket[bytes], layout: Layout, name: str) -> str:
         socket.bind(address)
         return address
     return f":{socket.bind_to_random_port('tcp://*')}"
+
+
+class StepReceiver:
+    """A member's sockets for steps and acknowledgements."""
+
+    def __init__(self, layout: Layout, keys: Keys, welcome: Welcome) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._steps = wire.make_socket(self._context, zmq.SUB, wire.MAX_STEP_BYTES)
+        self._acks = wire.make_socket(self._context, zmq.PUSH, wire.MAX_MESSAGE_BYTES)
+        self._number = 0
+        for socket, address in ((self._steps, welcome.steps), (self._acks, welcome.acknowledgements)):
+            keys.unlock(socket)
+            socket.connect(f"tcp://{bracketed(layout.leader)}{address}" if address.startswith(":") else address)
+        self._steps.subscribe(b"")
+
+    def receive(self) -> wire.StepMessage | None:
+        """The next message; None: there is none yet. Raises FatalError if one was lost."""
+        if not self._steps.poll(IDLE_MILLISECONDS):
+            return None
+        message = wire.decode_step(self._steps.recv())
+        if message.number != self._number:
+            lost = message.number - self._number
+            raise member_lost(f"{lost} messages of rank 0 were lost before message {message.number}")
+        self._number += 1
+        return message
+
+    def acknowledge(self, ack: Ack) -> None:
+        self._acks.send(wire.encode(ack), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def follow(
+    backend: Backend, receiver: StepReceiver, control: MemberControl, idle: Callable[[], None] = lambda: None
+) -> None:
+    """Run steps until the leader's work is done. Raises why the group ended, and exceptions of the backend.
+
+    idle: called whenever there is nothing to do for a while.
+    """
+    while not control.done:
+        control.check()
+        message = receiver.receive()
+        match message:
+            case None:
+                idle()
+            case Launch(_, batch):
+                backend.launch(batch)
+            case Sample(_, step, late):
+                backend.sample(step, late)
+            case Collect(_, step):
+                output = backend.collect(step)
+                receiver.acknowledge(Ack(control.rank, control.group, step, wire.hash_of(output.token_ids)))

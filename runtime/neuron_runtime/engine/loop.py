@@ -9,16 +9,25 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from operator import add
 
 from msgspec.structs import replace
 
 from neuron_runtime.backend_protocol import Backend
-from neuron_runtime.core import Batch, FinishReason, Late, Request, StepKind, StepOutput, TokenEvent, fill
+from neuron_runtime.core import (
+    BackendLimits,
+    Batch,
+    FinishReason,
+    Late,
+    Request,
+    StepKind,
+    StepOutput,
+    TokenEvent,
+    fill,
+)
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
-from neuron_runtime.engine.bounds import stream_gap_bound
 from neuron_runtime.engine.guides import Guide, Guides
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.engine.sequence import Phase
@@ -300,3 +309,19 @@ class Engine:
             name = self._scheduler.scheduled[-1].sequences[row].request.request_id
             self.abort(name)
             events.append(TokenEvent(name, (), FinishReason.ERROR))
+
+
+def stream_gap_bound(
+    limits: BackendLimits, longest_step_seconds: Mapping[StepKind, float], max_consecutive_prefills: int = 1
+) -> float:
+    """Maximum seconds until a running stream that is not preempted gets its next token.
+
+    If phases mix, every step has a row of each running stream; otherwise at most `max_consecutive_prefills` steps are
+    between two that do. With several tokens per row, a sequence skips a turn if its row in flight may be its last.
+
+    longest_step_seconds: by kind, from the end of the previous step to the end of the step.
+    """
+    prefill = longest_step_seconds.get(StepKind.PREFILL, 0.0)
+    own = max(longest_step_seconds.get(kind, 0.0) for kind in (StepKind.DECODE, StepKind.MIXED))
+    turn = own if limits.mixes_phases else own + max_consecutive_prefills * prefill
+    return turn + (max(turn, prefill) if limits.max_tokens_per_row > 1 else 0.0)

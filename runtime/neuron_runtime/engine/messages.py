@@ -7,6 +7,7 @@ types on receipt. Both ends run on one machine from one installation, so there i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,5 @@ def socket(context: zmq.Context[Any], kind: int, run_dir: Path, name: str, incar
 
 
 encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-
-
-def decode_to_engine(raw: bytes) -> ToEngine:
-    return _to_engine.decode(raw)
-
-
-def decode_from_engine(raw: bytes) -> FromEngine:
-    return _from_engine.decode(raw)
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode

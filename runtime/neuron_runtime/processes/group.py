@@ -23,9 +23,8 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.control import LeaderControl, MemberControl, OnEnd
-from neuron_runtime.distributed.following import StepReceiver, follow
 from neuron_runtime.distributed.layout import RENDEZVOUS_FILE, Layout, bracketed, read_secret
-from neuron_runtime.distributed.replicated import ReplicatedBackend, StepChannel
+from neuron_runtime.distributed.replicated import ReplicatedBackend, StepChannel, StepReceiver, follow
 from neuron_runtime.distributed.wire import Facts, Keys
 from neuron_runtime.engine.backends import backend_package, compiles
 from neuron_runtime.errors import ExitCode, FatalError, ServingError

@@ -59,7 +59,11 @@ class Platform:
     physical_cores: int
     """Physical cores of one device."""
     logical_core: LogicalCore
-    """Physical cores per logical core, unless configured; no logical core has more."""
+    """Physical cores per logical core, unless configured."""
+
+    @property
+    def logical_cores(self) -> tuple[LogicalCore, ...]:
+        return (1, 2) if self.logical_core == 2 else (1,)
 
 
 PLATFORMS = {
@@ -116,7 +120,7 @@ def find_target(
             "is set up: both must be the same",
         )
     logical_core = configured or int(of_node or platform.logical_core)
-    if logical_core > platform.logical_core:
+    if logical_core not in platform.logical_cores:
         message = f"{platform.name} has no logical cores of {logical_core} physical ones: leave it out, or set 1"
         raise InvalidConfig("$.accelerator.logicalNeuronCore", message)
     return Target(

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_runtime.backend.fields import check_fields
-from neuron_runtime.backend.torch.allocation import set_up_allocation
 from neuron_runtime.backend.torch.architecture import decoder_config
+from neuron_runtime.backend.torch.before_import import check_room_for_torch, set_up_allocation
 from neuron_runtime.backend.torch.graphs import torch_compiler
-from neuron_runtime.backend.torch.import_size import check_room_for_torch
 from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.backend.torch.read_ahead import LOADING, ReadAhead
 from neuron_runtime.backend_protocol import ONE_RANK, Rank

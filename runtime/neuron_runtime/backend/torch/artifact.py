@@ -19,7 +19,7 @@ from torch.export import Dim, export
 from neuron_runtime.backend.torch.architecture import DecoderConfig
 from neuron_runtime.backend.torch.cache import lazy_zeros
 from neuron_runtime.backend.torch.compiled import load_library
-from neuron_runtime.backend.torch.compiled_steps import PROCESSOR, StepGraph, cxx
+from neuron_runtime.backend.torch.graphs import PROCESSOR, StepGraph, cxx
 from neuron_runtime.backend.torch.step_module import DecodeStep, SeenInputs, StepInputs, distinct
 from neuron_runtime.checkpoint import InvalidModel
 

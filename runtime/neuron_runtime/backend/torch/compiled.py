@@ -12,8 +12,8 @@ from typing import Any, Protocol, Self
 import torch
 
 from neuron_runtime.backend.torch.cache import StepPlan
-from neuron_runtime.backend.torch.compiled_steps import ONE_ROW, PROCESSOR, SEVERAL_ROWS
 from neuron_runtime.backend.torch.decoder import Decoder
+from neuron_runtime.backend.torch.graphs import ONE_ROW, PROCESSOR, SEVERAL_ROWS
 from neuron_runtime.backend.torch.linear import Packed
 from neuron_runtime.backend.torch.step_module import constants, step_inputs
 from neuron_runtime.errors import ExitCode, FatalError

@@ -158,17 +158,16 @@ def _read_layer(config: DecoderConfig, reader: Reader, make: MakeLinear, prefix:
         weight = reader.take(*(f"{prefix}{name}.weight" for name in names))
         return make(weight, reader.take_if_any(has_bias, *(f"{prefix}{name}.bias" for name in names)))
 
+    def head_norm() -> torch.Tensor:
+        query, key = (reader.take(f"{prefix}self_attn.{name}.weight").float() for name in ("q_norm", "k_norm"))
+        return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
+
     return Layer(
         attention_norm=reader.take(f"{prefix}input_layernorm.weight").float(),
         qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        head_norm=_read_head_norm(config, reader, prefix) if config.query_key_norm else None,
+        head_norm=head_norm() if config.query_key_norm else None,
         output=projection(config.output_bias, "self_attn.o_proj"),
         mlp_norm=reader.take(f"{prefix}post_attention_layernorm.weight").float(),
         gate_up=projection(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
         down=projection(config.mlp_bias, "mlp.down_proj"),
     )
-
-
-def _read_head_norm(config: DecoderConfig, reader: Reader, prefix: str) -> torch.Tensor:
-    query, key = (reader.take(f"{prefix}self_attn.{name}.weight").float() for name in ("q_norm", "k_norm"))
-    return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))

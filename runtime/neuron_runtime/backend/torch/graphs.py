@@ -1,32 +1,56 @@
 """What the torch backend compiles of a model: its decode step, once for one row and once for any larger number.
 
-`TorchCompiler` is the `Compiler` of `backend_protocol`. Describing needs no torch; it is imported to compile and to
-check. Prompts are not compiled: eager torch computes long steps as fast.
+`TorchCompiler` is the `Compiler` of `backend_protocol`; whoever loads reads the names of files here. Describing needs
+no torch; it is imported to compile and to check. Prompts are not compiled: eager torch computes long steps as fast.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config
 from neuron_runtime.backend.torch.choices import block_size_of, dtype_of
-from neuron_runtime.backend.torch.compiled_steps import PROCESSOR, STEPS, StepGraph, cxx
 from neuron_runtime.backend_protocol import Compiler, CompileUnit, Needs
 from neuron_runtime.checkpoint import read_whole_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
+PROCESSOR = "x86-64-v3"
+"""The level of processors that graphs are compiled for (x86-64 psABI): those with AVX2. It is not that of the compiling
+machine, so graphs run on all nodes, and the key does not depend on which one compiled them."""
+
 COMPILED_DTYPES = ("float32", "bfloat16")
 """oneDNN, whose products the graphs call, has float16 on few processors."""
-SOURCES = ("compiled_steps", "step_module", "artifact", "decoder", "attention", "rotary", "linear", "cache")
+SOURCES = ("graphs", "step_module", "artifact", "decoder", "attention", "rotary", "linear", "cache")
 """The modules that make a graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A step that is compiled. num_rows: None for every number above one."""
+
+    name: str
+    file: str
+    num_rows: int | None
+
+
+ONE_ROW = StepGraph("decode of one row", "decode-one.so", 1)
+SEVERAL_ROWS = StepGraph("decode of several rows", "decode-several.so", None)
+STEPS = (ONE_ROW, SEVERAL_ROWS)
+
+
+def cxx() -> str:
+    """The C++ compiler's command."""
+    return os.environ.get("CXX", "g++")
 
 
 class TorchCompiler(Compiler):
