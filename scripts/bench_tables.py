@@ -10,7 +10,7 @@ def published_step_times() -> str:
     """The step times that `--step-times` and `stepTimes` name, with their sources."""
     return table(
         ("Name", "Decode, ms at rows", "Prefill, ms at tokens", "Source"),
-        ((f"`{one.name}`", _points(one.decode), _points(one.prefill), one.source) for one in PUBLISHED.values()),
+        ((f"`{name}`", _points(one.decode), _points(one.prefill), one.source) for name, one in PUBLISHED.items()),
     )
 
 

@@ -1,4 +1,4 @@
-"""A clock for measurements of host work on a busy machine. See `backend.simulated.clock.Clock`."""
+"""A clock for measurements of host work on a busy machine. See `backend.simulated.device.Clock`."""
 
 from __future__ import annotations
 

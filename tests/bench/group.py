@@ -19,8 +19,7 @@ from statistics import median
 
 from bench.report import Load, Meter, Row, at_most
 from helpers.groups import Unwatched
-from neuron_runtime.backend.simulated.clock import WallClock
-from neuron_runtime.backend.simulated.device import SimulatedBackend
+from neuron_runtime.backend.simulated.device import SimulatedBackend, WallClock
 from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
 from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
 from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepKind, StepOutput

@@ -13,9 +13,9 @@ import torch
 from helpers.nxdi import Mode, fake_nxdi, installed
 from helpers.torch_models import NEAR_TIE, random_model, reference
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
+from neuron_runtime.backend.nxdi.buckets import limits_of
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.library import application
-from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.config import parse_config
 from neuron_runtime.core import Request

@@ -10,8 +10,7 @@ import pytest
 
 from bench import host
 from bench.report import at_least, at_most
-from neuron_runtime.backend.simulated.clock import VirtualClock
-from neuron_runtime.backend.simulated.device import SimulatedBackend
+from neuron_runtime.backend.simulated.device import SimulatedBackend, VirtualClock
 from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
 from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput, TokenFeedback
 from neuron_runtime.engine.loop import Engine

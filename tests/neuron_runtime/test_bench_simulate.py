@@ -21,8 +21,7 @@ from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.inputs import Inputs
 from neuron_runtime.backend.nxdi.settings import Settings
-from neuron_runtime.backend.simulated.clock import VirtualClock
-from neuron_runtime.backend.simulated.device import ShapeUse
+from neuron_runtime.backend.simulated.device import ShapeUse, VirtualClock
 from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant, milliseconds
 from neuron_runtime.bench import simulated_tables
 from neuron_runtime.bench.device import device_of, powers_of_two

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, decode_graph, prefill_graph
+from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, decode_graph, limits_of, prefill_graph
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of, read_plan
-from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.settings import RECOMPUTED, Settings, settings_of
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.commands.plan_buckets import read_lengths

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from neuron_runtime.backend.simulated.clock import VirtualClock
-from neuron_runtime.backend.simulated.device import SimulatedBackend
+from neuron_runtime.backend.simulated.device import SimulatedBackend, VirtualClock
 from neuron_runtime.backend.simulated.options import Options, limits_of, step_times
 from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig

@@ -22,8 +22,15 @@ from helpers.serve_command import serve
 from helpers.strict_backend import StrictBackend
 from neuron_runtime import LLM, SamplingParams
 from neuron_runtime.backend.simulated import load_backend
-from neuron_runtime.backend.simulated.clock import Clock, VirtualClock, WallClock
-from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline, first_number, token_at
+from neuron_runtime.backend.simulated.device import (
+    Clock,
+    SimulatedBackend,
+    Timeline,
+    VirtualClock,
+    WallClock,
+    first_number,
+    token_at,
+)
 from neuron_runtime.backend.simulated.options import MAX_TOP_K, MODES, Options, limits_of, read_options, step_times
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, PhaseTimes, StepTimes, constant, milliseconds
 from neuron_runtime.backend_protocol import IllegalBatch, StepTime

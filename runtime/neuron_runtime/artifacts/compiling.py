@@ -191,23 +191,20 @@ def digest_of(model_dir: Path, *, with_weights: bool) -> str:
 
 def _compile(wanted: Wanted, files: Path, progress: ProgressCallback) -> Artifact:
     began = time.monotonic()
-    ended, peak_bytes = _run("compile", wanted, files, progress)
+    ended = _run("compile", wanted, files, progress)
     _run("check", wanted, files, progress)
     return Artifact(
         cover=wanted.cover,
         tools=ended.tools,
         graphs=ended.graphs,
         seconds=round(time.monotonic() - began, 3),
-        peak_bytes=max(peak_bytes, ended.peak_bytes),
+        peak_bytes=ended.peak_bytes,
     )
 
 
-def _run(
-    work: Literal["compile", "check"], wanted: Wanted, files: Path, progress: ProgressCallback
-) -> tuple[Ended, int]:
+def _run(work: Literal["compile", "check"], wanted: Wanted, files: Path, progress: ProgressCallback) -> Ended:
     with tempfile.TemporaryDirectory(prefix="neuron-serving-compile-", ignore_cleanup_errors=True) as scratch:
-        process = _Process(work, wanted, files, Path(scratch))
-        return process.wait(progress), process.peak_bytes
+        return _Process(work, wanted, files, Path(scratch)).wait(progress)
 
 
 class _Process:
@@ -218,7 +215,7 @@ class _Process:
         self._stage = "checking the compiled graphs" if work == "check" else "preparing to compile"
         self._output = scratch / "output"
         self._share = 0.0
-        self.peak_bytes = 0
+        self._peak_bytes = 0
         config, folder = scratch / "config.json", scratch / "work"
         # It works elsewhere, where a relative path would lead nowhere.
         model_dir, files = wanted.model_dir.absolute(), files.absolute()
@@ -267,12 +264,12 @@ class _Process:
                     break
                 if ended:
                     break
-                self.peak_bytes = max(self.peak_bytes, session_bytes(self._process.pid))
+                self._peak_bytes = max(self._peak_bytes, session_bytes(self._process.pid))
         finally:
             self._stop()
         if isinstance(last, Ended) and self._process.returncode == 0:
             progress(self._stage, 1.0)
-            return last
+            return msgspec.structs.replace(last, peak_bytes=max(self._peak_bytes, last.peak_bytes))
         raise self._failure(last)
 
     def _note(self, message: Message, progress: ProgressCallback) -> None:
@@ -284,7 +281,7 @@ class _Process:
             progress(self._stage, self._share)
         if isinstance(message, Made):
             self._share = message.graph / message.num_graphs
-            memory = f", {bytes_text(self.peak_bytes)} of memory" if self.peak_bytes else ""
+            memory = f", {bytes_text(self._peak_bytes)} of memory" if self._peak_bytes else ""
             seconds = seconds_text(message.seconds)
             say(f"graph {message.graph} of {message.num_graphs} is ready: {message.name}, {seconds}{memory}")
 
@@ -308,7 +305,7 @@ class _Process:
             bound = "this machine has" if limit is None else f"the memory limit of {bytes_text(limit)}"
             message = (
                 f"{self._stage}: the compiler needs more memory than {bound} (its processes had "
-                f"{bytes_text(self.peak_bytes)} when last seen): give it more"
+                f"{bytes_text(self._peak_bytes)} when last seen): give it more"
             )
             return FatalError(code, message)
         if isinstance(last, Failed):

@@ -124,14 +124,12 @@ def _watching(
             take(graph.ready())
 
     watcher = threading.Thread(target=watch)
-    if graph.parts:
-        watcher.start()
+    watcher.start()
     try:
         yield
     finally:
         ended.set()
-        if graph.parts:
-            watcher.join()
+        watcher.join()
     take(waiting.copy())
 
 

@@ -84,12 +84,11 @@ def read_artifact(entry: Entry) -> Artifact:
     """The document of a complete entry. Raises Damaged."""
     try:
         with (entry.folder / DOCUMENT).open("rb") as file:
-            artifact = msgspec.json.decode(file.read(MAX_DOCUMENT_BYTES), type=Artifact)
+            return msgspec.json.decode(file.read(MAX_DOCUMENT_BYTES), type=Artifact)
     except OSError as error:
         raise Damaged(entry.folder, f"{DOCUMENT}: {error.strerror}", ARTIFACTS) from error
     except msgspec.MsgspecError as error:
         raise Damaged(entry.folder, f"{DOCUMENT} is malformed: {error}", ARTIFACTS) from error
-    return artifact
 
 
 def find(store: Store, cover: Mapping[str, Any], *, whole: bool = False) -> Entry | None:
@@ -128,15 +127,11 @@ def _checked(entry: Entry, whole: bool) -> Artifact:
 
 def nearest(entries: Iterable[Entry], cover: Mapping[str, Any]) -> tuple[Entry, list[str]] | None:
     """The artifact with the fewest values that differ, the newest of equals; and those values."""
-    best: tuple[Entry, list[str]] | None = None
+    found = []
     for entry in entries:
-        try:
-            candidate = entry, read_artifact(entry).differences(cover)
-        except Damaged:
-            continue
-        if best is None or (len(candidate[1]), -entry.manifest.created) < (len(best[1]), -best[0].manifest.created):
-            best = candidate
-    return best
+        with contextlib.suppress(Damaged):
+            found.append((entry, read_artifact(entry).differences(cover)))
+    return min(found, key=lambda one: (len(one[1]), -one[0].manifest.created), default=None)
 
 
 def entries_of(store: Store) -> Iterator[Entry]:

@@ -9,13 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, decode_graph, prefill_graph
+from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, decode_graph, limits_of, prefill_graph
 from neuron_runtime.backend.nxdi.devices import EXEC_TIMEOUT_SECONDS
 from neuron_runtime.backend.nxdi.graph_plan import read_plan
-from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.settings import Settings
-from neuron_runtime.backend.simulated.clock import Clock
-from neuron_runtime.backend.simulated.device import Shape, SimulatedBackend, SimulatedCall
+from neuron_runtime.backend.simulated.device import Clock, Shape, SimulatedBackend, SimulatedCall
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.core import BackendLimits, Batch
 from neuron_runtime.errors import InvalidConfig

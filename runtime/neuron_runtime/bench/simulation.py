@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
-from neuron_runtime.backend.simulated.clock import VirtualClock
-from neuron_runtime.backend.simulated.device import Shape, ShapeUse, SimulatedBackend
+from neuron_runtime.backend.simulated.device import Shape, ShapeUse, SimulatedBackend, VirtualClock
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.bench.planned import PlannedBackend
 from neuron_runtime.bench.traffic import Conversation

@@ -58,6 +58,16 @@ def disagrees(message: str) -> FatalError:
     return FatalError(ExitCode.GROUP_DISAGREES, message)
 
 
+@dataclass
+class _Peer:
+    """What a member knows of another one."""
+
+    heard: float
+    closed_since: float | None = None
+    process: str = ""
+    limits: str | None = None
+
+
 class _Control(ABC):
     """The thread, and what others wait for."""
 
@@ -77,6 +87,8 @@ class _Control(ABC):
         """Seconds for which a connection may be closed."""
         self._serving = False
         """Whether all ranks have loaded."""
+        self._peers: dict[int, _Peer] = {}
+        """Those that this member hears, by rank. Only the thread writes it."""
         self._next_beat = 0.0
         self._last_turn = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="group", daemon=True)
@@ -136,7 +148,8 @@ class _Control(ABC):
         before, self._last_turn = self._last_turn, time.monotonic()
         if self._last_turn - before > self.layout.silence_seconds / 2:
             # This process did not run; what others said meanwhile has not been read yet.
-            self._forgive(self._last_turn)
+            for peer in self._peers.values():
+                peer.heard, peer.closed_since = self._last_turn, peer.closed_since and self._last_turn
         self._lifeline.set(self._patience)
         while True:
             try:
@@ -155,6 +168,14 @@ class _Control(ABC):
         """Seconds for which a member may be silent now."""
         return self.layout.silence_seconds * (1.0 if self._serving else LOADING_FACTOR)
 
+    def _check_peers(self, now: float) -> None:
+        """Raises FatalError if one is silent for too long, or stays without a connection."""
+        for rank, peer in self._peers.items():
+            if now - peer.heard > self._patience:
+                raise member_lost(f"{self.layout.named(rank)}: silent for {now - peer.heard:.1f} s")
+            if peer.closed_since is not None and now - peer.closed_since > self._closed_limit:
+                raise member_lost(f"{self.layout.named(rank)}: closed its connection")
+
     @abstractmethod
     def _receive(self, frames: list[bytes], now: float) -> None: ...
 
@@ -166,19 +187,7 @@ class _Control(ABC):
         """Raises FatalError if somebody is gone."""
 
     @abstractmethod
-    def _forgive(self, now: float) -> None:
-        """Count silence and closed connections from now."""
-
-    @abstractmethod
     def _say_farewell(self, code: int, message: str) -> None: ...
-
-
-@dataclass
-class _Member:
-    process: str
-    heard: float
-    limits: str | None = None
-    closed_since: float | None = None
 
 
 class LeaderControl(_Control):
@@ -205,8 +214,6 @@ class LeaderControl(_Control):
         self._facts = facts
         self._welcome = Welcome(self.group, *addresses)
         self._on_leaving = on_leaving
-        self._members: dict[int, _Member] = {}
-        """Only the thread writes it."""
         self._welcomed = False
         self._deadline = time.monotonic() + layout.join_seconds
         self._others = range(1, layout.size)
@@ -221,8 +228,8 @@ class LeaderControl(_Control):
 
     def wait_loaded(self, limits: str) -> None:
         """Until all members have loaded, with limits of this hash. Raises FatalError."""
-        self._wait(lambda: all(member.limits is not None for member in self._members.values()))
-        for rank, member in sorted(self._members.items()):
+        self._wait(lambda: all(member.limits is not None for member in self._peers.values()))
+        for rank, member in sorted(self._peers.items()):
             if member.limits != limits:
                 raise disagrees(f"{self.layout.named(rank)}: other limits of the backend than rank 0")
         self._serving = True
@@ -238,17 +245,17 @@ class LeaderControl(_Control):
             case Hello():
                 self._greet(message, now)
             case Beat(rank, group) | Loaded(rank, group) | Leaving(rank, group) | Farewell(rank, group):
-                if group != self.group or rank not in self._members:
+                if group != self.group or rank not in self._peers:
                     text = "the leader of the group was started anew"
                     self._send(rank, Farewell(0, group, int(ExitCode.GROUP_MEMBER_LOST), text))
                     return
-                self._members[rank].heard = now
+                self._peers[rank].heard = now
                 self._hear(message)
 
     def _hear(self, message: wire.ToLeader) -> None:
         match message:
             case Loaded(rank, _, limits):
-                self._members[rank].limits = limits
+                self._peers[rank].limits = limits
                 self._notify()
             case Leaving(rank):
                 self._on_leaving(f"{self.layout.named(rank)} must leave")
@@ -263,15 +270,15 @@ class LeaderControl(_Control):
         differing = differences(msgspec.structs.asdict(self._facts), msgspec.structs.asdict(hello.facts))
         if differing:
             raise disagrees(f"{self.layout.named(rank)} differs from rank 0: {joined(differing)}")
-        known = self._members.get(rank)
+        known = self._peers.get(rank)
         if self._welcomed:
             if known is None or known.process != hello.process:
                 raise member_lost(f"{self.layout.named(rank)} was restarted")
             known.heard = now
             self._send(rank, self._welcome)
             return
-        self._members[rank] = _Member(hello.process, now)
-        if len(self._members) == len(self._others):
+        self._peers[rank] = _Peer(now, process=hello.process)
+        if len(self._peers) == len(self._others):
             self._welcomed = True
             for other in self._others:
                 self._send(other, self._welcome)
@@ -280,30 +287,21 @@ class LeaderControl(_Control):
     def _beat(self, now: float) -> None:
         if not self._welcomed:
             return
-        for rank, member in self._members.items():
+        for rank, member in self._peers.items():
             if self._send(rank, Beat(0, self.group, self._serving)):
                 member.closed_since = None
             else:
                 member.closed_since = member.closed_since or now
 
     def _look(self, now: float) -> None:
-        silent = {rank: member for rank, member in self._members.items() if now - member.heard > self._patience}
-        if not self._welcomed:
-            for rank in silent:
-                del self._members[rank]
-            if now > self._deadline:
-                missing = [self.layout.named(rank) for rank in self._others if rank not in self._members]
-                raise member_lost(f"{joined(missing)}: did not join within {self.layout.join_seconds:.0f} s")
+        if self._welcomed:
+            self._check_peers(now)
             return
-        for rank, member in silent.items():
-            raise member_lost(f"{self.layout.named(rank)}: silent for {now - member.heard:.1f} s")
-        for rank, member in self._members.items():
-            if member.closed_since is not None and now - member.closed_since > self._closed_limit:
-                raise member_lost(f"{self.layout.named(rank)}: closed its connection")
-
-    def _forgive(self, now: float) -> None:
-        for member in self._members.values():
-            member.heard, member.closed_since = now, member.closed_since and now
+        for rank in [rank for rank, peer in self._peers.items() if now - peer.heard > self._patience]:
+            del self._peers[rank]
+        if now > self._deadline:
+            missing = [self.layout.named(rank) for rank in self._others if rank not in self._peers]
+            raise member_lost(f"{joined(missing)}: did not join within {self.layout.join_seconds:.0f} s")
 
     def _say_farewell(self, code: int, message: str) -> None:
         for rank in self._others:
@@ -331,9 +329,8 @@ class MemberControl(_Control):
         self.welcome: Welcome | None = None
         self.done = False
         """Whether the leader said that the work is done."""
-        self._heard = time.monotonic()
-        self._closed_since: float | None = None
-        self._deadline = self._heard + layout.join_seconds
+        self._leader = self._peers[0] = _Peer(time.monotonic())
+        self._deadline = self._leader.heard + layout.join_seconds
         self._must_leave = False
         self._waiting: list[Loaded | Leaving] = []
         self.keys.unlock(self._socket)
@@ -362,7 +359,7 @@ class MemberControl(_Control):
         self._waiting.append(Leaving(self.rank, self.group))
 
     def _receive(self, frames: list[bytes], now: float) -> None:
-        self._heard = now
+        self._leader.heard = now
         try:
             message = wire.decode_to_member(frames[-1])
         except wire.BadFrame as error:
@@ -390,19 +387,14 @@ class MemberControl(_Control):
             self._send(self._waiting.pop(0))
         while self._connection.poll(0):
             event = recv_monitor_message(self._connection)["event"]
-            self._closed_since = now if event == zmq.EVENT_DISCONNECTED else None
+            self._leader.closed_since = now if event == zmq.EVENT_DISCONNECTED else None
         if self.welcome is None:
             if self._must_leave:
                 raise member_lost("this node must be given up, and the group is not complete")
             if now > self._deadline:
                 raise member_lost(f"the group was not complete within {self.layout.join_seconds:.0f} s")
-        elif now - self._heard > self._patience:
-            raise member_lost(f"rank 0: silent for {now - self._heard:.1f} s")
-        elif self._closed_since is not None and now - self._closed_since > self._closed_limit:
-            raise member_lost("rank 0: closed its connection")
-
-    def _forgive(self, now: float) -> None:
-        self._heard, self._closed_since = now, self._closed_since and now
+        else:
+            self._check_peers(now)
 
     def _close(self) -> None:
         self._socket.disable_monitor()

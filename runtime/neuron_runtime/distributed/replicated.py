@@ -35,10 +35,16 @@ class StepChannel:
         self._steps = wire.make_socket(self._context, zmq.XPUB, wire.MAX_MESSAGE_BYTES)
         self._steps.xpub_verbose = True
         self._acks = wire.make_socket(self._context, zmq.PULL, wire.MAX_MESSAGE_BYTES)
-        self.addresses = []
+        self.addresses: list[str] = []
+        """For the welcome."""
         for name, socket in (("steps", self._steps), ("acknowledgements", self._acks)):
             keys.guard(socket)
-            self.addresses.append(_bind(socket, layout, name))
+            if layout.num_nodes == 1:
+                address = f"ipc://{layout.run_dir}/group-{name}"
+                socket.bind(address)
+            else:
+                address = f":{socket.bind_to_random_port('tcp://*')}"
+            self.addresses.append(address)
         self._others = range(1, layout.size)
         self._layout = layout
         self._number = 0
@@ -123,15 +129,6 @@ class ReplicatedBackend:
     def close(self) -> None:
         self._channel.close()
         self._backend.close()
-
-
-def _bind(socket: zmq.Socket[bytes], layout: Layout, name: str) -> str:
-    """Bind a socket of the leader to any free port, and return its address for the welcome."""
-    if layout.num_nodes == 1:
-        address = f"ipc://{layout.run_dir}/group-{name}"
-        socket.bind(address)
-        return address
-    return f":{socket.bind_to_random_port('tcp://*')}"
 
 
 class StepReceiver:

@@ -63,12 +63,10 @@ class SeenTokens:
 class Rules:
     """The adjustments of one sequence."""
 
+    params: Sampling
     num_prompt_tokens: int
     bias_ids: IntArray
     bias: FloatArray
-    repetition: float
-    presence: float
-    frequency: float
     seen: SeenTokens | None
     """None unless there is a penalty."""
     allowed: IntArray | None
@@ -79,7 +77,6 @@ class Rules:
     lasts: IntArray
     early_ends: IntArray
     """Tokens that are banned at the first `min_tokens` positions of the output."""
-    min_tokens: int
 
     def bans(self, tokens: npt.NDArray[np.int32], position: int) -> IntArray:
         """Tokens that are banned at `position` of the sequence `tokens`."""
@@ -92,7 +89,7 @@ class Rules:
             behind[length - known :] = tokens[position - known : position]
             matches = ((self.prefixes == behind) | (self.prefixes == _ANY)).all(axis=1)
             banned.append(self.lasts[matches])
-        if output_position < self.min_tokens:
+        if output_position < self.params.min_tokens:
             banned.append(self.early_ends)
         return np.concatenate(banned)
 
@@ -124,12 +121,10 @@ class Adjustments:
         length = max(map(len, longer), default=1) - 1
         prompt, answer = token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]
         self._rules[slot] = Rules(
+            params=params,
             num_prompt_tokens=num_prompt_tokens,
             bias_ids=np.array([token for token, _ in bias], dtype=np.int64),
             bias=np.array([value for _, value in bias], dtype=np.float32),
-            repetition=params.repetition_penalty,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
             seen=SeenTokens(prompt if repeats else (), answer) if counts else None,
             allowed=None if params.allowed_token_ids is None else self._known(params.allowed_token_ids),
             banned=np.array([word[0] for word in words if len(word) == 1], dtype=np.int64),
@@ -138,7 +133,6 @@ class Adjustments:
             ).reshape(len(longer), length),
             lasts=np.array([word[-1] for word in longer], dtype=np.int64),
             early_ends=self._known(params.stop_token_ids),
-            min_tokens=params.min_tokens,
         )
 
     def record(self, slots: IntArray, tokens: IntArray) -> None:
@@ -170,7 +164,9 @@ class Adjustments:
         adjusted = self.adjusted(slots, positions).tolist()
         rules = [self._rules[int(slots[row])] for row in adjusted]
         flat = logits.reshape(-1)
-        self._add_bias(flat, adjusted, rules)
+        at = self._places(adjusted, [rule.bias_ids for rule in rules])
+        if len(at):
+            flat[at] += np.concatenate([rule.bias for rule in rules])
         self._penalise(flat, adjusted, rules)
         for row, only in late.items():
             keep_only(logits[row], only)
@@ -180,11 +176,6 @@ class Adjustments:
                 keep_only(logits[row], both if len(both) else late[row])
             ban(logits[row], rule.bans(tokens[slots[row]], int(positions[row])))
 
-    def _add_bias(self, flat: FloatArray, rows: list[int], rules: list[Rules]) -> None:
-        at = self._places(rows, [rule.bias_ids for rule in rules])
-        if len(at):
-            flat[at] += np.concatenate([rule.bias for rule in rules])
-
     def _penalise(self, flat: FloatArray, rows: list[int], rules: list[Rules]) -> None:
         """Repetition divides positive logits and multiplies others; frequency and presence are subtracted."""
         seen = [rule.seen.ids if rule.seen else _NO_IDS for rule in rules]
@@ -193,7 +184,7 @@ class Adjustments:
             return
         lengths = [len(ids) for ids in seen]
         repetition, presence, frequency = (
-            np.repeat(np.array([getattr(rule, name) for rule in rules], dtype=np.float32), lengths)
+            np.repeat(np.array([getattr(rule.params, f"{name}_penalty") for rule in rules], dtype=np.float32), lengths)
             for name in ("repetition", "presence", "frequency")
         )
         counts = np.concatenate([rule.seen.counts for rule in rules if rule.seen])

@@ -10,17 +10,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from neuron_runtime.backend.nxdi.buckets import Decode, Graph, all_graphs, name_of, span_that_takes
+from neuron_runtime.backend.host_sampling.sampler import Chosen, HostSampler
+from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, name_of, span_that_takes
 from neuron_runtime.backend.nxdi.failures import classified
 from neuron_runtime.backend.nxdi.inputs import Call, Inputs
-from neuron_runtime.backend.nxdi.sampling_rows import HostRows
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray
 from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime
@@ -37,6 +37,7 @@ from neuron_runtime.core import (
     Sampling,
     StepOutput,
     TokenLogprobs,
+    needs_host,
 )
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -118,6 +119,38 @@ class DeviceThread(Generic[Job, Result]):
                 self._results.put(self._run(job))
             except BaseException as error:  # noqa: BLE001 - `get` raises it
                 self._results.put(_Raised(error))
+
+
+class HostRows:
+    """Tokens of rows that the host samples: all in mode `Host`, in `DeviceWithLogits` those that the device cannot.
+
+    Used on the backend's thread alone: the step before may still be sampled while a batch is applied.
+    """
+
+    def __init__(self, limits: BackendLimits) -> None:
+        self._limits = limits
+        # The token sampled at the last position is known but never fed.
+        self._tokens = np.zeros((limits.max_rows, limits.max_model_length + 1), dtype=np.int32)
+        self._sampler = HostSampler(self._tokens, limits.vocabulary_size)
+        self.of_host = np.full(limits.max_rows, limits.sampling == "Host")
+        """For each slot, whether the host samples its rows."""
+
+    def add(self, added: Added) -> None:
+        self._tokens[added.slot, : len(added.token_ids)] = added.token_ids
+        self._sampler.add(added)
+        self.of_host[added.slot] = self._limits.sampling == "Host" or needs_host(added.sampling, self._limits)
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        slots: IntArray,
+        positions: IntArray,
+        masks: Mapping[int, memoryview] | None,
+    ) -> Chosen:
+        """See `HostSampler.choose`."""
+        chosen = self._sampler.choose(logits, slots, positions, masks)
+        self._tokens[slots, positions] = chosen.tokens
+        return chosen
 
 
 class NxdiBackend:
@@ -283,27 +316,21 @@ def _rows_of(logits: torch.Tensor, places: IntArray) -> torch.Tensor:
 
 
 def warm_up_batches(settings: Settings) -> Iterator[Batch]:
-    """A step for each graph, with one sequence that did not exist before."""
+    """A step for each graph that a call takes, with one sequence that did not exist before."""
+    slots = settings.layout == "slots"
     for number, graph in enumerate(all_graphs(settings)):
-        batch = _warm_up_batch(settings, graph, -1 - number)
-        if batch is not None:
-            yield batch
-
-
-def _warm_up_batch(settings: Settings, graph: Graph, step: int) -> Batch | None:
-    """None: no call takes the graph."""
-    span = span_that_takes(settings, graph)
-    if span is None:
-        return None
-    start, end = span
-    decodes, slots = isinstance(graph, Decode), settings.layout == "slots"
-    slot = graph.num_computed_tokens - 1 if decodes and slots else 0
-    added = Added(
-        slot=slot,
-        token_ids=(0,) * end,
-        num_prompt_tokens=end,
-        sampling=Sampling(temperature=0.0),
-        blocks=(slot,) if slots else tuple(range(-(-end // settings.block_size))),
-    )
-    rows = Rows((slot,), (start,), (end - start,), (NO_TOKEN,), (KNOWN,), (True,))
-    return Batch(step=step, rows=rows, num_prefills=0 if decodes else 1, added=(added,))
+        span = span_that_takes(settings, graph)
+        if span is None:
+            continue
+        start, end = span
+        decodes = isinstance(graph, Decode)
+        slot = graph.num_computed_tokens - 1 if decodes and slots else 0
+        added = Added(
+            slot=slot,
+            token_ids=(0,) * end,
+            num_prompt_tokens=end,
+            sampling=Sampling(temperature=0.0),
+            blocks=(slot,) if slots else tuple(range(-(-end // settings.block_size))),
+        )
+        rows = Rows((slot,), (start,), (end - start,), (NO_TOKEN,), (KNOWN,), (True,))
+        yield Batch(step=-1 - number, rows=rows, num_prefills=0 if decodes else 1, added=(added,))

@@ -66,16 +66,12 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
     Raises FatalError (ARTIFACT_MISSING) if the folder's file is no configuration of NxD Inference.
     """
     theirs = _read(folder)["neuron_config"]
-    values: dict[str, Any] = {}
-    for name, value in theirs.items():
-        field = BY_NAME.get(name)
-        if field is None or value is None or name in NOT_NEUTRAL_BY_DEFAULT:
-            continue
-        if name in OF_BLOCKS and not theirs.get("is_block_kv_layout"):
-            continue
-        if name == "is_prefix_caching" and value:
-            continue  # it comes with blocks; whether prefixes are shared is our choice
-        values[name] = value
+    taken = BY_NAME.keys() - NOT_NEUTRAL_BY_DEFAULT
+    if not theirs.get("is_block_kv_layout"):
+        taken -= {*OF_BLOCKS}
+    if theirs.get("is_prefix_caching"):
+        taken -= {"is_prefix_caching"}  # it comes with blocks; whether prefixes are shared is our choice
+    values: dict[str, Any] = {name: value for name, value in theirs.items() if name in taken and value is not None}
     sampling = theirs.get(SAMPLING)
     values[SAMPLING] = None
     if isinstance(sampling, Mapping):

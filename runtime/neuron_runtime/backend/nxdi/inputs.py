@@ -14,18 +14,35 @@ import numpy.typing as npt
 import torch
 
 from neuron_runtime.backend.nxdi.buckets import Decode, Graph, Prefill, decode_graph, prefill_graph
-from neuron_runtime.backend.nxdi.sampling_rows import GREEDY, device_parameters
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror, no_rows
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch
+from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch, Sampling
 
 FloatArray = npt.NDArray[np.float32]
+
+GREEDY = (1.0, 1.0, 1.0)
+"""Top_k, top_p, temperature. The device refuses temperature 0 with other values, and overwrites them."""
+MIN_TEMPERATURE = 1e-5
+"""Below it a row is greedy, as in vLLM: the device divides float32 logits by the temperature."""
+LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 NO_SLOT = -1
 """In a slot mapping: keys and values of the token are not kept."""
 MAX_SEQUENCE_ID = 2**30
 """Identifiers of sequences start again here; NxD Inference casts them to int32."""
+
+
+def device_parameters(sampling: Sampling, global_topk: int) -> tuple[float, float, float]:
+    """Top_k, top_p and temperature of a request's rows.
+
+    Top_k 0 means all candidates of the device; NxD Inference itself would draw uniformly among them. Without candidates
+    it does not sample, but takes parameters all the same.
+    """
+    if not global_topk or sampling.temperature < MIN_TEMPERATURE:
+        return GREEDY
+    top_k = sampling.top_k if 0 < sampling.top_k <= global_topk else global_topk
+    return float(top_k), min(max(sampling.top_p, SMALLEST), 1.0), min(sampling.temperature, LARGEST)
 
 
 @dataclass(slots=True)

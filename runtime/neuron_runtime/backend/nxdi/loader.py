@@ -7,11 +7,11 @@ from pathlib import Path
 
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
+from neuron_runtime.backend.nxdi.buckets import limits_of
 from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of_group, exec_timeout_seconds, has_efa
 from neuron_runtime.backend.nxdi.failures import when_free
 from neuron_runtime.backend.nxdi.foreign import is_foreign
 from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weights, prepare_environment
-from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings
@@ -41,7 +41,10 @@ def load(
         os.environ.update(environment_of_group(place.rendezvous))
         num_cores = settings.tensor // place.size
         cores = range(place.rank * num_cores, (place.rank + 1) * num_cores)
-        report_share(cores, settings)
+        say(f"this node has ranks {cores.start} to {cores.stop - 1} of {settings.tensor}")
+        if not has_efa():
+            cost = "devices of several nodes reach each other slowly, or not at all"
+            say(f"warning: this node has no EFA interface: {cost}")
     limits = limits_of(settings, exec_timeout_seconds())
     progress("loading graphs and weights onto the device", 0.0)
 
@@ -53,12 +56,6 @@ def load(
     application = when_free(attempt)
     progress("loading graphs and weights onto the device", 1.0)
     return NxdiBackend(application, settings, limits, in_group=place.size > 1)
-
-
-def report_share(cores: range, settings: Settings) -> None:
-    say(f"this node has ranks {cores.start} to {cores.stop - 1} of {settings.tensor}")
-    if not has_efa():
-        say("warning: this node has no EFA interface: devices of several nodes reach each other slowly, or not at all")
 
 
 def report(settings: Settings, target: Target) -> None:

@@ -310,8 +310,13 @@ class _Derivation:
             message = f"one sequence of {length} tokens needs {needed}, but there are {num_blocks}"
             self._refuse("$.limits.numBlocks", message)
 
-    def _buckets(self, path: str, ours: tuple[int, ...], name: str, length: int) -> tuple[int, ...]:
+    def _buckets(
+        self, path: str, ours: tuple[int, ...], name: str, length: int, block_size: int = 1
+    ) -> tuple[int, ...]:
+        """block_size: of which sizes must be multiples."""
         sizes: tuple[int, ...] = self._chosen(path, ours, name)
+        if wrong := [size for size in sizes if size % block_size]:
+            self._refuse(path, f"{wrong[0]} is no multiple of the block size {block_size}")
         if sizes and sizes[-1] > length:
             self._refuse(path, f"{sizes[-1]} is above the model's length of {length}")
         elif len(sizes) > 1 and self._one_size:
@@ -367,10 +372,7 @@ class _Derivation:
         )
 
     def _prefix_buckets(self, length: int, block_size: int, context: tuple[int, ...]) -> tuple[int, ...]:
-        path = "$.buckets.prefix"
-        sizes = self._buckets(path, self._config.buckets.prefix, "prefix_buckets", length)
-        if wrong := [size for size in sizes if size % block_size]:
-            self._refuse(path, f"{wrong[0]} is no multiple of the block size {block_size}")
+        sizes = self._buckets("$.buckets.prefix", self._config.buckets.prefix, "prefix_buckets", length, block_size)
         if sizes:
             return tuple(sorted({0, *sizes}))
         # Free places of a prefill take cached tokens, so no call reads more than what the smallest one leaves.
@@ -382,9 +384,8 @@ class _Derivation:
 
     def _token_buckets(self, length: int, block_size: int, blocks: bool, rows: int, *, one: bool) -> tuple[int, ...]:
         path = "$.buckets.tokenGeneration"
-        sizes = self._buckets(path, self._config.buckets.token_generation, "token_generation_buckets", length)
-        if wrong := [size for size in sizes if blocks and size % block_size]:
-            self._refuse(path, f"{wrong[0]} is no multiple of the block size {block_size}")
+        multiple, ours = block_size if blocks else 1, self._config.buckets.token_generation
+        sizes = self._buckets(path, ours, "token_generation_buckets", length, multiple)
         if one and sizes and sizes != (length,):
             message = f"must be {length} alone: NxD Inference's {self._family.application} has one decode size"
             self._refuse(path, message)
@@ -392,9 +393,9 @@ class _Derivation:
             return tuple(sorted({*sizes, length}))
         contexts = bucket_plan.contexts_of(bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, length), rows)
         cost = bucket_plan.decode_cost(self._model, rows)
-        multiple = math.lcm(bucket_plan.STEP, block_size) if blocks else bucket_plan.STEP
-        most = bucket_plan.MAX_TOKEN_BUCKETS
-        return bucket_plan.choose(contexts, length, most, cost, least=2 * SMALLEST_BUCKET, multiple=multiple)
+        most, least = bucket_plan.MAX_TOKEN_BUCKETS, 2 * SMALLEST_BUCKET
+        multiple = math.lcm(bucket_plan.STEP, multiple)
+        return bucket_plan.choose(contexts, length, most, cost, least=least, multiple=multiple)
 
     def _row_buckets(self, rows: int, blocks: bool, asynchronous: bool) -> tuple[int, ...]:
         path = "$.buckets.sequences"

@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from neuron_runtime.backend.fields import check_fields
-from neuron_runtime.backend.simulated.clock import WallClock
 from neuron_runtime.backend.simulated.compiler import SimulatedCompiler
-from neuron_runtime.backend.simulated.device import SimulatedBackend
+from neuron_runtime.backend.simulated.device import SimulatedBackend, WallClock
 from neuron_runtime.backend.simulated.options import (
     DEFAULT_MAX_LENGTH,
     MODES,

@@ -7,14 +7,14 @@ and the like have no effect. It draws only tokens that a request and its late ru
 from __future__ import annotations
 
 import math
+import time
 import zlib
 from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from neuron_runtime.backend.simulated.clock import Clock
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime, size_of
 from neuron_runtime.core import (
@@ -33,6 +33,38 @@ from neuron_runtime.core import (
 
 STRIDE = 40_503
 """Distance of tokens at neighbouring positions; odd and coprime to common vocabulary sizes, so that few repeat."""
+
+
+class Clock(Protocol):
+    """Seconds since an arbitrary start."""
+
+    def now(self) -> float: ...
+
+    def sleep_until(self, moment: float) -> None:
+        """Wait until `moment`; returns at once if it has passed."""
+
+
+class WallClock:
+    """Real time, for serving."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep_until(self, moment: float) -> None:
+        time.sleep(max(0.0, moment - time.monotonic()))
+
+
+class VirtualClock:
+    """Time that passes only in `sleep_until`: runs as fast as the host can, with equal results on any machine."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep_until(self, moment: float) -> None:
+        self._now = max(self._now, moment)
 
 
 @dataclass
@@ -242,6 +274,11 @@ class SimulatedBackend:
             raise IllegalBatch(f"step {step} was collected before step {done.batch.step}, which was launched first")
         self._clock.sleep_until(done.ready_at)
         late, size = self._late.pop(step, None), self.limits.vocabulary_size
+        samplings = [slot.added.sampling for slot in done.slots]
+        prompts = (
+            slot.added.token_ids[: slot.added.num_prompt_tokens][end - num_tokens + 1 : end + 1]
+            for slot, end, num_tokens in zip(done.slots, done.ends, done.batch.rows.num_tokens, strict=True)
+        )
         samples = done.batch.rows.samples
         if late is None and done.plain:
             token_ids = tuple(
@@ -257,8 +294,8 @@ class SimulatedBackend:
         return StepOutput(
             step=step,
             token_ids=token_ids,
-            logprobs=() if done.plain else self._logprobs(done, token_ids),
-            prompt_logprobs=() if done.plain else self._prompt_logprobs(done),
+            logprobs=() if done.plain else self._uniform([one.logprobs for one in samplings], token_ids),
+            prompt_logprobs=() if done.plain else self._uniform([one.prompt_logprobs for one in samplings], prompts),
             device_seconds=done.seconds,
             graphs=tuple(GraphUse(call.name, call.used, call.bucket) for call in done.calls)
             if any(call.is_compiled for call in done.calls)
@@ -290,38 +327,23 @@ class SimulatedBackend:
             calls.append(_call("prefill", bucket, size, times.prefill.curve.seconds(bucket), is_compiled=is_compiled))
         return calls
 
-    def _logprobs(
-        self, done: _SimulatedStep, token_ids: tuple[tuple[int, ...], ...]
+    def _uniform(
+        self, counts: list[int | None], tokens_of_rows: Iterable[tuple[int, ...]]
     ) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        counts = [slot.added.sampling.logprobs for slot in done.slots]
+        """Log-probabilities of tokens of rows, each with so many alternatives, if its row has a count. All tokens are
+        equally likely; the alternatives are the token itself and the ones after it."""
         if all(count is None for count in counts):
             return ()
-        return tuple(
-            () if count is None else tuple(self._uniform(token, count) for token in sampled)
-            for sampled, count in zip(token_ids, counts, strict=True)
-        )
-
-    def _prompt_logprobs(self, done: _SimulatedStep) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        counts = [slot.added.sampling.prompt_logprobs for slot in done.slots]
-        if all(count is None for count in counts):
-            return ()
-        return tuple(
-            ()
-            if count is None
-            else tuple(
-                self._uniform(token, count)
-                for token in slot.added.token_ids[: slot.added.num_prompt_tokens][end - num_tokens + 1 : end + 1]
-            )
-            for slot, end, num_tokens, count in zip(
-                done.slots, done.ends, done.batch.rows.num_tokens, counts, strict=True
-            )
-        )
-
-    def _uniform(self, token: int, count: int) -> TokenLogprobs:
-        """All tokens are equally likely; the alternatives are this token and the ones after it."""
         size = self.limits.vocabulary_size
         logprob = -math.log(size)
-        return TokenLogprobs(token, logprob, tuple(((token + rank) % size, logprob) for rank in range(count)))
+
+        def likely(token: int, count: int) -> TokenLogprobs:
+            return TokenLogprobs(token, logprob, tuple(((token + rank) % size, logprob) for rank in range(count)))
+
+        return tuple(
+            () if count is None else tuple(likely(token, count) for token in tokens)
+            for tokens, count in zip(tokens_of_rows, counts, strict=True)
+        )
 
 
 def _restricted(slot: _Slot, end: int, vocabulary_size: int, mask: memoryview | None) -> int:

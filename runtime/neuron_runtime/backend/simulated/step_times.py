@@ -79,7 +79,6 @@ def constant(seconds: float) -> Curve:
 class Published:
     """Step times of one model on one machine, in milliseconds, with their source."""
 
-    name: str
     max_rows: int
     """Rows that the model was compiled for."""
     max_model_length: int
@@ -97,48 +96,40 @@ _OPTIMUM = "huggingface/optimum-neuron, benchmark/vllm, one client at a time: "
 _AWS = "aws-neuron/aws-neuron-sdk, about-neuron/benchmarks/trn1 (SDK 2.18, Transformers NeuronX, 32 cores): "
 
 PUBLISHED = {
-    preset.name: preset
-    for preset in (
-        Published(
-            name="llama-3.1-8b-trn2-tp4",
-            max_rows=32,
-            max_model_length=4096,
-            decode=((32, 22.1),),
-            prefill=((128, 22.1), (4096, 197.0)),
-            source=_OPTIMUM + "llama-3.1-8b-trn2, October 2025. A prompt of 128 tokens is estimated as a decode step",
-        ),
-        Published(
-            name="llama-3.1-8b-trn1-tp8",
-            max_rows=32,
-            max_model_length=4096,
-            decode=((32, 26.6),),
-            prefill=((128, 26.6), (4096, 242.0)),
-            source=_OPTIMUM + "llama3.1-8b, trn1.32xlarge, September 2025. A prompt of 128 tokens is estimated",
-        ),
-        Published(
-            name="llama-3.1-8b-inf2-tp8",
-            max_rows=32,
-            max_model_length=4096,
-            decode=((32, 23.9),),
-            prefill=((128, 23.9), (1024, 160.0), (4096, 310.0)),
-            source=_OPTIMUM + "chunked-prefill, August 2026. A prompt of 128 tokens is estimated",
-        ),
-        Published(
-            name="llama-3-8b-trn1-tp32",
-            max_rows=8,
-            max_model_length=4096,
-            decode=((1, 5.86), (8, 7.65)),
-            prefill=((128, 14.75), (4096, 153.0)),
-            source=_AWS + "Llama-3-8B, weights in int8",
-        ),
-        Published(
-            name="llama-3-70b-trn1-tp32",
-            max_rows=4,
-            max_model_length=4096,
-            decode=((1, 26.2), (4, 32.3)),
-            prefill=((128, 53.2), (1024, 237.0), (2048, 547.0)),
-            source=_AWS + "Llama-3-70B, for 1,024 tokens Llama-2-70B",
-        ),
-    )
+    "llama-3.1-8b-trn2-tp4": Published(
+        max_rows=32,
+        max_model_length=4096,
+        decode=((32, 22.1),),
+        prefill=((128, 22.1), (4096, 197.0)),
+        source=_OPTIMUM + "llama-3.1-8b-trn2, October 2025. A prompt of 128 tokens is estimated as a decode step",
+    ),
+    "llama-3.1-8b-trn1-tp8": Published(
+        max_rows=32,
+        max_model_length=4096,
+        decode=((32, 26.6),),
+        prefill=((128, 26.6), (4096, 242.0)),
+        source=_OPTIMUM + "llama3.1-8b, trn1.32xlarge, September 2025. A prompt of 128 tokens is estimated",
+    ),
+    "llama-3.1-8b-inf2-tp8": Published(
+        max_rows=32,
+        max_model_length=4096,
+        decode=((32, 23.9),),
+        prefill=((128, 23.9), (1024, 160.0), (4096, 310.0)),
+        source=_OPTIMUM + "chunked-prefill, August 2026. A prompt of 128 tokens is estimated",
+    ),
+    "llama-3-8b-trn1-tp32": Published(
+        max_rows=8,
+        max_model_length=4096,
+        decode=((1, 5.86), (8, 7.65)),
+        prefill=((128, 14.75), (4096, 153.0)),
+        source=_AWS + "Llama-3-8B, weights in int8",
+    ),
+    "llama-3-70b-trn1-tp32": Published(
+        max_rows=4,
+        max_model_length=4096,
+        decode=((1, 26.2), (4, 32.3)),
+        prefill=((128, 53.2), (1024, 237.0), (2048, 547.0)),
+        source=_AWS + "Llama-3-70B, for 1,024 tokens Llama-2-70B",
+    ),
 }
 """Prefill times are measured times to first token, which include overhead of the measured server."""

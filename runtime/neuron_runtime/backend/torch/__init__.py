@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from neuron_runtime.backend.fields import check_fields
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.before_import import check_room_for_torch, set_up_allocation
-from neuron_runtime.backend.torch.graphs import torch_compiler
+from neuron_runtime.backend.torch.graphs import TorchCompiler
 from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.backend.torch.read_ahead import LOADING, ReadAhead
 from neuron_runtime.backend_protocol import ONE_RANK, Rank
@@ -81,7 +81,7 @@ def prepare(model_dir: Path, num_ranks: int = 1) -> ReadAhead:
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
     """See `BackendPackage.compiler`."""
-    return torch_compiler(config, model_dir)
+    return TorchCompiler(config, model_dir)
 
 
 def load_backend(

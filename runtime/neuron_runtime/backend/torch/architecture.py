@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,13 +22,6 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 RopeKind = Literal["default", "linear", "llama3"]
 
-ROPE_FIELDS: Mapping[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-}
-"""Fields of each rope type besides its name and `rope_theta`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -37,8 +30,8 @@ class Rope:
     theta: float = 10_000.0
     kind: RopeKind = "default"
     factor: float = 1.0
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
 
 
@@ -269,27 +262,16 @@ def _rope(config: Mapping[str, Any]) -> Rope:
         if value is not None and (name, value) != ("partial_rotary_factor", 1):
             parameters[name] = value
     theta = _number(parameters, "rope_theta", 10_000.0)
-    kind = str(parameters.pop("rope_type", parameters.pop("type", "default")))
+    kind: Any = str(parameters.pop("rope_type", parameters.pop("type", "default")))
     if kind not in ROPE_FIELDS:
         raise _unsupported(f"rope type {kind!r}", ", ".join(ROPE_FIELDS))
-    for name in sorted(parameters.keys() - ROPE_FIELDS[kind] - {"rope_theta", "type"}):
+    for name in sorted(parameters.keys() - ROPE_FIELDS[kind].keys() - {"rope_theta", "type"}):
         raise _unsupported(f"{name} of rope type {kind!r}", ", ".join(sorted(ROPE_FIELDS[kind])) or "rope_theta alone")
-    match kind:
-        case "linear":
-            return Rope(theta=theta, kind="linear", factor=_number(parameters, "factor"))
-        case "llama3":
-            low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
-            if low >= high:
-                raise InvalidModel(f"config.json: low_freq_factor ({low}) must be below high_freq_factor ({high})")
-            return Rope(
-                theta=theta,
-                kind="llama3",
-                factor=_number(parameters, "factor"),
-                low_frequency_factor=low,
-                high_frequency_factor=high,
-                original_max_position_embeddings=_positive(parameters, "original_max_position_embeddings"),
-            )
-    return Rope(theta=theta)
+    rope = Rope(theta, kind, **{name: read(parameters, name) for name, read in ROPE_FIELDS[kind].items()})
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if low >= high:
+        raise InvalidModel(f"config.json: low_freq_factor ({low}) must be below high_freq_factor ({high})")
+    return rope
 
 
 def _unsupported(what: str, supported: str) -> FatalError:
@@ -320,3 +302,14 @@ def _boolean(config: Mapping[str, Any], name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise InvalidModel(f"config.json: {name} must be true or false, got {value!r}")
     return value
+
+
+ROPE_FIELDS: Mapping[RopeKind, Mapping[str, Callable[[Mapping[str, Any], str], Any]]] = {
+    "default": {},
+    "linear": {"factor": _number},
+    "llama3": {
+        **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _number),
+        "original_max_position_embeddings": _positive,
+    },
+}
+"""Fields of each rope type besides its name and `rope_theta`, and what reads them."""

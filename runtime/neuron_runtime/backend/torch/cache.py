@@ -57,7 +57,6 @@ class DecodePart:
     range: lines `[begin, end)` to read in place, or None to gather.
     gather: lines to gather, `[rows, lines per row]`, where `range` is None.
     lanes: the lane of each row; None when lanes are the rows in order.
-    num_lanes: lanes that attention covers.
     span: positions `[begin, end)` of each line that attention covers. mask: `[lanes, 1, 1, positions]`.
     """
 
@@ -65,7 +64,6 @@ class DecodePart:
     range: tuple[int, int] | None
     gather: torch.Tensor | None
     lanes: torch.Tensor | None
-    num_lanes: int
     span: slice
     mask: torch.Tensor
 
@@ -204,7 +202,7 @@ class KVCache:
         # (line, head) pairs as rows of a matrix: one copy makes the blocks of a head contiguous.
         pairs = (part.gather.unsqueeze(1) * kv_heads + torch.arange(kv_heads).view(1, -1, 1)).view(-1)
         gathered = storage.view(-1, line_length * dim).index_select(0, pairs)
-        return gathered.view(part.num_lanes, kv_heads, -1, dim)
+        return gathered.view(len(part.gather), kv_heads, -1, dim)
 
     def _read_sequence(self, storage: torch.Tensor, part: PromptPart) -> torch.Tensor:
         if part.lines.numel() == 1:
@@ -250,7 +248,6 @@ class KVCache:
             range=read_range,
             gather=gather,
             lanes=None if in_order else torch.from_numpy(lanes),
-            num_lanes=num_lanes,
             span=slice(begin, end),
             mask=additive(visible, self.keys[0].dtype),
         )

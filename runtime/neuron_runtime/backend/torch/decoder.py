@@ -127,7 +127,7 @@ class Decoder:
     def _attend_decode(self, layer: int, part: DecodePart, cache: KVCache, query: torch.Tensor) -> torch.Tensor:
         lanes = query.view(query.shape[0], self.config.num_kv_heads, -1, self.config.head_dim)
         if part.lanes is not None:
-            lanes = lanes.new_zeros((part.num_lanes, *lanes.shape[1:])).index_copy_(0, part.lanes, lanes)
+            lanes = lanes.new_zeros((len(part.mask), *lanes.shape[1:])).index_copy_(0, part.lanes, lanes)
         key, value = cache.read_decode(layer, part)
         out = decode_attention(lanes, key, value, part.mask, self.config.attention_scale)
         return out if part.lanes is None else out.index_select(0, part.lanes)

@@ -17,7 +17,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config
+from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.choices import block_size_of, dtype_of
 from neuron_runtime.backend_protocol import Compiler, CompileUnit, Needs
 from neuron_runtime.checkpoint import read_whole_checkpoint
@@ -56,8 +56,17 @@ def cxx() -> str:
 class TorchCompiler(Compiler):
     """See `backend_protocol.Compiler`."""
 
-    def __init__(self, model: DecoderConfig, dtype: str, block_size: int) -> None:
-        self._model, self._dtype, self._block_size = model, dtype, block_size
+    def __init__(self, config: RuntimeConfig, model_dir: Path) -> None:
+        """Raises as `BackendPackage.compiler`."""
+        if platform.machine() != "x86_64":
+            message = f"is for processors of {PROCESSOR}, not {platform.machine()}: leave it out"
+            raise InvalidConfig("$.compile", message)
+        checkpoint = read_whole_checkpoint(model_dir)
+        self._dtype, self._block_size = dtype_of(config, checkpoint), block_size_of(config)
+        if self._dtype not in COMPILED_DTYPES:
+            supported = " or ".join(COMPILED_DTYPES)
+            raise InvalidConfig("$.dtype", f"must be {supported} if `compile` is true, got {self._dtype}")
+        self._model = decoder_config(checkpoint.config)
 
     @property
     def needs(self) -> Needs:
@@ -87,18 +96,6 @@ class TorchCompiler(Compiler):
         from neuron_runtime.backend.torch.artifact import compile_step  # noqa: PLC0415 - imports torch
 
         compile_step(step, self._model, getattr(torch, self._dtype), self._block_size, folder)
-
-
-def torch_compiler(config: RuntimeConfig, model_dir: Path) -> TorchCompiler:
-    """See `BackendPackage.compiler`."""
-    if platform.machine() != "x86_64":
-        raise InvalidConfig("$.compile", f"is for processors of {PROCESSOR}, not {platform.machine()}: leave it out")
-    checkpoint = read_whole_checkpoint(model_dir)
-    dtype = dtype_of(config, checkpoint)
-    if dtype not in COMPILED_DTYPES:
-        supported = " or ".join(COMPILED_DTYPES)
-        raise InvalidConfig("$.dtype", f"must be {supported} if `compile` is true, got {dtype}")
-    return TorchCompiler(decoder_config(checkpoint.config), dtype, block_size_of(config))
 
 
 def _version_of(command: str) -> str:

@@ -55,7 +55,7 @@ def load(
     share = replace(free, available=ranks.least(free.available // place.per_node))
     limits = derive_limits(config, part, dtype.itemsize, share)
     device = device_thread(partial(_limit_threads, place.per_node))
-    decoder = _load_on(device, checkpoint, model, dtype, progress, ranks=ranks)
+    decoder = _load_on(device, progress, lambda report: load_decoder(checkpoint, model, dtype, report, ranks))
     return TorchBackend(
         decoder=decoder if artifact is None else _compiled(decoder, artifact, limits),
         cache=KVCache.empty(
@@ -72,13 +72,7 @@ def load(
 
 
 def _load_on(
-    device: ThreadPoolExecutor,
-    checkpoint: Checkpoint,
-    model: DecoderConfig,
-    dtype: torch.dtype,
-    progress: ProgressCallback,
-    *,
-    ranks: Ranks,
+    device: ThreadPoolExecutor, progress: ProgressCallback, load: Callable[[ProgressCallback], Decoder]
 ) -> Decoder:
     """Load on the device thread. If this thread is interrupted, loading stops at the next tensor."""
     interrupted = Event()
@@ -89,7 +83,7 @@ def _load_on(
         progress(stage, share)
 
     try:
-        return device.submit(load_decoder, checkpoint, model, dtype, report, ranks).result()
+        return device.submit(load, report).result()
     except BaseException:
         interrupted.set()
         device.shutdown()
@@ -100,10 +94,8 @@ def load_decoder(
     checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: ProgressCallback, ranks: Ranks = ALONE
 ) -> Decoder:
     """Read the weights of a checked checkpoint in `dtype`, or what one rank needs of them."""
-    with (
-        WeightReader(checkpoint, dtype, progress, parts_of(model, ranks.rank, ranks.size)) as reader,
-        torch.inference_mode(),
-    ):
+    reader = WeightReader(checkpoint, dtype, progress, parts_of(model, ranks.rank, ranks.size))
+    with torch.inference_mode():
         return Decoder(model, read_weights(part_of_model(model, ranks.size), reader), ranks)
 
 

@@ -32,22 +32,21 @@ def part_of_model(model: DecoderConfig, size: int) -> DecoderConfig:
 
     Raises FatalError (UNSUPPORTED_ARCHITECTURE) if the model cannot be split among so many ranks.
     """
-    for name, count in (("num_attention_heads", model.num_heads), ("intermediate_size", model.intermediate_size)):
-        if count % size:
-            raise _indivisible(name, count, size)
-    if model.num_kv_heads % size and size % model.num_kv_heads:
-        raise _indivisible("num_key_value_heads", model.num_kv_heads, size)
+    for name, count, may_be_shared in (
+        ("num_attention_heads", model.num_heads, False),
+        ("intermediate_size", model.intermediate_size, False),
+        ("num_key_value_heads", model.num_kv_heads, True),
+    ):
+        if count % size and not (may_be_shared and size % count == 0):
+            what = f"config.json: {name} ({count}) cannot be split among {size} ranks"
+            message = f"{what}: choose another tensor-parallel degree"
+            raise FatalError(ExitCode.UNSUPPORTED_ARCHITECTURE, message)
     return replace(
         model,
         num_heads=model.num_heads // size,
         num_kv_heads=max(1, model.num_kv_heads // size),
         intermediate_size=model.intermediate_size // size,
     )
-
-
-def _indivisible(name: str, count: int, size: int) -> FatalError:
-    message = f"config.json: {name} ({count}) cannot be split among {size} ranks: choose another tensor-parallel degree"
-    return FatalError(ExitCode.UNSUPPORTED_ARCHITECTURE, message)
 
 
 def tokens_of(model: DecoderConfig, rank: int, size: int) -> range:

@@ -48,8 +48,6 @@ def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.T
 def _llama3(plain: torch.Tensor, rope: Rope) -> torch.Tensor:
     original = rope.original_max_position_embeddings
     wavelength = 2 * math.pi / plain
-    share = (original / wavelength - rope.low_frequency_factor) / (
-        rope.high_frequency_factor - rope.low_frequency_factor
-    )
+    share = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     share = share.clamp(0.0, 1.0)
     return (1 - share) * plain / rope.factor + share * plain

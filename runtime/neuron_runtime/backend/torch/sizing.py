@@ -135,9 +135,7 @@ def _blocks(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: i
 
 
 def _memory(model: DecoderConfig, dtype_bytes: int, free: FreeMemory, rows: int, step_tokens: int) -> Memory:
-    num_parameters = 0
-    for shape in tensor_shapes(model).values():
-        num_parameters += shape[0] * (shape[1] if len(shape) == 2 else 1)
+    num_parameters = sum(map(math.prod, tensor_shapes(model).values()))
     embedding = model.vocabulary_size * model.hidden_size
     # A tied head is a second, packed copy. A weight exists twice while it is packed; the largest is an embedding.
     weights = (num_parameters + embedding * (1 + model.tied_embeddings)) * dtype_bytes

@@ -151,7 +151,6 @@ def _decode_part(seen: SeenInputs, dtype: torch.dtype) -> DecodePart:
         range=None,
         gather=seen.lines,
         lanes=None,
-        num_lanes=seen.lines.shape[0],
         span=slice(0, num_positions),
         mask=additive(visible, dtype),
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +19,7 @@ from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo
 
 
 class WeightReader:
-    """Returns tensors of a checkpoint by name, converted to one dtype. A context manager that keeps the files open."""
+    """Returns tensors of a checkpoint by name, converted to one dtype. Keeps the files open as long as it lives."""
 
     def __init__(
         self,
@@ -36,12 +35,6 @@ class WeightReader:
         self._progress = progress
         self._files = {file: _open(checkpoint.folder / file) for file in checkpoint.files}
         self._num_bytes_done = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._files.clear()
 
     def take(self, *names: str) -> torch.Tensor:
         """The named tensors, or their parts, concatenated along the first dimension as a new contiguous tensor."""
