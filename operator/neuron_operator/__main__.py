@@ -27,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return process.main(arguments[1:])
         case ["local"]:
-            from neuron_operator import local  # noqa: PLC0415
+            from neuron_operator.local import command  # noqa: PLC0415
 
-            return local.main(arguments[1:])
+            return command.main(arguments[1:])
         case ["plan"]:
             from neuron_operator.local import plan  # noqa: PLC0415
 

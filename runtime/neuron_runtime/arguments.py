@@ -16,9 +16,9 @@ import msgspec
 
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
 from neuron_runtime.console import say
-from neuron_runtime.devices import DEV, device_nodes
 from neuron_runtime.errors import ConfigProblems, FatalError, InvalidConfig
 from neuron_runtime.flags import absolute, fields_of
+from neuron_runtime.host import DEV, device_nodes
 from neuron_runtime.not_built import Surface, refuse
 
 DEFAULT_BACKEND = "torch"
@@ -49,14 +49,11 @@ LLM_NAMES = {"model.uri": "model"} | {field.path: name for name, field in LLM_AR
 
 
 def config_of(uri: str, arguments: Mapping[str, Any], **more: Any) -> RuntimeConfig:
-    """Build the document from arguments.
+    """Build the document from arguments. Raises InvalidConfig with the path in the document; see `naming`.
 
     Args:
         arguments: values by the names in `BY_ARGUMENT`; others get their defaults.
         more: further keys of the document.
-
-    Raises:
-        InvalidConfig: names the path in the document; see `naming`.
     """
     document: dict[str, Any] = {
         "version": CONFIG_VERSION,
@@ -68,11 +65,10 @@ def config_of(uri: str, arguments: Mapping[str, Any], **more: Any) -> RuntimeCon
     for name, value in arguments.items():
         field = BY_ARGUMENT[name]
         part, _, key = field.path.rpartition(".")
-        with problems.collecting():
-            try:
-                (document.setdefault(part, {}) if part else document)[key] = field.read(value)
-            except ValueError as error:
-                raise InvalidConfig(f"$.{field.path}", str(error)) from error
+        try:
+            (document.setdefault(part, {}) if part else document)[key] = field.read(value)
+        except ValueError as error:
+            problems.add(f"$.{field.path}", str(error))
     try:
         raw = msgspec.json.encode(document)
     except TypeError as error:
@@ -81,11 +77,6 @@ def config_of(uri: str, arguments: Mapping[str, Any], **more: Any) -> RuntimeCon
         config = parse_config(raw)
     problems.check()
     return config
-
-
-def as_written(name: str) -> str:
-    """An argument of `LLM` in errors."""
-    return name
 
 
 def as_flag(name: str) -> str:
@@ -102,7 +93,7 @@ def on_this_machine(
     dev: Path = DEV,
 ) -> dict[str, Any]:
     """Arguments as vLLM's scripts and commands for Neuron mean them, with what this machine says where they are silent.
-    What the environment and the devices decide is logged.
+    What the environment and the devices decide is logged. Raises InvalidConfig with the argument or variable.
 
     Args:
         arguments: values by the names in `BY_ARGUMENT`.
@@ -110,9 +101,6 @@ def on_this_machine(
         additional_config: settings of the backend, below the key that newer versions of vLLM have for them.
         written: how errors write the name of an argument.
         dev: folder of device nodes.
-
-    Raises:
-        InvalidConfig: names the argument or variable with a wrong value.
     """
     values = dict(arguments)
     problems = ConfigProblems()
@@ -169,11 +157,7 @@ def _of_environment(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Add the name of the flag or argument to errors about a document that was built from them.
-
-    Args:
-        names: `FLAG_NAMES` or `LLM_NAMES`.
-    """
+    """Add the name of the flag or argument to errors about a document: `FLAG_NAMES` or `LLM_NAMES`."""
     try:
         yield
     except FatalError as error:
@@ -200,11 +184,7 @@ def llm_config(
     additional_config: Mapping[str, Any] | None = None,
     dev: Path = DEV,
 ) -> RuntimeConfig:
-    """Build the document from the arguments of `LLM`.
-
-    Args:
-        arguments: by vLLM's names; None means the default.
-        dev: folder of device nodes.
+    """Build the document from the arguments of `LLM`, by vLLM's names; None means the default.
 
     Raises:
         TypeError: an unknown argument.
@@ -223,9 +203,7 @@ def llm_config(
     if "dtype" in values:
         values["dtype"] = str(values["dtype"])
     with problems.collecting():
-        values = on_this_machine(
-            values, device=device, additional_config=additional_config, written=as_written, dev=dev
-        )
+        values = on_this_machine(values, device=device, additional_config=additional_config, written=str, dev=dev)
     problems.check()
     with problems.collecting(), naming(LLM_NAMES):
         config = config_of(_with_revision(model_uri(model), revision), values)

@@ -55,8 +55,7 @@ class Backend(Protocol):
     def warm_up(self, progress: ProgressCallback) -> Iterable[StepTime]:
         """Run every compiled shape, so that the first request is not slower than others. Called once, before launch.
 
-        Returns:
-            Steps of the shapes that were run, with their times without first-run overhead.
+        Returns steps of the shapes that were run, with their times without first-run overhead.
         """
 
     def graph(self, batch: Batch) -> str:
@@ -118,7 +117,7 @@ class CompileUnit:
 
 
 class Compiler(Protocol):
-    """What a backend compiles of one model and configuration; see `CompilingPackage` in `engine/backends.py`.
+    """What a backend compiles of one model and configuration; see `BackendPackage` in `engine/backends.py`.
 
     `needs` is read wherever a model is served, so it costs little and needs no compiler and no device. The rest is
     called only in a process of its own that ends afterwards, with a scratch folder as working directory and TMPDIR.
@@ -132,6 +131,7 @@ class Compiler(Protocol):
         """A folder of graphs that the library compiled without us, and that fits: the given one, or one beside the
         model; None if there is none. Raises FatalError with ARTIFACT_MISSING and what differs if the given one is such
         a folder, but does not fit."""
+        return None
 
     def tools(self) -> Mapping[str, str]:
         """Versions of the programs that compile, for the record: they are not part of the key, because a serving pod

@@ -1,10 +1,8 @@
-"""Reads a model folder without its weights: config.json, and the location of each tensor in the safetensors files.
+"""Reads a model folder without its weights: config.json, and the location of each tensor in the safetensors files
+(https://github.com/huggingface/safetensors#format).
 
-Called by `inspect` (facts about a model) and by the backends (what to load, how many bytes). Uses neither torch nor
-the safetensors package, so it starts fast and its errors name the file and the byte counts. It does not read tensor
-data or check whether an architecture is supported.
-
-File format: https://github.com/huggingface/safetensors#format (8 bytes header length, JSON header, tensor data).
+Called by `inspect` (facts about a model) and by the backends (what to load, how many bytes). Uses neither torch nor the
+safetensors package, so it starts fast and its errors name the file and the byte counts.
 """
 
 from __future__ import annotations
@@ -187,10 +185,9 @@ def advice_without_safetensors(names: Collection[str]) -> str:
     """What to do about a model with these files but without weights that can be read."""
     ranks = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
     if ranks or GRAPHS_CONFIG_FILE in names:
-        parts = [GRAPHS_FILE, GRAPHS_CONFIG_FILE, *(SHARD_FILE.format(rank=at) for at in range(max(ranks, default=0)))]
-        parts.append(SHARD_FILE.format(rank=max(ranks, default=0)))
-        missing = [name for name in parts if name not in names]
-        return f"its graphs of NxD Inference lack {missing[0]}: add it, or {WEIGHTS_FILE}"
+        shards = (SHARD_FILE.format(rank=rank) for rank in range(max(ranks, default=0) + 1))
+        missing = next(name for name in (GRAPHS_FILE, GRAPHS_CONFIG_FILE, *shards) if name not in names)
+        return f"its graphs of NxD Inference lack {missing}: add it, or {WEIGHTS_FILE}"
     others = sorted(
         name for name in names if any(fnmatchcase(name, end) for end in ("*.bin", "*.pt", "*.pth", "*.gguf"))
     )
@@ -220,8 +217,7 @@ def check_tokenizer(folder: Path) -> None:
 def parse_index(raw: bytes, source: Path) -> dict[str, str]:
     """Tensor name to file name, from the bytes of `model.safetensors.index.json`.
 
-    Raises:
-        InvalidModel: malformed, empty, or a file name that leaves the folder.
+    Raises InvalidModel if it is malformed or empty, or a file name leaves the folder.
     """
     weight_map = _json_object(raw, source).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -237,8 +233,7 @@ def parse_index(raw: bytes, source: Path) -> dict[str, str]:
 def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
     """Header bytes and tensors of one safetensors file, checked against the size of the file.
 
-    Raises:
-        InvalidModel: missing, truncated or malformed; the message has the byte counts.
+    Raises InvalidModel with the byte counts if it is missing, truncated or malformed.
     """
     _check_regular(path)
     try:
@@ -273,11 +268,8 @@ def header_length(prefix: bytes, num_file_bytes: int, path: Path) -> int:
 def parse_header(header: bytes, num_file_bytes: int, path: Path) -> list[TensorInfo]:
     """Tensors of a file from its header; checks every range against dtype, shape and file size."""
     data_begin = 8 + len(header)
-    tensors: list[TensorInfo] = []
-    for name, entry in _json_object(header, path).items():
-        if name == "__metadata__":
-            continue
-        tensors.append(_tensor(name, entry, data_begin, path))
+    entries = _json_object(header, path).items()
+    tensors = [_tensor(name, entry, data_begin, path) for name, entry in entries if name != "__metadata__"]
     position = data_begin
     for tensor in sorted(tensors, key=lambda t: (t.begin, t.end)):
         if tensor.begin != position:
@@ -285,14 +277,11 @@ def parse_header(header: bytes, num_file_bytes: int, path: Path) -> list[TensorI
                 f"{path}: tensor {tensor.name} begins at byte {tensor.begin}, but the previous one ends at {position}"
             )
         position = tensor.end
-    if position > num_file_bytes:
+    if position != num_file_bytes:
+        truncated = "truncated: " if position > num_file_bytes else ""
         raise InvalidModel(
-            f"{path}: truncated: its tensors end at byte {position}, but the file has {num_file_bytes} bytes; "
+            f"{path}: {truncated}its tensors end at byte {position}, but the file has {num_file_bytes} bytes; "
             "download it again"
-        )
-    if position < num_file_bytes:
-        raise InvalidModel(
-            f"{path}: its tensors end at byte {position}, but the file has {num_file_bytes} bytes; download it again"
         )
     return tensors
 
@@ -379,8 +368,7 @@ def _and_more(names: list[str]) -> str:
 def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that the checkpoint has exactly the model's tensors in the right shapes.
 
-    Raises:
-        InvalidModel: names missing and unexpected tensors, or the first wrong shape or dtype with its file.
+    Raises InvalidModel with missing and unexpected tensors, or the first wrong shape or dtype with its file.
     """
     missing = [name for name in shapes if name not in checkpoint.tensors]
     unexpected = sorted(name for name in checkpoint.tensors if name not in shapes and not _ignored(name))
@@ -401,8 +389,7 @@ def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
 def check_tied_head(checkpoint: Checkpoint) -> None:
     """A model that ties its embeddings may store the head too, as a copy: backends read the embedding alone.
 
-    Raises:
-        InvalidModel: the head has other values.
+    Raises InvalidModel if the head has other values.
     """
     embedding, head = (checkpoint.tensors.get(name) for name in ("model.embed_tokens.weight", HEAD))
     if checkpoint.config.get("tie_word_embeddings") is not True or embedding is None or head is None:

@@ -1,11 +1,8 @@
-"""`RuntimeConfig`: the JSON document that the operator passes to the runtime.
+"""`RuntimeConfig`: the JSON document that the operator passes to the runtime, or `arguments.py` builds from flags.
 
-The operator renders it into an immutable ConfigMap, `neuron-runtime serve --config FILE` reads it, and `arguments.py`
-builds it from flags or arguments. It configures what to serve; local settings (weights folder, port, record file) are
-flags of the command. Unknown keys are refused.
-
-Each field is declared only here: type, bounds, description, default and flag. The parser, the flags of `serve`, the
-arguments of `LLM` and the tables of the docs (`make generate`) are derived from it.
+It configures what to serve; local settings (weights folder, port, record file) are flags of the command. Each field is
+declared only here: type, bounds, description, default and flag. The parser, the flags of `serve`, the arguments of
+`LLM` and the tables of the docs (`make generate`) are derived from it.
 """
 
 from __future__ import annotations
@@ -273,13 +270,9 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
 
 
 def parse_config(raw: bytes, source: str = "") -> RuntimeConfig:
-    """Parse and validate a document.
+    """Parse and validate a document, for error messages of the file `source`.
 
-    Args:
-        source: file name for error messages, may be empty.
-
-    Raises:
-        InvalidConfig: names the JSON path, e.g. `$.limits.maxSequences`, and the expected value.
+    Raises InvalidConfig with the JSON path, e.g. `$.limits.maxSequences`, and the expected value.
     """
     where = f" (in {source})" if source else ""
     try:
@@ -318,29 +311,21 @@ def _check(config: RuntimeConfig) -> None:
     if config.server.otlp_traces_endpoint:
         with problems.collecting():
             check_url(config.server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")
-    with problems.collecting():
-        _check_origins(config.server.allowed_origins)
-    for field in msgspec.structs.fields(Buckets):
-        sizes = getattr(config.buckets, field.name)
-        with problems.collecting():
-            if list(sizes) != sorted({*sizes}):
-                message = f"must be in ascending order, got {list(sizes)}"
-                raise InvalidConfig(f"$.buckets.{field.encode_name}", message)
-    problems.check()
-
-
-def _check_origins(origins: tuple[str, ...]) -> None:
-    for origin in origins:
+    for origin in config.server.allowed_origins:
         if origin != "*" and not re.fullmatch(r"https?://[^/\s?#]+", origin):
             message = f"{origin!r} is not an origin: write `https://host` or `http://host:port` without a path, or `*`"
-            raise InvalidConfig("$.server.allowedOrigins", message)
+            problems.add("$.server.allowedOrigins", message)
+    for field in msgspec.structs.fields(Buckets):
+        sizes = getattr(config.buckets, field.name)
+        if list(sizes) != sorted({*sizes}):
+            problems.add(f"$.buckets.{field.encode_name}", f"must be in ascending order, got {list(sizes)}")
+    problems.check()
 
 
 def uses_blocks(config: RuntimeConfig) -> bool | None:
     """The layout of the KV cache: blocks, slots (False), or None if nothing decides it.
 
-    Raises:
-        InvalidConfig: the settings contradict each other.
+    Raises InvalidConfig if the settings contradict each other.
     """
     shares, sized = config.prefix_caching == "enabled", config.limits.block_size or config.limits.num_blocks
     if config.layout != "slots":

@@ -10,7 +10,7 @@ determines both. Other rows set `start`, and `token` or the sequence's known tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import pairwise
@@ -21,6 +21,9 @@ from msgspec.structs import replace
 
 NO_TOKEN = -1
 """In `Rows.token`: the row does not name its token. In `StepOutput.token_ids`: padding."""
+
+MAX_LOGPROBS = 20
+"""Alternatives per token that backends report at most, as OpenAI's API."""
 
 KNOWN = -1
 """In `Rows.after`: the row does not depend on a step in flight."""
@@ -328,7 +331,17 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     group_wait_seconds: tuple[float, ...] = ()
 
 
-class TokenEvent(msgspec.Struct, frozen=True, gc=False):
+class First(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What comes with the first tokens of a request alone."""
+
+    num_cached_tokens: int
+    queue_seconds: float
+    """Time that the request waited in the engine for its first step."""
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    """Of the prompt from its second token on, if requested."""
+
+
+class TokenEvent(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """New tokens of one request from one step, and its finish reason if it ended.
 
     With FinishReason.STOP the last of `token_ids` is the stop token, which counts as usage but is not part of the text.
@@ -338,13 +351,20 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first tokens: logprobs of the prompt from its second token on, if requested."""
-    num_cached_tokens: int = 0
-    first: bool = False
-    """Whether these are the first tokens of the request."""
-    queue_seconds: float | None = None
-    """With the first tokens: time that the request waited in the engine for its first step."""
+    """One for each of `token_ids`, if requested."""
+    first: First | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.first.num_cached_tokens if self.first else 0
+
+    @property
+    def queue_seconds(self) -> float | None:
+        return self.first.queue_seconds if self.first else None
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self.first.prompt_logprobs if self.first else ()
 
 
 TokenFeedback = Literal["device", "same rows", "host"]
@@ -422,66 +442,40 @@ class BackendLimits:
     """Longest that any step may take, shorter than the time after which the device itself ends one; 0: unknown."""
 
     def __post_init__(self) -> None:
-        buckets = self.prefill_buckets
-        for wrong, rule in (
-            (
-                min(self.max_rows, self.max_model_length, self.max_step_tokens, self.num_blocks, self.block_size) < 1,
-                "max_rows, max_model_length, max_step_tokens, num_blocks, block_size must be positive",
-            ),
-            (
-                self.layout == "slots" and (self.block_size, self.num_blocks) != (self.max_model_length, self.max_rows),
-                "slot layout: block_size must be max_model_length and num_blocks must be max_rows",
-            ),
-            (
-                self.layout == "slots" and self.shares_prefixes,
-                "slot layout cannot share prefixes: shares_prefixes must be off",
-            ),
-            (self.token_feedback == "host" and self.steps_in_flight != 1, "host feedback allows one step in flight"),
-            (
-                self.token_feedback == "same rows" and self.steps_in_flight != 2,
-                "feedback to the same rows needs two steps in flight",
-            ),
-            (
-                self.num_lookahead_tokens < self.max_tokens_per_row - 1,
-                "num_lookahead_tokens must be at least max_tokens_per_row - 1",
-            ),
-            (
-                self.max_step_tokens < self.max_rows - 1 + (self.min_chunk_tokens if self.mixes_phases else 1),
-                "max_step_tokens must fit a decode row of every sequence, or of all but one plus a chunk",
-            ),
-            (
-                max(self.min_prefill_tokens, self.min_chunk_tokens) > self.longest_prefill,
-                "min_prefill_tokens and min_chunk_tokens must fit in one step",
-            ),
-            (
-                any(not 0 < bucket.fits <= bucket.computes for bucket in buckets)
-                or any(a.fits >= b.fits or a.computes > b.computes for a, b in pairwise(buckets)),
-                "prefill_buckets must be ascending, and each must compute at least the tokens that fit",
-            ),
-            (
-                bool(buckets)
-                and self.max_step_tokens < buckets[-1].computes + (self.max_rows - 1 if self.mixes_phases else 0),
-                "max_step_tokens must fit the largest prefill bucket, if phases mix beside a decode row of all others",
-            ),
-            (
-                self.max_prefill_start > 0 and self.chunks_prefill and not buckets,
-                "max_prefill_start with chunks needs prefill_buckets",
-            ),
-            (
-                min(self.max_prefill_start, self.max_step_seconds) < 0,
-                "max_prefill_start, max_step_seconds must be >= 0",
-            ),
-            (
-                self.sampling == "Host" and (self.max_top_k > 0 or not self.top_p_keeps_crossing),
-                "max_top_k and top_p_keeps_crossing are of a device that samples: not with Host sampling",
-            ),
-            (
-                self.decodes_all_live_rows and (self.mixes_phases or self.chunks_prefill),
-                "decodes_all_live_rows excludes partial prompts: mixes_phases and chunks_prefill must be off",
-            ),
-        ):
-            if wrong:
-                raise ValueError(rule)
+        if rule := next(self._broken_rules(), None):
+            raise ValueError(rule)
+
+    def _broken_rules(self) -> Iterator[str]:
+        slots, buckets, num_others = self.layout == "slots", self.prefill_buckets, self.max_rows - 1
+        if min(self.max_rows, self.max_model_length, self.max_step_tokens, self.num_blocks, self.block_size) < 1:
+            yield "max_rows, max_model_length, max_step_tokens, num_blocks, block_size must be positive"
+        if slots and (self.block_size, self.num_blocks) != (self.max_model_length, self.max_rows):
+            yield "slot layout: block_size must be max_model_length and num_blocks must be max_rows"
+        if slots and self.shares_prefixes:
+            yield "slot layout cannot share prefixes: shares_prefixes must be off"
+        if self.token_feedback == "host" and self.steps_in_flight != 1:
+            yield "host feedback allows one step in flight"
+        if self.token_feedback == "same rows" and self.steps_in_flight != 2:
+            yield "feedback to the same rows needs two steps in flight"
+        if self.num_lookahead_tokens < self.max_tokens_per_row - 1:
+            yield "num_lookahead_tokens must be at least max_tokens_per_row - 1"
+        if self.max_step_tokens < num_others + (self.min_chunk_tokens if self.mixes_phases else 1):
+            yield "max_step_tokens must fit a decode row of every sequence, or of all but one plus a chunk"
+        if max(self.min_prefill_tokens, self.min_chunk_tokens) > self.longest_prefill:
+            yield "min_prefill_tokens and min_chunk_tokens must fit in one step"
+        too_small = any(not 0 < bucket.fits <= bucket.computes for bucket in buckets)
+        if too_small or any(a.fits >= b.fits or a.computes > b.computes for a, b in pairwise(buckets)):
+            yield "prefill_buckets must be ascending, and each must compute at least the tokens that fit"
+        if buckets and self.max_step_tokens < buckets[-1].computes + (num_others if self.mixes_phases else 0):
+            yield "max_step_tokens must fit the largest prefill bucket, if phases mix beside a decode row of all others"
+        if self.max_prefill_start > 0 and self.chunks_prefill and not buckets:
+            yield "max_prefill_start with chunks needs prefill_buckets"
+        if min(self.max_prefill_start, self.max_step_seconds) < 0:
+            yield "max_prefill_start, max_step_seconds must be >= 0"
+        if self.sampling == "Host" and (self.max_top_k > 0 or not self.top_p_keeps_crossing):
+            yield "max_top_k and top_p_keeps_crossing are of a device that samples: not with Host sampling"
+        if self.decodes_all_live_rows and (self.mixes_phases or self.chunks_prefill):
+            yield "decodes_all_live_rows excludes partial prompts: mixes_phases and chunks_prefill must be off"
 
     @property
     def longest_prefill(self) -> int:

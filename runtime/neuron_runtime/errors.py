@@ -154,6 +154,9 @@ class ConfigProblems:
     def __init__(self) -> None:
         self._parts: list[tuple[str, str]] = []
 
+    def add(self, field: str, message: str) -> None:
+        self._parts.append((field, message))
+
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """The block ends at its first InvalidConfig, which is kept."""

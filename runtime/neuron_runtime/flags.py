@@ -17,6 +17,8 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
+from neuron_runtime.errors import InvalidConfig
+
 SHORT = {
     "data_parallel_size": "-dp",
     "pipeline_parallel_size": "-pp",
@@ -107,8 +109,7 @@ def add_flags(
 ) -> None:
     """Add the flags of these fields; a flag that is not set is None.
 
-    Args:
-        defaults: descriptions of defaults by argument, if a command has its own.
+    defaults: descriptions of defaults by argument, if a command has its own.
     """
     for field in fields:
         if field.flag:
@@ -197,3 +198,11 @@ def json_or_text(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write the file of a flag `--json`. Raises InvalidConfig if it cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    except OSError as error:
+        raise InvalidConfig("--json", f"cannot write {path}: {error.strerror}") from error

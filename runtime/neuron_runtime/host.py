@@ -1,6 +1,5 @@
-"""Memory and CPUs that this process may use: what the kernel reports, and the limits of its control groups.
-
-Called by the torch backend before it loads, and by the supervisor when a child was killed. Reads files below `root`.
+"""This machine as the kernel shows it: memory and CPUs that this process may use, within the limits of its control
+groups, the memory of other processes, and Neuron devices.
 
 A limit of any group between the process's own and the root of the mounted tree applies. In a container that root is
 usually the container's own group, whatever the process's path says.
@@ -17,6 +16,11 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 ROOT = Path("/")
+PROC = Path("/proc")
+DEV = Path("/dev")
+_PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
+SESSION = 3
+"""Index among the fields of `stat` behind the name: state, parent, group, session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,29 @@ def usable_cpus(root: Path = ROOT) -> int:
         if quota.isdigit() and period.isdigit() and int(period):
             counts.append(int(quota) / int(period))
     return max(1, math.floor(min(counts)))
+
+
+def session_bytes(session: int) -> int:
+    """Memory of all processes of a session; a page that several share counts once. 0 where there is no /proc."""
+    total = 0
+    for name in os.listdir(PROC) if PROC.is_dir() else ():
+        if not name.isdigit():
+            continue
+        try:
+            stat = (PROC / name / "stat").read_bytes()
+            if int(stat.rpartition(b")")[2].split()[SESSION]) != session:
+                continue
+            share = _PSS.search((PROC / name / "smaps_rollup").read_bytes())
+        except OSError:
+            continue  # it ended meanwhile
+        total += int(share[1]) * 1024 if share else 0
+    return total
+
+
+def device_nodes(dev: Path = DEV) -> list[Path]:
+    """The nodes `/dev/neuron0`, `/dev/neuron1`, ... in order of their numbers."""
+    nodes = [node for node in dev.glob("neuron*") if re.fullmatch(r"neuron\d+", node.name)]
+    return sorted(nodes, key=lambda node: int(node.name.removeprefix("neuron")))
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[str, Path]]:

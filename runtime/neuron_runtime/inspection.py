@@ -154,10 +154,11 @@ def _number(config: Mapping[str, Any], name: str) -> int:
 def facts_as_text(uri: str, facts: ModelFacts) -> str:
     """A summary for people, one line per fact."""
     heads = f"{facts.num_heads} heads, {facts.num_kv_heads} for keys and values, of {facts.head_dim}"
+    only_nxdi = "" if facts.architecture in FAMILIES else ", with backend nxdi"
     cache_bytes = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim
     rows = {
         "model": uri,
-        "architecture": f"{facts.architecture} (supported{', with backend nxdi' if _only_nxdi(facts) else ''})",
+        "architecture": f"{facts.architecture} (supported{only_nxdi})",
         "weights": f"{_amount(facts.parameters)} parameters, {bytes_text(facts.weights_bytes)} in {facts.dtype}",
         "shape": f"{facts.num_layers} layers of {facts.hidden_size}, {heads}",
         "vocabulary": f"{facts.vocabulary_size:,} tokens",
@@ -166,10 +167,6 @@ def facts_as_text(uri: str, facts: ModelFacts) -> str:
         "digest": facts.digest,
     }
     return "\n".join(f"{name + ':':<14}{value}" for name, value in rows.items())
-
-
-def _only_nxdi(facts: ModelFacts) -> bool:
-    return facts.architecture not in FAMILIES
 
 
 def facts_as_json(facts: ModelFacts) -> str:

@@ -65,36 +65,29 @@ def add_local_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_weights_flags(parser: argparse.ArgumentParser) -> None:
     """Where models are."""
-    parser.add_argument(
-        "--weights-dir",
-        type=Path,
-        metavar="DIR",
-        default=default_weights_dir(),
-        help="Store of models: found there, or fetched into it "
-        "(default: neuron-serving/weights in $XDG_CACHE_HOME, else in ~/.cache)",
-    )
-    parser.add_argument(
-        "--weights-store",
-        metavar="URI",
-        default="",
-        help="Store of models in S3 (s3://bucket/prefix): what the folder lacks is copied from there",
-    )
+    _add_places(parser, "weights", default_weights_dir(), "models", "fetched")
 
 
 def add_artifact_flags(parser: argparse.ArgumentParser) -> None:
     """Where compiled models are."""
+    also = ", what is compiled is copied there"
+    _add_places(parser, "artifacts", default_artifacts_dir(), "compiled models", "compiled", also=also)
+
+
+def _add_places(
+    parser: argparse.ArgumentParser, name: str, folder: Path, contents: str, made: str, *, also: str = ""
+) -> None:
     parser.add_argument(
-        "--artifacts-dir",
+        f"--{name}-dir",
         type=Path,
         metavar="DIR",
-        default=default_artifacts_dir(),
-        help="Store of compiled models: found there, or compiled into it "
-        "(default: neuron-serving/artifacts in $XDG_CACHE_HOME, else in ~/.cache)",
+        default=folder,
+        help=f"Store of {contents}: found there, or {made} into it "
+        f"(default: neuron-serving/{name} in $XDG_CACHE_HOME, else in ~/.cache)",
     )
     parser.add_argument(
-        "--artifacts-store",
+        f"--{name}-store",
         metavar="URI",
         default="",
-        help="Store of compiled models in S3 (s3://bucket/prefix): what the folder lacks is copied from there, what is "
-        "compiled is copied there",
+        help=f"Store of {contents} in S3 (s3://bucket/prefix): what the folder lacks is copied from there{also}",
     )

@@ -81,6 +81,11 @@ _BODY, _PARAMS, _MESSAGE, _FLAG = Surface.BODY, Surface.SAMPLING_PARAMS, Surface
 _LLM = Surface.LLM | _FLAG
 _MESSAGES, _RESPONSES = Surface.MESSAGES, Surface.RESPONSES
 
+
+def _without_effect(where: Surface, names: str, neutral: tuple[Any, ...] = ()) -> tuple[NotBuilt, ...]:
+    return tuple(NotBuilt(name, where, neutral, has_effect=False) for name in names.split())
+
+
 ROWS = (
     NotBuilt("api_server_count", _FLAG, (1,), cure="add replicas: a server has one front end"),
     NotBuilt("audio", _BODY),
@@ -164,56 +169,36 @@ ROWS = (
     NotBuilt("vllm_xargs", _BODY, ({},)),
     NotBuilt("web_search_options", _BODY),
     # Metadata of the caller, and what clients set for every model.
-    *(
-        NotBuilt(name, _BODY, has_effect=False)
-        for name in (
-            *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
-            *("safety_identifier", "service_tier", "store", "user", "verbosity"),
-        )
+    *_without_effect(
+        _BODY,
+        "metadata prompt_cache_key prompt_cache_options prompt_cache_retention request_id safety_identifier "
+        "service_tier store user verbosity",
     ),
-    *(
-        NotBuilt(name, _RESPONSES, has_effect=False)
-        for name in (
-            *("context_management", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
-            *("prompt_cache_retention", "safety_identifier", "service_tier", "truncation", "user"),
-        )
+    *_without_effect(
+        _RESPONSES,
+        "context_management max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention "
+        "safety_identifier service_tier truncation user",
     ),
-    *(
-        NotBuilt(name, _MESSAGES, has_effect=False)
-        for name in ("cache_control", "context_management", "inference_geo", "metadata", "service_tier", "speed")
-    ),
+    *_without_effect(_MESSAGES, "cache_control context_management inference_geo metadata service_tier speed"),
     # Settings of GPUs or of vLLM's internals: values, then switches.
-    *(
-        NotBuilt(name, _LLM, has_effect=False)
-        for name in (
-            *("compilation_config", "distributed_executor_backend", "gpu_memory_utilization"),
-            *("max_parallel_loading_workers", "max_seq_len_to_capture", "preemption_mode", "scheduling_policy"),
-            "swap_space",
-        )
+    *_without_effect(
+        _LLM,
+        "compilation_config distributed_executor_backend gpu_memory_utilization max_parallel_loading_workers "
+        "max_seq_len_to_capture preemption_mode scheduling_policy swap_space",
     ),
-    *(
-        NotBuilt(name, _LLM, (False,), has_effect=False)
-        for name in (
-            *(
-                "async_scheduling",
-                "disable_async_output_proc",
-                "disable_custom_all_reduce",
-                "disable_log_stats",
-                "enforce_eager",
-            ),
-            *("trust_remote_code", "use_v2_block_manager", "worker_use_ray"),
-        )
+    *_without_effect(
+        _LLM,
+        "async_scheduling disable_async_output_proc disable_custom_all_reduce disable_log_stats enforce_eager "
+        "trust_remote_code use_v2_block_manager worker_use_ray",
+        (False,),
     ),
-    *(
-        NotBuilt(name, _FLAG, (False,), has_effect=False)
-        for name in (
-            *("disable_fastapi_docs", "disable_frontend_multiprocessing", "disable_log_requests"),
-            *("enable_auto_tool_choice", "enable_prompt_tokens_details", "enable_request_id_headers"),
-            "enable_server_load_tracking",
-        )
+    *_without_effect(
+        _FLAG,
+        "disable_fastapi_docs disable_frontend_multiprocessing disable_log_requests enable_auto_tool_choice "
+        "enable_prompt_tokens_details enable_request_id_headers enable_server_load_tracking",
+        (False,),
     ),
-    NotBuilt("guided_decoding_backend", _FLAG, has_effect=False),
-    NotBuilt("uvicorn_log_level", _FLAG, has_effect=False),
+    *_without_effect(_FLAG, "guided_decoding_backend uvicorn_log_level"),
 )
 
 _ROWS: dict[str, dict[Surface, NotBuilt]] = {}

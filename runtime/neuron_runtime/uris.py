@@ -88,11 +88,7 @@ _MAX_PATH_CHARACTERS = 900
 
 
 def parse_uri(uri: str, field: str = "$.model.uri") -> Model:
-    """Parse a model URI.
-
-    Raises:
-        InvalidConfig: at `field`, for an unknown scheme or a malformed URI; names the accepted form.
-    """
+    """Raises InvalidConfig at `field` for an unknown scheme or a malformed URI, with the accepted form."""
     scheme, separator, rest = uri.partition(":")
     uri = _PASSWORD.sub("//***@", uri)  # for messages
     if not separator:

@@ -44,13 +44,9 @@ def problems(value: Any, kind: Any, path: str = "") -> Iterator[tuple[str, str]]
 
 
 def explain(error: msgspec.ValidationError | RecursionError, kind: Any) -> tuple[str, str]:
-    """Path and message of an error.
+    """Path without `$` (empty for the whole value), such as `.messages[0].role`, and message of an error.
 
-    Args:
-        kind: the target type of the conversion.
-
-    Returns:
-        The path without `$`, e.g. `.messages[0].role` (empty for the whole value), and the message.
+    kind: the target type of the conversion.
     """
     match = _PATH.fullmatch(str(error))
     message, path = (match[1], match[2]) if match else (str(error), "")

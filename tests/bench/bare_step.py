@@ -28,7 +28,6 @@ from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
 from neuron_runtime.checkpoint import read_checkpoint
-from neuron_runtime.core import BackendLimits
 
 BareSteps = Callable[[int, int, int], list[float]]
 """Runs (number of rows, start position, number of steps); returns seconds of each step."""
@@ -48,8 +47,22 @@ def bare_steps(engine: offline.OfflineEngine) -> BareSteps:
     """The bare steps of an engine over the torch backend."""
     backend = engine.backend
     assert isinstance(backend, TorchBackend)
-    decoder = backend.run_on_device(lambda: BareDecoder(engine.model_dir, backend.limits))
+    decoder = backend.run_on_device(
+        lambda: BareDecoder(engine.model_dir, backend.limits.max_rows, backend.limits.max_model_length)
+    )
     return lambda rows, start, steps: backend.run_on_device(lambda: decoder.decode(rows, start, steps))
+
+
+def prefill_seconds(engine: offline.OfflineEngine, num_tokens: int, num_iters: int) -> float:
+    """Of one prompt on an engine over the torch backend, the best of several."""
+    backend = engine.backend
+    assert isinstance(backend, TorchBackend)
+
+    def run() -> float:
+        decoder = BareDecoder(engine.model_dir, num_lines=1, line_length=num_tokens)
+        return min(decoder.prefill(num_tokens) for _ in range(1 + num_iters))
+
+    return backend.run_on_device(run)
 
 
 def measure(
@@ -77,19 +90,19 @@ def measure(
 class BareDecoder:
     """A decoder and a cache in the slot layout, in the dtype of the file.
 
-    limits: those of the engine, so that both caches have the same shape.
+    num_lines, line_length: rows and tokens of its cache; those of the engine where both are compared.
     """
 
-    def __init__(self, model_dir: Path, limits: BackendLimits) -> None:
+    def __init__(self, model_dir: Path, num_lines: int, line_length: int) -> None:
         checkpoint = read_checkpoint(model_dir)
         model = decoder_config(checkpoint.config)
         dtype = DTYPES[stored_dtype(checkpoint)]
         self._decoder: Decoder | CompiledDecoder = load_decoder(checkpoint, model, dtype, lambda stage, share: None)
         self._cache = KVCache.empty(
             windows=model.windows,
-            num_lines=limits.max_rows,
+            num_lines=num_lines,
             num_kv_heads=model.num_kv_heads,
-            line_length=limits.max_model_length,
+            line_length=line_length,
             head_dim=model.head_dim,
             dtype=dtype,
         )
@@ -100,6 +113,15 @@ class BareDecoder:
         other = copy(self)
         other._decoder = CompiledDecoder.load(self._decoder, artifact, blocks=False)
         return other
+
+    @torch.inference_mode()
+    def prefill(self, num_tokens: int) -> float:
+        """Seconds of one prompt, up to its first token."""
+        token_ids = torch.arange(num_tokens)
+        rows = StepRows(start=np.zeros(1, np.int64), num_tokens=np.array([num_tokens]), lines=np.array([[0]]))
+        began = time.perf_counter()
+        best(self._decoder.logits(self._decoder.forward(token_ids, self._cache.plan(rows))[-1:]))
+        return time.perf_counter() - began
 
     @torch.inference_mode()
     def decode(self, num_rows: int, start: int, num_steps: int) -> list[float]:

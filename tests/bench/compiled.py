@@ -42,7 +42,7 @@ def measure(
     Raises:
         FatalError: COMPILE_FAILED, e.g. without a C++ compiler.
     """
-    eager = BareDecoder(model_dir, limits)
+    eager = BareDecoder(model_dir, limits.max_rows, limits.max_model_length)
     compiled = eager.compiled(artifact(model_dir))
     points = {}
     for rows in counts:

@@ -32,10 +32,10 @@ import zmq
 
 from bench.report import Meter, Row, at_most
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
-from neuron_runtime.core import BackendLimits
+from neuron_runtime.core import BackendLimits, First, TokenEvent
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backpressure import QueueLimits
-from neuron_runtime.engine.messages import First, ModelFound, Ready, Step, Update
+from neuron_runtime.engine.messages import ModelFound, Ready, Step
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.processes.control import EngineStarted, encode_line
 from neuron_runtime.processes.supervisor import listen, url_of
@@ -84,7 +84,7 @@ def cpu_microseconds_per_token(model_dir: Path, num_streams: int, num_steps: int
                 spent = cpu_seconds(served.pid)
             first = None if step else First(0, 0.0, ())
             news = tuple(
-                Update(one, (tokens[(step + 7 * row) % len(tokens)],), first=first) for row, one in enumerate(ids)
+                TokenEvent(one, (tokens[(step + 7 * row) % len(tokens)],), first=first) for row, one in enumerate(ids)
             )
             served.send(Step(news, (), EngineStats(num_running=num_streams)))
             readers.await_round()

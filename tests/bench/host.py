@@ -172,7 +172,7 @@ def measure(
         began = time.thread_time()
         events = engine.step()
         stepped = time.thread_time()
-        sent = messages.Step(tuple(map(messages.update_of, events)), (), engine.stats)
+        sent = messages.Step(tuple(events), (), engine.stats)
         messages.encoder.encode(sent)
         ended = time.thread_time()
         num_running = rows - sum(event.finish_reason is not None for event in events)

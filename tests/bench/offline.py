@@ -17,6 +17,7 @@ from typing import Any, Self
 from bench.model import model_folder_or_uri
 from bench.report import Load, Meter
 from neuron_runtime.arguments import config_of, default_artifacts_dir, default_weights_dir, on_this_machine
+from neuron_runtime.local_settings import LocalSettings
 
 FIRST_TOKEN_ID = 256
 """Smallest random id of prompts: lower ids of byte-level vocabularies are single bytes and special tokens."""
@@ -66,7 +67,7 @@ class OfflineEngine:
     """
 
     def __init__(self, model: str, arguments: Mapping[str, Any], cache_dir: Path | None = None) -> None:
-        from neuron_runtime.artifacts.loading import Places, load_backend
+        from neuron_runtime.artifacts.loading import load_backend
         from neuron_runtime.engine.backends import check_backend
         from neuron_runtime.engine.loop import Engine
         from neuron_runtime.weights.fetching import materialize
@@ -74,8 +75,8 @@ class OfflineEngine:
         config = config_of(model_folder_or_uri(model, cache_dir), on_this_machine(arguments))
         check_backend(config)
         self.model_dir = materialize(config.model, default_weights_dir(), lambda stage, share: None)
-        places = Places(default_artifacts_dir())
-        self.backend = load_backend(self.model_dir, config, places, lambda stage, share: None)
+        settings = LocalSettings(default_weights_dir(), default_artifacts_dir())
+        self.backend = load_backend(self.model_dir, config, settings, lambda stage, share: None)
         self.backend.warm_up(lambda stage, share: None)
         self.engine = Engine(self.backend, max_queued_requests=2**31)
         self._num_requests = 0

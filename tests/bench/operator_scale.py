@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from bench.delivery import Report, add_output_arguments, check_outputs, deliver
 from bench.report import Load, Meter, Row, Table, at_most, cells, machine_line
 from bench.suite import replaced
 from cluster.rig.needs import NotPossibleHere
@@ -34,7 +35,7 @@ from helpers.operators import BY_KIND, FACTS, OPERATOR_USER, SPEC, served
 from helpers.ports import free_ports
 from neuron_operator.api.names import MODEL_LABEL
 from neuron_operator.cluster.client import CHILDREN, NEURON_MODELS, PODS
-from neuron_runtime.bench.report import Report, add_output_arguments, check_outputs, deliver, percentile
+from neuron_runtime.bench.report import percentile
 from neuron_runtime.console import say
 from neuron_runtime.errors import ServingError
 

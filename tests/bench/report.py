@@ -1,12 +1,13 @@
 """Figures of the benchmarks: their bounds, and the load of the machine while they were measured.
 
 Called by the modules of `bench`. A timed figure includes the load, so that a reader can tell a slow program from a busy
-machine. Reports are printed and written by `neuron_runtime.bench.report`.
+machine. `bench.delivery` prints and writes them.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from neuron_runtime.bench.report import aligned, machine, shown
+from neuron_runtime.bench.report import aligned, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,21 @@ class Table:
             for row in self.rows
         ]
         return {"title": self.title, "rows": rows}
+
+
+def machine() -> dict[str, Any]:
+    """CPUs that this process may use and all CPUs of the machine, CPU model, memory."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": models[0] if models else platform.processor(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cpus_of_machine": os.cpu_count(),
+        "memory_bytes": pages * page_bytes,
+    }
 
 
 def machine_line() -> str:

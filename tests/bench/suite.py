@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from bench.delivery import Report, add_output_arguments, check_outputs, deliver
 from bench.model import model_folder_or_uri, random_model
 from bench.report import Load, Meter, Row, Table, at_least, at_most, cells, machine_line
-from neuron_runtime.bench.report import Report, add_output_arguments, check_outputs, deliver
 from neuron_runtime.console import say
 from neuron_runtime.errors import FatalError, InvalidConfig, ServingError
 
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 MODEL = "random:139M"
 SHAPE = MODEL.partition(":")[2]
-INPUT_LEN, OUTPUT_LEN = 32, 128
+INPUT_LEN, OUTPUT_LEN, PREFILL_TOKENS = 32, 128, 512
 MAX_ROWS, MAX_MODEL_LENGTH = 32, 256
 PREFIX_LEN, PREFIX_SHARED = 1024, 0.9
 PREFILL_LEN = 512
@@ -208,6 +208,8 @@ def engine_section(effort: Effort) -> Found:
     from bench import bare_step, offline
 
     reads: list[tuple[float, Load]] = []
+    products: list[tuple[float, Load]] = []
+    prefills: list[float] = []
     points: dict[int, list[bare_step.Point]] = {concurrency: [] for concurrency in effort.concurrency}
     for number in range(effort.num_iters):
         with _engine() as engine:
@@ -226,6 +228,8 @@ def engine_section(effort: Effort) -> Found:
                 )
                 found.append(point)
             step_bytes = _bytes_of_a_step(engine)
+            products.append(on_device(engine, multiply_rate))
+            prefills.append(bare_step.prefill_seconds(engine, PREFILL_TOKENS, effort.num_turns))
     decode = {count: statistics.median(one.engine.decode for one in found) for count, found in points.items()}
     bare_rate = {
         count: count / statistics.median(one.bare_step_seconds for one in found) for count, found in points.items()
@@ -244,6 +248,8 @@ def engine_section(effort: Effort) -> Found:
     ]
     read_rate = max(rate for rate, _ in reads)
     bound = read_rate / step_bytes
+    # Two operations for each weight, which has two bytes.
+    operations, operation_rate = step_bytes * PREFILL_TOKENS, max(rate for rate, _ in products)
     rows = (
         *ratios,
         Row("memory read by all cores", (read_rate / 1e9,), "GB/s", load=Load.together([load for _, load in reads])),
@@ -253,6 +259,13 @@ def engine_section(effort: Effort) -> Found:
             "ratio",
             note=f"bound {bound:.0f} tokens/s: {step_bytes / 1e6:.0f} MB of weights a step",
             load=loads[1],
+        ),
+        Row(
+            f"prefill of {PREFILL_TOKENS} tokens : products of large matrices",
+            (operations / operation_rate / min(prefills),),
+            "ratio",
+            note=f"{min(prefills) * 1000:.0f} ms; {operation_rate / 1e9:.0f} GFLOP/s of float32",
+            load=Load.together([load for _, load in products]),
         ),
     )
 
@@ -539,6 +552,20 @@ def memory_read_rate(num_bytes: int = 2**29, num_iters: int = 7) -> tuple[float,
         values.sum()
         seconds.append(time.perf_counter() - began)
     return num_bytes / min(seconds), meter.read()
+
+
+def multiply_rate(size: int = 2048, num_iters: int = 5) -> tuple[float, Load]:
+    """Operations per second of all cores in a product of large float32 matrices: the best of several."""
+    import torch
+
+    left, right = torch.ones(size, size), torch.ones(size, size)
+    meter = Meter()
+    seconds = []
+    for _ in range(num_iters):
+        began = time.perf_counter()
+        left @ right
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds), meter.read()
 
 
 def _bytes_of_a_step(engine: OfflineEngine) -> int:

@@ -778,8 +778,9 @@ def test_models_survive_an_uninstall_and_are_adopted_by_the_next_install(helm: H
     assert server.call("GET", f"{MODELS}/demo")["metadata"]["uid"] == uid
 
 
-async def test_an_upgrade_that_changes_every_value_restarts_no_pod_of_50_models(
-    helm: Helm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_models", [8, pytest.param(50, marks=pytest.mark.long)])
+async def test_an_upgrade_that_changes_every_value_restarts_no_pod_of_many_models(
+    helm: Helm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_models: int
 ) -> None:
     """The later operator would also make other pods of the same manifests, and does so of a new one."""
 
@@ -787,8 +788,8 @@ async def test_an_upgrade_that_changes_every_value_restarts_no_pod_of_50_models(
         made = serving_pod_template(*arguments, **named)
         return {**made, "metadata": {**made["metadata"], "annotations": {"version": "later"}}}
 
-    hub = [f"hub-{number}" for number in range(25)]
-    models = [*hub, *(f"local-{number}" for number in range(25))]
+    hub = [f"hub-{number}" for number in range(num_models // 2)]
+    models = [*hub, *(f"local-{number}" for number in range(num_models // 2))]
     with served(tmp_path) as server:
         namespace = Namespace(server)
         where = {"namespace": OPERATOR_NAMESPACE, "watch_namespaces": (namespace.name,)}

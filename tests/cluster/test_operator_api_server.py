@@ -1459,7 +1459,7 @@ async def test_deletions_during_a_silently_broken_watch_are_detected(
 
     lists: list[str] = []
     resource = BY_KIND["ConfigMap"]
-    labels = names.labels("chat", "server")
+    labels = names.labels("chat")
     for name in ("a", "b", "c"):
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}}
         server.call("POST", resource.path(namespace.name), body)

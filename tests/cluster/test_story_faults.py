@@ -25,6 +25,7 @@ from cluster.stories import (
     OPERATOR_SELECTOR,
     OPERATOR_USER,
     OURS,
+    TORCH,
     Story,
     install,
     load_images,
@@ -41,7 +42,7 @@ API_KEY = "sk-Cluster00000000000000000000000000"
 CPU_NODE, NEURON_NODE = "n3", "n1"
 ENGINE_MODULE = "neuron_runtime.processes.engine"
 PAUSED = "neuron-serving.dev/paused"
-NUM_TOKENS = 1900
+NUM_TOKENS = 700
 """Tokens of a long answer: it takes many times as long as ending a pod."""
 
 CHAT = """
@@ -126,7 +127,7 @@ def story(installation: Installation) -> Iterator[Story]:
     rig = installation.rig
     rig.create_namespace(namespace)
     story = Story(rig, namespace)
-    story.apply(model_of("chat", "hf://demo/demo", serving={"maxModelLength": 2048}))
+    story.apply(model_of("chat", "hf://demo/demo", engine=TORCH, serving={"maxModelLength": 2048}))
     yield story
     rig.kubectl("delete", "namespace", namespace, "--wait=false")
 
@@ -325,7 +326,8 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
     story.apply(theirs)
     before = _get(story, "service", "taken")
     with story.stage("names and images: reported"):
-        story.apply(model_of("locked", "hf://demo/demo", serving={"apiKeySecretRef": {"name": "keys", "key": "api"}}))
+        keys = {"apiKeySecretRef": {"name": "keys", "key": "api"}}
+        story.apply(model_of("locked", "hf://demo/demo", engine=TORCH, serving=keys))
         # Zero replicas, so that only the resolution is waited for, which the next edit needs.
         story.apply(model_of("pulls", "hf://demo/demo", replicas=0))
         story.apply(model_of("taken", "hf://demo/demo", replicas=0))
@@ -370,7 +372,7 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
         story.until_ready(1)
         deployment = _get(story, "deployment", "chat")["spec"]
         story.kubectl("annotate", "nm", "chat", f"{PAUSED}=true")
-        story.apply(model_of("chat", "hf://demo/demo", replicas=0, serving={"maxModelLength": 512}))
+        story.apply(model_of("chat", "hf://demo/demo", engine=TORCH, replicas=0, serving={"maxModelLength": 512}))
         story.until("Paused", lambda: story.condition("chat", "UpToDate")["reason"] == "Paused")
         assert _get(story, "deployment", "chat")["spec"] == deployment
         assert len(story.ready_pods()) == 1

@@ -19,7 +19,7 @@ import pytest
 
 from cluster.rig.faults import drained, frozen, kill_containers, kubelet_killed, link_slow, packets_lost
 from cluster.rig.rig import WAITING, Rig
-from cluster.stories import ANSWERS, ASK, SERVING, Images, Story, install, load_images, model_of, uninstall
+from cluster.stories import ANSWERS, ASK, SERVING, TORCH, Images, Story, install, load_images, model_of, uninstall
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True), pytest.mark.long]
 
@@ -177,7 +177,7 @@ def grouped(accelerator: Mapping[str, object], *, tensor: int = 2, **spec: Any) 
     parallelism = {"nodes": 2, "tensor": tensor}
     # Unready for as long as by default before it ends: other stories have a second replica for clients to go to.
     spec = {"accelerator": dict(accelerator), "parallelism": parallelism, "rollout": {}, **spec}
-    return model_of("chat", "file:///models/demo", **spec)
+    return model_of("chat", "file:///models/demo", **{"engine": TORCH, **spec})
 
 
 def members(story: Story) -> list[Any]:
@@ -472,7 +472,7 @@ for line in opened(request):
 
 def test_one_rank_and_two_on_two_nodes_answer_after_apply(story: Story, images: Images) -> None:
     """Prints the seconds of both."""
-    one = model_of("chat", "file:///models/demo", accelerator=dict(NEURON))
+    one = model_of("chat", "file:///models/demo", engine=TORCH, accelerator=dict(NEURON))
     for name, model in (("one", one), ("two", grouped(NEURON))):
         url = f"http://chat.{story.namespace}.svc:8000"
         story.start_client(images.runtime, name, FIRST_TOKEN, url, node=SPARE)

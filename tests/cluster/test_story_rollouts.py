@@ -8,6 +8,7 @@ import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -67,22 +68,26 @@ print(json.dumps({"done": done, "broken": broken}))
 class Installation:
     rig: Rig
     images: Images
-    other_image: str
-    """With the same code, under another name."""
+
+    @cached_property
+    def other_image(self) -> str:
+        """With the same code, under another name; loaded once a test asks for it."""
+        other = build_image("runtime-cpu-compile")
+        self.rig.load_image(other.archive)
+        return other.name
 
 
 @pytest.fixture(scope="module")
 def installation(rig: Rig) -> Iterator[Installation]:
     """The operator, and a hub in the cluster that has the demo model."""
-    images, other = load_images(rig), build_image("runtime-cpu-compile")
-    rig.load_image(other.archive)
+    images = load_images(rig)
     with contextlib.ExitStack() as undo:
         namespace = f"hub-{uuid.uuid4().hex[:8]}"
         hub = undo.enter_context(hub_in_pod(rig, namespace, images.runtime, node="n3", models={"demo/demo": 0}))
         values = {"jobs": {"env": [{"name": "HF_ENDPOINT", "value": hub.endpoint}]}}
         undo.callback(uninstall, rig)
         install(rig, images, *(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()))
-        yield Installation(rig, images, other.name)
+        yield Installation(rig, images)
 
 
 @pytest.fixture
@@ -93,26 +98,33 @@ def story(installation: Installation) -> Iterator[Story]:
     installation.rig.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
-def edits(installation: Installation) -> dict[str, dict[str, Any]]:
-    """What each edit makes of the spec; each keeps those before."""
-    config = {"serving": {"maxModelLength": 512}}
-    image = {**config, "engine": {"image": installation.other_image}}
-    return {"config": config, "image": image, "model": {**image, "model": {"uri": "hf://demo/demo"}}}
+def edited(installation: Installation, *edits: str) -> dict[str, Any]:
+    """The spec after these edits."""
+    spec: dict[str, Any] = {}
+    for edit in edits:
+        match edit:
+            case "config":
+                spec |= {"serving": {"maxModelLength": 512}}
+            case "image":
+                spec |= {"engine": {"image": installation.other_image}}
+            case "model":
+                spec |= {"model": {"uri": "hf://demo/demo"}}
+    return spec
 
 
 def rolling(strategy: str, **spec: Any) -> dict[str, Any]:
-    """Two replicas with a device each."""
+    """Two replicas with a device each, and a token after every step of 20 ms."""
     rollout = {"strategy": strategy, "drainDelaySeconds": 3, "drainSeconds": 240}
     uri = spec.pop("model", {"uri": "file:///models/demo"})["uri"]
-    return model_of("chat", uri, replicas=2, accelerator={"devices": 1}, rollout=rollout, **spec)
+    engine = {"overrideNeuronConfig": {"stepMilliseconds": 20}, **spec.pop("engine", {})}
+    return model_of("chat", uri, replicas=2, accelerator={"devices": 1}, rollout=rollout, engine=engine, **spec)
 
 
 def roll_under_traffic(
     installation: Installation,
     story: Story,
     strategy: str,
-    changes: dict[str, dict[str, Any]],
-    *,
+    *edits: str,
     least: int,
     clients: int,
     num_tokens: int = 150,
@@ -124,10 +136,11 @@ def roll_under_traffic(
     story.start_client(installation.images.runtime, "traffic", TRAFFIC, url, str(clients), str(num_tokens), str(least))
     story.kubectl("wait", "--for=jsonpath={.status.containerStatuses[0].started}=true", "pod/traffic", WAITING)
     story.until("steady traffic", lambda: "steady" in story.kubectl("logs", "traffic"))
-    for name, change in changes.items():
-        with story.stage(f"{strategy}: {name}"), story.watching("pods") as events:
+    for number, edit in enumerate(edits, start=1):
+        spec = edited(installation, *edits[:number])
+        with story.stage(f"{strategy}: {edit}"), story.watching("pods") as events:
             before = {pod["metadata"]["name"] for pod in story.ready_pods()}
-            story.apply(rolling(strategy, **change))
+            story.apply(rolling(strategy, **spec))
             story.until("an observed edit", lambda: story.condition("chat", "UpToDate")["reason"] != "")
             story.until_ready(2)
             assert before.isdisjoint(pod["metadata"]["name"] for pod in story.ready_pods())
@@ -166,8 +179,7 @@ def _num_living(events: Any, installation: Installation) -> Iterator[int]:
 def test_no_stream_is_cut_and_no_request_fails_while_replicas_are_replaced(
     installation: Installation, story: Story, strategy: str, edit: str
 ) -> None:
-    change = {edit: edits(installation)[edit]}
-    assert roll_under_traffic(installation, story, strategy, change, least=24, clients=6) >= 24
+    assert roll_under_traffic(installation, story, strategy, edit, least=24, clients=6) >= 24
 
 
 @pytest.mark.long
@@ -176,4 +188,4 @@ def test_a_thousand_streams_end_whole_through_edits_of_configuration_image_and_m
     installation: Installation, story: Story, strategy: str
 ) -> None:
     many = {"least": 1000, "clients": 12, "num_tokens": 40}
-    assert roll_under_traffic(installation, story, strategy, edits(installation), **many) >= 1000
+    assert roll_under_traffic(installation, story, strategy, "config", "image", "model", **many) >= 1000

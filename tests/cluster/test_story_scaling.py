@@ -17,6 +17,7 @@ from cluster.stories import (
     OPERATOR_NAMESPACE,
     OPERATOR_SELECTOR,
     ROOT,
+    TORCH,
     Images,
     Story,
     install,
@@ -70,7 +71,8 @@ def test_an_autoscaler_adds_a_replica_while_requests_wait_and_takes_it_away(rig:
 
 def _tell(story: Story, images: Images, monitored: Monitoring) -> None:
     with story.stage("a model with one sequence per replica, and the example's autoscaler"):
-        story.apply(model_of("chat", "file:///models/demo", serving={"maxModelLength": 256, "maxSequences": 1}))
+        serving = {"maxModelLength": 256, "maxSequences": 1}
+        story.apply(model_of("chat", "file:///models/demo", engine=TORCH, serving=serving))
         story.until_ready(1)
         story.apply(AUTOSCALER)
         story.until("the autoscaler reads the metric", lambda: _autoscaler(story, "ScalingActive"))

@@ -30,6 +30,7 @@ from cluster.stories import (
     FETCH,
     OURS,
     ROOT,
+    TORCH,
     WEIGHTS_CLAIM,
     Images,
     Story,
@@ -304,9 +305,11 @@ def test_models_come_from_an_object_store_a_claim_and_an_image(installation: Ins
         story.run_client(installation.images.runtime, "upload", UPLOAD, store.endpoint, ACCESS_KEY, SECRET_KEY)
         with story.stage("secret: wrong"):
             story.apply(store.secret("keys", secret_key="wrong"))
-            story.apply(model_of("stored", "s3://models/chat", model={"credentialsSecretRef": {"name": "keys"}}))
-            story.apply(model_of("claimed", f"pvc://{claim}/chat"))
-            story.apply(model_of("mounted", f"oci://{installation.images.runtime}#/models/demo"))
+            keys = {"credentialsSecretRef": {"name": "keys"}}
+            story.apply(model_of("stored", "s3://models/chat", engine=TORCH, model=keys))
+            story.apply(model_of("claimed", f"pvc://{claim}/chat", engine=TORCH))
+            uri = f"oci://{installation.images.runtime}#/models/demo"
+            story.apply(model_of("mounted", uri, engine=TORCH))
             story.until_reason("stored", "WeightsUnauthorized")
         with story.stage("secret: right"):
             story.apply(store.secret("keys"))
@@ -322,6 +325,7 @@ def test_an_object_store_keeps_weights_for_all_pods(installation: Installation, 
     """The chart says a claim, the manifest an object store. It is unreachable at first."""
     hub, rig = installation.hub, story.rig
     kept = {
+        "engine": TORCH,
         "model": {"credentialsSecretRef": {"name": "keys"}},
         "storage": {"weights": {"objectStore": {"uri": "s3://weights/kept"}}},
     }
@@ -403,7 +407,7 @@ def test_a_model_is_compiled_with_gpp_in_a_job_and_served_without_a_compiler(
         shared_volume(rig, story.namespace, ARTIFACTS_CLAIM) as volume,
     ):
         with story.stage("compile with g++"):
-            story.apply(model_of("chat", "hf://demo/small", engine={"compile": "Enabled"}))
+            story.apply(model_of("chat", "hf://demo/small", engine={**TORCH, "compile": "Enabled"}))
             story.until_reason("chat", "Compiling", "Compiled")
             story.until("the Job's pod", lambda: story.items("pods", COMPILE))
             story.until("compiled", lambda: story.condition("chat", "Compiled")["status"] == "True")

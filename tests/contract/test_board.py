@@ -193,7 +193,7 @@ def bad_model(num_stalls: int) -> str:
     for _ in range(num_stalls):
         metrics.tokens(1, 3.0)
     metrics.step(Step((), (), EngineStats(num_preemptions_total=num_stalls, stream_gap_bound_seconds=0.1 * num_stalls)))
-    return metrics.render(metrics.export()).decode()
+    return metrics.render().decode()
 
 
 def somebody_elses(num_waiting: int) -> str:

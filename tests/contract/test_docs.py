@@ -40,12 +40,11 @@ from neuron_runtime import config, not_built, offline
 from neuron_runtime.apis.openai.body import DetokenizeBody, TokenizeBody
 from neuron_runtime.backend.host_sampling.drawing import NUMBERS_OF_CANDIDATES
 from neuron_runtime.backend.host_sampling.likeliest import GROUP
-from neuron_runtime.backend.host_sampling.sampler import MAX_LOGPROBS
 from neuron_runtime.backend.torch import choices, sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
 from neuron_runtime.commands.command_line import COMMANDS, build_parser
 from neuron_runtime.commands.serve import DRAIN_ON_THE_COMMAND_LINE
-from neuron_runtime.core import FinishReason, Sampling
+from neuron_runtime.core import MAX_LOGPROBS, FinishReason, Sampling
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, MAX_RETRY_SECONDS, MOST_QUEUED_TOKENS
 from neuron_runtime.errors import ExitCode, InvalidRequest
 from neuron_runtime.not_built import Surface
@@ -292,10 +291,10 @@ def an_exchange() -> Exchange:
     sampling = Sampling(max_tokens=1)
     ask = SimpleNamespace(stream=True, num_choices=1, prompts=((1,),), num_prompt_tokens=1, sampling=(sampling,))
     choice = SimpleNamespace(queue_seconds=0.0, first_token_at=0.0, ended=FinishReason.ABORT)
-    generation: Any = SimpleNamespace(ask=ask, choices=[choice], num_cached_tokens=0, num_tokens=1)
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "x")
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "x")
+    generation: Any = SimpleNamespace(ask=ask, choices=[choice], num_cached_tokens=0, num_tokens=1, tokenizer=tokenizer)
     error = InvalidRequest("wrong", field="n")
-    more: dict[str, Any] = {"key": 1, "error": error, "generation": generation, "model": "m", "tokenizer": tokenizer}
+    more: dict[str, Any] = {"key": 1, "error": error, "generation": generation, "model": "m"}
     return Exchange("id", "POST", "/v1/completions", "127.0.0.1", {}, 0.0, 0.0, **more)
 
 

@@ -156,7 +156,7 @@ class Run:
             assert name not in self.reasons, f"{name} ended and got another event"
             assert name not in self.aborted, f"{name} was aborted and got another event"
             assert event.token_ids, f"{name} got an event without tokens"
-            assert event.first == (not self.tokens[name])
+            assert (event.first is None) == bool(self.tokens[name])
             assert event.first or not (event.num_cached_tokens or event.prompt_logprobs), "reported twice"
             if event.first:
                 self.cached[name] = event.num_cached_tokens

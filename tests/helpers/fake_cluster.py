@@ -120,7 +120,7 @@ class FakeCluster:
     async def _publish(self, resource: Resource, kind: str, obj: Object, stamps: Object) -> Object:
         self._version += 1
         stamped = {**obj, "metadata": {**obj["metadata"], **stamps, "resourceVersion": str(self._version)}}
-        event = WatchEvent.of(msgspec.json.encode({"type": kind, "object": stamped}))
+        event = msgspec.json.decode(msgspec.json.encode({"type": kind, "object": stamped}), type=WatchEvent)
         self._events = [*self._events, (self._version, resource.plural, event)][-self.remembered :]
         async with self._changed:
             self._changed.notify_all()

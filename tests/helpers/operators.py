@@ -15,7 +15,7 @@ import uuid
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
@@ -34,7 +34,6 @@ from neuron_operator.cluster.client import (
     PODS,
     WATCH_SILENCE_SECONDS,
     Client,
-    Cluster,
     Resource,
     connect,
 )
@@ -355,7 +354,7 @@ def _open_sessions() -> list[aiohttp.ClientSession]:
 
 @contextlib.asynccontextmanager
 async def operating(
-    cluster: Cluster,
+    cluster: Client,
     settings: RunSettings,
     *,
     configuration: Configuration | None = None,
@@ -365,7 +364,7 @@ async def operating(
     """A running replica, shut down cleanly at the end. `configuration` is kopf's; None: that of `cluster`, a client."""
     poster = Poster()
     operator = Operator(cluster, settings, Metrics(), post=poster.post, **options)
-    connection = configuration or cast(Client, cluster).configuration
+    connection = configuration or cluster.configuration
     task = asyncio.create_task(operator.run())
     try:
         async with delivering(operator, settings, connection, poster, silence_seconds):

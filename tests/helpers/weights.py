@@ -41,9 +41,9 @@ def shelf_with_model(root: Path) -> Shelf:
 SCRIPT = """
     import sys
     from pathlib import Path
-    from neuron_runtime.weights.fetching import Tools, fetch
+    from neuron_runtime.weights.fetching import fetch
     from neuron_runtime.weights.store import Store
-    from neuron_runtime.weights.transfer import TransferLimits
+    from neuron_runtime.weights.transfer import Tools, TransferLimits
     uri, folder, chunk_bytes, num_readers = sys.argv[1:]
     limits = TransferLimits(int(num_readers), int(chunk_bytes))
     found = fetch(uri, Store(Path(folder)), lambda amount: None, tools=Tools(limits=limits))

@@ -178,7 +178,7 @@ def test_every_reason_has_a_cure_without_markdown_and_a_command_without_gaps(rea
     for pods in (world.pods, ()):
         body = {**world.body, "status": {"conditions": [condition]}}
         observed = observe(replace(world, body=body, pods=pods))
-        cure, command = why.next_step(body, observed, why.culprit(observed))
+        cure, command = why.next_step(observed, why.culprit(observed))
         assert cure
         assert not re.search(r"[`\]]|\(#", cure), cure
         assert command.startswith(("kubectl ", "helm "))

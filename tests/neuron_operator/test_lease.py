@@ -18,7 +18,7 @@ from neuron_operator.cluster.lease import LeaderLease, LeaseTimings
 class Replica:
     """One candidate with its own network and the times when it led (virtual seconds)."""
 
-    def __init__(self, cluster: FakeCluster, name: str, timings: LeaseTimings | None = None) -> None:
+    def __init__(self, cluster: FakeCluster, name: str, timings: LeaseTimings = LeaseTimings()) -> None:  # noqa: B008 - it is frozen
         self.cluster = NetworkOf(cluster)
         self.worked: list[tuple[float, float]] = []
         self.works_since: float | None = None

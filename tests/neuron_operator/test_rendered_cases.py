@@ -38,7 +38,7 @@ def test_every_child_has_labels_and_an_owner_reference(path: Path) -> None:
         metadata = child["metadata"]
         assert metadata["namespace"] == "team"
         assert len(metadata["name"]) <= 63
-        labels = names.shared_labels("x") if is_shared(child) else names.labels("chat", "x")
+        labels = names.shared_labels("x") if is_shared(child) else names.labels("chat")
         assert labels.keys() <= metadata["labels"].keys()
         owners = [owner["uid"] for owner in metadata.get("ownerReferences", [])]
         of_group = owners != ["uid-chat"] and names.GROUP_LABEL in metadata["labels"]

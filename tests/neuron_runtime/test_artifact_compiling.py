@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from helpers.artifacts import places
 from helpers.compiling_backend import SEEN, compiler
 from helpers.hub import serving
 from helpers.memory_groups import memory_group
@@ -27,13 +28,13 @@ from helpers.weights import shelf_with_model
 from neuron_runtime import record
 from neuron_runtime.artifacts.compiling import Wanted, cause, make, wanted_artifact
 from neuron_runtime.artifacts.key import covered
-from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, check_artifact, provide
-from neuron_runtime.artifacts.memory import session_bytes
+from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, check_artifact, provide
 from neuron_runtime.artifacts.store import artifact_store, read_artifact
 from neuron_runtime.backend import simulated as simulated_package
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import ModelSource, RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.host import session_bytes
 from neuron_runtime.weights.fetching import materialize
 from neuron_runtime.weights.store import PARTIAL, Damaged, Entry, Store
 
@@ -278,18 +279,18 @@ def test_memory_counts_every_process_of_a_session() -> None:
 def test_a_miss_names_the_key_and_the_cure(model: Path, store: Store) -> None:
     config = simulated(model)
     with pytest.raises(FatalError) as caught:
-        provide(config, model, Places(store.folder, on_miss="fail"), quiet)
+        provide(config, model, places(store.folder, on_miss="fail"), quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     key = wanted_artifact(config, model).key
     assert f"{store.folder} has no artifact, {key} is needed: compile it with" in str(caught.value)
 
 
 def test_a_miss_names_what_differs_from_the_nearest_artifact(model: Path, store: Store) -> None:
-    places = Places(store.folder)
-    folder = provide(simulated(model), model, places, quiet)
-    assert provide(simulated(model), model, Places(store.folder, on_miss="fail"), quiet) == folder
+    settings = places(store.folder)
+    folder = provide(simulated(model), model, settings, quiet)
+    assert provide(simulated(model), model, places(store.folder, on_miss="fail"), quiet) == folder
     with pytest.raises(FatalError) as caught:
-        provide(simulated(model, decodeBuckets=[1, 8]), model, Places(store.folder, on_miss="fail"), quiet)
+        provide(simulated(model, decodeBuckets=[1, 8]), model, places(store.folder, on_miss="fail"), quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     assert (
         f"the nearest one, {folder.name}, was compiled for something else: shapes.decode: [1,4] instead of [1,8]"
@@ -298,34 +299,34 @@ def test_a_miss_names_what_differs_from_the_nearest_artifact(model: Path, store:
 
 
 def test_a_damaged_artifact_is_an_error_that_names_the_file_or_is_compiled_again(model: Path, store: Store) -> None:
-    folder = provide(simulated(model), model, Places(store.folder), quiet)
+    folder = provide(simulated(model), model, places(store.folder), quiet)
     path = folder / "prefill.json"
     path.chmod(0o644)
     path.write_bytes(b'"PREFILL"')
     with pytest.raises(Damaged) as caught:
-        provide(simulated(model), model, Places(store.folder, on_miss="fail"), quiet)
+        provide(simulated(model), model, places(store.folder, on_miss="fail"), quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     assert f"{folder} is damaged: prefill.json: its sha256 is" in str(caught.value)
-    assert provide(simulated(model), model, Places(store.folder), quiet) == folder
+    assert provide(simulated(model), model, places(store.folder), quiet) == folder
     assert path.read_bytes() == b'"prefill"'
 
 
 def test_the_variable_names_an_artifact_that_is_loaded_instead(
     model: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = provide(simulated(model), model, Places(store.folder), quiet)
+    folder = provide(simulated(model), model, places(store.folder), quiet)
     shipped = tmp_path / "shipped"
     folder.rename(shipped)
     monkeypatch.setenv(ARTIFACT_VARIABLE, str(shipped))
-    places = Places(tmp_path / "none", on_miss="fail")
-    assert provide(simulated(model), model, places, quiet) == shipped
+    settings = places(tmp_path / "none", on_miss="fail")
+    assert provide(simulated(model), model, settings, quiet) == shipped
     with pytest.raises(FatalError) as caught:
-        provide(simulated(model, decodeBuckets=[2]), model, Places(tmp_path / "none"), quiet)
+        provide(simulated(model, decodeBuckets=[2]), model, places(tmp_path / "none"), quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     assert f"{ARTIFACT_VARIABLE}: the artifact in {shipped} was compiled for something else: shapes.decode: [1,4]" in (
         str(caught.value)
     )
-    assert provide(simulated(model), model, places, quiet) == shipped
+    assert provide(simulated(model), model, settings, quiet) == shipped
     assert not (tmp_path / "none").exists()
 
 
@@ -333,14 +334,14 @@ def test_the_variable_names_an_artifact_that_is_loaded_instead(
 def test_the_variable_that_names_no_intact_artifact_advises_nobody_to_delete_the_folder(
     model: Path, store: Store, monkeypatch: pytest.MonkeyPatch, spoil: str
 ) -> None:
-    folder = provide(simulated(model), model, Places(store.folder), quiet)
+    folder = provide(simulated(model), model, places(store.folder), quiet)
     if spoil == "store":
         folder = store.folder
     else:
         (folder / "decode-of-1-rows.json").unlink()
     monkeypatch.setenv(ARTIFACT_VARIABLE, str(folder))
     with pytest.raises(FatalError) as caught:
-        provide(simulated(model), model, Places(store.folder), quiet)
+        provide(simulated(model), model, places(store.folder), quiet)
     what = "it has no manifest" if spoil == "store" else "decode-of-1-rows.json: No such file or directory"
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     assert str(caught.value) == (
@@ -357,10 +358,10 @@ def test_the_variable_names_where_to_store_an_artifact_that_is_not_there(
         folder.mkdir(parents=True)
     monkeypatch.setenv(ARTIFACT_VARIABLE, str(folder))
     with pytest.raises(FatalError, match="has no artifact") as caught:
-        provide(simulated(model), model, Places(store.folder, on_miss="fail"), quiet)
+        provide(simulated(model), model, places(store.folder, on_miss="fail"), quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
-    assert provide(simulated(model), model, Places(store.folder), quiet) == folder
-    assert provide(simulated(model), model, Places(tmp_path / "none", on_miss="fail"), quiet) == folder
+    assert provide(simulated(model), model, places(store.folder), quiet) == folder
+    assert provide(simulated(model), model, places(tmp_path / "none", on_miss="fail"), quiet) == folder
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
 
 
@@ -376,7 +377,7 @@ def test_the_variable_names_what_cannot_be_read(
     ):
         monkeypatch.setenv(ARTIFACT_VARIABLE, str(folder))
         with pytest.raises(FatalError) as caught:
-            provide(simulated(model), model, Places(store.folder, on_miss=on_miss), quiet)
+            provide(simulated(model), model, places(store.folder, on_miss=on_miss), quiet)
         assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
         assert why in str(caught.value)
 
@@ -450,7 +451,7 @@ def test_a_model_on_the_hub_is_compiled_without_its_weights_to_the_key_that_serv
     assert pinned.artifact is not None
     assert (pinned.artifact.key, pinned.artifact.reused) == (unpinned.artifact.key, True)
     config = msgspec.structs.replace(simulated(tmp_path), model=ModelSource(uri="hf://acme/model"))
-    folder = provide(config, tmp_path / "weights" / digest, Places(store.folder, on_miss="fail"), quiet)
+    folder = provide(config, tmp_path / "weights" / digest, places(store.folder, on_miss="fail"), quiet)
     assert folder == store.folder / unpinned.artifact.key
 
 
@@ -460,15 +461,16 @@ def test_a_miss_is_found_before_weights_are_fetched(
     shelf = shelf_with_model(tmp_path / "hub")
     source = ModelSource(uri="hf://acme/model")
     config = msgspec.structs.replace(simulated(tmp_path), model=source)
-    weights, places = tmp_path / "weights", Places(store.folder, on_miss="fail")
+    weights = tmp_path / "weights"
+    settings = places(store.folder, on_miss="fail", weights=weights)
     with serving(shelf) as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
         with pytest.raises(FatalError) as caught:
-            check_artifact(config, weights, "", places, quiet)
+            check_artifact(config, settings, quiet)
         compile_model(tmp_path, "hf://acme/model")
-        check_artifact(config, weights, "", places, quiet)
+        check_artifact(config, settings, quiet)
         materialize(source, weights, quiet, with_weights=False)
-        folder = provide(config, weights / f"{shelf.commit('acme/model')}-text", places, quiet)
+        folder = provide(config, weights / f"{shelf.commit('acme/model')}-text", settings, quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     assert store.all_keys() == [folder.name]
 

@@ -12,9 +12,7 @@ import msgspec
 import pytest
 
 from neuron_runtime.artifacts.key import compiled_part, covered, differences, key_of
-from neuron_runtime.backend import simulated
 from neuron_runtime.backend_protocol import Needs
-from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig, ServerOptions, TextOptions, parse_config
 
 NEEDS = Needs(
@@ -89,11 +87,3 @@ def test_differences_name_the_field_and_both_values() -> None:
         'settings.dtype: nothing instead of "bfloat16"',
         "shapes.rows: [1] instead of [1,8]",
     ]
-
-
-def test_a_backend_that_compiles_nothing_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(simulated, "compiler")
-    assert main(["serve", "a/m", "--backend=simulated", "--compile"]) == 2
-    assert "--compile ($.compile): the simulated backend compiles nothing: leave it out" in capsys.readouterr().err

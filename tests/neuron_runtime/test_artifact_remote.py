@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import signal
 from collections.abc import Iterator
@@ -15,12 +16,13 @@ from helpers.s3_server import BUCKET, S3Server
 from helpers.tiny_model import write_tiny_model
 from neuron_runtime import record
 from neuron_runtime.artifacts.compiling import make, wanted_artifact
-from neuron_runtime.artifacts.loading import Places, check_artifact, provide
+from neuron_runtime.artifacts.loading import check_artifact, provide
 from neuron_runtime.artifacts.store import artifact_store, find, remote_artifacts
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.weights.fetching import described, supply
 from neuron_runtime.weights.remote import RemoteStore
 from neuron_runtime.weights.store import Store
@@ -66,14 +68,14 @@ def config(tmp_path: Path) -> RuntimeConfig:
     )
 
 
-def places(folder: Path, remote: RemoteStore) -> Places:
-    return Places(folder, remote.uri, on_miss="fail")
+def places(folder: Path, remote: RemoteStore) -> LocalSettings:
+    return LocalSettings(folder.parent / "none", folder, artifacts_store=remote.address, on_artifact_miss="fail")
 
 
 def replace(server: S3Server, remote: RemoteStore, key: str, name: str, raw: bytes) -> None:
     """Replace an object of an entry, past the runtime."""
     (found,) = [item for item in remote.objects(f"{key}/") if item.name.endswith(f"/{name}")]
-    prefix = remote.uri.removeprefix(f"s3://{BUCKET}/")
+    prefix = remote.address.removeprefix(f"s3://{BUCKET}/")
     server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/{key}/{found.name}", Body=raw)
 
 
@@ -85,7 +87,7 @@ def test_what_one_machine_compiles_another_one_loads(
         provide(config, model, places(tmp_path / "serving", remote), quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     wanted = wanted_artifact(config, model)
-    assert str(caught.value).startswith(f"{remote.uri} has no artifact, {wanted.key} is needed")
+    assert str(caught.value).startswith(f"{remote.address} has no artifact, {wanted.key} is needed")
     made, reused = make(wanted, artifact_store(tmp_path / "compiling"), quiet, remote)
     assert not reused
     folder = provide(config, model, places(tmp_path / "serving", remote), quiet)
@@ -136,13 +138,14 @@ def test_a_model_is_compiled_from_what_a_store_of_weights_has_without_its_source
         assert digest == supplied.digest
         assert read_checkpoint(folder).digest == read_checkpoint(tmp_path / "model").digest
     config = msgspec.structs.replace(config, model=gone)
+    settings = dataclasses.replace(places(tmp_path / "serving", remote), weights_store=weights)
     with pytest.raises(FatalError) as caught:
-        check_artifact(config, tmp_path / "none", weights, places(tmp_path / "serving", remote), quiet)
+        check_artifact(config, settings, quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     (tmp_path / "config").write_bytes(msgspec.json.encode(config))
-    options = (f"--config={tmp_path / 'config'}", f"--weights-store={weights}", f"--artifacts-store={remote.uri}")
+    options = (f"--config={tmp_path / 'config'}", f"--weights-store={weights}", f"--artifacts-store={remote.address}")
     assert main(["compile", *options, f"--artifacts-dir={tmp_path / 'compiling'}"]) == 0
-    check_artifact(config, tmp_path / "none", weights, places(tmp_path / "serving", remote), quiet)
+    check_artifact(config, settings, quiet)
     assert not (tmp_path / "none").exists()
 
 
@@ -165,7 +168,7 @@ def test_the_command_compiles_into_a_store_in_s3(
     (tmp_path / "config").write_bytes(msgspec.json.encode(config))
     outcomes = []
     for _ in range(2):
-        arguments = (f"--config={tmp_path / 'config'}", f"--artifacts-store={remote.uri}")
+        arguments = (f"--config={tmp_path / 'config'}", f"--artifacts-store={remote.address}")
         path = tmp_path / "record"
         assert main(["compile", *arguments, f"--artifacts-dir={tmp_path / 'scratch'}", f"--record={path}"]) == 0
         outcomes.append(msgspec.json.decode(path.read_bytes(), type=record.Record).artifact)

@@ -369,7 +369,7 @@ class Recorded(PlannedBackend):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, replace(limits_of_plan(settings), vocabulary_size=128_256), TIMES, VirtualClock())
-        self.inputs, self.seen = Inputs(settings), Counter[str]()
+        self.inputs, self.seen = Inputs(settings, self.limits), Counter[str]()
 
     def launch(self, batch: Batch) -> None:
         expected = name_of(self.inputs.graphs(batch))
@@ -489,7 +489,7 @@ FLAGS = [
 
 SCHEMA = {
     "type": "object",
-    "required": ["version", "command", "options", "versions", "machine", "tables", "data"],
+    "required": ["version", "command", "options", "versions", "tables", "data"],
     "properties": {
         "command": {"const": "bench simulate"},
         "options": {"type": "object", "required": ["rate", "seed", "device", "limits", "gap_target"]},
@@ -557,22 +557,10 @@ def test_the_command_writes_identical_json_each_time(tmp_path: Path, capsys: pyt
     assert written(tmp_path, "--seed", "7")["data"] != document["data"]
 
 
-@pytest.mark.parametrize("rates", [["3"], ["2", "4"]])
-def test_the_plot_shows_distributions_and_the_effect_of_the_rate(rates: list[str], tmp_path: Path) -> None:
-    plot = tmp_path / "plot.svg"
-    written(tmp_path, "--plot", str(plot), "--rate", *rates)
-    drawn = plot.read_text()
-    assert drawn.count('<g id="axes_') == (3 if len(rates) == 1 else 6)
-    wide, thin = drawn.index("stroke-width: 5"), drawn.index("stroke: #1f77b4; stroke-width: 1.5")
-    assert wide < thin, "where both are equal, the thin line is above the wide one"
-
-
 def test_our_policy_is_compared_with_those_that_are_asked_for(tmp_path: Path) -> None:
-    plot = tmp_path / "plot.png"
-    document = written(tmp_path, "--policy", "vllm-neuron", "prefill-first", "--rate", "2", "4", "--plot", str(plot))
+    document = written(tmp_path, "--policy", "vllm-neuron", "prefill-first", "--rate", "2", "4")
     (first, _) = document["data"]["runs"]
     assert [one["name"] for one in first["policies"]] == ["ours", "vllm-neuron", "prefill first"]
-    assert plot.stat().st_size > 10_000
     (alone,) = written(tmp_path, "--policy", "vllm-neuron")["data"]["runs"]
     assert [one["name"] for one in alone["policies"]] == ["ours", "vllm-neuron"]
 
@@ -585,12 +573,6 @@ def test_groups_of_several_sizes_are_compared_under_the_same_traffic(tmp_path: P
     assert [one["name"] for one in run["policies"]] == ["ours", "64 ranks", "prefill first"]
     slower = group["gap_seconds"][0] - alone["gap_seconds"][0]
     assert slower == pytest.approx(group_seconds(64) - group_seconds(1), abs=1e-6)
-
-
-def test_the_plot_of_waiting_requests_shows_means_over_time() -> None:
-    changes = [(0.0, 2), (4.0, 0), (5.0, 6)]
-    assert simulated_tables._means(changes, [0.0, 10.0]) == [3.8]
-    assert simulated_tables._means(changes, [0.0, 2.0, 4.0, 6.0, 8.0]) == [2, 2, 3, 6]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
-from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, flags_of, lines_of, plan_of, read_plan
+from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of, read_plan
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.settings import RECOMPUTED, Settings, settings_of
 from neuron_runtime.commands.command_line import main
@@ -62,7 +62,7 @@ def test_the_sums_are_those_of_the_model() -> None:
     plan = planned(limits={"maxSequences": 8, "maxModelLength": 4096})
     assert plan.cache_bytes == 2 * 32 * 8 * 128 * 2 * 8 * 4096
     assert plan.compile_seconds == pytest.approx(len(plan.graphs) * 32 * 2.4)
-    text = "\n".join(lines_of(plan))
+    text = "\n".join(plan.lines())
     assert "llama, 4 cores, 8 sequences of 4096 tokens, layout slots" in text
     assert "the cache takes 4.00 GiB (1.00 GiB per core)" in text
     widest = next(graph for graph in plan.graphs if graph.name == "prefill_4096")
@@ -99,7 +99,7 @@ def test_buckets_are_chosen_for_the_prompts_of_the_traffic() -> None:
     assert plan.prefill_padding < planned(lengths, buckets={"context": [128, 512, 4096]}).prefill_padding
     again = planned(lengths, buckets={"context": [256, 2560, 4096]})
     assert again == plan
-    assert flags_of(plan).startswith("--context-buckets 256,2560,4096 --token-generation-buckets ")
+    assert plan.flags.startswith("--context-buckets 256,2560,4096 --token-generation-buckets ")
 
 
 MISTRAL = {**MODEL, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024}
@@ -241,7 +241,7 @@ def test_a_graph_of_given_sizes_that_no_call_takes_is_named() -> None:
     assert unused == {graph.name for graph in all_graphs(plan.settings)} - {g.name for g in taken_graphs(plan.settings)}
     over = {f"prefill_{size}_after_640" for size in (128, 256, 384, 512)}
     assert unused == {"prefill_384", *over}
-    assert f"({len(unused)} of them unused), about" in lines_of(plan)[-1]
+    assert f"({len(unused)} of them unused), about" in plan.lines()[-2]
     assert takes["prefill_512"] == "prompts of 257 to 512 tokens"
     assert takes["prefill_128"] == "prompts of 1 to 128 tokens"
 

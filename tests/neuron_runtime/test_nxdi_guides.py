@@ -63,6 +63,7 @@ def guide(tmp_path: Path, override: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_guide_script_for_neuron_runs_at_module_level_and_compiles_once(tmp_path: Path) -> None:
     spellings = (
         'override_neuron_config={"enable_bucketing": False}',

@@ -21,7 +21,7 @@ from helpers.hub import Shelf, serving
 from helpers.nxdi import Mode, fake_nxdi, installed
 from helpers.torch_models import random_model, reference
 from neuron_runtime.artifacts.key import covered, differences
-from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, check_artifact, provide
+from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, check_artifact, provide
 from neuron_runtime.backend import nxdi
 from neuron_runtime.backend.nxdi import failures, library
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
@@ -34,6 +34,7 @@ from neuron_runtime.core import Request, Sampling
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.inspection import inspect_model
+from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.weights.fetching import materialize
 
 PROMPTS = ([5, 9, 13, 2, 8], [7, 3, 21])
@@ -549,8 +550,8 @@ def test_a_folder_that_others_compiled_decides_what_the_configuration_leaves_ope
         assert generated(model, config, artifact) == expected(model)
 
 
-def places(folder: Path) -> Places:
-    return Places(folder / "artifacts", on_miss="fail")
+def places(folder: Path) -> LocalSettings:
+    return LocalSettings(folder / "weights", folder / "artifacts", on_artifact_miss="fail")
 
 
 @pytest.mark.parametrize(
@@ -611,7 +612,7 @@ def test_graphs_of_a_hub_repository_are_loaded_if_they_fit(
 
     def served(**document: Any) -> tuple[RuntimeConfig, Path, Path]:
         config = msgspec.structs.replace(open_config(model, **document), model=ModelSource(uri="hf://acme/llama"))
-        check_artifact(config, tmp_path / "weights", "", places(tmp_path), quiet)
+        check_artifact(config, places(tmp_path), quiet)
         folder = materialize(config.model, tmp_path / "weights", quiet)
         return config, folder, provide(config, folder, places(tmp_path), quiet)
 
@@ -650,7 +651,7 @@ def sharded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def provided(config: RuntimeConfig, folder: Path) -> tuple[Path, Path]:
     """The model's folder and that of its graphs, as `serve` finds them."""
     weights = folder / "weights"
-    check_artifact(config, weights, "", places(folder), quiet)
+    check_artifact(config, places(folder), quiet)
     needed = nxdi.needs_weights(config)
     model_dir = materialize(config.model, weights, quiet, with_weights=needed, check=check_tokenizer)
     return model_dir, provide(config, model_dir, places(folder), quiet)

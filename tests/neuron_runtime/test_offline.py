@@ -291,7 +291,7 @@ def test_the_seed_of_the_class_makes_runs_repeatable_and_prompts_different() -> 
     runs = []
     for seed in (3, 3, 4):
         with LLM(str(MODEL), max_model_len=64, seed=seed) as model:
-            assert model._admit({"prompt": "The"}, params, 0).choices[0].request.sampling.seeded
+            assert model._admit({"prompt": "The"}, params, 0).ask.sampling[0].seeded
             runs.append(texts(model.generate(["The", "The"], params, use_tqdm=False)))
     assert runs[0] == runs[1] != runs[2]
     assert runs[0][0] != runs[0][1]
@@ -340,7 +340,7 @@ def test_tokens_after_the_stop_string_in_the_same_step_are_dropped(llm: LLM) -> 
     one = llm._admit({"prompt": "a"}, SamplingParams(stop="b", logprobs=0), 0)
     ids = llm._admission.tokenizer.encode("abc", add_special_tokens=False)
     logprobs = tuple(TokenLogprobs(token_id, -1.0) for token_id in ids)
-    one.choices[0].feed(TokenEvent(one.choices[0].request.request_id, ids, logprobs=logprobs))
+    one.feed(0, TokenEvent("", ids, logprobs=logprobs))
     (answer,) = one.output().outputs
     assert (answer.text, answer.stop_reason) == ("a", "b")
     assert len(answer.token_ids) == len(answer.logprobs or ()) == -(answer.cumulative_logprob or 0) == len(ids) - 1

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from neuron_runtime.core import BackendLimits, FinishReason, Request, Sampling
+from neuron_runtime.core import BackendLimits, FinishReason, Request, Sampling, TokenEvent
 from neuron_runtime.engine.backpressure import QueueLimits
-from neuron_runtime.engine.messages import Add, Ready, Step, ToEngine, Update
+from neuron_runtime.engine.messages import Add, Ready, Step, ToEngine
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import BackendFailed, Overloaded
 from neuron_runtime.processes.engine import Border
@@ -31,8 +31,8 @@ class Asker:
         self.tokens: list[int] = []
         self.errors: list[Exception] = []
 
-    def deliver(self, index: int, update: Update) -> None:
-        self.tokens += update.token_ids
+    def deliver(self, index: int, event: TokenEvent) -> None:
+        self.tokens += event.token_ids
 
     def show_pending(self) -> None:
         pass
@@ -109,7 +109,7 @@ async def test_the_limit_of_requests_holds_while_a_step_runs(run_dir: Path) -> N
             assert len(ids) == LIMITS.max_rows + 4 - 1
             client.abort(ids[:2])
             assert len(admitted(client)) == 2
-            border.send(Step((Update(first, (7,), FinishReason.LENGTH),), (), EngineStats(num_running=1)))
+            border.send(Step((TokenEvent(first, (7,), FinishReason.LENGTH),), (), EngineStats(num_running=1)))
             while first in client._recipients:
                 await asyncio.sleep(0.001)
             assert len(admitted(client)) == 1
@@ -140,8 +140,8 @@ async def test_a_new_engine_meets_no_request_of_the_previous_one(run_dir: Path) 
             new = submit(client, new_asker)
             assert new not in old
             # Late tokens of the ended engine, under its own ids and even under the new one.
-            ended.send(Step(tuple(Update(name, (6,)) for name in (*old, new)), (), EngineStats()))
-            border.send(Step((Update(old[0], (8,)), Update(new, (7,), FinishReason.LENGTH)), (), EngineStats()))
+            ended.send(Step(tuple(TokenEvent(name, (6,)) for name in (*old, new)), (), EngineStats()))
+            border.send(Step((TokenEvent(old[0], (8,)), TokenEvent(new, (7,), FinishReason.LENGTH)), (), EngineStats()))
             while not new_asker.tokens:
                 await asyncio.sleep(0.001)
             assert (asker.tokens, new_asker.tokens) == ([], [7])

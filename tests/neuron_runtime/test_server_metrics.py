@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import msgspec
 import pytest
 import yaml
 from hypothesis import given
@@ -39,7 +38,7 @@ from neuron_runtime.server.metrics import (
     PROCESS,
     Metrics,
 )
-from neuron_runtime.server.series import Book, Distribution, Exported, Family
+from neuron_runtime.server.series import Book, Family
 
 LIMITS = BackendLimits(max_rows=2, max_model_length=256, max_step_tokens=256, block_size=16, num_blocks=64)
 Sample = tuple[str, frozenset[tuple[str, str]]]
@@ -52,11 +51,7 @@ def samples(text: bytes) -> dict[Sample, float]:
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
     series = frozenset({"model_name": "m", "engine": "0", **labels}.items())
-    return samples(rendered(metrics))[name, series]
-
-
-def rendered(metrics: Metrics) -> bytes:
-    return metrics.render(metrics.export())
+    return samples(metrics.render())[name, series]
 
 
 def step(**numbers: object) -> Step:
@@ -73,7 +68,7 @@ def started(incarnation: int = 1) -> Metrics:
 def test_the_memory_of_a_device_has_series_from_its_first_report_to_the_end_of_its_engine() -> None:
     metrics, used = started(), "neuron_serving_neuron_logical_core_memory_used_bytes"
     metrics.step(step())
-    assert f"{used}{{" not in rendered(metrics).decode()
+    assert f"{used}{{" not in metrics.render().decode()
     sent = messages.encoder.encode(step(device_memory=DeviceMemory(7, 5)))
     received = messages.decode_from_engine(sent)
     assert isinstance(received, Step)
@@ -81,7 +76,7 @@ def test_the_memory_of_a_device_has_series_from_its_first_report_to_the_end_of_i
     assert value(metrics, used) == 7
     assert value(metrics, "neuron_serving_neuron_logical_core_memory_free_bytes") == 5
     metrics.engine_ended()
-    assert f"{used}{{" not in rendered(metrics).decode()
+    assert f"{used}{{" not in metrics.render().decode()
 
 
 # Numbers
@@ -92,39 +87,17 @@ def test_a_histogram_uses_the_bucket_that_prometheus_uses(
     observed: list[tuple[float, int]],
 ) -> None:
     family = Family("h", "histogram", "h.", bounds=(0.5, 1.0, 5.0))
-    book = Book([family])
+    book = Book([family], {})
     for number, times in observed:
         book.distribution(family).observe(number, times)
     book.distribution(family)
-    found = samples(generate_latest(book.registry(book.export(), {})))
+    found = samples(generate_latest(book))
     for le in (0.5, 1.0, 5.0):
         expected = sum(times for number, times in observed if number <= le)
         assert found["h_bucket", frozenset({("le", str(le))})] == expected
     total = sum(times for _, times in observed)
     assert found["h_count", frozenset()] == found["h_bucket", frozenset({("le", "+Inf")})] == total
     assert found["h_sum", frozenset()] == pytest.approx(sum(number * times for number, times in observed))
-
-
-def test_an_observation_on_a_bound_counts_below_it() -> None:
-    one = Distribution((1.0, 2.0))
-    one.observe(1.0)
-    assert one.export() == (1.0, 1, 0, 0)
-
-
-def test_exported_values_survive_serialisation() -> None:
-    one, successor = started(), Metrics("m")
-    one.first_token(0.5, 0.25, 12, 8)
-    one.tokens(1, None)
-    one.tokens(4, 0.4)
-    one.refused("overloaded")
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(one.export()), type=Exported)
-    assert sent == one.export()
-    successor.restore(sent)
-    successor.tokens(4, 0.4)
-    assert value(successor, "vllm:generation_tokens_total") == 9
-    assert value(successor, "vllm:inter_token_latency_seconds_count") == 8
-    assert value(successor, "vllm:prompt_tokens_cached_total") == 8
-    assert value(successor, "neuron_serving_requests_refused_total", reason="overloaded") == 1
 
 
 # The engine
@@ -156,7 +129,7 @@ def test_a_restarted_engine_with_another_cache_drops_the_old_series() -> None:
     metrics = started()
     metrics.engine_started(2)
     metrics.engine_ready(BackendLimits(2, 256, 256, block_size=32, num_blocks=8), 1.0, 1.0)
-    shapes = [dict(labels) for name, labels in samples(rendered(metrics)) if name == "vllm:cache_config_info"]
+    shapes = [dict(labels) for name, labels in samples(metrics.render()) if name == "vllm:cache_config_info"]
     assert shapes == [{"model_name": "m", "engine": "0", "block_size": "32", "num_gpu_blocks": "8"}]
 
 
@@ -316,42 +289,32 @@ def test_a_request_that_ran_is_never_counted_as_refused() -> None:
     ExchangeCounter(metrics).ended(over(BackendFailed("died"), 503, FinishReason.ERROR, FinishReason.ERROR))
     ExchangeCounter(metrics).ended(over(BackendFailed("died"), 200, FinishReason.STOP, FinishReason.ERROR))
     ExchangeCounter(metrics).ended(over(None, 200, *[FinishReason.STOP] * 4))
-    refused = [v for (name, _), v in samples(rendered(metrics)).items() if name.endswith("requests_refused_total")]
+    refused = [v for (name, _), v in samples(metrics.render()).items() if name.endswith("requests_refused_total")]
     assert sum(refused) == 0
     assert value(metrics, "vllm:request_params_n_count") == 4, "once for each prompt"
     assert value(metrics, "vllm:request_params_max_tokens_sum") == 72, "once for each answer"
     assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 5 + 5 + 5 + 7
 
 
-def test_values_read_at_scrape_continue_from_the_predecessor() -> None:
-    first, second = started(), started()
-    first.read_at_scrape(lambda: [(LOG_LINES_LOST, (), 3), (OPEN_CONNECTIONS, (), 7)])
-    second.restore(first.export())
-    lost = iter((1, 2, 2))
-    second.read_at_scrape(lambda: [(LOG_LINES_LOST, (), next(lost)), (OPEN_CONNECTIONS, (), 1)])
-    assert value(second, "neuron_serving_access_log_lines_lost_total") == 4
-    assert value(second, "neuron_serving_access_log_lines_lost_total") == 5
-    assert value(second, "neuron_serving_open_connections") == 1
-
-
-def test_the_cpu_time_of_a_new_process_starts_again() -> None:
-    """The restored count of a predecessor would double that of a process that lives on."""
+def test_some_values_are_read_at_each_scrape() -> None:
+    metrics, lost = started(), iter((1, 2))
     cpu = next(family for family in PROCESS if family.kind == "counter")
-    first, second = started(), started()
-    first.read_at_scrape(lambda: [(cpu, ("front-end",), 7.0), (cpu, ("engine",), 70.0)])
-    second.restore(first.export())
-    second.read_at_scrape(lambda: [(cpu, ("front-end",), 1.0), (cpu, ("engine",), 71.0)])
-    for process, seconds in (("front-end", 1), ("engine", 71)):
-        assert value(second, cpu.name, process=process) == seconds
+    metrics.read_at_scrape(lambda: [(LOG_LINES_LOST, (), next(lost)), (OPEN_CONNECTIONS, (), 7)])
+    metrics.read_at_scrape(lambda: [(cpu, ("front-end",), 1.0)])
+    assert value(metrics, LOG_LINES_LOST.name) == 1
+    assert value(metrics, LOG_LINES_LOST.name) == 2
+    lost = iter((2, 2))
+    assert value(metrics, OPEN_CONNECTIONS.name) == 7
+    assert value(metrics, cpu.name, process="front-end") == 1
 
 
 # The text
 
 
 def test_series_for_the_board_exist_before_the_first_request() -> None:
-    there, not_yet = {name for name, _ in samples(rendered(started()))}, (*CORE_MEMORY, GROUP_WAIT)
+    there, not_yet = {name for name, _ in samples(started().render())}, (*CORE_MEMORY, *PROCESS, GROUP_WAIT)
     for family in FAMILIES:
-        if family.labels != ("kind", "bucket") and family.source != "scrape" and family not in not_yet:
+        if family.labels != ("kind", "bucket") and family not in not_yet:
             assert there & {family.name, f"{family.name}_count"}, family.name
 
 
@@ -360,7 +323,7 @@ FINER = ("vllm:inter_token_latency_seconds", "vllm:request_time_per_output_token
 
 
 def test_every_query_of_vllms_boards_finds_its_series() -> None:
-    there = {name for name, _ in samples(rendered(started()))}
+    there = {name for name, _ in samples(started().render())}
     assert set(VLLM["boards"]) <= there
 
 
@@ -405,10 +368,10 @@ def test_the_cost_of_counting_is_constant() -> None:
     numbers = random.Random(1)
     for _ in range(2000):
         metrics.tokens(1, numbers.random())
-    few = len(msgspec.msgpack.encode(metrics.export()))
+    few = len(metrics.render())
     for _ in range(20_000):
         metrics.tokens(1, numbers.random())
-    assert len(msgspec.msgpack.encode(metrics.export())) - few < 40, "only the digits of counts grow"
+    assert len(metrics.render()) - few < 200, "only the digits of counts grow"
 
 
 def test_the_wait_for_each_other_rank_has_a_series_from_the_start_and_continues_over_engines() -> None:

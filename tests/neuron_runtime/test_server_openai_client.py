@@ -221,7 +221,7 @@ async def test_the_model_list_matches_the_schema(client: AsyncOpenAI, served: Se
     assert [model.id for model in models] == [MODEL, "alias"]
     for model in models:
         read = Model.model_validate_json(model.model_dump_json(exclude_unset=True), strict=True)
-        assert beyond(read) == {"root", "parent", "permission", "max_model_len", "sampling"}
+        assert beyond(read) == {"root", "parent", "max_model_len", "sampling"}
         assert read.root == MODEL  # type: ignore[attr-defined]
         assert read.max_model_len == LIMITS.max_model_length  # type: ignore[attr-defined]
         assert (await client.models.retrieve(model.id)).model_dump() == model.model_dump()

@@ -24,8 +24,9 @@ from helpers.chat_model import write_chat_model
 from helpers.front_end import make_model, serving
 from helpers.ports import free_ports
 from helpers.serve_command import ENGINE, FRONT_END, ServeCommand, children, get, metric, post, serve, stop
+from neuron_runtime.core import First, TokenEvent
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.messages import First, Step, Update
+from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.processes.supervisor import listen, url_of
 from neuron_runtime.server.bodies import BODIES_AT_ONCE
@@ -86,7 +87,7 @@ class Engine:
     def step(self, ids: Iterable[str]) -> None:
         """One token for each request."""
         token = self._tokens[self._num_steps % len(self._tokens)]
-        news = tuple(Update(one, (token,), first=None if one in self._begun else First(0, 0.0, ())) for one in ids)
+        news = tuple(TokenEvent(one, (token,), first=None if one in self._begun else First(0, 0.0, ())) for one in ids)
         self._begun.update(one.request_id for one in news)
         self._num_steps += 1
         self._served.send(Step(news, (), EngineStats(num_running=len(news))))

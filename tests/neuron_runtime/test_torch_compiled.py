@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cluster.rig.cache import Cache, content_key
+from helpers.artifacts import places
 from helpers.torch_models import random_model, reference, reference_logits, runtime_config
 from helpers.torch_parity import (
     TOLERANCE,
@@ -26,7 +27,7 @@ from helpers.torch_parity import (
     traced_step,
 )
 from neuron_runtime.artifacts.compiling import make, wanted_artifact
-from neuron_runtime.artifacts.loading import Places, provide
+from neuron_runtime.artifacts.loading import provide
 from neuron_runtime.artifacts.store import artifact_store
 from neuron_runtime.backend.torch import compiler
 from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because, load_library
@@ -186,7 +187,7 @@ def test_an_artifact_for_other_settings_is_refused_with_the_difference(
 ) -> None:
     config = msgspec.structs.replace(runtime_config(), compile=True, **change)
     with pytest.raises(FatalError, match=difference) as caught:
-        provide(config, compiled.model_dir, Places(compiled.store, on_miss="fail"), silent)
+        provide(config, compiled.model_dir, places(compiled.store, on_miss="fail"), silent)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
 
 

@@ -17,10 +17,10 @@ from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.uris import HubModel, parse_uri
-from neuron_runtime.weights.fetching import Tools
 from neuron_runtime.weights.fetching import materialize as _materialize
 from neuron_runtime.weights.hub import HubSource
 from neuron_runtime.weights.source import RETRY_SECONDS, SourceUnreachable
+from neuron_runtime.weights.transfer import Tools
 
 MODEL = "hf://acme/tiny"
 

@@ -26,7 +26,7 @@ from neuron_runtime.offline.llm import LLM
 from neuron_runtime.weights.fetching import Fetched, fetch, materialize, supply
 from neuron_runtime.weights.remote import RemoteFile, RemoteManifest, RemoteStore
 from neuron_runtime.weights.store import DAY_SECONDS, MANIFEST, Damaged, Entry, Store, StoredFile
-from neuron_runtime.weights.transfer import Amount, TransferLimits
+from neuron_runtime.weights.transfer import Amount, Tools, TransferLimits
 
 MODEL = f"s3://{BUCKET}/origin/chat"
 LIMITS = TransferLimits(NUM_READERS, CHUNK_BYTES)
@@ -70,7 +70,7 @@ def entry(local: Path, tmp_path: Path) -> Entry:
 
 
 def store_at(prefix: str) -> RemoteStore:
-    return RemoteStore(f"s3://{BUCKET}/stores/{prefix}", limits=LIMITS, sleep=lambda seconds: None)
+    return RemoteStore(f"s3://{BUCKET}/stores/{prefix}", tools=Tools(sleep=lambda seconds: None, limits=LIMITS))
 
 
 def quiet(amount: Amount) -> None:
@@ -92,7 +92,7 @@ def objects(remote: RemoteStore, key: str) -> list[str]:
 
 
 def put(server: S3Server, remote: RemoteStore, name: str, raw: bytes) -> None:
-    prefix = remote.uri.removeprefix(f"s3://{BUCKET}/")
+    prefix = remote.address.removeprefix(f"s3://{BUCKET}/")
     server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/{name}", Body=raw)
 
 
@@ -176,7 +176,7 @@ class TestCopies:
             with pytest.raises(FatalError, match="is not in") as caught:
                 served(remote, tmp_path / "server", digest)
             assert caught.value.exit_code is ExitCode.WEIGHTS_MISSING
-            assert remote.uri in str(caught.value)
+            assert remote.address in str(caught.value)
             assert str(tmp_path / "server") in str(caught.value)
             assert digest in str(caught.value)
         assert not server.faults.num_sent_bytes
@@ -185,7 +185,7 @@ class TestCopies:
         self, server: S3Server, remote: RemoteStore, model: Path, tmp_path: Path
     ) -> None:
         folder = materialize(
-            ModelSource(uri=MODEL), tmp_path, lambda stage, share: None, weights_store=remote.uri
+            ModelSource(uri=MODEL), tmp_path, lambda stage, share: None, weights_store=remote.address
         )  # fmt: skip
         assert contents(folder) == contents(model)
         assert objects(remote, folder.name) == []
@@ -215,7 +215,7 @@ class TestInterruptions:
 
     def test_the_manifest_is_written_last(self, server: S3Server, remote: RemoteStore, entry: Entry) -> None:
         remote.upload(entry, quiet)
-        prefix = remote.uri.removeprefix("s3:/")
+        prefix = remote.address.removeprefix("s3:/")
         written = [path for method, path, _ in server.asked if method == "PUT" and path.startswith(prefix)]
         assert written[-1] == f"{prefix}/{entry.key}/{MANIFEST}"
         assert len([path for path in written if not path.endswith("/.used")]) == len(entry.manifest.files) + 1
@@ -247,7 +247,7 @@ class TestRivals:
                 remote.upload(rival, quiet)
                 return super()._publish(key, manifest)
 
-        Late(remote.uri).upload(entry, quiet)
+        Late(remote.address).upload(entry, quiet)
         assert "another process stored it first" in capsys.readouterr().err
         before = objects(remote, entry.key)
         assert len(before) == len(rival.manifest.files) + 2
@@ -323,7 +323,7 @@ class TestDamage:
             put(server, remote, f"{entry.key}/{MANIFEST}", body)
             with pytest.raises(Damaged) as caught:
                 served(remote, tmp_path / "server", entry.key)
-            assert str(caught.value).startswith(f"{remote.uri}/{entry.key} is damaged: ")
+            assert str(caught.value).startswith(f"{remote.address}/{entry.key} is damaged: ")
             assert "\n" not in str(caught.value)
         assert not (tmp_path / "server").exists()
         remote.upload(entry, quiet)
@@ -345,13 +345,13 @@ class TestCare:
         put(server, remote, f"{damaged}/{MANIFEST}", b"{}")
         put(server, remote, f"{partial}/x/config.json", b"{}")
         put(server, remote, "README", b"nothing of a store")
-        assert main(["weights", "ls", remote.uri, "--json"]) == 0
+        assert main(["weights", "ls", remote.address, "--json"]) == 0
         rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
         assert {name: row["state"] for name, row in rows.items()} == {
             entry.key: "complete", damaged: "damaged", partial: "partial"
         }  # fmt: skip
         assert (rows[entry.key]["bytes"], rows[entry.key]["uri"]) == (entry.manifest.num_bytes, MODEL)
-        assert main(["weights", "verify", remote.uri]) == 14
+        assert main(["weights", "verify", remote.address]) == 14
         captured = capsys.readouterr()
         assert f"{entry.key}: intact" in captured.out
         assert f"{damaged}: its manifest is malformed" in captured.out
@@ -360,7 +360,7 @@ class TestCare:
         assert found is not None
         name = "model-00002-of-00004.safetensors"
         put(server, remote, f"{entry.key}/{found.manifest.content}/{name}", bytes(found.files[name].num_bytes))
-        assert main(["weights", "verify", remote.uri]) == 14
+        assert main(["weights", "verify", remote.address]) == 14
         assert f"{entry.key}: {name}: its sha256 is" in capsys.readouterr().out
 
     def test_what_is_unused_or_abandoned_is_pruned(
@@ -385,7 +385,7 @@ class TestCare:
         left = all_objects(server, remote)
         assert left == {name for name in before if name.startswith((f"{entry.key}/", "other/"))} - {rival}
         served(remote, tmp_path / "server", entry.key)
-        assert main(["weights", "prune", remote.uri, "--unused-days", "0"]) == 0
+        assert main(["weights", "prune", remote.address, "--unused-days", "0"]) == 0
         assert "deleted " + entry.key in capsys.readouterr().out
         assert all_objects(server, remote) == {"other/x"}
 
@@ -394,7 +394,7 @@ class TestCare:
     ) -> None:
         client = server.client()
         client.create_bucket(Bucket="readable")
-        remote = RemoteStore("s3://readable", limits=LIMITS)
+        remote = RemoteStore("s3://readable", tools=Tools(limits=LIMITS))
         remote.upload(entry, quiet)
         remote.delete([f"{entry.key}/.used"])
         everyone = (
@@ -405,7 +405,7 @@ class TestCare:
         with monkeypatch.context() as reader:
             reader.delenv("AWS_ACCESS_KEY_ID")
             reader.delenv("AWS_SECRET_ACCESS_KEY")
-            served(RemoteStore("s3://readable", limits=LIMITS), tmp_path / "reader", entry.key)
+            served(RemoteStore("s3://readable", tools=Tools(limits=LIMITS)), tmp_path / "reader", entry.key)
             with pytest.raises(FatalError, match="refused anonymous access"):
                 RemoteStore("s3://readable").discard(entry.key)
         assert f"{entry.key}/.used" not in all_objects(server, remote)
@@ -423,7 +423,7 @@ def pruned(
 
 
 def all_objects(server: S3Server, remote: RemoteStore) -> set[str]:
-    bucket, _, prefix = remote.uri.removeprefix("s3://").partition("/")
+    bucket, _, prefix = remote.address.removeprefix("s3://").partition("/")
     found = server.client().list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
     return {item["Key"].removeprefix(prefix).lstrip("/") for item in found}
 
@@ -465,22 +465,22 @@ def test_the_commands_store_a_model_and_serve_a_miss_with_code_16(
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert main(["fetch", MODEL, remote.uri, "--record", str(tmp_path / "record")]) == 0
+        assert main(["fetch", MODEL, remote.address, "--record", str(tmp_path / "record")]) == 0
     finally:
         signal.signal(signal.SIGTERM, before)
     outcome = msgspec.json.decode((tmp_path / "record").read_bytes(), type=record.Record)
     assert outcome.weights is not None
     digest = outcome.weights.digest
     assert outcome.weights == record.StoredWeights(digest=digest, bytes=size(model), read_bytes=size(model))
-    assert capsys.readouterr().out == f"{remote.uri}/{digest}\n"
+    assert capsys.readouterr().out == f"{remote.address}/{digest}\n"
     flags = ["--weights-dir", str(tmp_path / "weights"), "--on-weights-miss", "fail", "--port", "0"]
     command = [sys.executable, "-m", "neuron_runtime", "serve", MODEL, *flags, "--record", str(tmp_path / "record")]
-    command += ["--weights-store", f"{remote.uri}/elsewhere"]
+    command += ["--weights-store", f"{remote.address}/elsewhere"]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 16, ended.stderr
     outcome = msgspec.json.decode((tmp_path / "record").read_bytes(), type=record.Record)
     assert (outcome.exit_code, outcome.reason) == (16, "WeightsMissing")
-    assert f"or {remote.uri}/elsewhere; fetch it there" in outcome.message
+    assert f"or {remote.address}/elsewhere; fetch it there" in outcome.message
     assert main(["serve", MODEL, "--weights-store", "nowhere"]) == 2
     assert "--weights-store" in capsys.readouterr().err
 
@@ -507,4 +507,4 @@ RemoteStore(uri).upload(Store(Path(folder)).find(key), lambda amount: None)
 
 
 def start_upload(entry: Entry, remote: RemoteStore) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", UPLOAD, str(entry.folder.parent), entry.key, remote.uri])
+    return subprocess.Popen([sys.executable, "-c", UPLOAD, str(entry.folder.parent), entry.key, remote.address])

@@ -13,12 +13,12 @@ from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, size, write_mode
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.inspection import inspect_model
 from neuron_runtime.uris import S3Model
-from neuron_runtime.weights.fetching import Fetched, Tools, fetch
+from neuron_runtime.weights.fetching import Fetched, fetch
 from neuron_runtime.weights.hashing import FileHash
 from neuron_runtime.weights.s3 import S3Source
 from neuron_runtime.weights.source import Listing, SourceFile, SourceUnreachable
 from neuron_runtime.weights.store import Store
-from neuron_runtime.weights.transfer import Amount, TransferLimits
+from neuron_runtime.weights.transfer import Amount, Tools, TransferLimits
 
 MODEL = f"s3://{BUCKET}/chat/v1"
 PART_BYTES = 5 * 2**20

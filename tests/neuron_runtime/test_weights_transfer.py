@@ -22,12 +22,12 @@ from helpers.grown import grow
 from helpers.hub import SIGNATURE, Shelf, serving
 from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, shelf_with_model, size, start_fetch
 from neuron_runtime.errors import ExitCode, FatalError, ServingError
-from neuron_runtime.weights.fetching import Fetched, Tools, fetch
+from neuron_runtime.weights.fetching import Fetched, fetch
 from neuron_runtime.weights.hashing import FileHash
 from neuron_runtime.weights.journal import Claim, Journal, parse
 from neuron_runtime.weights.source import Attempts, BrokenAnswer, Check, Listing, SourceFile, SourceUnreachable
 from neuron_runtime.weights.store import Store
-from neuron_runtime.weights.transfer import Amount, Transfer, TransferLimits, chunks_of
+from neuron_runtime.weights.transfer import Amount, Tools, Transfer, TransferLimits, chunks_of
 
 MODEL = "hf://acme/model"
 LIMITS = TransferLimits(NUM_READERS, CHUNK_BYTES)
@@ -425,7 +425,7 @@ class TestBookkeeping:
                 list(source.files),
                 folder=folder,
                 journal=journal,
-                limits=limits,
+                tools=Tools(limits=limits),
             )
             try:
                 sums = transfer.run(quiet, 0.01)

@@ -36,9 +36,6 @@ LEADER_WORKER_SET = "LeaderWorkerSet"
 LEADER_WORKER_SET_API = "leaderworkerset.x-k8s.io/v1"
 ZONE_LABEL = "topology.kubernetes.io/zone"
 
-UNEXPECTED_ADMISSION = "UnexpectedAdmissionError"
-"""Reason of a pod whose kubelet refused it because a device plugin did."""
-
 # In a pod's affinity.
 REQUIRED_AFFINITY = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED_AFFINITY = "preferredDuringSchedulingIgnoredDuringExecution"
@@ -181,11 +178,6 @@ def digest(value: object, length: int = HASH_LENGTH) -> str:
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
 
 
-def service_name(model: str) -> str:
-    """The host name in clients' URLs; also of the Deployment, PodDisruptionBudget and NetworkPolicy."""
-    return model
-
-
 def service_account_name(model: str) -> str:
     """With a suffix because every namespace has a ServiceAccount `default`."""
     return _derived(model, "-serving")
@@ -224,30 +216,18 @@ def _derived(model: str, suffix: str, most: int = MAX_LABEL) -> str:
     return f"{model}{suffix}"
 
 
-def labels(model: str, component: str) -> dict[str, str]:
-    """Labels of every child."""
-    return {
-        NAME_LABEL: APP,
-        INSTANCE_LABEL: model,
-        COMPONENT_LABEL: component,
-        PART_OF_LABEL: APP,
-        MANAGED_BY_LABEL: MANAGER,
-        MODEL_LABEL: model,
-    }
-
-
-OWN_LABELS = frozenset({*labels("", ""), ROLE_LABEL, REVISION_LABEL, GROUP_LABEL})
-"""Labels that the operator reads of its objects."""
-
-
 def shared_labels(component: str) -> dict[str, str]:
     """Labels of every object that the models of a namespace share; they name no model."""
-    return {
-        NAME_LABEL: APP,
-        COMPONENT_LABEL: component,
-        PART_OF_LABEL: APP,
-        MANAGED_BY_LABEL: MANAGER,
-    }
+    return {NAME_LABEL: APP, COMPONENT_LABEL: component, PART_OF_LABEL: APP, MANAGED_BY_LABEL: MANAGER}
+
+
+def labels(model: str) -> dict[str, str]:
+    """Labels of every child."""
+    return {**shared_labels("server"), INSTANCE_LABEL: model, MODEL_LABEL: model}
+
+
+OWN_LABELS = frozenset({*labels(""), ROLE_LABEL, REVISION_LABEL, GROUP_LABEL})
+"""Labels that the operator reads of its objects."""
 
 
 def owner_labels(model: str) -> dict[str, str]:

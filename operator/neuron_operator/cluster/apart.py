@@ -28,11 +28,7 @@ async def run_apart(work: Work) -> None:
     try:
         await asyncio.shield(ended)
     except asyncio.CancelledError:
-        cancel = await started
-        if not ended.done():
-            cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await ended
+        await _cancelled(ended, await started)
         raise
 
 
@@ -42,9 +38,6 @@ async def run_on(loop: asyncio.AbstractEventLoop, work: Work) -> None:
     ended: asyncio.Future[None] = here.create_future()
     tasks: list[asyncio.Task[None]] = []
 
-    def cancel() -> None:
-        tasks[0].cancel()
-
     def report(task: asyncio.Task[None]) -> None:
         here.call_soon_threadsafe(_end, ended, task)
 
@@ -52,15 +45,22 @@ async def run_on(loop: asyncio.AbstractEventLoop, work: Work) -> None:
         tasks.append(loop.create_task(work()))
         tasks[0].add_done_callback(report)
 
+    def cancel() -> None:
+        tasks[0].cancel()
+
     loop.call_soon_threadsafe(start)
     try:
         await asyncio.shield(ended)
     except asyncio.CancelledError:
-        if not ended.done():
-            loop.call_soon_threadsafe(cancel)
-        with contextlib.suppress(asyncio.CancelledError):
-            await ended
+        await _cancelled(ended, partial(loop.call_soon_threadsafe, cancel))
         raise
+
+
+async def _cancelled(ended: asyncio.Future[None], cancel: Callable[[], object]) -> None:
+    if not ended.done():
+        cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await ended
 
 
 def _end(future: asyncio.Future[None], task: asyncio.Task[None]) -> None:

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -24,17 +24,8 @@ from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 
+from neuron_operator.api import names
 from neuron_operator.api.errors import ClusterFault
-from neuron_operator.api.names import (
-    API_VERSION,
-    FIELD_MANAGER,
-    KIND,
-    LEADER_WORKER_SET,
-    LEADER_WORKER_SET_API,
-    OWN_LABELS,
-    PLURAL,
-    STATUS_FIELD_MANAGER,
-)
 from neuron_operator.cluster.containment import own_entries
 from neuron_operator.read.world import Object
 
@@ -56,6 +47,11 @@ can make heavier ones with the operator's labels. Of such an object only the ide
 MAX_OWNERS_READ = 64
 BYTES = "bytes"
 """In the identity of such an object: how long it was."""
+MAX_LOG_LINES = 20
+"""A library may write between two lines of the runtime."""
+MAX_LOG_BYTES = 16384
+_LOG_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
+"""The kubelet of a broken node does not answer, and a pass waits for it."""
 _REQUEST_TIMEOUTS = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=CONNECT_SECONDS)
 DEFAULT_KUBECONFIG = os.path.expanduser("~/.kube/config")
 
@@ -85,7 +81,7 @@ class Resource:
         return self.path(obj["metadata"].get("namespace"), obj["metadata"]["name"], subresource)
 
 
-NEURON_MODELS = Resource(API_VERSION, KIND, PLURAL)
+NEURON_MODELS = Resource(names.API_VERSION, names.KIND, names.PLURAL)
 PODS = Resource("v1", "Pod", "pods")
 NODES = Resource("v1", "Node", "nodes", namespaced=False)
 LEASES = Resource("coordination.k8s.io/v1", "Lease", "leases")
@@ -107,7 +103,7 @@ CHILDREN = (
 )
 REPLICA_SETS = Resource("apps/v1", "ReplicaSet", "replicasets", is_only_metadata=True)
 """Between a Deployment and its pods."""
-LEADER_WORKER_SETS = Resource(LEADER_WORKER_SET_API, LEADER_WORKER_SET, "leaderworkersets")
+LEADER_WORKER_SETS = Resource(names.LEADER_WORKER_SET_API, names.LEADER_WORKER_SET, "leaderworkersets")
 """A child where groups are made of them: other clusters do not serve it."""
 SECRETS = Resource("v1", "Secret", "secrets")
 """Created with a group, and as a trial; never read: the operator has no right to."""
@@ -165,7 +161,8 @@ class Unreachable(ClusterFault):
 class Page:
     """A complete list, read page by page, and its resource version."""
 
-    items: Collection[Object]
+    items: Iterable[Object]
+    """Decoded as they are read, which can be done once: as JSON they take a fifth of the memory."""
     resource_version: str
 
 
@@ -177,23 +174,6 @@ class _ListAnswer(msgspec.Struct):
     """None: of a list of metadata without any."""
 
 
-class _Items(Collection[Object]):
-    """Objects that are decoded when they are read: as JSON they take a fifth of the memory."""
-
-    def __init__(self, resource: Resource, encoded: Collection[msgspec.Raw]) -> None:
-        self._about = {"apiVersion": resource.api_version, "kind": resource.kind}  # the items of a list lack these two
-        self._encoded = encoded
-
-    def __len__(self) -> int:
-        return len(self._encoded)
-
-    def __iter__(self) -> Iterator[Object]:
-        return ({**self._about, **msgspec.json.decode(one)} for one in self._encoded)
-
-    def __contains__(self, one: object) -> bool:
-        return any(one == item for item in self)
-
-
 def bounded(obj: Object, num_bytes: int) -> Object:
     """The object; if it is too heavy, only what and whose it is."""
     if num_bytes <= MAX_OBJECT_BYTES:
@@ -201,7 +181,7 @@ def bounded(obj: Object, num_bytes: int) -> Object:
     metadata = obj["metadata"]
     known = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "deletionTimestamp")
     kept = {key: metadata[key] for key in known if key in metadata}
-    labels = {key: value for key, value in (metadata.get("labels") or {}).items() if key in OWN_LABELS}
+    labels = {key: value for key, value in (metadata.get("labels") or {}).items() if key in names.OWN_LABELS}
     owners = (metadata.get("ownerReferences") or [])[:MAX_OWNERS_READ]
     about: Object = {key: obj[key] for key in ("apiVersion", "kind") if key in obj}
     return {**about, "metadata": {**kept, "labels": labels, "ownerReferences": owners}, BYTES: num_bytes}
@@ -215,82 +195,33 @@ def _bounded_raw(encoded: msgspec.Raw) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(bounded(msgspec.json.decode(encoded), num_bytes)))
 
 
-class _EventLine(msgspec.Struct):
-    """A line of a watch."""
-
-    type: str
-    object: msgspec.Raw
-
-
-class _Metadata(msgspec.Struct, frozen=True, rename="camel"):
+class Metadata(msgspec.Struct, frozen=True, rename="camel"):
     name: str = ""
     namespace: str = ""
+    """Empty if the object has none."""
     resource_version: str = ""
 
 
 class _Identified(msgspec.Struct):
-    metadata: _Metadata = _Metadata()
+    metadata: Metadata = Metadata()
 
 
-@dataclass(frozen=True, slots=True)
-class WatchEvent:
-    """`type` is ADDED, MODIFIED, DELETED or BOOKMARK, and ERROR within the client. Most events are echoes of the
-    operator's own writes, so the object is decoded when it is read."""
+class WatchEvent(msgspec.Struct, frozen=True):
+    """A line of a watch. Most events are echoes of the operator's own writes, so the object is decoded when it is
+    read."""
 
     type: str
-    namespace: str
-    """Empty if the object has none."""
-    name: str
-    resource_version: str
-    encoded: msgspec.Raw
+    """ADDED, MODIFIED, DELETED or BOOKMARK, and ERROR within the client."""
+    encoded: msgspec.Raw = msgspec.field(name="object")
 
-    @classmethod
-    def of(cls, line: bytes | bytearray) -> WatchEvent:
-        """Parse a line of the API server's answer."""
-        event = msgspec.json.decode(line, type=_EventLine)
-        metadata = msgspec.json.decode(event.object, type=_Identified).metadata
-        return cls(event.type, metadata.namespace, metadata.name, metadata.resource_version, event.object)
+    @property
+    def metadata(self) -> Metadata:
+        return msgspec.json.decode(self.encoded, type=_Identified).metadata
 
     @property
     def object(self) -> Object:
         decoded: Object = msgspec.json.decode(self.encoded)
         return bounded(decoded, memoryview(self.encoded).nbytes)
-
-
-class Cluster(Protocol):
-    """The API server as the rest of the operator sees it. Every method raises ClusterFault or a subclass."""
-
-    async def get(self, resource: Resource, namespace: str | None, name: str) -> Object: ...
-
-    async def list(
-        self, resource: Resource, namespace: str | None, *, label_selector: str = "", field_selector: str = ""
-    ) -> Page: ...
-
-    def watch(
-        self,
-        resource: Resource,
-        namespace: str | None,
-        *,
-        resource_version: str,
-        label_selector: str = "",
-        field_selector: str = "",
-    ) -> AsyncIterator[WatchEvent]: ...
-
-    async def create(self, resource: Resource, obj: Object, *, dry_run: bool = False) -> Object: ...
-
-    async def replace(self, resource: Resource, obj: Object) -> Object: ...
-
-    async def apply(self, resource: Resource, desired: Object, live: Object) -> Object: ...
-
-    async def apply_status(self, resource: Resource, live: Object, status: Object) -> Object: ...
-
-    async def patch(self, resource: Resource, live: Object, patch: Object, *, unchanged: bool = True) -> Object: ...
-
-    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False) -> None: ...
-
-    async def log(
-        self, namespace: str, pod: str, container: str, *, tail_lines: int, limit_bytes: int, timeout_seconds: float
-    ) -> str: ...
 
 
 # What the kubernetes package raises for a malformed kubeconfig.
@@ -337,7 +268,7 @@ async def connect(
         ) from error
     async with contextlib.AsyncExitStack() as stack:
         connector = aiohttp.TCPConnector(ssl=tls, limit=0)  # no limit: each watch holds a connection
-        session = aiohttp.ClientSession(connector=connector, headers={"User-Agent": FIELD_MANAGER})
+        session = aiohttp.ClientSession(connector=connector, headers={"User-Agent": names.FIELD_MANAGER})
         await stack.enter_async_context(session)
         if loader is not None:  # the ServiceAccount's token renews itself
             renewal = kubernetes_config.refresh_token(loader, configuration, token_check_seconds)
@@ -345,23 +276,16 @@ async def connect(
         yield Client(configuration, session, **options)
 
 
+@dataclass(eq=False)
 class Client:
-    """`Cluster` over HTTP. `observe(verb, resource, code)` is called once for each answered request."""
+    """Every method raises ClusterFault or a subclass."""
 
-    def __init__(
-        self,
-        configuration: Configuration,
-        session: aiohttp.ClientSession,
-        *,
-        observe: Callable[[str, str, str], None] = lambda verb, resource, code: None,
-        watch_silence_seconds: float = WATCH_SILENCE_SECONDS,
-    ) -> None:
-        self.configuration = configuration
-        self.session = session
-        self._observe = observe
-        self._watch_timeouts = aiohttp.ClientTimeout(
-            total=None, sock_connect=CONNECT_SECONDS, sock_read=watch_silence_seconds
-        )
+    configuration: Configuration
+    session: aiohttp.ClientSession
+    _: KW_ONLY
+    observe: Callable[[str, str, str], None] = lambda verb, resource, code: None
+    """Called once for each answered request."""
+    watch_silence_seconds: float = WATCH_SILENCE_SECONDS
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
         return await self._request("get", resource, resource.path(namespace, name))
@@ -370,19 +294,17 @@ class Client:
         self, resource: Resource, namespace: str | None, *, label_selector: str = "", field_selector: str = ""
     ) -> Page:
         encoded: list[msgspec.Raw] = []
-        query = {
-            "labelSelector": label_selector,
-            "fieldSelector": field_selector,
-            "limit": str(PAGE_SIZE),
-            "continue": "",
-        }
+        query = {"labelSelector": label_selector, "fieldSelector": field_selector, "limit": str(PAGE_SIZE)}
         while True:
             async with self._answer("list", resource, resource.path(namespace), query=query) as response:
                 page = msgspec.json.decode(await response.read(), type=_ListAnswer)
             encoded += map(_bounded_raw, page.items or ())
             query["continue"] = page.metadata.get("continue") or ""
             if not query["continue"]:
-                return Page(_Items(resource, encoded), page.metadata["resourceVersion"])
+                # The items of a list lack these two.
+                about = {"apiVersion": resource.api_version, "kind": resource.kind}
+                items = ({**about, **msgspec.json.decode(one)} for one in encoded)
+                return Page(items, page.metadata["resourceVersion"])
 
     async def watch(
         self,
@@ -402,15 +324,17 @@ class Client:
             "labelSelector": label_selector,
             "fieldSelector": field_selector,
         }
+        silence = self.watch_silence_seconds
+        timeouts = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence)
         path = resource.path(namespace)
-        async with self._answer("watch", resource, path, query=query, timeouts=self._watch_timeouts) as response:
+        async with self._answer("watch", resource, path, query=query, timeouts=timeouts) as response:
             pending = bytearray()
             async for chunk in response.content.iter_any():  # a line may exceed any buffer limit
                 pending += chunk
                 *lines, rest = pending.split(b"\n")
                 pending = bytearray(rest)
                 for line in lines:
-                    event = WatchEvent.of(line)
+                    event = msgspec.json.decode(line, type=WatchEvent)
                     if event.type == "ERROR":
                         raise _status_fault(event.object, {}, f"watch {resource.plural}")
                     yield event
@@ -423,7 +347,7 @@ class Client:
         unknown field is refused: the API server would otherwise drop it silently.
         """
         path = resource.path(obj["metadata"].get("namespace"))
-        query = {"fieldManager": FIELD_MANAGER, **_STRICT, **({"dryRun": "All"} if dry_run else {})}
+        query = {"fieldManager": names.FIELD_MANAGER, **_STRICT, **({"dryRun": "All"} if dry_run else {})}
         kind = "yaml" if resource.kind == "ControllerRevision" else "json"
         return await self._request("create", resource, path, query=query, body=obj, content_type=f"application/{kind}")
 
@@ -443,7 +367,7 @@ class Client:
         if any(entry.get("operation") == "Update" for entry in own_entries(live)):
             live = await self._make_applied(resource, live)
         path = resource.path_of(desired)
-        exactly = {key: live["metadata"][key] for key in ("uid", "resourceVersion")}
+        exactly = _exactly(live)
         body = {**desired, "metadata": {**desired["metadata"], **exactly}}
         try:
             return await self._patch(resource, path, _APPLY, body, force="true")
@@ -483,39 +407,33 @@ class Client:
             "status": status,
         }
         path = resource.path_of(live, "status")
-        return await self._patch(resource, path, _APPLY, body, force="true", fieldManager=STATUS_FIELD_MANAGER)
+        return await self._patch(resource, path, _APPLY, body, force="true", fieldManager=names.STATUS_FIELD_MANAGER)
 
     async def patch(self, resource: Resource, live: Object, patch: Object, *, unchanged: bool = True) -> Object:
         """Strategic merge patch of exactly `live`; raises Conflict if another object has its name, or, with
         `unchanged`, if it was modified since."""
-        exactly = ("uid", "resourceVersion") if unchanged else ("uid",)
-        body = {**patch, "metadata": {**patch.get("metadata", {}), **{key: live["metadata"][key] for key in exactly}}}
+        body = {**patch, "metadata": {**patch.get("metadata", {}), **_exactly(live, unchanged=unchanged)}}
         return await self._patch(resource, resource.path_of(live), "strategic-merge-patch+json", body)
 
     async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False) -> None:
         """Deletes exactly `live`, its dependents in the background; raises Conflict if another object has its name, or,
         with `unchanged`, if it was modified since."""
-        exactly = ("uid", "resourceVersion") if unchanged else ("uid",)
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "propagationPolicy": "Background",
-            "preconditions": {key: live["metadata"][key] for key in exactly},
+            "preconditions": _exactly(live, unchanged=unchanged),
         }
         await self._request("delete", resource, resource.path_of(live), body=body)
 
-    async def log(
-        self, namespace: str, pod: str, container: str, *, tail_lines: int, limit_bytes: int, timeout_seconds: float
-    ) -> str:
-        """The last `tail_lines` lines of a container's log, or their first `limit_bytes` bytes."""
-        query = {"container": container, "tailLines": str(tail_lines), "limitBytes": str(limit_bytes)}
+    async def log(self, namespace: str, pod: str, container: str) -> str:
+        query = {"container": container, "tailLines": str(MAX_LOG_LINES), "limitBytes": str(MAX_LOG_BYTES)}
         path = PODS.path(namespace, pod, "log")
-        timeouts = aiohttp.ClientTimeout(total=timeout_seconds)
-        async with self._answer("get", PODS, path, query=query, timeouts=timeouts) as response:
+        async with self._answer("get", PODS, path, query=query, timeouts=_LOG_TIMEOUT) as response:
             return (await response.read()).decode(errors="replace")
 
     async def _patch(self, resource: Resource, path: str, kind: str, body: Any, **query: str) -> Object:
-        query = {"fieldManager": FIELD_MANAGER, **_STRICT, **query}
+        query = {"fieldManager": names.FIELD_MANAGER, **_STRICT, **query}
         return await self._request("patch", resource, path, query=query, body=body, content_type=f"application/{kind}")
 
     async def _request(self, verb: str, resource: Resource, path: str, **request: Any) -> Object:
@@ -559,14 +477,14 @@ class Client:
             async with self.session.request(
                 _METHODS.get(verb, "GET"),
                 url,
-                data=None if body is None else encoded(body, content_type),
+                data=None if body is None else _encoded(body, content_type),
                 headers=headers,
                 timeout=timeouts,
                 proxy=self.configuration.proxy,
                 proxy_headers=self.configuration.proxy_headers,
                 server_hostname=self.configuration.tls_server_name,
             ) as response:
-                self._observe(verb, resource.plural, str(response.status))
+                self.observe(verb, resource.plural, str(response.status))
                 if response.status >= 300:
                     raise _fault(response, await response.read(), verb, resource)
                 yield response
@@ -584,6 +502,11 @@ _UNTYPED = "failed to create typed"
 _METHODS = {"create": "POST", "update": "PUT", "patch": "PATCH", "delete": "DELETE"}
 
 
+def _exactly(live: Object, *, unchanged: bool = True) -> Object:
+    """What a write names of its object, so that it has no effect on another one, or on a version that is newer."""
+    return {key: live["metadata"][key] for key in (("uid", "resourceVersion") if unchanged else ("uid",))}
+
+
 def _fault(response: aiohttp.ClientResponse, content: bytes, verb: str, resource: Resource) -> ClusterFault:
     try:
         status = msgspec.json.decode(content)
@@ -595,7 +518,6 @@ def _fault(response: aiohttp.ClientResponse, content: bytes, verb: str, resource
 
 
 def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> ClusterFault:
-    """The fault for a `Status` of the API server."""
     code = int(status.get("code") or 500)
     details = status.get("details") or {}
     message = f"{what}: {status.get('message') or f'HTTP {code}'}"
@@ -604,17 +526,17 @@ def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> Clus
     if code == 429 or (retry_after and code >= 500):
         seconds = float(str(retry_after)) if str(retry_after).isdigit() else 1.0
         return Throttled(message, status=code, retry_after_seconds=seconds)
+    kind = _FAULTS.get(code, ClusterFault)
     if code == 403 and "NamespaceTerminating" in causes:
-        return Terminating(message, retriable=False, status=code)
-    if code == 409:
-        kind = AlreadyExists if status.get("reason") == "AlreadyExists" else Conflict
-        return kind(message, retriable=True, status=code)
-    known: dict[int, type[ClusterFault]] = {400: Invalid, 403: Forbidden, 404: NotFound, 410: Gone, 422: Invalid}
-    if code == 500 and _UNTYPED in message:
-        return Invalid(message, retriable=False, status=code)
-    if code in known:
-        return known[code](message, retriable=code in (404, 410), status=code)
-    return ClusterFault(message, retriable=True, status=code)
+        kind = Terminating
+    elif code == 409 and status.get("reason") == "AlreadyExists":
+        kind = AlreadyExists
+    elif code == 500 and _UNTYPED in message:
+        kind = Invalid
+    return kind(message, retriable=kind not in (Invalid, Forbidden, Terminating), status=code)
+
+
+_FAULTS = {400: Invalid, 403: Forbidden, 404: NotFound, 409: Conflict, 410: Gone, 422: Invalid}
 
 
 def _replacements(desired: Object, live: Object) -> Object:
@@ -629,7 +551,7 @@ def _replacements(desired: Object, live: Object) -> Object:
     return paths
 
 
-def encoded(body: Any, content_type: str) -> bytes:
+def _encoded(body: Any, content_type: str) -> bytes:
     return as_yaml(body).encode() if content_type.endswith("yaml") else msgspec.json.encode(body)
 
 

@@ -1,9 +1,8 @@
 """Whether a live object already contains everything desired. Passes check this before every write, so that an
 unchanged model causes none.
 
-A live object may legitimately differ from what was applied: the API server adds defaults, drops empty values and
-normalizes quantities, and other managers add fields. The object's `managedFields` name the fields that are ours and the
-lists that are merged by key, so no schema is needed. Their format:
+The API server adds defaults, drops empty values and normalizes quantities, and other managers add fields. The object's
+`managedFields` name the fields that are ours and the lists that are merged by key, so no schema is needed:
 https://kubernetes.io/docs/reference/using-api/server-side-apply/#field-management.
 """
 
@@ -73,7 +72,6 @@ def _chosen(entry: Object) -> Fields:
 
 
 def own_entries(live: Object, subresource: str = "") -> Iterable[Object]:
-    """The `managedFields` entries of this operator for the object or a subresource."""
     manager = STATUS_FIELD_MANAGER if subresource else FIELD_MANAGER
     for entry in live.get("metadata", {}).get("managedFields") or ():
         if (entry.get("manager"), entry.get("subresource", "")) == (manager, subresource):
@@ -91,18 +89,16 @@ def _contained(
     if not owned and desired == live:
         return True
     if isinstance(desired, dict):
-        if not isinstance(live, dict):
-            return False
-        for name, value in desired.items():
-            if not _contained(
+        return isinstance(live, dict) and all(
+            _contained(
                 value,
                 live.get(name),
                 owned.get(f"f:{name}") if owned else owned,
                 is_quantity=children_are or name in _QUANTITY_FIELDS,
                 children_are=name in _QUANTITY_PARENTS,
-            ):
-                return False
-        return True
+            )
+            for name, value in desired.items()
+        )
     if isinstance(desired, list | tuple):
         if not isinstance(live, list):
             return False
@@ -134,9 +130,7 @@ def _has_surplus(owned: Fields, desired: Any) -> bool:
     for key, below in owned.items():
         mark, _, name = key.partition(":")
         if mark == "f":
-            if not isinstance(desired, dict) or name not in desired:
-                return True
-            if _has_surplus(below, desired[name]):
+            if not isinstance(desired, dict) or name not in desired or _has_surplus(below, desired[name]):
                 return True
         elif mark == "k":
             identity = _key(name)

@@ -88,12 +88,10 @@ def _difference(path: tuple[str, ...], desired: Any, live: Any) -> tuple[tuple[s
 
 @dataclass(frozen=True)
 class _Write:
-    path: tuple[str, ...]
-    desired: Any
+    wants: Difference
     at: float
     num: int
     """How often it was made since somebody first undid it."""
-    words: str
     uid: str = ""
     """Of the object that it created."""
 
@@ -120,13 +118,13 @@ class Contests:
 
     def check(self, key: Hashable, wants: Difference) -> str:
         before = self._undone(key, wants)
-        return before.words if before and self._clock() - before.at < before.wait_seconds else ""
+        return before.wants.words if before and self._clock() - before.at < before.wait_seconds else ""
 
     def wrote(self, key: Hashable, wants: Difference, uid: str = "") -> None:
         """`uid`: of the object that this created."""
         before = self._undone(key, wants)
         num = before.num + 1 if before else 1
-        self._last[key] = _Write(wants.path, wants.desired, self._clock(), num, wants.words, uid)
+        self._last[key] = _Write(wants, self._clock(), num, uid)
         self._last.move_to_end(key)
         if len(self._last) > MAX_KEPT:
             self._last.popitem(last=False)
@@ -134,16 +132,16 @@ class Contests:
     def _undone(self, key: Hashable, wants: Difference) -> _Write | None:
         """The last write, if this would repeat it because somebody else undid it."""
         before = self._last.get(key)
-        if before is None or before.path != wants.path or self._clock() - before.at >= 2 * MAX_WAIT_SECONDS:
+        if before is None or before.wants.path != wants.path or self._clock() - before.at >= 2 * MAX_WAIT_SECONDS:
             return None
         # Someone who changes his mind finds what he wrote last. Only revisions are numbered on by a rival.
-        return before if wants.live != before.desired or wants.path == ("revision",) else None
+        return before if wants.live != before.wants.desired or wants.path == ("revision",) else None
 
     def still(self, key: Hashable) -> str:
         """What was undone again and again, although it is as wanted now; empty once that has lasted."""
         before = self._last.get(key)
         is_over = before is None or self._clock() - before.at >= before.wait_seconds
-        return "" if before is None or is_over else before.words
+        return "" if before is None or is_over else before.wants.words
 
     def forget(self, key: Hashable, uid: str) -> None:
         """The object that we created ended, or we delete it."""

@@ -1,10 +1,8 @@
 """Leader election by a Lease: one replica leads, and another takes over when it stops. Called by `run`.
 
-The standby watches the Lease. Each side uses its own monotonic clock, and every request is bounded by the rest of the
-term. Two replicas never lead at once: a holder stops `deadline_seconds` after it *sent* its last renewal, and another
-takes over no sooner than `duration_seconds` after it *saw* that renewal.
-The deadline is also checked before each write, because a process that was frozen continues in the middle of a pass.
-In a process (`run`), all of this is on a thread of its own, with its own connection: long passes delay no renewal.
+Two replicas never lead at once: a holder stops `deadline_seconds` after it *sent* its last renewal, and another takes
+over no sooner than `duration_seconds` after it *saw* that renewal, each by its own monotonic clock. The deadline is
+also checked before each write, because a process that was frozen continues in the middle of a pass.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from neuron_operator.api.errors import ClusterFault, TermOver
-from neuron_operator.cluster.client import LEASES, AlreadyExists, Cluster, Conflict
+from neuron_operator.cluster.client import LEASES, AlreadyExists, Client, Conflict
 from neuron_operator.cluster.reflector import Reflector, key_of_model
 from neuron_operator.read.world import Object
 
@@ -42,35 +40,29 @@ class LeaseTimings:
         return cls(duration_seconds, 2 * third, third, third / 4)
 
 
+@dataclass(eq=False)
 class LeaderLease:
     """One replica's view of the Lease `namespace`/`name`. `identity` is unique to this process, not to its pod."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        namespace: str,
-        name: str,
-        identity: str,
-        *,
-        timings: LeaseTimings | None = None,
-        on_change: Callable[[bool], None] = lambda leads: None,
-    ) -> None:
-        self._cluster = cluster
-        self._name = (namespace, name)
-        self._identity = identity
-        self._timings = timings or LeaseTimings()
-        self._on_change = on_change
+    client: Client
+    namespace: str
+    name: str
+    identity: str
+    _: KW_ONLY
+    timings: LeaseTimings = field(default_factory=LeaseTimings)
+
+    def __post_init__(self) -> None:
         self._changed = asyncio.Event()
         self._term: _Term | None = None
         self._seen_at = 0.0
         """When this replica last saw the Lease change, on its own clock."""
         self._reflector = Reflector(
-            cluster,
+            self.client,
             LEASES,
-            namespace,
-            field_selector=f"metadata.name={name}",
+            self.namespace,
+            field_selector=f"metadata.name={self.name}",
             key_of=key_of_model,
-            wake=lambda lease, _: self._lease_changed(lease),
+            wake=lambda lease, _: self._lease_changed(),
         )
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -82,39 +74,36 @@ class LeaderLease:
             tasks.create_task(self._reflector.run(), name="lease watch")
             await self._reflector.synced.wait()
             while True:
-                held, sent_at = await self._acquire()
-                logger.info("leading as %s", self._identity)
-                self._on_change(True)
+                term = await self._acquire()
+                logger.info("leading as %s", self.identity)
                 try:
-                    await self._lead(held, sent_at, work)
+                    await self._lead(term, work)
                 finally:
-                    self._on_change(False)
                     logger.info("no longer leading")
 
     def check_term(self) -> None:
         """Call before each write. Raises TermOver if another replica may lead, as after this process was frozen."""
         term = self._term
-        if term is None or term.ended or _now() >= term.sent_at + self._timings.deadline_seconds:
+        if term is None or term.ended or _now() >= term.sent_at + self.timings.deadline_seconds:
             raise TermOver("the term of this leader is over", retriable=True)
 
-    async def _acquire(self) -> tuple[Object, float]:
-        """The Lease as this replica holds it, and when the request was sent."""
+    async def _acquire(self) -> _Term:
         while True:
             self._changed.clear()
-            live = self._reflector.find(*self._name)
+            live = self._reflector.find(self.namespace, self.name)
             wait_seconds = 0.0
-            if live is not None and _holder(live) not in ("", self._identity):
+            if live is not None and _holder(live) not in ("", self.identity):
                 wait_seconds = self._seen_at + float(live["spec"].get("leaseDurationSeconds") or 0) - _now()
             if wait_seconds <= 0:
                 sent_at = _now()
                 try:
-                    async with asyncio.timeout(self._timings.deadline_seconds):
-                        return await self._take(live), sent_at
+                    async with asyncio.timeout(self.timings.deadline_seconds):
+                        return _Term(await self._take(live), sent_at)
                 except (AlreadyExists, Conflict):  # another replica was faster: the watch will show it
-                    wait_seconds = self._timings.retry_seconds
+                    wait_seconds = self.timings.retry_seconds
                 except (ClusterFault, TimeoutError) as fault:
                     logger.warning("cannot acquire the lease: %s", fault)
-                    wait_seconds = self._timings.retry_seconds
+                    wait_seconds = self.timings.retry_seconds
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_seconds):
                     await self._changed.wait()
@@ -122,23 +111,22 @@ class LeaderLease:
     async def _take(self, live: Object | None) -> Object:
         stamp = _micro_time()
         spec = {
-            "holderIdentity": self._identity,
-            "leaseDurationSeconds": self._timings.duration_seconds,
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": self.timings.duration_seconds,
             "acquireTime": stamp,
             "renewTime": stamp,
             "leaseTransitions": 0,
         }
         if live is None:
-            namespace, name = self._name
-            metadata = {"namespace": namespace, "name": name}
+            metadata = {"namespace": self.namespace, "name": self.name}
             lease = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata, "spec": spec}
-            return await self._cluster.create(LEASES, lease)
+            return await self.client.create(LEASES, lease)
         spec["leaseTransitions"] = int(live["spec"].get("leaseTransitions") or 0) + 1
-        return await self._cluster.replace(LEASES, {**live, "spec": spec})
+        return await self.client.replace(LEASES, {**live, "spec": spec})
 
-    async def _lead(self, held: Object, sent_at: float, work: Callable[[], Awaitable[None]]) -> None:
+    async def _lead(self, term: _Term, work: Callable[[], Awaitable[None]]) -> None:
         """Work and renew until the work ends, the Lease is lost, or this is cancelled; then release the Lease."""
-        term = self._term = _Term(held, sent_at)
+        self._term = term
         working = asyncio.ensure_future(work())
         renewing = asyncio.create_task(self._renew(term), name="lease renewal")
         try:
@@ -157,8 +145,8 @@ class LeaderLease:
     async def _renew(self, term: _Term) -> None:
         """Returns when the Lease is lost."""
         while True:
-            await asyncio.sleep(self._timings.renew_seconds)
-            deadline = term.sent_at + self._timings.deadline_seconds
+            await asyncio.sleep(self.timings.renew_seconds)
+            deadline = term.sent_at + self.timings.deadline_seconds
             while True:
                 sent_at = _now()
                 try:
@@ -172,10 +160,10 @@ class LeaderLease:
                     return
                 except (ClusterFault, TimeoutError) as fault:
                     logger.warning("cannot renew the lease: %s", fault)
-                if _now() + self._timings.retry_seconds >= deadline:
+                if _now() + self.timings.retry_seconds >= deadline:
                     # The server may still have us as holder: `_lead` tries to release it.
                     return
-                await asyncio.sleep(self._timings.retry_seconds)
+                await asyncio.sleep(self.timings.retry_seconds)
 
     async def _write(self, held: Object, changes: Object) -> Object:
         """Change the spec of a Lease that is ours, also after an earlier write whose response was lost.
@@ -183,23 +171,23 @@ class LeaderLease:
         Raises _Lost if another replica holds it.
         """
         try:
-            return await self._cluster.replace(LEASES, {**held, "spec": {**held["spec"], **changes}})
+            return await self.client.replace(LEASES, {**held, "spec": {**held["spec"], **changes}})
         except Conflict:
-            newest = await self._cluster.get(LEASES, *self._name)
-            if _holder(newest) != self._identity:
+            newest = await self.client.get(LEASES, self.namespace, self.name)
+            if _holder(newest) != self.identity:
                 raise _Lost(f"the lease is lost; its holder is now {_holder(newest) or 'empty'}") from None
-            return await self._cluster.replace(LEASES, {**newest, "spec": {**newest["spec"], **changes}})
+            return await self.client.replace(LEASES, {**newest, "spec": {**newest["spec"], **changes}})
 
     async def _release(self, term: _Term) -> None:
         try:
-            async with asyncio.timeout(self._timings.retry_seconds * 2):
+            async with asyncio.timeout(self.timings.retry_seconds * 2):
                 await self._write(term.held, {"holderIdentity": "", "leaseDurationSeconds": 1})
         except _Lost as lost:
             logger.info("%s", lost)
         except (ClusterFault, TimeoutError) as fault:
             logger.warning("cannot release the lease, it expires on its own: %s", fault)
 
-    def _lease_changed(self, lease: Object) -> None:
+    def _lease_changed(self) -> None:
         self._seen_at = _now()
         self._changed.set()
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, TypeVarTuple
 
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.names import RUNTIME_CONTAINER
@@ -22,7 +22,7 @@ from neuron_operator.cluster.client import (
     PODS,
     SECRETS,
     AlreadyExists,
-    Cluster,
+    Client,
     Forbidden,
     NotFound,
 )
@@ -42,12 +42,7 @@ EXISTS_SECONDS = 1.5
 MAX_READS = 8
 """Concurrent pod lists; there is one for each node with Neuron devices."""
 
-MAX_LOG_LINES = 20
-"""A library may write between two lines of the runtime."""
-MAX_LOG_BYTES = 16384
-LOG_TIMEOUT_SECONDS = 3.0
-"""The kubelet of a broken node does not answer, and a pass waits for it."""
-
+Wanted = TypeVarTuple("Wanted")
 Value = TypeVar("Value")
 
 
@@ -59,14 +54,17 @@ class _Slot(Generic[Value]):
     """The value, with the time until which it is kept."""
 
 
-class _Kept(Generic[Value]):
-    """Values that were read, by key. Passes that ask for one at the same time share one read."""
+class _Kept(Generic[*Wanted, Value]):
+    """Values by key. Passes that ask for one at the same time share one read.
 
-    def __init__(self) -> None:
-        self._slots: dict[object, _Slot[Value]] = {}
+    `read` returns the value and for how many seconds it is kept.
+    """
 
-    async def get(self, key: object, read: Callable[[], Awaitable[tuple[Value, float]]]) -> Value:
-        """`read` returns the value and for how many seconds it is kept."""
+    def __init__(self, read: Callable[[*Wanted], Awaitable[tuple[Value, float]]]) -> None:
+        self._read = read
+        self._slots: dict[tuple[*Wanted], _Slot[Value]] = {}
+
+    async def get(self, *key: *Wanted) -> Value:
         now = asyncio.get_running_loop().time()
         for old, slot in list(self._slots.items()):
             if not slot.lock.locked() and slot.kept is not None and slot.kept[0] < now:
@@ -74,7 +72,7 @@ class _Kept(Generic[Value]):
         slot = self._slots.setdefault(key, _Slot())
         async with slot.lock:
             if slot.kept is None or slot.kept[0] < now:
-                value, seconds = await read()
+                value, seconds = await self._read(*key)
                 slot.kept = asyncio.get_running_loop().time() + seconds, value
             return slot.kept[1]
 
@@ -82,35 +80,34 @@ class _Kept(Generic[Value]):
 class OnDemand:
     """The reads of one process, shared by its passes."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Client) -> None:
         self._cluster = cluster
-        self._free = _Kept[FreeDevices]()
-        self._events = _Kept[tuple[Object, ...]]()
-        self._claim_events = _Kept[tuple[Object, ...]]()
-        self._logs = _Kept[str]()
-        self._existing = _Kept[bool]()
+        self._free = _Kept(self._read_free)
+        self._events = _Kept(self._list_events)
+        self._logs = _Kept(self._read_log)
+        self._existing = _Kept(self._look_for)
 
     async def free_devices(self) -> FreeDevices:
         """For every node with Neuron devices: allocatable minus requested."""
-        return await self._free.get((), self._read_free)
+        return await self._free.get()
 
     async def events(self, key: Key, children: Iterable[Object], pods: Iterable[Object]) -> tuple[Object, ...]:
         """Warnings about a model's Jobs, ReplicaSets and pods, newest last. The models of a namespace share a list."""
         names = {(obj["kind"], key_of_model(obj)[1]) for obj in (*children, *pods)}
-        events_here = await self._events.get(key[0], lambda: self._read_events(key[0]))
+        events_here = await self._events.get(key[0], "type=Warning", EVENTS_SECONDS)
         return tuple(event for event in events_here if _concerns(event, names))
 
     async def claim_events(self, namespace: str) -> tuple[Object, ...]:
         """What is said about the namespace's claims, newest last."""
-        return await self._claim_events.get(namespace, lambda: self._read_claim_events(namespace))
+        return await self._events.get(namespace, "regarding.kind=PersistentVolumeClaim", CLAIM_EVENTS_SECONDS)
 
     async def log(self, namespace: str, pod: str) -> str:
         """The end of the log of a pod's runtime container; empty if it cannot be read."""
-        return await self._logs.get((namespace, pod), lambda: self._read_log(namespace, pod))
+        return await self._logs.get(namespace, pod)
 
     async def exists(self, namespace: str, need: Exists) -> bool:
         """Whether a Secret or ConfigMap does; False if nobody says."""
-        return await self._existing.get((namespace, need), lambda: self._look_for(namespace, need))
+        return await self._existing.get(namespace, need)
 
     async def _look_for(self, namespace: str, need: Exists) -> tuple[bool, float]:
         """The operator may not read Secrets. It asks whether it could create one of that name, without creating it."""
@@ -131,7 +128,6 @@ class OnDemand:
 
     async def _read_free(self) -> tuple[FreeDevices, float]:
         turn = asyncio.Semaphore(MAX_READS)
-
         counted: set[str] = set()
 
         async def devices_of(node: Object) -> NodeDevices:
@@ -148,34 +144,20 @@ class OnDemand:
             free = FreeDevices(None)
         return free, FREE_DEVICES_SECONDS
 
-    async def _read_events(self, namespace: str) -> tuple[tuple[Object, ...], float]:
-        return await self._list_events(namespace, "type=Warning"), EVENTS_SECONDS
-
-    async def _read_claim_events(self, namespace: str) -> tuple[tuple[Object, ...], float]:
-        return await self._list_events(namespace, "regarding.kind=PersistentVolumeClaim"), CLAIM_EVENTS_SECONDS
-
-    async def _list_events(self, namespace: str, selector: str) -> tuple[Object, ...]:
-        """Newest last; none without the right to list them."""
+    async def _list_events(self, namespace: str, selector: str, seconds: float) -> tuple[tuple[Object, ...], float]:
+        """Of a namespace, those that match a selector, newest last; none without the right to list them."""
         try:
             events = (await self._cluster.list(EVENTS, namespace, field_selector=selector)).items
         except Forbidden:
             events = ()
-        return tuple(sorted(events, key=_time_of))
+        return tuple(sorted(events, key=_time_of)), seconds
 
     async def _read_log(self, namespace: str, pod: str) -> tuple[str, float]:
         try:
-            log = await self._cluster.log(
-                namespace,
-                pod,
-                RUNTIME_CONTAINER,
-                tail_lines=MAX_LOG_LINES,
-                limit_bytes=MAX_LOG_BYTES,
-                timeout_seconds=LOG_TIMEOUT_SECONDS,
-            )
+            return await self._cluster.log(namespace, pod, RUNTIME_CONTAINER), LOG_SECONDS
         except ClusterFault as fault:
             logger.info("cannot read the log of %s/%s: %s", namespace, pod, fault)
             return "", UNREADABLE_LOG_SECONDS
-        return log, LOG_SECONDS
 
 
 def _concerns(event: Object, names: set[tuple[str, str]]) -> bool:

@@ -1,9 +1,8 @@
 """Caches of the objects that passes read. Each change of an object wakes its model.
 
-Kopf delivers the NeuronModels. A reflector lists any other resource, watches from the list's resource version with
-bookmarks, and resumes a watch that ended. When that version has expired (410), it lists again and treats objects
-missing from the new list as deleted. The client cuts a watch without bookmarks, so that a dead connection cannot hide a
-change for long. Objects are kept as JSON, which takes a fifth of the memory, and are decoded when they are read.
+Kopf delivers the NeuronModels; a reflector lists any other resource, watches it from there, and lists again when that
+version has expired (410). Objects are kept as JSON, which takes a fifth of the memory, and are decoded when they are
+read.
 """
 
 from __future__ import annotations
@@ -15,25 +14,13 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import aclosing
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache, partial
 
 import msgspec
 
-from neuron_operator.api import manifest
+from neuron_operator.api import manifest, names
 from neuron_operator.api.errors import ClusterFault
-from neuron_operator.api.names import (
-    API_VERSION,
-    CORE_RESOURCE,
-    DEVICE_RESOURCE,
-    GROUP_LABEL,
-    KIND,
-    LEADER_WORKER_SET,
-    MODEL_ANNOTATIONS,
-    MODEL_LABEL,
-    OWNED_SELECTOR,
-    PLURAL,
-)
 from neuron_operator.cluster.client import (
     CHILDREN,
     JOBS,
@@ -41,7 +28,7 @@ from neuron_operator.cluster.client import (
     NODES,
     PODS,
     REPLICA_SETS,
-    Cluster,
+    Client,
     Forbidden,
     Gone,
     Resource,
@@ -56,7 +43,7 @@ from neuron_operator.why import nodes
 
 logger = logging.getLogger(__name__)
 
-NAMES = Resource(API_VERSION, KIND, PLURAL, is_only_metadata=True)
+NAMES = Resource(names.API_VERSION, names.KIND, names.PLURAL, is_only_metadata=True)
 """NeuronModels, of which a list brings the metadata alone."""
 LOOK_SECONDS = 300.0
 """Until the next list of names, unless kopf lists the models before."""
@@ -64,6 +51,7 @@ FIRST_LOOK_SECONDS = 5.0
 """The same until kopf has delivered all: a model may have been deleted before kopf listed it."""
 MAX_REMEMBERED_BYTES = 32_768
 """Of an object that is kept decoded for a while, which takes several times the memory of its JSON."""
+_BACKOFF = Backoff(max_seconds=30.0)
 SETTLE_SECONDS = 1.0
 """From the first model of a list of kopf to our list of names: the others follow at once."""
 
@@ -86,7 +74,9 @@ def trimmed_model(model: Object) -> Object:
     """The model with the metadata that passes read: labels and annotations of others may be heavier than the rest. Of a
     spec that is too heavy to keep only the weight, for which `manifest.parse` refuses it."""
     metadata = trimmed(model)["metadata"]
-    annotations = {key: value for key, value in (metadata.get("annotations") or {}).items() if key in MODEL_ANNOTATIONS}
+    annotations = {
+        key: value for key, value in (metadata.get("annotations") or {}).items() if key in names.MODEL_ANNOTATIONS
+    }
     num_bytes, _ = manifest.weighed(model)
     kept = {
         **model,
@@ -133,7 +123,9 @@ def trimmed_owner(obj: Object) -> Object:
 
 
 def _devices(quantities: Object) -> Object:
-    return {name: quantity for name, quantity in quantities.items() if name in (DEVICE_RESOURCE, CORE_RESOURCE)}
+    return {
+        name: quantity for name, quantity in quantities.items() if name in (names.DEVICE_RESOURCE, names.CORE_RESOURCE)
+    }
 
 
 def key_of_model(obj: Object) -> Key:
@@ -143,7 +135,7 @@ def key_of_model(obj: Object) -> Key:
 
 def key_of_child(obj: Object) -> Key:
     """The name is empty if the object is shared."""
-    return obj["metadata"]["namespace"], obj["metadata"].get("labels", {}).get(MODEL_LABEL, "")
+    return obj["metadata"]["namespace"], obj["metadata"].get("labels", {}).get(names.MODEL_LABEL, "")
 
 
 def version_of(obj: Object) -> Version:
@@ -156,8 +148,6 @@ def _version(obj: Object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """An object in the cache."""
-
     encoded: bytes
     version: int
     key: Key
@@ -176,39 +166,28 @@ def _decoded(encoded: bytes) -> Object:
     return obj
 
 
+@dataclass(eq=False)
 class Cache:
-    """The objects of `resource` in `namespace` (None: all), from which passes read. A subclass fills it in `turn`.
+    """The objects of `resource` in `namespace` (None: all), from which passes read. A subclass fills it in `turn`."""
 
-    `key_of` returns the model that an object belongs to. `wake` is called with an object and its version on each change
-    of it, without a version if it is gone.
-    """
+    client: Client
+    resource: Resource
+    namespace: str | None
+    _: KW_ONLY
+    key_of: Callable[[Object], Key]
+    """Returns the model that an object belongs to."""
+    wake: Callable[[Object, Version | None], None]
+    """Called with an object and its version on each change of it, without a version if it is gone."""
+    trim: Callable[[Object], Object] = trimmed
 
-    def __init__(
-        self,
-        resource: Resource,
-        namespace: str | None,
-        *,
-        key_of: Callable[[Object], Key],
-        wake: Callable[[Object, Version | None], None],
-        trim: Callable[[Object], Object] = trimmed,
-        backoff: Backoff | None = None,
-    ) -> None:
-        self.resource = resource
-        self.namespace = namespace
+    def __post_init__(self) -> None:
         self.synced = asyncio.Event()
         """Set permanently once the cache has had all objects."""
-        self._key_of = key_of
-        self._wake = wake
-        self._trim = trim
-        self._backoff = backoff or Backoff(max_seconds=30.0)
         self._num_failures = 0
         self._objects: dict[Key, _Kept] = {}
         self._by_model: dict[Key, dict[Key, _Kept]] = defaultdict(dict)
         self._reached = 0
         """The latest version that a watch has delivered."""
-
-    def __contains__(self, name: Key) -> bool:
-        return name in self._objects
 
     def find(self, namespace: str, name: str) -> Object | None:
         kept = self._objects.get((namespace, name))
@@ -250,7 +229,7 @@ class Cache:
             except ClusterFault as fault:
                 logger.info("watch lost: %s", fault)
             self._num_failures += 1
-            delay_seconds = self._backoff.delay_seconds(self._num_failures, random.random())  # noqa: S311
+            delay_seconds = _BACKOFF.delay_seconds(self._num_failures, random.random())  # noqa: S311
             await asyncio.sleep(max(hold_seconds, delay_seconds))
 
     async def _turn(self) -> None:
@@ -263,13 +242,13 @@ class Cache:
         known = self._objects.get(name)
         if known is not None and known.version >= version:
             return
-        key = self._key_of(obj)
+        key = self.key_of(obj)
         if known is not None and known.key != key:
             self._drop(name)
-        kept = _Kept(msgspec.json.encode(self._trim(obj)), version, key)
+        kept = _Kept(msgspec.json.encode(self.trim(obj)), version, key)
         self._objects[name] = self._by_model[key][name] = kept
         if known is None or known.encoded != kept.encoded:
-            self._wake(obj, version_of(obj))
+            self.wake(obj, version_of(obj))
 
     def _drop(self, name: Key) -> None:
         """Forget an object, and wake the model that it belonged to when it was stored."""
@@ -280,7 +259,7 @@ class Cache:
         of_model.pop(name, None)
         if not of_model:
             del self._by_model[known.key]
-        self._wake(known.decode(), None)
+        self.wake(known.decode(), None)
 
     def _drop_deleted(self, name: Key, version: int) -> None:
         """Forget an object that was deleted in this version, unless another one has its name by now."""
@@ -289,35 +268,22 @@ class Cache:
             self._drop(name)
 
     def _drop_unlisted(self, listed: Set[Key], version: int) -> None:
-        """Forget what a list of this version lacks."""
         for name in [name for name in self._objects if name not in listed]:
             self._drop_deleted(name, version)
 
 
+@dataclass(eq=False, kw_only=True)
 class Reflector(Cache):
-    """Lists and watches the objects that match the selectors.
+    """Lists and watches the objects that match the selectors."""
 
-    `count_start(plural, reason)` is called on each list ("list") and each opened watch ("watch").
-    """
+    label_selector: str = ""
+    field_selector: str = ""
+    count_start: Callable[[str, str], None] = lambda plural, how: None
+    """Called on each list ("list") and each opened watch ("watch")."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        resource: Resource,
-        namespace: str | None,
-        *,
-        label_selector: str = "",
-        field_selector: str = "",
-        key_of: Callable[[Object], Key],
-        wake: Callable[[Object, Version | None], None],
-        trim: Callable[[Object], Object] = trimmed,
-        count_start: Callable[[str, str], None] = lambda plural, reason: None,
-        backoff: Backoff | None = None,
-    ) -> None:
-        super().__init__(resource, namespace, key_of=key_of, wake=wake, trim=trim, backoff=backoff)
-        self._cluster = cluster
-        self._selectors = {"label_selector": label_selector, "field_selector": field_selector}
-        self._count_start = count_start
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._selectors = {"label_selector": self.label_selector, "field_selector": self.field_selector}
         self._resource_version = ""
         """Where the next watch begins; empty: with a list."""
 
@@ -332,8 +298,8 @@ class Reflector(Cache):
             raise
 
     async def _list(self) -> None:
-        self._count_start(self.resource.plural, "list")
-        page = await self._cluster.list(self.resource, self.namespace, **self._selectors)
+        self.count_start(self.resource.plural, "list")
+        page = await self.client.list(self.resource, self.namespace, **self._selectors)
         self._pass(page.resource_version)
         listed = set()
         for obj in page.items:
@@ -343,20 +309,21 @@ class Reflector(Cache):
         self.synced.set()
 
     async def _follow(self) -> None:
-        self._count_start(self.resource.plural, "watch")
-        events = self._cluster.watch(
+        self.count_start(self.resource.plural, "watch")
+        events = self.client.watch(
             self.resource, self.namespace, resource_version=self._resource_version, **self._selectors
         )
         async with aclosing(events) as stream:  # type: ignore[type-var]
             async for event in stream:
                 # Our own writes were stored before the watch delivers them, and the events that preceded them.
-                name, version = (event.namespace, event.name), int(event.resource_version)
+                about = event.metadata
+                name, version = (about.namespace, about.name), int(about.resource_version)
                 known = self._objects.get(name)
                 if event.type == "DELETED":
                     self._drop_deleted(name, version)
                 elif event.type != "BOOKMARK" and (known is None or known.version < version):
                     self._put(event.object)
-                self._pass(event.resource_version)
+                self._pass(about.resource_version)
 
     def _pass(self, resource_version: str) -> None:
         self._resource_version, self._reached = resource_version, int(resource_version)
@@ -371,15 +338,9 @@ class Models(Cache):
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        namespace: str | None,
-        *,
-        wake: Callable[[Object, Version | None], None],
-        backoff: Backoff | None = None,
+        self, client: Client, namespace: str | None, *, wake: Callable[[Object, Version | None], None]
     ) -> None:
-        super().__init__(NEURON_MODELS, namespace, key_of=key_of_model, wake=wake, trim=trimmed_model, backoff=backoff)
-        self._cluster = cluster
+        super().__init__(client, NEURON_MODELS, namespace, key_of=key_of_model, wake=wake, trim=trimmed_model)
         self._listed: Set[Key] | None = None
         """Names in the first list."""
         self._is_due = asyncio.Event()
@@ -402,7 +363,7 @@ class Models(Cache):
             self._drop(key_of_model(model))
 
     async def _turn(self) -> None:
-        page = await self._cluster.list(NAMES, self.namespace)
+        page = await self.client.list(NAMES, self.namespace)
         self._listed = {key_of_model(model) for model in page.items}
         self._drop_unlisted(self._listed, int(page.resource_version))
         self._check_synced()
@@ -428,7 +389,7 @@ class Caches:
 
     def __init__(
         self,
-        cluster: Cluster,
+        client: Client,
         namespaces: Sequence[str | None],
         *,
         wake: Callable[[Key, Version | None], None],
@@ -439,28 +400,25 @@ class Caches:
             for key in self._concerned(obj, is_gone=version is None):
                 wake(key, version)
 
-        def reflect(resource: Resource, namespace: str | None) -> Reflector:
-            return Reflector(
-                cluster,
-                resource,
-                namespace,
-                label_selector=OWNED_SELECTOR,
-                key_of=key_of_child,
-                wake=wake_concerned,
-                trim=trimmed_owner if resource == REPLICA_SETS else trimmed,
-                count_start=count_start,
-            )
-
+        reflect = partial(
+            Reflector,
+            client,
+            label_selector=names.OWNED_SELECTOR,
+            key_of=key_of_child,
+            wake=wake_concerned,
+            count_start=count_start,
+        )
         self._models = tuple(
-            Models(cluster, namespace, wake=lambda obj, version: wake(key_of_model(obj), version))
+            Models(client, namespace, wake=lambda obj, version: wake(key_of_model(obj), version))
             for namespace in namespaces
         )
         self._caches: dict[Resource, Sequence[Cache]] = {
             NEURON_MODELS: self._models,
             **{
                 resource: tuple(reflect(resource, namespace) for namespace in namespaces)
-                for resource in (*children, REPLICA_SETS, PODS)
+                for resource in (*children, PODS)
             },
+            REPLICA_SETS: tuple(reflect(REPLICA_SETS, namespace, trim=trimmed_owner) for namespace in namespaces),
         }
         self._wake = wake
         self._children = tuple(children)
@@ -471,7 +429,7 @@ class Caches:
         """As they were when they last woke a model."""
         if None in namespaces:  # the right to watch nodes is one for the whole cluster
             nodes = Reflector(
-                cluster,
+                client,
                 NODES,
                 None,
                 key_of=key_of_model,
@@ -488,13 +446,11 @@ class Caches:
                 tasks.create_task(cache.run(), name=f"cache of {cache.resource.plural}")
 
     def deliver(self, kind: str | None, model: Object) -> None:
-        """Take one event of kopf. `kind` is None for a model that kopf listed."""
         for models in self._models:
             if models.namespace in (None, model["metadata"]["namespace"]):
                 models.deliver(kind, model)
 
     def forget(self, model: Object) -> None:
-        """Forget a model of which the API server says that it does not exist."""
         for models in self._models:
             models.forget(model)
 
@@ -522,19 +478,17 @@ class Caches:
         between = (*children, *self._objects(REPLICA_SETS, key))
         owners = {text(owner, "metadata", "uid"): owner for owner in between}
         # The StatefulSets between a LeaderWorkerSet and its pods do not have our labels.
-        sets = {name_of(owner) for owner in between if owner["kind"] == LEADER_WORKER_SET and descends(owner, uid, {})}
+        sets = {
+            name_of(owner) for owner in between if owner["kind"] == names.LEADER_WORKER_SET and descends(owner, uid, {})
+        }
 
         def is_ours(pod: Object) -> bool:
-            return descends(pod, uid, owners) or labels_of(pod).get(GROUP_LABEL) in sets
+            return descends(pod, uid, owners) or labels_of(pod).get(names.GROUP_LABEL) in sets
 
         return (*filter(is_ours, self._objects(PODS, key)), *self._objects(PODS, (key[0], "")))
 
     def _objects(self, resource: Resource, key: Key) -> Iterable[Object]:
         return (obj for cache in self._of(resource) for obj in cache.of_model(key))
-
-    def shared(self, namespace: str) -> tuple[Object, ...]:
-        """What the models of the namespace share."""
-        return self.children((namespace, ""))
 
     def use(self, key: Key, shared: frozenset[str]) -> None:
         """The model needs these shared objects from now on: their changes wake it."""
@@ -557,8 +511,7 @@ class Caches:
 
     def nodes_of(self, pods: Iterable[Object]) -> tuple[Object, ...]:
         """The nodes that the pods run on, if nodes are watched."""
-        names = {text(pod, "spec", "nodeName") for pod in pods}
-        nodes_here = (self.find(NODES, "", name) for name in sorted(names))
+        nodes_here = (self.find(NODES, "", name) for name in sorted({text(pod, "spec", "nodeName") for pod in pods}))
         return tuple(node for node in nodes_here if node is not None)
 
     def _wake_replicas_of(self, node: Object, version: Version | None) -> None:
@@ -586,7 +539,7 @@ class Caches:
         if obj["kind"] == "Pod":
             jobs = (self.find(JOBS, key[0], text(owner, "name")) for owner in owners_of(obj))
             shared = [job for job in jobs if job is not None]
-        owners = (owner for one in shared for owner in owners_of(one) if owner.get("kind") == KIND)
+        owners = (owner for one in shared for owner in owners_of(one) if owner.get("kind") == names.KIND)
         objects = [] if obj["kind"] == "Job" and not is_gone and _is_looked_after(obj) else shared
         users = (user for one in objects for user in self._users.get(key[0], {}).get(name_of(one), ()))
         return {*((key[0], text(owner, "name")) for owner in owners), *users}
@@ -596,7 +549,6 @@ class Caches:
         return next((obj for obj in objects if obj is not None), None)
 
     def observe_written(self, resource: Resource, obj: Object) -> None:
-        """See Cache.observe_written."""
         for cache in self._of(resource):
             if cache.namespace in (None, obj["metadata"].get("namespace")):
                 cache.observe_written(obj)

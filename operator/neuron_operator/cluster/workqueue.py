@@ -1,8 +1,7 @@
 """A keyed queue for level-triggered work: a key waits once, never runs twice at a time, and backs off on failure.
 
 Reflectors add keys, workers take them: in turns from each party (the namespace of a model), so that who adds many waits
-longer for them than others for their few. The queue is in memory only: a new leader adds all keys. It does not depend
-on Kubernetes, and its only clock is the event loop's.
+longer for them than others for their few. It knows nothing of Kubernetes; its only clock is the event loop's.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Hashable, Set
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -31,22 +30,18 @@ class Backoff:
         return whole * (0.5 + draw / 2)
 
 
+@dataclass(eq=False)
 class WorkQueue(Generic[Key]):
     """Single-threaded: all methods are called on one event loop."""
 
-    def __init__(
-        self,
-        backoff: Backoff | None = None,
-        draw: Callable[[], float] = random.random,
-        *,
-        party_of: Callable[[Key], Hashable] = lambda key: None,
-        max_running: int | None = None,
-    ) -> None:
-        """`max_running`: keys of one party that run at the same time; None: as many as there are workers."""
-        self._backoff = backoff or Backoff()
-        self._draw = draw
-        self._party_of = party_of
-        self._max_running = max_running
+    backoff: Backoff = Backoff()
+    draw: Callable[[], float] = random.random
+    _: KW_ONLY
+    party_of: Callable[[Key], Hashable] = lambda key: None
+    max_running: int | None = None
+    """Keys of one party that run at the same time; None: as many as there are workers."""
+
+    def __post_init__(self) -> None:
         self._waiting: OrderedDict[Hashable, deque[Key]] = OrderedDict()
         """By party, whose turn is next first. None is empty."""
         self._num_running: Counter[Hashable] = Counter()
@@ -106,7 +101,7 @@ class WorkQueue(Generic[Key]):
         if hold_seconds > 0:
             self._held_until[key] = asyncio.get_running_loop().time() + hold_seconds
             self._dirty.pop(key, None)  # added while it ran
-        self.add_after(key, max(hold_seconds, self._backoff.delay_seconds(failures, self._draw())))
+        self.add_after(key, max(hold_seconds, self.backoff.delay_seconds(failures, self.draw())))
 
     def forget(self, key: Key) -> None:
         """The key succeeded: reset its back-off."""
@@ -120,7 +115,7 @@ class WorkQueue(Generic[Key]):
                 await handle(key)
             finally:
                 self._running.discard(key)
-                self._num_running -= Counter((self._party_of(key),))
+                self._num_running -= Counter((self.party_of(key),))
                 if key in self._dirty:
                     self._append(key)
                 self._arrived.set()  # its party may have more in work again
@@ -146,10 +141,10 @@ class WorkQueue(Generic[Key]):
         return key
 
     def _may_run(self, party: Hashable) -> bool:
-        return self._max_running is None or self._num_running[party] < self._max_running
+        return self.max_running is None or self._num_running[party] < self.max_running
 
     def _append(self, key: Key) -> None:
-        self._waiting.setdefault(self._party_of(key), deque()).append(key)
+        self._waiting.setdefault(self.party_of(key), deque()).append(key)
         self._arrived.set()
 
     def _timer_rang(self, key: Key) -> None:

@@ -29,9 +29,9 @@ def steer(observed: Observed, revision: Revision, num_wanted: int) -> Allowed:
     revision that has live pods serves.
     """
     if _is_waiting(observed, revision.name):
-        earlier = _earlier(observed, revision.name)
-        if earlier is not None:
-            revision = earlier
+        live = {pod.revision for pod in observed.live} - {revision.name}
+        earlier = (known for known in observed.revisions if known.name in live)
+        revision = max(earlier, key=lambda known: known.number, default=revision)
     if not failures(observed, revision.name) or any(pod.revision != revision.name for pod in observed.live):
         return Allowed(revision, num_wanted)
     held = sum(pod.is_admitted for pod in observed.live)
@@ -49,11 +49,3 @@ def surplus(observed: Observed, revision_names: Iterable[str]) -> Iterator[PodVi
 def _is_waiting(observed: Observed, revision_name: str) -> bool:
     due = next_attempt(observed, revision_name)
     return due is not None and observed.now < due
-
-
-def _earlier(observed: Observed, revision_name: str) -> Revision | None:
-    """The latest other revision that has live pods."""
-    live = {pod.revision for pod in observed.live} - {revision_name}
-    return max(
-        (known for known in observed.revisions if known.name in live), key=lambda known: known.number, default=None
-    )

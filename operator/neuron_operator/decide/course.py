@@ -7,34 +7,33 @@ Pure: the same world gives the same decision, and no manifest or object makes it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import partial
 
 from neuron_operator.api import manifest, names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.api.model_status import ArtifactStatus, GroupStatus, PastRevision, Status
+from neuron_operator.api.model_status import ArtifactStatus, Status
 from neuron_operator.api.needs import Exists, LogOf, Needed
 from neuron_operator.api.reasons import Finding, Reason, met, unmet
 from neuron_operator.decide import breaker, groups, nudge, pin, rollout
 from neuron_operator.decide.breaker import Allowed
-from neuron_operator.decide.nudge import Nudge
 from neuron_operator.decide.rollout import Setback
 from neuron_operator.decide.sharing import upkeep
-from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, using, walk
+from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, seconds_false, using, walk
 from neuron_operator.place.planner import Held, is_stranded
 from neuron_operator.read.disruption import Pace
-from neuron_operator.read.objects import dig, instant, is_owned, name_of
+from neuron_operator.read.objects import dig, is_owned, name_of
 from neuron_operator.read.revision import Revision
-from neuron_operator.read.views import ConditionView, JobView, ModelView, Observed, observe
-from neuron_operator.read.world import Change, Decision, Object, RefusalCause, Settings, Upgrade, World
+from neuron_operator.read.views import ConditionView, Observed, observe
+from neuron_operator.read.world import Decision, Object, RefusalCause, Settings, Upgrade, World
 from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.groups import group_owner, rest_of
 from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.pods import runtime_image
-from neuron_operator.render.replicas import replicas
 from neuron_operator.render.storage import check_source, own_claims
 from neuron_operator.why import attempts, status
 from neuron_operator.why.pods import (
@@ -77,9 +76,8 @@ class Course:
     """How far this pass got, and the changes that follow."""
 
     findings: tuple[Finding, ...] = ()
-    desired: tuple[Object, ...] = ()
-    changes: tuple[Change, ...] = ()
-    delete: tuple[Object, ...] = ()
+    decision: Decision = field(default_factory=Decision)
+    """Without what follows from all findings."""
     wanted: Revision | None = None
     """The revision pinned for this spec."""
     served: Revision | None = None
@@ -91,37 +89,31 @@ class Course:
     setback: Setback | None = None
     pace: Pace | None = None
     """How `served` reaches the replicas."""
-    deadline: datetime | None = None
-    """When the rollout fails."""
-    nudged: tuple[Nudge, ...] = ()
-    """Whether and when controllers try again to make refused pods."""
-    waited: Sequence[JobView] = ()
-    """The Job of the current step."""
+    due: tuple[datetime | None, ...] = ()
+    """When the rollout fails, and what is to be tried again or explained."""
     groups: groups.GroupPlan | None = None
     """None: every replica is one pod, or what is wanted is not known in this pass."""
-    upgrade: Upgrade | None = None
-    """See `Decision`."""
-    uses: frozenset[str] | None = None
-    """See `Decision`."""
 
 
 def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> Decision:
     observed = observe(world)
     if observed.model.is_deleting:
         return Decision()  # the garbage collector deletes the children
-    course = _set_course(world, observed, settings, steps)
+    try:
+        course = _set_course(world, observed, settings, steps)
+    except InvalidSpec as error:
+        course = Course((refusal_of(error),), served=observed.serving())
+    is_paused = manifest.is_paused(world.body)
     is_terminating = any(refusal.why is RefusalCause.TERMINATING for refusal in world.refusals)
-    if manifest.is_paused(world.body):
-        course = _paused(course)
-    elif is_terminating:
-        course = replace(course, desired=(), changes=(), delete=())
-    findings = status.complete((*course.findings, *_explain_serving(world, observed, course)))
-    is_held = is_terminating or manifest.is_paused(world.body)
+    if is_paused:
+        course = replace(course, findings=tuple(map(_noting_pause, course.findings)))
+    is_held = is_paused or is_terminating
+    if is_held:  # report only, change nothing
+        course = replace(course, decision=replace(course.decision, desired=(), changes=(), delete=()))
+    findings = status.complete((*course.findings, *_explain_serving(observed, course, is_paused=is_paused)))
     whole_status = _status(observed, course, findings, settings.troubleshooting_url, is_held=is_held)
-    return Decision(
-        desired=course.desired,
-        changes=course.changes,
-        delete=course.delete,
+    return replace(
+        course.decision,
         status=whole_status,
         follows=not course.is_told or _differs(whole_status, world.body),
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
@@ -129,29 +121,21 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
             course.groups.needs if course.groups else (), *(f.needs for f in findings)
         ),
         announcements=() if is_terminating else status.announcements(observed.model, findings),
-        uses=course.uses,
-        upgrade=course.upgrade,
     )
 
 
-def _paused(course: Course) -> Course:
-    """Report only, change nothing."""
-    note = f"; paused: the operator changes nothing until annotation {names.PAUSED_ANNOTATION} is removed"
-    findings = tuple(replace(f, message=f.message + note) if _is_waiting(f) else f for f in course.findings)
-    return replace(course, findings=findings, desired=(), changes=(), delete=())
-
-
-def _is_waiting(finding: Finding) -> bool:
+def _noting_pause(finding: Finding) -> Finding:
     reason = Reason.named(finding.reason)
-    return finding.status == "False" and reason is not None and reason.row.passing
+    if finding.status != "False" or reason is None or not reason.row.passing:
+        return finding
+    note = f"; paused: the operator changes nothing until annotation {names.PAUSED_ANNOTATION} is removed"
+    return replace(finding, message=finding.message + note)
 
 
 def _set_course(world: World, observed: Observed, settings: Settings, steps: Sequence[Step]) -> Course:
-    try:
-        model = manifest.parse(world.body)
-        check_source(model, settings)
-    except InvalidSpec as error:
-        return Course((refusal_of(error),), served=observed.serving())
+    """Raises InvalidSpec for a manifest that is refused before any step, or that names no revision to return to."""
+    model = manifest.parse(world.body)
+    check_source(model, settings)
     wanted = pin.wanted(model, observed.revisions)
     image, is_behind = runtime_image(model, settings), _is_behind(world, model, observed, settings, wanted)
     moves = is_behind and world.has_turn
@@ -159,19 +143,16 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     is_idle = wanted is not None and not observed.has_served(wanted.name)
     renews = is_idle and wanted is not None and wanted.pinned.defaults not in ("", defaults)
     next_number, held = pin.next_number(observed.revisions), pin.held(observed.revisions)
-    upgrade = image if moves else defaults if renews else ""
+    because = image if moves else defaults if renews else ""
     if moves or renews:
         wanted = pin.wanted(model, observed.revisions, image if moves else "", "" if moves else defaults)
     elif is_idle and wanted is not None and _is_stranded(model, observed, settings, wanted, held):
-        wanted, upgrade = None, f"{next_number}:{defaults}"
+        wanted, because = None, f"{next_number}:{defaults}"
     facts = wanted.pinned.facts if wanted else pin.known_facts(model, settings, observed.revisions)
     known = Known(
         model,
         settings,
-        next_number,
-        world.free,
-        held,
-        upgrade=upgrade,
+        partial(pin.pin, model, settings=settings, number=next_number, upgrade=because, free=world.free, before=held),
         tried=frozenset((*observed.tried, observed.model.failed_revision)),
         answers=not manifest.is_paused(world.body) and any(pod.is_answering for pod in observed.live),
         facts=facts,
@@ -180,23 +161,24 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     done = walk(steps, known, observed)
     pinned = done.known.revision and using(done.known.revision, done, observed)
     served = pinned if done.is_complete else observed.serving(besides=pinned)
-    try:
-        setback = rollout.setback_of(model, observed, pinned) if pinned else None
-    except InvalidSpec as error:
-        return Course((refusal_of(error),), served=observed.serving())
+    setback = rollout.setback_of(model, observed, pinned) if pinned else None
     if setback is not None and setback.is_recorded:
         served = setback.to
     grouped = _groups(model, settings, observed, done, served)
-    is_grouped = grouped is not None
-    allowed = breaker.steer(observed, served, model.spec.replicas) if served and not is_grouped else None
-    if served is not None and is_grouped:
+    allowed: Allowed | None = None
+    if served is not None and grouped is not None:
         allowed = Allowed(served, model.spec.replicas)
+    elif served is not None:
+        allowed = breaker.steer(observed, served, model.spec.replicas)
     pace = rollout.pace_of(model, observed, allowed.revision) if allowed else None
     is_told = allowed is None or _is_told(observed, done, allowed.revision)
     cleaning = _cleaning(model, settings, observed, pinned)
     desired = (
         *(pin.to_object(model, known) for known in _distinct(pinned, served, allowed.revision if allowed else None)),
-        *_permanent(model, settings, served),
+        serving.service(model),
+        serving.service_account(model),
+        serving.disruption_budget(model, served.placement.nodes if served else 1),
+        serving.network_policy(model, settings),
         *_claims(model, settings, observed, (pinned, served)),
         *(
             _workload(model, observed, settings, allowed=allowed, pace=pace, grouped=grouped)
@@ -210,6 +192,16 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     waited = [observed.jobs[name] for name in map(name_of, done.desired) if name in observed.jobs]
     waited = [job for job in waited if is_owned(job.live, model.uid)]
     nudges = (nudge.change(job, observed) for job in waited)
+    due = (
+        rollout.next_deadline(model, observed, pinned) if pinned else None,
+        nudge.of_deployment(observed).due,
+        *(nudge.of_job(job, observed).due for job in waited),
+        *(
+            job.created + timedelta(seconds=UNEXPLAINED_POD_SECONDS)
+            for job in waited
+            if job.created is not None and not observed.pods_of(job.name)
+        ),
+    )
     is_settled = done.is_complete and not world.refusals
     earlier = (name for known in _kept_revisions(model, observed, pinned) for name in known.shared)
     kept = (name for name in earlier if name in observed.keepers)  # a Job that still works for one works for nothing
@@ -222,22 +214,25 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *(pod.live for pod in breaker.surplus(observed, _attempted(model, served, allowed)) if not pod.group),
         *(_unneeded(model, observed, pinned) if is_settled else ()),
     )
+    upgrade: Upgrade | None = "Running" if moves else "Waiting"
+    if not is_behind:
+        upgrade = _begun(world, model, observed, pinned, setback)
     return Course(
         findings=(ACCEPTED, *explain_refusals(world.refusals), *done.findings),
-        desired=tuple(_independent(desired, world, observed)),
-        changes=(*shared.changes, *(change for change in nudges if change)),
-        delete=tuple(_not_refused(delete, world)),
-        uses=shared.uses,
+        decision=Decision(
+            desired=tuple(_independent(desired, world, observed)),
+            changes=(*shared.changes, *filter(None, nudges)),
+            delete=tuple(_not_refused(delete, world)),
+            uses=shared.uses,
+            upgrade=upgrade,
+        ),
         wanted=pinned,
         served=allowed.revision if allowed else None,
         is_told=is_told,
         num_wanted=model.spec.replicas,
         setback=setback,
         pace=pace,
-        waited=waited,
-        nudged=(nudge.of_deployment(observed), *(nudge.of_job(job, observed) for job in waited)),
-        deadline=rollout.next_deadline(model, observed, pinned) if pinned else None,
-        upgrade=("Running" if moves else "Waiting") if is_behind else _begun(world, model, observed, pinned, setback),
+        due=due,
         groups=grouped,
     )
 
@@ -333,16 +328,6 @@ def _not_refused(objects: Sequence[Object], world: World) -> Iterator[Object]:
     return (obj for obj in objects if (obj["kind"], name_of(obj)) not in refused)
 
 
-def _permanent(model: NeuronModel, settings: Settings, served: Revision | None) -> tuple[Object, ...]:
-    """Objects that exist from the first pass on."""
-    return (
-        serving.service(model),
-        serving.service_account(model),
-        serving.disruption_budget(model, served.placement.nodes if served else 1),
-        serving.network_policy(model, settings),
-    )
-
-
 def _claims(
     model: NeuronModel, settings: Settings, observed: Observed, revisions: Iterable[Revision | None]
 ) -> Iterator[Object]:
@@ -385,7 +370,7 @@ def _workload(
     allowed: Allowed,
     pace: Pace,
     grouped: groups.GroupPlan | None,
-) -> tuple[Object, ...]:
+) -> Iterator[Object]:
     """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
     still, served = _with_pods(observed), allowed.revision
     revisions = _distinct(served, *(known for known in observed.revisions if known.name in still))
@@ -393,25 +378,13 @@ def _workload(
         name_of(config_map): config_map
         for config_map in (serving.config_map(model, r.pinned.config) for r in revisions)
     }
-    return (*config_maps.values(), *_replicas(model, observed, settings, allowed=allowed, pace=pace, grouped=grouped))
-
-
-def _replicas(
-    model: NeuronModel,
-    observed: Observed,
-    settings: Settings,
-    *,
-    allowed: Allowed,
-    pace: Pace,
-    grouped: groups.GroupPlan | None,
-) -> Iterator[Object]:
-    served = allowed.revision
+    yield from config_maps.values()
     if served.placement.nodes == 1:
-        yield from replicas(model, served, allowed.num_pods, pace, nudge.of_deployment(observed).value)
+        yield serving.deployment(model, served, allowed.num_pods, pace, nudge.of_deployment(observed).value)
     elif observed.deployment is not None and grouped is not None:  # of an earlier revision on one node
         before = next((known for known in observed.revisions if known.name == observed.deployment.revision), None)
         if before is not None:
-            yield from replicas(model, before, grouped.num_earlier, pace)
+            yield serving.deployment(model, before, grouped.num_earlier, pace)
     if grouped is None:
         return
     for attempt in grouped.start:
@@ -449,13 +422,13 @@ def _with_pods(observed: Observed) -> set[str]:
     return of_pods | {group.revision for group in observed.groups}
 
 
-def _explain_serving(world: World, observed: Observed, course: Course) -> tuple[Finding, ...]:
+def _explain_serving(observed: Observed, course: Course, *, is_paused: bool) -> tuple[Finding, ...]:
     """Findings about the replicas, whether or not the steps are complete."""
     if course.served is None:
         return ()
     of_groups = course.groups.findings if course.groups else ()
     of_replicas = explain_replicas(observed, _num_wanted(observed, course), course.served, of_groups)
-    of_revision = _explain_revision(world, observed, course)
+    of_revision = _explain_revision(observed, course, course.served, is_paused=is_paused)
     rolling = next((finding for finding in of_revision if finding.reason is Reason.ROLLING_OUT), None)
     if rolling is not None:
         of_replicas = tuple(_during(rolling, one, course.served, observed) for one in of_replicas)
@@ -485,33 +458,29 @@ def _num_wanted(observed: Observed, course: Course) -> int:
     return observed.deployment.replicas if observed.deployment else 0
 
 
-def _explain_revision(world: World, observed: Observed, course: Course) -> tuple[Finding, ...]:
-    if course.served is None:
-        return ()
+def _explain_revision(observed: Observed, course: Course, served: Revision, *, is_paused: bool) -> tuple[Finding, ...]:
     if course.wanted is None:
-        return _explain_waiting(course, course.served)
+        return _explain_waiting(course, served)
     wanted = course.wanted.name
     if course.setback is not None:
         text = f"revision {course.setback.to.name} serves instead of {wanted}: {course.setback.why}"
         return (unmet("UpToDate", Reason.ROLLED_BACK, text),)
-    if failed := attempts.failures(observed, wanted) if wanted != course.served.name else ():
-        text = (
-            f"revision {course.served.name} serves instead of {wanted}: {explain_failure(failed[-1], observed).message}"
-        )
+    if failed := attempts.failures(observed, wanted) if wanted != served.name else ():
+        text = f"revision {served.name} serves instead of {wanted}: {explain_failure(failed[-1], observed).message}"
         return (unmet("UpToDate", Reason.ROLLED_BACK, text),)
-    if wanted != course.served.name:
-        return _explain_waiting(course, course.served)
+    if wanted != served.name:
+        return _explain_waiting(course, served)
     updated = observed.num_updated(wanted)
     deployment = observed.deployment
     is_updated = _runs_only(observed, wanted)
     num_made = len(course.groups.alive) if course.groups else deployment.replicas if deployment is not None else -1
     is_scaled = num_made == course.num_wanted
-    if manifest.is_paused(world.body) and not (is_updated and is_scaled):
+    if is_paused and not (is_updated and is_scaled):
         edit = f"revision {wanted} with {course.num_wanted} replicas"
         text = f"paused; {edit} rolls out once annotation {names.PAUSED_ANNOTATION} is removed"
         return (unmet("UpToDate", Reason.PAUSED, text),)
     if is_updated:
-        waits = "; a newer runtime image waits for its turn" if course.upgrade == "Waiting" else ""
+        waits = "; a newer runtime image waits for its turn" if course.decision.upgrade == "Waiting" else ""
         return (met("UpToDate", f"all replicas run revision {wanted}{waits}"),)
     text = f"{updated} of {course.num_wanted} replicas run revision {wanted}"
     if observed.rolled and course.pace is not None and updated < len(observed.live):
@@ -545,6 +514,11 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], pag
     current = model.current_revision or (others[0] if others else "")
     if course.served is not None and num_ready >= num_wanted > 0 and _runs_only(observed, course.served.name):
         current = course.served.name
+    failed, history = model.failed_revision, model.history  # if what is wanted is not known in this pass
+    if course.wanted is not None:
+        error = course.setback.error if course.setback else ""
+        failed, history = wanted if error else "", rollout.history_of(observed, course.wanted, current, error)
+    groups_now = model.groups if course.num_wanted is None else ()
     service = next((child for child in observed.children if child.kind == "Service"), None)
     built: Object = as_json(
         Status(
@@ -558,13 +532,13 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], pag
             url=f"http://{service.name}.{model.namespace}.svc:{names.PORT}" if service else None,
             current_revision=current or None,
             update_revision=wanted or model.update_revision or None,
-            failed_revision=_failed_revision(model, course),
+            failed_revision=failed or None,
             retry_key=(model.retry_key if is_held else model.retry) or None,
-            history=_history(observed, course, current),
+            history=history,
             model=status.facts_of(shown.pinned.facts) if shown else None,
             plan=shown.pinned.plan if shown else None,
             artifacts=tuple({artifact.key: artifact for artifact in _artifacts(observed, course)}.values()),
-            groups=_group_records(observed, course),
+            groups=course.groups.records if course.groups else groups_now,
         )
     )
     return built
@@ -576,26 +550,7 @@ one is false, which for a new one is now."""
 
 
 def _differs(new_status: Object, body: Object) -> bool:
-    """Whether the status changes what is decided next."""
     return any(new_status.get(name) != dig(body, "status", name) for name in _DECIDING)
-
-
-def _group_records(observed: Observed, course: Course) -> tuple[GroupStatus, ...]:
-    if course.groups is not None:
-        return course.groups.records
-    return observed.model.groups if course.num_wanted is None else ()
-
-
-def _failed_revision(model: ModelView, course: Course) -> str | None:
-    if course.wanted is None:  # what is wanted is not known in this pass
-        return model.failed_revision or None
-    return course.wanted.name if course.setback is not None and course.setback.error else None
-
-
-def _history(observed: Observed, course: Course, current: str) -> tuple[PastRevision, ...]:
-    if course.wanted is None:
-        return observed.model.history
-    return rollout.history_of(observed, course.wanted, current, course.setback.error if course.setback else "")
 
 
 def _artifacts(observed: Observed, course: Course) -> Iterator[ArtifactStatus]:
@@ -619,24 +574,10 @@ def _requeue_after(
     owns_job = any(is_owned(job.live, observed.model.uid) for job in observed.jobs.values())
     retries = (attempts.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     starting = (unexplained_from(pod) for pod in observed.live)
-    lacking_pod = (
-        job.created + timedelta(seconds=UNEXPLAINED_POD_SECONDS)
-        for job in course.waited
-        if job.created is not None and not observed.pods_of(job.name)
-    )
     of_groups = course.groups.due if course.groups else None
-    nudges = (nudged.due for nudged in course.nudged)
-    times = (
-        *retries,
-        *starting,
-        *lacking_pod,
-        *nudges,
-        rollout.surge_due(observed),
-        rollout.next_look(observed),
-        course.deadline,
-        of_groups,
-    )
-    wait = _seconds_not_ready(observed)
+    looks = (rollout.surge_due(observed), rollout.next_look(observed), of_groups)
+    times = (*retries, *starting, *looks, *course.due)
+    wait = seconds_false(observed, "Ready")
     is_awaiting = any(isinstance(need, Exists) for finding in findings for need in finding.needs)
     delays = (
         min(max(wait / 20, MIN_RECHECK_SECONDS), RECHECK_SECONDS) if world.refusals else None,
@@ -650,9 +591,3 @@ def _requeue_after(
         *((due - observed.now).total_seconds() for due in times if due and due > observed.now),
     )
     return min((delay for delay in delays if delay is not None), default=None)
-
-
-def _seconds_not_ready(observed: Observed) -> float:
-    ready = observed.model.conditions.get("Ready")
-    since = instant(ready.since) if ready is not None and ready.status == "False" else None
-    return (observed.now - since).total_seconds() if since else 0.0

@@ -19,7 +19,7 @@ from neuron_operator.api.needs import Need
 from neuron_operator.api.reasons import Finding, Reason, unmet
 from neuron_operator.place.sizes import describe_free
 from neuron_operator.read.disruption import MAX_UNAVAILABLE
-from neuron_operator.read.objects import dig, instant, printable, text
+from neuron_operator.read.objects import dig, instant, printable, text, written
 from neuron_operator.read.placement import NodeRules
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import GroupView, Observed, PodView
@@ -57,158 +57,153 @@ class GroupPlan:
     """Why replicas are missing that have no pods."""
     num_earlier: int = 0
     """Pods that the Deployment of an earlier revision on one node keeps."""
-    surges: bool = False
     needs: frozenset[Need] = frozenset()
     due: datetime | None = None
     is_room_known: bool = False
 
 
+def plan(
+    observed: Observed, revision: Revision, num_wanted: int, surges: bool | None, settings: GroupSettings
+) -> GroupPlan:
+    """The next step towards `num_wanted` groups of the revision. `surges`: whether a new one starts before an old one
+    ends; None: if there is room for it."""
+    draft = _Draft(observed, revision, num_wanted, settings)
+    draft.take_stock()
+    replaces, does_surge = draft.decide_pace(surges)
+    draft.end_surplus(does_surge)
+    draft.start_missing(num_wanted + (1 if does_surge and replaces else 0))
+    return draft.result()
+
+
 @dataclass
 class _Draft:
-    """What a pass collects."""
+    """What a pass reads, and what it collects."""
 
+    observed: Observed
+    revision: Revision
+    num_wanted: int
+    settings: GroupSettings
     start: list[Attempt] = field(default_factory=list)
     end: list[GroupView] = field(default_factory=list)
+    alive: list[GroupView] = field(default_factory=list)
+    records: dict[tuple[str, int], GroupStatus] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     times: list[datetime] = field(default_factory=list)
     needs: set[Need] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.kept = {(one.revision or "", one.replica or 0): one for one in self.observed.model.groups}
+        ordered = sorted(self.observed.groups, key=lambda g: g.attempt)
+        self.newest = {(g.revision, g.replica): g.attempt for g in ordered}
+        self.earlier = [pod for pod in self.observed.live if not pod.group]
+        """Pods of an earlier revision on one node that stay."""
+        self.room = _Room(self.revision, self.observed.free, self.settings.topology_key)
 
-def plan(
-    observed: Observed, revision: Revision, num_wanted: int, surges: bool | None, settings: GroupSettings
-) -> GroupPlan:
-    """The next step towards `num_wanted` groups of the revision.
+    def take_stock(self) -> None:
+        """Tells groups that go on from those that have ended."""
+        for group in sorted(self.observed.groups, key=lambda g: (g.replica, g.attempt)):
+            key = (group.revision, group.replica)
+            known = self.kept.get(key)
+            is_recorded = known is not None and (known.attempt or 0) >= group.attempt and known.state in ENDS
+            if is_recorded or group.attempt < self.newest[key]:
+                self.end.append(group)
+                if known is not None:
+                    self.records.setdefault(key, known)
+                continue
+            record = self.records[key] = _record(group, known, self.observed, self.settings)
+            self.alive.append(group)
+            if record.state == "Starting" and group.created:
+                self.times += [group.created + _patience(group, self.settings), group.created + PODS_PATIENCE]
+            if (refusal := _refused(group, self.observed)) is not None:
+                self.findings.append(refusal)
 
-    Args:
-        surges: whether a new group starts before an old one ends; None: if there is room for it.
-    """
-    draft = _Draft()
-    kept = {(one.revision or "", one.replica or 0): one for one in observed.model.groups}
-    newest = {(g.revision, g.replica): g.attempt for g in sorted(observed.groups, key=lambda g: g.attempt)}
-    records: dict[tuple[str, int], GroupStatus] = {}
-    alive: list[GroupView] = []
-    for group in sorted(observed.groups, key=lambda g: (g.replica, g.attempt)):
-        key = (group.revision, group.replica)
-        known = kept.get(key)
-        is_recorded = known is not None and (known.attempt or 0) >= group.attempt and known.state in ENDS
-        if is_recorded or group.attempt < newest[key]:
-            draft.end.append(group)
-            if known is not None:
-                records.setdefault(key, known)
-            continue
-        record = _record(group, known, observed, settings)
-        records[key] = record
-        alive.append(group)
-        if record.state == "Starting" and group.created:
-            draft.times += [group.created + _patience(group, settings), group.created + PODS_PATIENCE]
-        if (refusal := _refused(group, observed)) is not None:
-            draft.findings.append(refusal)
-    earlier = [pod for pod in observed.live if not pod.group]
-    alive, num_earlier, does_surge = _roll(
-        draft,
-        observed,
-        revision,
-        num_wanted,
-        surges=surges,
-        settings=settings,
-        kept=kept,
-        records=records,
-        alive=alive,
-        earlier=earlier,
-    )
-    for key, known in kept.items():
-        if key not in records and key[0] == revision.name and key[1] < num_wanted:
-            records[key] = known
-    shown = sorted(records.values(), key=lambda one: (one.revision != revision.name, one.replica or 0))
-    return GroupPlan(
-        start=tuple(draft.start),
-        end=tuple(group.live for group in draft.end),
-        alive=tuple(alive),
-        records=tuple(shown[:MAX_GROUPS]),
-        findings=tuple(draft.findings),
-        num_earlier=num_earlier,
-        surges=does_surge,
-        needs=frozenset(draft.needs),
-        due=min((time for time in draft.times if time > observed.now), default=None),
-        is_room_known=observed.free is not None and observed.free.nodes is not None,
-    )
+    def _is_surplus(self, group: GroupView) -> bool:
+        return group.revision != self.revision.name or group.replica >= self.num_wanted
 
+    def _missing(self) -> list[int]:
+        made = {group.replica for group in self.alive if group.revision == self.revision.name}
+        return [replica for replica in range(self.num_wanted) if replica not in made]
 
-def _roll(
-    draft: _Draft,
-    observed: Observed,
-    revision: Revision,
-    num_wanted: int,
-    *,
-    surges: bool | None,
-    settings: GroupSettings,
-    kept: Mapping[tuple[str, int], GroupStatus],
-    records: Mapping[tuple[str, int], GroupStatus],
-    alive: list[GroupView],
-    earlier: Sequence[PodView],
-) -> tuple[list[GroupView], int, bool]:
-    """Ends what is too much and starts what is missing, one at a time. Returns the groups that stay, how many pods of
-    an earlier revision on one node stay, and whether the revision surges."""
-    old = [g for g in alive if g.revision != revision.name or g.replica >= num_wanted]
-    replaces = any(g.revision != revision.name for g in old) or bool(earlier)
-    missing = [n for n in range(num_wanted) if (revision.name, n) not in {(g.revision, g.replica) for g in alive}]
-    begun = len(alive) + len(earlier) > num_wanted and not missing
-    room = _Room.of(observed, revision, settings)
-    if missing or (replaces and surges is None):
-        draft.needs |= room.needs
-    does_surge = begun if surges is None else surges
-    if surges is None and not begun and replaces and revision.placement.resources:
-        does_surge = room.find() is not None and room.is_known
-    answering = sum(g.is_answering for g in alive) + sum(pod.is_answering for pod in earlier)
-    spare = answering - (num_wanted - (0 if does_surge else MAX_UNAVAILABLE))
-    for group in sorted(old, key=lambda g: (g.is_answering, -g.replica)):
-        # A scaled-down model keeps what it promises, a stopped one nothing.
-        if group.is_answering and num_wanted and spare <= 0:
-            continue
-        spare -= group.is_answering
-        draft.end.append(group)
-        alive = [one for one in alive if one is not group]
-    num_earlier = len(earlier)
-    for pod in sorted(earlier, key=lambda one: one.is_answering):
-        if pod.is_answering and num_wanted and spare <= 0:
-            continue
-        spare -= pod.is_answering
-        num_earlier -= 1
-    limit = num_wanted + (1 if does_surge and replaces else 0)
-    is_placing = any(not g.is_placed for g in alive)
-    for replica in missing:
-        known = records.get((revision.name, replica)) or kept.get((revision.name, replica))
-        due = _due(known, observed.now, settings)
-        if known is not None and due is None:
-            draft.findings.append(_exhausted(known, settings))
-        elif due is not None and due > observed.now and known is not None:
-            draft.times.append(due)
-            draft.findings.append(_delayed(known, due))
-        elif len(alive) + num_earlier + len(draft.start) >= limit:
-            break
-        elif is_placing or draft.start:
-            draft.findings.append(_ONE_AT_A_TIME)
-            break
-        elif not room.has_counted(alive):
-            draft.findings.append(_ONE_AT_A_TIME)
-            draft.times.append(observed.now + RECOUNT)
-            break
-        elif (domain := room.find()) is None:
-            draft.findings.append(room.explain())
-            draft.times.append(observed.now + RECHECK)
-            break
-        else:
-            number = 1 + max((known.attempt or 0) if known else 0, _highest(observed, revision.name, replica))
-            draft.start.append(Attempt(replica, number, domain))
-    return alive, num_earlier, does_surge
+    def decide_pace(self, surges: bool | None) -> tuple[bool, bool]:
+        """Whether the revision replaces another, and whether it surges."""
+        replaces = bool(self.earlier) or any(group.revision != self.revision.name for group in self.alive)
+        missing = self._missing()
+        if self.revision.placement.resources and (missing or (replaces and surges is None)):
+            self.needs.add(Need.FREE_DEVICES)
+        if surges is not None:
+            return replaces, surges
+        begun = len(self.alive) + len(self.earlier) > self.num_wanted and not missing
+        if begun or not replaces or not self.revision.placement.resources:
+            return replaces, begun
+        return replaces, self.room.is_known and self.room.find() is not None
+
+    def end_surplus(self, does_surge: bool) -> None:
+        """Ends what is too much, as long as what is promised answers: of a stopped model nothing is."""
+        answering = sum(g.is_answering for g in self.alive) + sum(pod.is_answering for pod in self.earlier)
+        spare = answering - (self.num_wanted - (0 if does_surge else MAX_UNAVAILABLE))
+
+        def may_end(one: GroupView | PodView) -> bool:
+            nonlocal spare
+            if one.is_answering and self.num_wanted and spare <= 0:
+                return False
+            spare -= one.is_answering
+            return True
+
+        surplus = filter(self._is_surplus, sorted(self.alive, key=lambda g: (g.is_answering, -g.replica)))
+        ended = [group for group in surplus if may_end(group)]
+        self.end += ended
+        self.alive = [group for group in self.alive if group not in ended]
+        self.earlier = [pod for pod in sorted(self.earlier, key=lambda one: one.is_answering) if not may_end(pod)]
+
+    def start_missing(self, limit: int) -> None:
+        """Starts what is missing, one at a time; `limit`: groups and pods that there may be."""
+        is_placing = any(not group.is_placed for group in self.alive)
+        now = self.observed.now
+        for replica in self._missing():
+            key = (self.revision.name, replica)
+            known = self.records.get(key) or self.kept.get(key)
+            due = _due(known, now, self.settings)
+            if known is not None and due is None:
+                self.findings.append(_exhausted(known, self.settings))
+            elif known is not None and due is not None and due > now:
+                self.times.append(due)
+                self.findings.append(_delayed(known, due))
+            elif len(self.alive) + len(self.earlier) + len(self.start) >= limit:
+                break
+            elif is_placing or self.start:
+                self.findings.append(_ONE_AT_A_TIME)
+                break
+            elif not self.room.has_counted(self.alive):
+                self.findings.append(_ONE_AT_A_TIME)
+                self.times.append(now + RECOUNT)
+                break
+            elif (domain := self.room.find()) is None:
+                self.findings.append(self.room.explain())
+                self.times.append(now + RECHECK)
+                break
+            else:
+                number = 1 + max((known.attempt or 0) if known else 0, self.newest.get(key, 0))
+                self.start.append(Attempt(replica, number, domain))
+
+    def result(self) -> GroupPlan:
+        for key, known in self.kept.items():
+            if key[0] == self.revision.name and key[1] < self.num_wanted:
+                self.records.setdefault(key, known)
+        shown = sorted(self.records.values(), key=lambda one: (one.revision != self.revision.name, one.replica or 0))
+        return GroupPlan(
+            start=tuple(self.start),
+            end=tuple(group.live for group in self.end),
+            alive=tuple(self.alive),
+            records=tuple(shown[:MAX_GROUPS]),
+            findings=tuple(self.findings),
+            num_earlier=len(self.earlier),
+            needs=frozenset(self.needs),
+            due=min((time for time in self.times if time > self.observed.now), default=None),
+            is_room_known=self.room.is_known,
+        )
 
 
 _ONE_AT_A_TIME = unmet("Available", Reason.LOADING, "one group is placed at a time")
-
-
-def _highest(observed: Observed, revision: str, replica: int) -> int:
-    same = (g.attempt for g in observed.groups if (g.revision, g.replica) == (revision, replica))
-    return max(same, default=0)
 
 
 def _record(group: GroupView, known: GroupStatus | None, observed: Observed, settings: GroupSettings) -> GroupStatus:
@@ -230,7 +225,7 @@ def _record(group: GroupView, known: GroupStatus | None, observed: Observed, set
         replica=group.replica,
         attempt=group.attempt,
         state=state,
-        since=known.since if known is not None and is_same and before == state else _written(observed.now),
+        since=known.since if known is not None and is_same and before == state else written(observed.now),
         restarts=restarts,
         members=group.size,
         ready_members=group.num_present,
@@ -241,8 +236,6 @@ def _record(group: GroupView, known: GroupStatus | None, observed: Observed, set
 
 @dataclass(frozen=True)
 class End:
-    """Why a group has to end."""
-
     state: State
     reason: Reason
     message: str
@@ -252,7 +245,7 @@ def _end(group: GroupView, observed: Observed, settings: GroupSettings) -> End |
     """What has happened to one member happens to all. The member that failed itself is named, not those that then
     ended because of it."""
     revision = next((known for known in observed.revisions if known.name == group.revision), None)
-    broken = [pod for pod in group.members if pod.has_failed or pod.container.num_restarts or _has_ended(pod)]
+    broken = [pod for pod in group.members if pod.has_failed or pod.container.num_restarts or pod.container.ended]
     leaving = [pod for pod in group.members if pod.is_deleting]
     for pod in leaving:
         signal = nodes.signal_of(pod, observed)
@@ -298,10 +291,6 @@ FAILED_CREATE = "FailedCreate: "
 """How the StatefulSet controller's warning begins."""
 
 
-def _has_ended(pod: PodView) -> bool:
-    return pod.container.ended is not None
-
-
 _FOLLOWED = (40, 0)
 """Exit codes of members that ended because another did."""
 
@@ -323,11 +312,9 @@ def _patience(group: GroupView, settings: GroupSettings) -> timedelta:
 
 def _due(known: GroupStatus | None, now: datetime, settings: GroupSettings) -> datetime | None:
     """When the next attempt may start; None: never, unless something changes."""
-    if known is None or known.state not in ENDS:
+    if known is None or known.state not in ("Failed", "Released"):
         return now
     since, failures = instant(known.since) or now, known.restarts or 0
-    if known.state == "Left":
-        return now
     if known.state == "Released":
         return since + timedelta(seconds=settings.place_seconds / 4)
     if failures > settings.max_restarts:
@@ -370,14 +357,6 @@ class _Room:
     free: FreeDevices | None
     topology_key: str
 
-    @classmethod
-    def of(cls, observed: Observed, revision: Revision, settings: GroupSettings) -> _Room:
-        return cls(revision, observed.free, settings.topology_key)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({Need.FREE_DEVICES}) if self.revision.placement.resources else frozenset()
-
     @property
     def is_known(self) -> bool:
         return self.free is not None and self.free.nodes is not None
@@ -392,8 +371,7 @@ class _Room:
 
     @property
     def rules(self) -> NodeRules:
-        spec = dig(self.revision.template, "spec")
-        return NodeRules.of(spec)
+        return NodeRules.of(dig(self.revision.template, "spec"))
 
     def find(self) -> Mapping[str, str] | None:
         """Labels of nodes of one type in one domain that have room for all members; None: there is none. Empty if
@@ -424,7 +402,3 @@ class _Room:
             f"{describe_free(self.free, placement, self.rules)}"
         )
         return unmet("Available", Reason.INSUFFICIENT_NEURON, text, {Need.FREE_DEVICES})
-
-
-def _written(time: datetime) -> str:
-    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

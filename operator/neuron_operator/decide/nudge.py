@@ -8,10 +8,10 @@ of a ReplicaSet or a Job ends its wait. The value, the time of the last attempt,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from neuron_operator.api import names
-from neuron_operator.read.objects import instant
+from neuron_operator.read.objects import instant, written
 from neuron_operator.read.views import JobView, Observed
 from neuron_operator.read.world import Change
 
@@ -60,7 +60,7 @@ def _nudge(tried: str, since: datetime, now: datetime) -> Nudge:
     due = last + _pause(last - since)
     if due > now:
         return Nudge(tried, due)
-    return Nudge(now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), now + _pause(now - since))
+    return Nudge(written(now), now + _pause(now - since))
 
 
 def _pause(refused_for: timedelta) -> timedelta:

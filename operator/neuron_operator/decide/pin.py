@@ -1,8 +1,7 @@
 """The pinned decision of one spec revision: facts, plan, configuration and pod template, kept in a ControllerRevision.
 
-Called by `decide` and `steps`. A revision is decided once; later passes read it, so that neither a new operator nor a
-new default image changes running pods. It contains only what pods or their placement depend on: the drain times, but
-not replicas, pause, the pace of rollouts, Jobs or the Service. A lost ControllerRevision is rebuilt from what runs.
+Called by `decide`. It contains only what pods or their placement depend on: the drain times, but not
+replicas, pause, the pace of rollouts, Jobs or the Service.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from neuron_operator.read.remembered import remembered
 from neuron_operator.read.revision import FORMAT, Compiling, Pinned, Revision, revision_hash, shared_annotation
 from neuron_operator.read.world import FreeDevices, Object, Settings
 from neuron_operator.render.config_document import config_document, ranks_of, sampling_mode
-from neuron_operator.render.objects import child, without_empty
+from neuron_operator.render.objects import child
 from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
 from neuron_operator.render.resources import serving_memory, serving_requests
 from neuron_operator.render.serving import config_name
@@ -134,16 +133,11 @@ def pin(
     free: FreeDevices | None = None,
     before: Held | None = None,
 ) -> Revision:
-    """Decide a new revision.
+    """Decide a new revision. `upgrade`: see `Pinned`; `free`: the nodes of the cluster, if they were read in this pass;
+    `before`: where the revision before runs.
 
-    Args:
-        upgrade: see `Pinned`.
-        free: the nodes of the cluster, if they were read in this pass.
-        before: where the one before runs.
-
-    Raises:
-        Unplaceable: no node could hold a replica.
-        InvalidSpec: a limit that exceeds the model's, or no place for the artifact that a Job is to compile.
+    Raises Unplaceable if no node could hold a replica, InvalidSpec for a limit that exceeds the model's, or if there is
+    no place for the artifact that a Job is to compile.
     """
     length = model.spec.serving.max_model_length
     if length and 0 < facts.max_position_embeddings < length:
@@ -220,17 +214,16 @@ def _compiling(model: NeuronModel, settings: Settings, target: Target | None) ->
 
 
 def to_object(model: NeuronModel, revision: Revision) -> Object:
-    """The ControllerRevision that stores it."""
-    keeper = child(
+    return child(
         model,
         "apps/v1",
         "ControllerRevision",
         names.revision_name(model.name, revision.name),
-        component="server",
         labels={names.REVISION_LABEL: revision.name},
+        annotations=shared_annotation(revision),
+        revision=revision.number,
+        data=as_json(revision.pinned),
     )
-    metadata = without_empty({**keeper["metadata"], "annotations": shared_annotation(revision)})
-    return {**keeper, "metadata": metadata, "revision": revision.number, "data": as_json(revision.pinned)}
 
 
 def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice | None) -> Plan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 import msgspec
 
@@ -21,7 +21,7 @@ from neuron_operator.api.needs import Need
 from neuron_operator.api.reasons import Reason
 from neuron_operator.decide import groups
 from neuron_operator.read.disruption import Pace
-from neuron_operator.read.objects import dig, printable
+from neuron_operator.read.objects import dig, printable, written
 from neuron_operator.read.placement import NodeRules
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import Observed, PodView
@@ -45,7 +45,6 @@ class Setback:
 
 
 def pace_of(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
-    """How this revision reaches the replicas."""
     strategy, deployment = model.spec.rollout.strategy, observed.deployment
     if observed.groups or revision.placement.nodes > 1:
         return _of_groups(model, strategy)
@@ -203,12 +202,12 @@ def history_of(observed: Observed, wanted: Revision, serving: str, error: str) -
     """`serving`: the last revision of which all replicas could serve; `error`: why the wanted one failed."""
     past = observed.model.history
     if not past or past[0].revision != wanted.name:
-        since = observed.now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        past = (PastRevision(revision=wanted.name, state="RollingOut", since=since), *past)[:MAX_HISTORY]
-    newest = next((index for index, one in enumerate(past) if one.revision == serving), None)
+        newest = PastRevision(revision=wanted.name, state="RollingOut", since=written(observed.now))
+        past = (newest, *past)[:MAX_HISTORY]
+    serving_index = next((index for index, one in enumerate(past) if one.revision == serving), None)
 
     def state_of(index: int, one: PastRevision) -> str:
-        if index == newest:
+        if index == serving_index:
             return "Serving"
         if index == 0:
             return "RolledBack" if error else "RollingOut"

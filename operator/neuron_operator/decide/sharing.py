@@ -1,56 +1,46 @@
 """Who owns what the models of a namespace share, and how long it stays. Called by `decide`. Pure.
 
 The first few models that need a shared object are its owners: a patch of one with hundreds of owners takes seconds.
-Deleting one of them leaves the object to the others, and another model that needs it takes the place. The garbage
-collector deletes it with the last. An owner that no longer needs it takes its name off. Joining and leaving are patches
-of one name without a version, so that a dozen models can do so at once; the last one left deletes it.
+They join and leave by patches of one name without a version, so that a dozen can do so at once; the last deletes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.decide.steps import Walk
 from neuron_operator.read.objects import MAX_OWNERS, is_orphan, is_owned, name_of, owners_of
 from neuron_operator.read.views import ChildView, JobView, Observed
-from neuron_operator.read.world import Change, Object
+from neuron_operator.read.world import Change, Decision
 from neuron_operator.render.jobs import KEPT_SECONDS
 from neuron_operator.render.objects import owner_reference
 
 OWNED_KINDS = frozenset({"Job", "ConfigMap", "CronJob"})
 
 
-@dataclass(frozen=True)
-class Upkeep:
-    changes: tuple[Change, ...]
-    delete: tuple[Object, ...]
-    uses: frozenset[str]
-    """Names of the shared objects that the model needs."""
-
-
 def upkeep(
     model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[str], used_by_others: frozenset[str]
-) -> Upkeep:
-    """Changes of shared objects that follow from how far the steps got; `kept` are those that kept revisions use."""
+) -> Decision:
+    """What is decided about shared objects, from how far the steps got; `kept` are those that kept revisions use."""
     waiting = frozenset(map(name_of, done.desired))
     needed = done.done | waiting
     stale = {name_of(obj) for obj in done.stale}
+    uses = needed | kept | stale
     ours, others = list[ChildView](), list[ChildView]()
     for child in observed.shared:
         if child.kind in OWNED_KINDS:
             (ours if is_owned(child.live, model.uid) else others).append(child)
-    left = [child for child in ours if child.name not in needed | kept | stale]
     # The last owner stays until one of the others has joined.
     let_go = [
         child
-        for child in left
-        if not _is_over(child, observed) and not (_is_alone(model, child) and child.name in used_by_others)
+        for child in ours
+        if child.name not in uses
+        and not _is_over(child, observed)
+        and not (_is_alone(model, child) and child.name in used_by_others)
     ]
-    used = needed | kept | stale | used_by_others
-    orphans = [child for child in others if child.name not in used and is_orphan(child.live)]
-    return Upkeep(
+    orphans = [child for child in others if child.name not in uses | used_by_others and is_orphan(child.live)]
+    return Decision(
         changes=(
             *(_joined(model, child) for child in others if child.name in (needed | kept) - stale and _has_room(child)),
             *(_left(model, child) for child in let_go if not _is_alone(model, child)),
@@ -60,7 +50,7 @@ def upkeep(
         delete=tuple(
             child.live for child in (*(f for f in let_go if _is_alone(model, f)), *orphans, *_held(ours, observed))
         ),
-        uses=needed | kept | stale,
+        uses=uses,
     )
 
 

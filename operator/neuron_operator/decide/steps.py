@@ -18,13 +18,11 @@ from neuron_operator.api.errors import InvalidSpec, Unplaceable
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import MAX_WORD
 from neuron_operator.api.reasons import Finding, Reason, met, unmet
-from neuron_operator.decide import pin
-from neuron_operator.place.planner import Held
 from neuron_operator.read.objects import instant, name_of, rendered_hash
 from neuron_operator.read.records import Facts, Record, StoredArtifact, StoredWeights
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import JobView, KeeperView, Observed
-from neuron_operator.read.world import FreeDevices, Object, Settings
+from neuron_operator.read.world import Object, Settings
 from neuron_operator.render.jobs import (
     MAX_RETRY_SECONDS,
     MIN_RETRY_SECONDS,
@@ -52,14 +50,8 @@ class Known:
 
     model: NeuronModel
     settings: Settings
-    next_number: int
-    """Number of the revision if a new one is pinned."""
-    free: FreeDevices | None = None
-    """None: not read in this pass."""
-    held: Held | None = None
-    """Where the revision before runs."""
-    upgrade: str = ""
-    """The runtime image, if it alone makes a new revision."""
+    pin: Callable[[Facts], Revision]
+    """Decides a new revision. Raises InvalidSpec or Unplaceable."""
     tried: frozenset[str] = frozenset()
     """Names of revisions that have, or had, replicas."""
     answers: bool = False
@@ -249,24 +241,20 @@ def _current(jobs: Sequence[Object], waiting: Finding, observed: Observed) -> in
 def _retry_seconds(task: Task, observed: Observed) -> int:
     """A tenth of the time that the step has been waiting: a cure is noticed soon after a short fault, and attempts
     become rarer without a stored count."""
-    before = observed.model.conditions.get(task.waiting.condition)
-    since = instant(before.since) if before is not None and before.status == "False" else None
-    waited = (observed.now - since).total_seconds() if since else 0.0
+    waited = seconds_false(observed, task.waiting.condition)
     return int(min(max(waited / 10, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS))
 
 
+def seconds_false(observed: Observed, condition: str) -> float:
+    """For how long the condition has been false."""
+    before = observed.model.conditions.get(condition)
+    since = instant(before.since) if before is not None and before.status == "False" else None
+    return (observed.now - since).total_seconds() if since else 0.0
+
+
 def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:
-    """The finding for a refused manifest."""
     needs = refusal.needs if isinstance(refusal, Unplaceable) else ()
     return unmet(refusal.reason.row.conditions[-1], refusal.reason, str(refusal), needs)
-
-
-def _resolve_jobs(known: Known) -> tuple[Object, ...]:
-    return (resolve_job(known.model, known.settings),)
-
-
-def _learn_facts(known: Known, record: Record) -> Known | None:
-    return replace(known, facts=record.facts) if record.facts else None
 
 
 def _finish_resolve(known: Known) -> tuple[Known, Finding]:
@@ -276,15 +264,7 @@ def _finish_resolve(known: Known) -> tuple[Known, Finding]:
 
 
 def _finish_place(known: Known) -> tuple[Known, Finding]:
-    pinned = known.revision or pin.pin(
-        known.model,
-        known.resolved,
-        known.settings,
-        known.next_number,
-        upgrade=known.upgrade,
-        free=known.free,
-        before=known.held,
-    )
+    pinned = known.revision or known.pin(known.resolved)
     summary = pinned.pinned.plan.summary or pinned.placement.words
     return replace(known, revision=pinned), met("Placed", str(summary))
 
@@ -316,10 +296,6 @@ def _compile_jobs(known: Known) -> tuple[Object, ...]:
     return compile_jobs(known.model, known.settings, known.pinned.pinned)
 
 
-def _learn_artifact(known: Known, record: Record) -> Known | None:
-    return replace(known, artifact=record.artifact) if record.artifact else None
-
-
 def _finish_compile(known: Known) -> tuple[Known, Finding]:
     artifact = known.artifact
     if known.model.is_compiled and known.model.spec.names_artifact:
@@ -338,17 +314,13 @@ def _check_jobs(known: Known) -> tuple[Object, ...]:
     return (check_job(known.model, known.settings, known.pinned),) if is_needed else ()
 
 
-def _learn_check(known: Known, record: Record) -> Known | None:
-    return known if record.command == names.ROLE_CHECK else None
-
-
 STEPS = (
     Step(
         _finish_resolve,
         Task(
             waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the model's configuration"),
-            jobs=_resolve_jobs,
-            learn=_learn_facts,
+            jobs=lambda known: (resolve_job(known.model, known.settings),),
+            learn=lambda known, record: replace(known, facts=record.facts) if record.facts else None,
             knows=lambda known: known.facts is not None,
         ),
     ),
@@ -367,7 +339,7 @@ STEPS = (
         Task(
             waiting=unmet("Compiled", Reason.COMPILING, "compiling the model"),
             jobs=_compile_jobs,
-            learn=_learn_artifact,
+            learn=lambda known, record: replace(known, artifact=record.artifact) if record.artifact else None,
             void_after=frozenset(Reason.ARTIFACT_MISSING.row.exit_codes),
         ),
     ),
@@ -376,7 +348,7 @@ STEPS = (
         Task(
             waiting=unmet("UpToDate", Reason.CHECKING, "the runtime checks the configuration before a replica ends"),
             jobs=_check_jobs,
-            learn=_learn_check,
+            learn=lambda known, record: known if record.command == names.ROLE_CHECK else None,
             is_lasting=False,
         ),
     ),

@@ -37,8 +37,6 @@ class KubectlFailed(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a model answers."""
-
     session: aiohttp.ClientSession
     url: str
     """Without `/v1`."""
@@ -77,9 +75,6 @@ class Kubectl:
         nodes_here = self._get("nodes", *node_names, "--ignore-not-found")
         return [*items(nodes_here, "items")] or ([nodes_here] if name_of(nodes_here) else [])
 
-    def log(self, namespace: str, pod: str, container: str, *options: str) -> str:
-        return self.read("logs", pod, "--namespace", namespace, "--container", container, *options)
-
     @contextlib.asynccontextmanager
     async def connected(self, model: Any) -> AsyncIterator[Address]:
         """A connection to the model's Service, through the API server.
@@ -88,7 +83,7 @@ class Kubectl:
         """
         namespace, name = text(model, "metadata", "namespace"), name_of(model)
         key = self._api_key(model, namespace)
-        service = names.service_name(name)
+        service = name
         if key is None:
             with tempfile.TemporaryDirectory(prefix="kubectl-neuron-") as folder:
                 socket = str(Path(folder) / "proxy")  # not a port: every user of this machine could act with it

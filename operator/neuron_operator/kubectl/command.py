@@ -29,12 +29,13 @@ MAX_LOG_BYTES = 2**20
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 for success, 1 for a fault; wrong usage exits with 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["plan"]:
-        return _plan(arguments[1:])
-    options = parsed(arguments)
-    kubectl = Kubectl(tuple(f"--{flag}={value}" for flag in _FLAGS for value in _values(options, flag)))
-    run: Callable[[Kubectl, argparse.Namespace], int] = options.run
     try:
+        if arguments[:1] == ["plan"]:
+            return _plan(arguments[1:])
+        options = parsed(arguments)
+        values = {flag: getattr(options, flag.replace("-", "_")) or () for flag in _FLAGS}
+        kubectl = Kubectl(tuple(f"--{flag}={value}" for flag, given in values.items() for value in given))
+        run: Callable[[Kubectl, argparse.Namespace], int] = options.run
         return run(kubectl, options)
     except (KubectlFailed, AnswerRefused, aiohttp.ClientError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
@@ -64,10 +65,6 @@ _FLAGS = {
     "as-group": "group to impersonate; may be repeated",
 }
 """Flags that kubectl gets as they are."""
-
-
-def _values(options: argparse.Namespace, flag: str) -> list[str]:
-    return list(getattr(options, flag.replace("-", "_")) or ())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,20 +105,15 @@ def _plan(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.name is None:
         return plan.printing(lambda: plan.run(options))
-    try:
-        flags = {flag: getattr(options, flag) for flag in ("namespace", "kubeconfig", "context")}
-        kubectl = Kubectl(tuple(f"--{flag}={value}" for flag, value in flags.items() if value))
-        model = kubectl.model(options.name)
-        selector = f"{names.MODEL_LABEL}={options.name}"
-        keepers = kubectl.matching("controllerrevisions", text(model, "metadata", "namespace"), selector)
-    except KubectlFailed as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    flags = {flag: getattr(options, flag) for flag in ("namespace", "kubeconfig", "context")}
+    kubectl = Kubectl(tuple(f"--{flag}={value}" for flag, value in flags.items() if value))
+    model = kubectl.model(options.name)
+    selector = f"{names.MODEL_LABEL}={options.name}"
+    keepers = kubectl.matching("controllerrevisions", text(model, "metadata", "namespace"), selector)
     revisions = filter(None, map(from_object, keepers))
     newest = max(revisions, key=lambda revision: revision.number, default=None)
     if newest is None:
-        print(f"{PROGRAM}: {options.name} is not planned yet: see {PROGRAM} why {options.name}", file=sys.stderr)
-        return EXIT_FAILED
+        raise KubectlFailed(f"{options.name} is not planned yet: see {PROGRAM} why {options.name}")
     return plan.printing(lambda: plan.run(options, (model, newest.pinned.facts)))
 
 
@@ -160,7 +152,8 @@ def _why(kubectl: Kubectl, options: argparse.Namespace) -> int:
         log = ""
         if culprit.container.ended is None:
             try:
-                log = _log(kubectl, observed, culprit, f"--tail={why.LOG_LINES}", f"--limit-bytes={MAX_LOG_BYTES}")
+                limits = (f"--tail={why.LOG_LINES}", f"--limit-bytes={MAX_LOG_BYTES}")
+                log = kubectl.read(*_log_command(observed, culprit), *culprit.log_options, *limits)
             except KubectlFailed as failed:
                 log = f"the log cannot be read: {failed}"
         error = why.last_error(culprit, log)
@@ -168,9 +161,9 @@ def _why(kubectl: Kubectl, options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _log(kubectl: Kubectl, observed: Observed, culprit: why.Culprit, *options: str) -> str:
-    namespace = observed.model.namespace
-    return kubectl.log(namespace, culprit.pod.name, culprit.container.name, *culprit.log_options, *options)
+def _log_command(observed: Observed, culprit: why.Culprit) -> tuple[str, ...]:
+    where = ("--namespace", observed.model.namespace, "--container", culprit.container.name)
+    return ("logs", culprit.pod.name, *where)
 
 
 def _logs(kubectl: Kubectl, options: argparse.Namespace) -> int:
@@ -179,10 +172,9 @@ def _logs(kubectl: Kubectl, options: argparse.Namespace) -> int:
     if culprit is None or not culprit.has_log:
         raise KubectlFailed(f"nothing of {options.name} has run yet: {PROGRAM} why {options.name} says why")
     print(f"{PROGRAM}: pod {culprit.pod.name}, container {culprit.container.name}", file=sys.stderr)
-    where = ("logs", culprit.pod.name, "--namespace", observed.model.namespace, "--container", culprit.container.name)
     follow = ("--follow",) if options.follow else culprit.log_options
     sys.stderr.flush()
-    command = kubectl.command(*where, *follow, f"--tail={options.tail}")
+    command = kubectl.command(*_log_command(observed, culprit), *follow, f"--tail={options.tail}")
     os.execv(command[0], command)  # noqa: S606 - the user's own kubectl takes over the terminal
 
 
@@ -227,7 +219,6 @@ async def _turn(
 
 
 def served_name(model: Any) -> str:
-    """The name by which clients ask for it."""
     served = dig(model, "spec", "model", "servedNames")
     return str(served[0]) if served else name_of(model)
 

@@ -121,7 +121,7 @@ def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: st
             "Last result" if is_success else "Last error",
             f"  pod {cause.pod.name}, container {cause.container.name}: {error}",
         ]
-    cure, command = next_step(model, observed, cause)
+    cure, command = next_step(observed, cause)
     lines += ["", "Next", *([f"  {cure}"] if cure else []), f"  $ {command}"]
     return "\n".join(lines)
 
@@ -179,7 +179,6 @@ def _nodes(observed: Observed, nodes: Sequence[Any] | str) -> list[str]:
 
 
 def nodes_of(observed: Observed) -> set[str]:
-    """Names of the nodes of its pods."""
     return {pod.node for pod in _all_pods(observed) if pod.node}
 
 
@@ -248,7 +247,7 @@ _COMMANDS: Mapping[Reason, str] = {
 """For reasons about which the pod's log says nothing, or less. `final` reasons without a row here need an edit."""
 
 
-def next_step(model: Any, observed: Observed, culprit: Culprit | None) -> tuple[str, str]:
+def next_step(observed: Observed, culprit: Culprit | None) -> tuple[str, str]:
     """The cure in words, and the command that helps most."""
     view = observed.model
     ready = view.conditions.get("Ready")

@@ -1,8 +1,7 @@
 """Serve a manifest on this machine, without a cluster.
 
 Called by `__main__` for `neuron-operator local`. Runs the same pure decision as the operator in a cluster against a
-`Machine`. Prints every change of a condition with the seconds since the start, the addresses once the model is ready,
-and optionally the streamed answer to one question.
+`Machine`, and prints what changes, the addresses, and optionally the answer to one question.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.reasons import CONDITIONS
 from neuron_operator.decide.course import decide
 from neuron_operator.local.answers import AnswerRefused, stream
-from neuron_operator.local.machine import Machine, timestamp
+from neuron_operator.local.machine import Machine
 from neuron_operator.local.pods import (
     LOOPBACK,
     CannotRunHere,
@@ -45,7 +44,7 @@ from neuron_operator.local.pods import (
     instance_type,
     too_few_devices,
 )
-from neuron_operator.read.objects import is_shared, items
+from neuron_operator.read.objects import is_shared, items, written
 from neuron_operator.read.objects import text as text_of
 from neuron_operator.read.world import (
     ClaimTemplate,
@@ -61,11 +60,6 @@ DEMO = Path(str(files("neuron_operator"))) / "data" / "neuronmodel-local.yaml"
 """Its model is in the same folder. In a checkout both are links into `examples`."""
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-
-STANDARD_INPUT = Path("-")
-
-_MIN_FREE_BYTES = 64 * 2**20
-"""For files and records of the pods; the runtime checks the space for weights."""
 
 _DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
@@ -104,28 +98,16 @@ def default_cache_dir() -> Path:
     return Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "neuron-serving"
 
 
-def run(options: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM (or `--exit`). Returns the exit code of the command."""
-    try:
-        body = read_manifest(options.file)
-        with _locked_root(options.cache_dir, body, fresh=options.fresh) as root:
-            return asyncio.run(_Session(body, root, options).run())
-    except CannotRunHere as error:
-        print(f"neuron-operator local: {error}", file=sys.stderr)
-        return EXIT_USAGE
-
-
 def read_manifest(path: Path) -> dict[str, Any]:
     """The NeuronModel of a YAML file (`-`: of standard input), with the metadata an API server would add. It may be in
     a List, as `kubectl get -o yaml` prints it.
 
-    Raises:
-        CannotRunHere: the file is missing, is not YAML, does not contain exactly one NeuronModel of this version, or
-            contains an invalid name or namespace.
+    Raises CannotRunHere if the file is missing, is not YAML, does not contain exactly one NeuronModel of this version,
+    or contains an invalid name or namespace.
     """
     try:
         # Like kubectl, which sends JSON to the API server.
-        text = sys.stdin.read() if path == STANDARD_INPUT else path.read_text()
+        text = sys.stdin.read() if path == Path("-") else path.read_text()
         documents = [msgspec.json.decode(msgspec.json.encode(d)) for d in yaml.safe_load_all(text) if d]
     except OSError as error:
         raise CannotRunHere(f"cannot read {path}: {error.strerror}") from error
@@ -147,7 +129,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if not isinstance(metadata[name], str) or not re.fullmatch(_DNS_LABEL, metadata[name]):
             raise CannotRunHere(f"{path}: metadata.{name} must be a DNS label of at most 63 characters")
     body = _with_absolute_files(body, path.resolve().parent)
-    body["metadata"] = {**metadata, "uid": str(uuid.uuid4()), "generation": 1, "creationTimestamp": timestamp()}
+    created = written(datetime.now(UTC))
+    body["metadata"] = {**metadata, "uid": str(uuid.uuid4()), "generation": 1, "creationTimestamp": created}
     return body
 
 
@@ -180,27 +163,14 @@ def _locked_root(cache_dir: Path, body: Mapping[str, Any], *, fresh: bool) -> It
             if fresh:
                 shutil.rmtree(root)
                 root.mkdir()
-            _require_space(root, _MIN_FREE_BYTES)
             yield root
     except OSError as error:
         raise CannotRunHere(f"cannot use {root}: {error.strerror}; choose another --cache-dir") from error
 
 
-def _require_space(folder: Path, min_free_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < min_free_bytes:
-        raise CannotRunHere(
-            f"the disk of {folder} is full ({free_bytes >> 20} MiB free, {min_free_bytes >> 20} MiB needed): "
-            "free some space, or choose another --cache-dir"
-        )
-
-
 def _check_devices(body: Mapping[str, Any], num_devices: int) -> None:
-    """What no size would change is said before the model is read. An invalid field is left to the conditions.
-
-    Raises:
-        CannotRunHere: the model is for Neuron devices, and there are none.
-    """
+    """What no size would change is said before the model is read: raises CannotRunHere if it is for Neuron devices, and
+    there are none. An invalid field is left to the conditions."""
     with contextlib.suppress(InvalidSpec):
         if manifest.parse(body).spec.accelerator.type == "Neuron" and not num_devices:
             raise too_few_devices("the model is for Neuron devices", num_devices)
@@ -253,7 +223,7 @@ class _Session:
             requeue = await self._pass(machine)
             if self.status != before:
                 continue  # in a cluster, too, a written status wakes the operator
-            ready = self._is_ready()
+            ready = self._condition_ready().get("status") == "True"
             trouble = None if ready else self._trouble(machine)
             self._show_conditions(trouble or "")
             if ready and not self.announced:
@@ -297,11 +267,11 @@ class _Session:
         # Once it was ready, what ends is started again; a group has no pods for a moment then.
         if self.wake.is_set() or self.announced or (working and not failed):
             return None
-        ready = next((c for c in self.status.get("conditions", []) if c["type"] == "Ready"), None)
+        ready = self._condition_ready()
         return f"{ready['reason']}: {ready['message']}" if ready else "nothing is running and the model is not ready"
 
-    def _is_ready(self) -> bool:
-        return any(c["type"] == "Ready" and c["status"] == "True" for c in self.status.get("conditions", ()))
+    def _condition_ready(self) -> Mapping[str, str]:
+        return next((c for c in self.status.get("conditions", ()) if c["type"] == "Ready"), {})
 
     def _show_conditions(self, trouble: str) -> None:
         """Print the conditions that changed, except what the line about `trouble` is about to say."""
@@ -383,7 +353,14 @@ async def _ask(session: aiohttp.ClientSession, port: int, model: str, question: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the subcommand."""
+    """Serve until SIGINT or SIGTERM (or `--exit`). Returns the exit code of the command."""
     parser = argparse.ArgumentParser(prog="neuron-operator local", description=__doc__.partition("\n")[0])
     add_arguments(parser)
-    return run(parser.parse_args(argv))
+    options = parser.parse_args(argv)
+    try:
+        body = read_manifest(options.file)
+        with _locked_root(options.cache_dir, body, fresh=options.fresh) as root:
+            return asyncio.run(_Session(body, root, options).run())
+    except CannotRunHere as error:
+        print(f"neuron-operator local: {error}", file=sys.stderr)
+        return EXIT_USAGE

@@ -8,49 +8,33 @@ kinds that need another controller. It knows no field of NeuronModel.
 from __future__ import annotations
 
 import asyncio
-import copy
 import secrets
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
 
-from neuron_operator.api.names import (
-    GROUP_PORT,
-    GROUP_PORT_VARIABLE,
-    GROUP_SECRET_KEY,
-    INSTANCE_TYPE_LABEL,
-    POD_INDEX_LABEL,
-    REPLICA_LABEL,
-)
+from neuron_operator.api import names
 from neuron_operator.local.pods import LOOPBACK, CannotRunHere, LocalHost, interpret
 from neuron_operator.local.process import PodProcess
-from neuron_operator.read.world import NodeDevices
+from neuron_operator.read.objects import is_owned, written
+from neuron_operator.read.world import NodeDevices, Object
 
-Json = Mapping[str, Any]
 Key = tuple[str, str]
 
 _PASSIVE_KINDS = frozenset(
-    {
-        *("ConfigMap", "ControllerRevision", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget"),
-        *("Service", "ServiceAccount"),
-    }
+    ("ControllerRevision", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget", "Service", "ServiceAccount")
 )
 _FIRST_BACKOFF_SECONDS = 1.0
 _MAX_BACKOFF_SECONDS = 60.0
-
-
-def timestamp() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass(frozen=True)
 class LocalPod:
     """A pod of this machine: its object, its process, and the number of restarts."""
 
-    body: dict[str, Any]
+    body: Object
     ports: Mapping[int, int]
     process: PodProcess
     num_restarts: int = 0
@@ -80,26 +64,26 @@ class Machine:
         self._kept_ports: dict[tuple[str, int], int] = {}
         self._changed = changed
         self._log = log
-        self._objects: dict[Key, dict[str, Any]] = {}
-        self._applied: dict[Key, dict[str, Any]] = {}
+        self._objects: dict[Key, Object] = {}
+        self._applied: dict[Key, Object] = {}
         self._pods: dict[str, LocalPod] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     # --- what the pass sees
 
     @property
-    def children(self) -> tuple[dict[str, Any], ...]:
-        return tuple(copy.deepcopy(self._with_status(body)) for body in self._objects.values())
+    def children(self) -> tuple[Object, ...]:
+        return tuple(map(self._with_status, self._objects.values()))
 
     @property
-    def pods(self) -> tuple[dict[str, Any], ...]:
-        return tuple({**copy.deepcopy(pod.body), "status": _pod_status(pod)} for pod in self._pods.values())
+    def pods(self) -> tuple[Object, ...]:
+        return tuple({**pod.body, "status": _pod_status(pod)} for pod in self._pods.values())
 
     @property
     def node(self) -> NodeDevices:
         """This machine, as a node with its Neuron devices."""
         num, kind = self._host.num_neuron_devices, self._host.instance_type
-        labels = {INSTANCE_TYPE_LABEL: kind} if kind else {}
+        labels = {names.INSTANCE_TYPE_LABEL: kind} if kind else {}
         return NodeDevices("localhost", devices=num, free_devices=num, cores=0, free_cores=0, labels=labels)
 
     @property
@@ -108,55 +92,51 @@ class Machine:
 
     # --- what the pass does
 
-    async def apply(self, desired: Json) -> None:
-        """Create or update an object that differs from the one applied last, and start its pods.
-
-        Raises:
-            CannotRunHere: this machine cannot run the kind or the pod.
-        """
-        kind, name = str(desired["kind"]), str(desired["metadata"]["name"])
-        live = self._objects.get((kind, name))
-        if self._applied.get((kind, name)) == desired:
+    async def apply(self, desired: Object) -> None:
+        """Create or update an object that differs from the one applied last, and start its pods. Raises CannotRunHere
+        if this machine cannot run the kind or the pod."""
+        kind, name = key = str(desired["kind"]), str(desired["metadata"]["name"])
+        if self._applied.get(key) == desired:
             return
-        self._applied[kind, name] = copy.deepcopy(dict(desired))
+        self._applied[key] = desired
         metadata = {
             "uid": str(uuid.uuid4()),
-            "creationTimestamp": timestamp(),
-            **(live["metadata"] if live else {}),
-            **copy.deepcopy(dict(desired["metadata"])),
+            "creationTimestamp": written(datetime.now(UTC)),
+            **(self._objects[key]["metadata"] if key in self._objects else {}),
+            **desired["metadata"],
         }
-        self._objects[kind, name] = {**copy.deepcopy(dict(desired)), "metadata": metadata}
+        obj = self._objects[key] = {**desired, "metadata": metadata}
         if kind == "ConfigMap":
             self._host = replace(self._host, config_maps={**self._host.config_maps, name: desired})
             self._changed()  # a pass may wait for it
         elif kind == "Job":
-            await self._run_once(self._objects[kind, name])
+            if f"{name}-0" not in self._pods:
+                await self._start(_pod_of(obj, f"{name}-0"), restart=False)
         elif kind == "Deployment":
-            await self._scale(self._objects[kind, name])
+            await self._scale(obj)
         elif kind == "StatefulSet":
-            await self._start_set(self._objects[kind, name])
+            await self._start_set(obj)
             self._changed()
         elif kind == "Secret":
-            content = {GROUP_SECRET_KEY: secrets.token_hex(32)}
+            content = {names.GROUP_SECRET_KEY: secrets.token_hex(32)}
             self._host = replace(self._host, secrets={**self._host.secrets, name: content})
             for owner in [one for (kind, _), one in self._objects.items() if kind == "StatefulSet"]:
                 await self._start_set(owner)
         elif kind not in _PASSIVE_KINDS:
             raise CannotRunHere(f"{kind} {name}: is not supported without a cluster")
 
-    def change(self, body: Json, patch: Json) -> None:
+    def change(self, body: Object, patch: Object) -> None:
         """Merge `patch` into an object. Nothing here depends on what a pass changes: owners, and when a Job expires."""
         key = (str(body["kind"]), str(body["metadata"]["name"]))
         if live := self._objects.get(key):
             parts = {part: {**live.get(part, {}), **changed} for part, changed in patch.items()}
             self._objects[key] = {**live, **parts}
 
-    async def delete(self, body: Json) -> None:
+    async def delete(self, body: Object) -> None:
         """Remove an object with what it owns, and end their pods."""
-        keys, uid = [(str(body["kind"]), str(body["metadata"]["name"]))], body["metadata"].get("uid")
-        for key, obj in self._objects.items():
-            if uid and uid in (owner["uid"] for owner in obj["metadata"].get("ownerReferences", ())):
-                keys.append(key)
+        uid = body["metadata"].get("uid", "")
+        owned = [key for key, obj in self._objects.items() if uid and is_owned(obj, uid)]
+        keys = [(str(body["kind"]), str(body["metadata"]["name"])), *owned]
         for key in keys:
             self._objects.pop(key, None)
             self._applied.pop(key, None)
@@ -174,15 +154,10 @@ class Machine:
 
     # --- controllers
 
-    async def _run_once(self, job: dict[str, Any]) -> None:
-        name = f"{job['metadata']['name']}-0"
-        if name not in self._pods:
-            await self._start(_pod_of(job, name), restart=False)
-
-    async def _scale(self, deployment: dict[str, Any]) -> None:
+    async def _scale(self, deployment: Object) -> None:
         name = deployment["metadata"]["name"]
-        names = {f"{name}-{i}" for i in range(int(deployment["spec"].get("replicas", 1)))}
-        bodies = {pod: _pod_of(deployment, pod) for pod in sorted(names)}
+        pods = (f"{name}-{number}" for number in range(int(deployment["spec"].get("replicas", 1))))
+        bodies = {pod: _pod_of(deployment, pod) for pod in sorted(pods)}
         await self._end(
             p.name
             for p in self._pods.values()
@@ -192,7 +167,7 @@ class Machine:
             if pod not in self._pods:
                 await self._start(body, restart=True)
 
-    async def _start_set(self, owner: dict[str, Any]) -> None:
+    async def _start_set(self, owner: Object) -> None:
         """Starts the pods of a StatefulSet, which are never restarted: a group ends as a whole. Like a kubelet, it
         waits for the Secret that they mount."""
         spec, name = owner["spec"], owner["metadata"]["name"]
@@ -203,21 +178,19 @@ class Machine:
         first = int(spec.get("ordinals", {}).get("start", 0))
         for number in range(first, first + int(spec["replicas"])):
             body = _pod_of(owner, f"{name}-{number}")
-            body["metadata"]["labels"] = {**body["metadata"].get("labels", {}), POD_INDEX_LABEL: str(number)}
-            body["spec"] |= {"nodeName": "localhost", "subdomain": spec["serviceName"]}
+            body["metadata"]["labels"] = {**body["metadata"].get("labels", {}), names.POD_INDEX_LABEL: str(number)}
+            body["spec"] = {**body["spec"], "nodeName": "localhost", "subdomain": spec["serviceName"]}
             if body["metadata"]["name"] not in self._pods:
                 await self._start(body, restart=False)
 
-    async def _start(self, body: dict[str, Any], *, restart: bool) -> None:
-        replica = body["metadata"].get("labels", {}).get(REPLICA_LABEL, "")
-        ports = {}
-        for container in body["spec"]["containers"]:
-            for port in container.get("ports", []):
-                ports[int(port["containerPort"])] = self._port_of(replica, int(port["containerPort"]))
+    async def _start(self, body: Object, *, restart: bool) -> None:
+        replica = body["metadata"].get("labels", {}).get(names.REPLICA_LABEL, "")
+        inside = [int(port["containerPort"]) for one in body["spec"]["containers"] for port in one.get("ports", [])]
+        ports = {number: self._port_of(replica, number) for number in inside}
         plan = interpret(body, self._host, ports)
         if replica:
-            group_ports = [self._port_of(replica, GROUP_PORT + number) for number in range(2)]
-            plan = replace(plan, env={**plan.env, GROUP_PORT_VARIABLE: str(group_ports[0])})
+            group_ports = [self._port_of(replica, names.GROUP_PORT + number) for number in range(2)]
+            plan = replace(plan, env={**plan.env, names.GROUP_PORT_VARIABLE: str(group_ports[0])})
         pod = LocalPod(body, ports, PodProcess(plan, self._log))
         await pod.process.start()
         self._pods[pod.name] = pod
@@ -238,7 +211,7 @@ class Machine:
             self._pods[pod.name] = pod
             self._changed()
 
-    async def _end(self, names: Iterable[str]) -> None:
+    async def _end(self, pods: Iterable[str]) -> None:
         async def end(name: str) -> None:
             await self._pods[name].process.stop()
             task = self._tasks.pop(name)
@@ -246,7 +219,7 @@ class Machine:
             await asyncio.wait([task])
             self._pods.pop(name)
 
-        await asyncio.gather(*(end(name) for name in tuple(names)))
+        await asyncio.gather(*(end(name) for name in tuple(pods)))
 
     def _port_of(self, replica: str, inside: int) -> int:
         """For a port of a pod. Groups of the same replica, which follow each other, have the same ones."""
@@ -269,7 +242,7 @@ class Machine:
 
     # --- status, as a cluster's controllers write it
 
-    def _with_status(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _with_status(self, body: Object) -> Object:
         if body["kind"] != "Job":
             return body
         pods = [p.process.terminated for p in self._pods.values() if _owner(p.body) == body["metadata"]["name"]]
@@ -279,31 +252,31 @@ class Machine:
         return {**body, "status": {"conditions": conditions}}
 
 
-def _owner(pod: Json) -> str:
+def _owner(pod: Object) -> str:
     return str(pod["metadata"]["ownerReferences"][0]["name"])
 
 
-def _pod_of(workload: dict[str, Any], name: str) -> dict[str, Any]:
+def _pod_of(workload: Object, name: str) -> Object:
     template = workload["spec"]["template"]
     owner = {"kind": workload["kind"], "name": workload["metadata"]["name"], "uid": workload["metadata"]["uid"]}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            **copy.deepcopy(template.get("metadata", {})),
+            **template.get("metadata", {}),
             "name": name,
             "namespace": workload["metadata"].get("namespace", "default"),
             "uid": str(uuid.uuid4()),
-            "creationTimestamp": timestamp(),
+            "creationTimestamp": written(datetime.now(UTC)),
             "ownerReferences": [{**owner, "controller": True}],
         },
-        "spec": copy.deepcopy(template["spec"]),
+        "spec": template["spec"],
     }
 
 
-def _pod_status(pod: LocalPod) -> dict[str, Any]:
+def _pod_status(pod: LocalPod) -> Object:
     process, container = pod.process, pod.body["spec"]["containers"][0]
-    state: dict[str, Any]
+    state: Object
     if process.terminated is None:
         phase, state = "Running", {"running": {"startedAt": pod.body["metadata"]["creationTimestamp"]}}
     else:

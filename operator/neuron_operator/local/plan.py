@@ -260,7 +260,6 @@ def _aligned(rows: dict[str, str]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the subcommand."""
     parser = argparse.ArgumentParser(prog="neuron-operator plan", description=DESCRIPTION)
     add_arguments(parser)
     return printing(lambda: run(parser.parse_args(argv)))

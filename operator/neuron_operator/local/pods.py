@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,20 +23,16 @@ LOOPBACK = "127.0.0.1"
 
 # Fields that matter only in a cluster: isolation, scheduling, accounts. A field that is neither here nor handled below
 # is refused, so that a pod never runs with only part of its configuration.
-_CLUSTER_ONLY_POD_FIELDS = frozenset(
-    {
-        "affinity", "automountServiceAccountToken", "enableServiceLinks", "imagePullSecrets", "nodeSelector",
-        "priorityClassName", "runtimeClassName", "schedulerName", "securityContext", "serviceAccountName",
-        "tolerations", "topologySpreadConstraints", "hostname", "nodeName",
-    }
+_CLUSTER_ONLY_POD_FIELDS = (
+    "affinity", "automountServiceAccountToken", "enableServiceLinks", "imagePullSecrets", "nodeSelector",
+    "priorityClassName", "runtimeClassName", "schedulerName", "securityContext", "serviceAccountName",
+    "tolerations", "topologySpreadConstraints", "hostname", "nodeName",
 )  # fmt: skip
-_POD_FIELDS = frozenset({"containers", "volumes", "restartPolicy", "terminationGracePeriodSeconds", "subdomain"})
-_CLUSTER_ONLY_CONTAINER_FIELDS = frozenset({"image", "imagePullPolicy", "securityContext", "terminationMessagePolicy"})
-_CONTAINER_FIELDS = frozenset(
-    {
-        "name", "command", "args", "env", "ports", "resources", "volumeMounts", "startupProbe", "readinessProbe",
-        "livenessProbe", "terminationMessagePath",
-    }
+_POD_FIELDS = ("containers", "volumes", "restartPolicy", "terminationGracePeriodSeconds", "subdomain")
+_CLUSTER_ONLY_CONTAINER_FIELDS = ("image", "imagePullPolicy", "securityContext", "terminationMessagePolicy")
+_CONTAINER_FIELDS = (
+    "name", "command", "args", "env", "ports", "resources", "volumeMounts", "startupProbe", "readinessProbe",
+    "livenessProbe", "terminationMessagePath",
 )  # fmt: skip
 _VOLUME_SOURCES = ("configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "secret")
 _HOST_RESOURCES = frozenset({"cpu", "memory", "ephemeral-storage"})
@@ -48,14 +44,13 @@ class CannotRunHere(Exception):
 
 @dataclass(frozen=True)
 class Probe:
-    """An HTTP probe, with Kubernetes' defaults."""
+    """An HTTP probe."""
 
     path: str
     port: int
-    period_seconds: float = 10.0
-    timeout_seconds: float = 1.0
-    failure_threshold: int = 3
-    initial_delay_seconds: float = 0.0
+    period_seconds: float
+    timeout_seconds: float
+    failure_threshold: int
 
 
 @dataclass(frozen=True)
@@ -101,17 +96,14 @@ class LocalHost:
 
 
 def interpret(pod: Json, host: LocalHost, ports: Mapping[int, int]) -> ContainerPlan:
-    """The plan of a pod with one container; `ports` maps its container ports to ports of this machine.
-
-    Raises:
-        CannotRunHere: the pod has an unsupported field; names the field and the cure.
-    """
+    """The plan of a pod with one container; `ports` maps its container ports to ports of this machine. Raises
+    CannotRunHere, with the field and the cure, if the pod has an unsupported one."""
     name, spec = str(pod["metadata"]["name"]), pod["spec"]
-    _refuse_unknown(spec, _POD_FIELDS | _CLUSTER_ONLY_POD_FIELDS, "spec")
+    _refuse_unknown(spec, (*_POD_FIELDS, *_CLUSTER_ONLY_POD_FIELDS), "spec")
     if len(spec["containers"]) != 1:
         raise CannotRunHere(f"spec.containers: {len(spec['containers'])} containers; `local` runs one per pod")
     container = spec["containers"][0]
-    _refuse_unknown(container, _CONTAINER_FIELDS | _CLUSTER_ONLY_CONTAINER_FIELDS, "spec.containers[0]")
+    _refuse_unknown(container, (*_CONTAINER_FIELDS, *_CLUSTER_ONLY_CONTAINER_FIELDS), "spec.containers[0]")
     _check_devices(container, host.num_neuron_devices)
 
     volumes = {v["name"]: v for v in spec.get("volumes", [])}
@@ -163,8 +155,8 @@ def interpret(pod: Json, host: LocalHost, ports: Mapping[int, int]) -> Container
     )
 
 
-def _refuse_unknown(value: Json, known: frozenset[str] | set[str], where: str) -> None:
-    if unknown := sorted(set(value) - known):
+def _refuse_unknown(value: Json, known: Iterable[str], where: str) -> None:
+    if unknown := sorted(set(value).difference(known)):
         raise CannotRunHere(f"{where}.{unknown[0]}: is not supported without a cluster; remove it for `local`")
 
 
@@ -289,11 +281,7 @@ def _program(program: str, env: Mapping[str, str]) -> str:
 def _probe(probe: Json | None, where: str, named: Mapping[str, int], ports: Mapping[int, int]) -> Probe | None:
     if probe is None:
         return None
-    _refuse_unknown(
-        probe,
-        {"httpGet", "periodSeconds", "timeoutSeconds", "failureThreshold", "initialDelaySeconds", "successThreshold"},
-        where,
-    )
+    _refuse_unknown(probe, ("httpGet", "periodSeconds", "timeoutSeconds", "failureThreshold"), where)
     get = probe.get("httpGet")
     if get is None:
         raise CannotRunHere(f"{where}: only httpGet probes are supported without a cluster")
@@ -306,7 +294,6 @@ def _probe(probe: Json | None, where: str, named: Mapping[str, int], ports: Mapp
         period_seconds=float(probe.get("periodSeconds", 10)),
         timeout_seconds=float(probe.get("timeoutSeconds", 1)),
         failure_threshold=int(probe.get("failureThreshold", 3)),
-        initial_delay_seconds=float(probe.get("initialDelaySeconds", 0)),
     )
 
 
@@ -324,5 +311,4 @@ def instance_type(sys: Path) -> str:
 
 
 def count_neuron_devices(names: Sequence[str]) -> int:
-    """Number of Neuron devices among the names of /dev."""
     return sum(name.removeprefix("neuron").isdigit() for name in names if name.startswith("neuron"))

@@ -50,15 +50,10 @@ class PodProcess:
         try:
             for folder in self.plan.folders:
                 folder.mkdir(parents=True, exist_ok=True)
-            for path, text in self.plan.files.items():
+            for path, text in {**self.plan.files, **self.plan.secrets, self.plan.termination_message: ""}.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch(mode=0o600 if path in self.plan.secrets else 0o666)
                 path.write_text(text)
-            for path, text in self.plan.secrets.items():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch(mode=0o600)
-                path.write_text(text)
-            self.plan.termination_message.parent.mkdir(parents=True, exist_ok=True)
-            self.plan.termination_message.write_bytes(b"")
         except OSError as error:
             raise CannotRunHere(f"cannot write {error.filename}: {error.strerror}; see --cache-dir") from error
         self._process = await asyncio.create_subprocess_exec(
@@ -127,7 +122,6 @@ class PodProcess:
             await asyncio.gather(*watches)
 
     async def _until_started(self, session: aiohttp.ClientSession, probe: Probe) -> bool:
-        await asyncio.sleep(probe.initial_delay_seconds)
         for _ in range(probe.failure_threshold):
             if await _answers(session, probe):
                 return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from neuron_operator.api import names
@@ -111,6 +111,11 @@ def instant(value: Any) -> datetime | None:
     except (TypeError, ValueError):
         return None
     return moment if moment.tzinfo else None
+
+
+def written(moment: datetime) -> str:
+    """The timestamp as Kubernetes writes it."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def rendered_hash(job: Mapping[str, Any]) -> str:

@@ -88,7 +88,6 @@ def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, n
     name = names.shared_name("prune", template(Settings(runtime_image=""), {}))
     # Not all namespaces at the same time: they may share a file system.
     minute = int(names.digest([model.namespace, name]), 16) % (24 * 60)
-    made = shared(model, "batch/v1", "CronJob", name, component=names.ROLE_CLEAN)
     spec = {
         "schedule": f"{minute % 60} {minute // 60} * * *",
         "concurrencyPolicy": "Forbid",
@@ -96,4 +95,4 @@ def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, n
         "failedJobsHistoryLimit": 1,
         "jobTemplate": {"spec": {"backoffLimit": 1, "activeDeadlineSeconds": DEADLINE_SECONDS, "template": rendered}},
     }
-    return {**made, "spec": spec}
+    return shared(model, "batch/v1", "CronJob", name, component=names.ROLE_CLEAN, spec=spec)

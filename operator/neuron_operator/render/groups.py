@@ -69,11 +69,11 @@ def group_owner(
     )
     template["spec"] = without_empty(spec)
     if settings.controller == names.LEADER_WORKER_SET:
-        made = child(model, names.LEADER_WORKER_SET_API, names.LEADER_WORKER_SET, name, component="server", labels=own)
-        return {**made, "spec": _leader_worker_spec(template, size)}
-    made = child(model, "apps/v1", "StatefulSet", name, component="server", labels=own)
+        kind, made = names.LEADER_WORKER_SET, _leader_worker_spec(template, size)
+        return child(model, names.LEADER_WORKER_SET_API, kind, name, labels=own, spec=made)
     selector = {names.GROUP_LABEL: name, names.ROLE_LABEL: names.ROLE_LEADER}
-    return {**made, "spec": _set(template, selector, service=name, replicas=1)}
+    spec = _set(template, selector, service=name, replicas=1)
+    return child(model, "apps/v1", "StatefulSet", name, labels=own, spec=spec)
 
 
 _INDEX_LABELS = {"StatefulSet": names.POD_INDEX_LABEL, names.LEADER_WORKER_SET: names.WORKER_INDEX_LABEL}
@@ -114,9 +114,9 @@ def rest_of(model: NeuronModel, leader: Object) -> tuple[Object, ...]:
     policy = {**members, "policyTypes": ["Ingress"], "ingress": [{"from": [members], "ports": [{"protocol": "TCP"}]}]}
 
     def part(api_version: str, kind: str, called: str, **content: Any) -> Object:
-        made = child(model, api_version, kind, called, component="server", labels=own)
+        made = child(model, api_version, kind, called, labels=own, **content)
         made["metadata"]["ownerReferences"] = [_owner(leader)]
-        return {**made, **content}
+        return made
 
     secret = part("v1", "Secret", name, immutable=True, type="Opaque")
     closed = part("networking.k8s.io/v1", "NetworkPolicy", name, spec=policy)

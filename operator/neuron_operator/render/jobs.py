@@ -14,14 +14,14 @@ from typing import Any
 from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.read.objects import MAX_OWNERS, items, owners_of, text
+from neuron_operator.read.objects import MAX_OWNERS, items, name_of, owners_of, text
 from neuron_operator.read.records import Facts, Record
 from neuron_operator.read.remembered import remembered
 from neuron_operator.read.revision import Compiling, Pinned, Revision
 from neuron_operator.read.world import Object, Place, Settings
 from neuron_operator.render import storage
 from neuron_operator.render.config_document import compiled_part, to_json
-from neuron_operator.render.objects import shared
+from neuron_operator.render.objects import Mount, shared
 from neuron_operator.render.pods import (
     NOT_NEURON,
     NOT_NEURON_IF_POSSIBLE,
@@ -33,7 +33,6 @@ from neuron_operator.render.pods import (
 )
 from neuron_operator.render.resources import CHECK_REQUESTS, JOB_REQUESTS, Requests, compile_requests, fetch_requests
 from neuron_operator.render.storage import Access, fetching, source
-from neuron_operator.render.volumes import Mount
 
 KEPT_SECONDS = 600
 """A Job whose record is copied is deleted after this time, so that its log can be read."""
@@ -223,9 +222,16 @@ def shared_job(
     # What a manifest says in the words of the default still wins over the installation.
     own_resources = as_json(model.spec.jobs.resources)
     name = names.shared_name(kind.prefix, [template(Settings(runtime_image=image), {}), own_resources])
-    job = shared(model, "batch/v1", "Job", name, component=kind.role, labels={names.ROLE_LABEL: kind.role})
-    annotations = {names.RENDERED_ANNOTATION: names.digest(rendered)}
-    return {**job, "metadata": {**job["metadata"], "annotations": annotations}, "spec": rendered}
+    return shared(
+        model,
+        "batch/v1",
+        "Job",
+        name,
+        component=kind.role,
+        labels={names.ROLE_LABEL: kind.role},
+        annotations={names.RENDERED_ANNOTATION: names.digest(rendered)},
+        spec=rendered,
+    )
 
 
 def with_owners(desired: Object, live: Object) -> Object:
@@ -238,6 +244,14 @@ def with_owners(desired: Object, live: Object) -> Object:
 def keeper(model: NeuronModel, job: Object, record: Record) -> Object:
     """The ConfigMap that keeps a Job's record: the Job and its pods are deleted some time after they ended."""
     role = job["metadata"]["labels"][names.ROLE_LABEL]
-    made = shared(model, "v1", "ConfigMap", job["metadata"]["name"], component=role, labels={names.ROLE_LABEL: role})
     text = json.dumps(as_json(record), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    return {**made, "immutable": True, "data": {names.RECORD_KEY: text}}
+    return shared(
+        model,
+        "v1",
+        "ConfigMap",
+        name_of(job),
+        component=role,
+        labels={names.ROLE_LABEL: role},
+        immutable=True,
+        data={names.RECORD_KEY: text},
+    )

@@ -16,10 +16,9 @@ from neuron_operator.place.sizes import size_rule
 from neuron_operator.place.target import Target
 from neuron_operator.read.placement import TOLERATES_NEURON, Placement
 from neuron_operator.read.world import DeviceMode, Object, Place, Settings
-from neuron_operator.render.objects import without_empty
+from neuron_operator.render.objects import Mount, without_empty
 from neuron_operator.render.resources import Requests, overlaid
 from neuron_operator.render.storage import Access, loading, loading_artifact
-from neuron_operator.render.volumes import Mount
 
 START_PERIOD_SECONDS = 2
 START_SECONDS = 3600
@@ -84,7 +83,7 @@ def serving_pod_template(
     rollout = model.spec.rollout
     api_key = model.spec.serving.api_key_secret_ref
     own_labels = {
-        **names.labels(model.name, "server"),
+        **names.labels(model.name),
         names.ROLE_LABEL: names.ROLE_LEADER,
         names.REVISION_LABEL: revision,
     }

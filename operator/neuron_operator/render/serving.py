@@ -1,6 +1,6 @@
-"""Service, ServiceAccount, PodDisruptionBudget, NetworkPolicy and ConfigMaps of a model.
+"""Service, ServiceAccount, PodDisruptionBudget, NetworkPolicy, ConfigMaps and Deployment of a model.
 
-Called by `decide`. All but the ConfigMaps exist before the first replica and outlive every revision.
+Called by `decide`. All but the last two exist before the first replica and outlive every revision.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from typing import Any
 from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.read.disruption import MAX_UNAVAILABLE
+from neuron_operator.read.disruption import MAX_UNAVAILABLE, Pace
 from neuron_operator.read.remembered import remembered
+from neuron_operator.read.revision import Revision, beside_template, shared_annotation
 from neuron_operator.read.world import Object, Settings
 from neuron_operator.render.config_document import to_json
 from neuron_operator.render.objects import child, without_empty
 
+KEPT_REPLICA_SETS = 2
+
 
 @remembered
 def service(model: NeuronModel) -> Object:
-    """The model's address: all ready leaders, whatever their revision."""
+    """The model's address, which has its name: all ready leaders, whatever their revision."""
     port = {
         "name": names.PORT_NAME,
         "port": names.PORT,
@@ -28,26 +31,20 @@ def service(model: NeuronModel) -> Object:
         "appProtocol": "http",
     }
     overlay = model.spec.service_template
-    made = child(model, "v1", "Service", names.service_name(model.name), component="server")
-    return {
-        **made,
-        "metadata": {**made["metadata"], **without_empty({"annotations": overlay.metadata.annotations})},
-        "spec": {
-            "type": overlay.spec.type,
-            **as_json(overlay.spec),
-            "selector": names.serving_selector(model.name),
-            "ports": [port],
-        },
+    spec = {
+        "type": overlay.spec.type,
+        **as_json(overlay.spec),
+        "selector": names.serving_selector(model.name),
+        "ports": [port],
     }
+    return child(model, "v1", "Service", model.name, annotations=overlay.metadata.annotations, spec=spec)
 
 
 @remembered
 def service_account(model: NeuronModel) -> Object:
     """An identity without rights and without a token."""
-    return {
-        **child(model, "v1", "ServiceAccount", names.service_account_name(model.name), component="server"),
-        "automountServiceAccountToken": False,
-    }
+    name = names.service_account_name(model.name)
+    return child(model, "v1", "ServiceAccount", name, automountServiceAccountToken=False)
 
 
 def disruption_budget(model: NeuronModel, nodes: int = 1) -> Object:
@@ -56,17 +53,15 @@ def disruption_budget(model: NeuronModel, nodes: int = 1) -> Object:
     nodes: of a replica. Of a group every pod counts. A group that leaves takes its pods with it, so what remains is
     promised as a number: a share of those that exist would allow the next group to be evicted.
     """
-    of_pods: Object = {
+    spec: Object = {
         "maxUnavailable": MAX_UNAVAILABLE,
         "selector": {"matchLabels": names.serving_selector(model.name)},
     }
     if nodes > 1:
         least = max(0, model.spec.replicas * nodes - 1)
-        of_pods = {"minAvailable": least, "selector": names.members_selector(model.name)}
-    return {
-        **child(model, "policy/v1", "PodDisruptionBudget", names.service_name(model.name), component="server"),
-        "spec": {**of_pods, "unhealthyPodEvictionPolicy": "AlwaysAllow"},
-    }
+        spec = {"minAvailable": least, "selector": names.members_selector(model.name)}
+    spec["unhealthyPodEvictionPolicy"] = "AlwaysAllow"
+    return child(model, "policy/v1", "PodDisruptionBudget", model.name, spec=spec)
 
 
 @remembered
@@ -75,14 +70,12 @@ def network_policy(model: NeuronModel, settings: Settings) -> Object:
     rule = without_empty(
         {"ports": [{"port": names.PORT_NAME, "protocol": "TCP"}], "from": list(settings.network_policy_ingress_from)}
     )
-    return {
-        **child(model, "networking.k8s.io/v1", "NetworkPolicy", names.service_name(model.name), component="server"),
-        "spec": {
-            "podSelector": {"matchLabels": names.serving_selector(model.name)},
-            "policyTypes": ["Ingress"],
-            "ingress": [rule],
-        },
+    spec = {
+        "podSelector": {"matchLabels": names.serving_selector(model.name)},
+        "policyTypes": ["Ingress"],
+        "ingress": [rule],
     }
+    return child(model, "networking.k8s.io/v1", "NetworkPolicy", model.name, spec=spec)
 
 
 def config_name(model_name: str, document: dict[str, Any]) -> str:
@@ -91,8 +84,31 @@ def config_name(model_name: str, document: dict[str, Any]) -> str:
 
 def config_map(model: NeuronModel, document: dict[str, Any]) -> Object:
     """Immutable and named by its content, so that a restarted container has the same configuration."""
-    return {
-        **child(model, "v1", "ConfigMap", config_name(model.name, document), component="server"),
-        "immutable": True,
-        "data": {names.CONFIG_KEY: to_json(document)},
-    }
+    name, data = config_name(model.name, document), {names.CONFIG_KEY: to_json(document)}
+    return child(model, "v1", "ConfigMap", name, immutable=True, data=data)
+
+
+def deployment(model: NeuronModel, revision: Revision, num_replicas: int, pace: Pace, tried: str = "") -> Object:
+    """`num_replicas` copies of a revision whose replicas are one pod. `tried`: see `nudge`."""
+    return child(
+        model,
+        "apps/v1",
+        "Deployment",
+        model.name,
+        annotations={
+            names.PINNED_ANNOTATION: beside_template(revision),
+            **shared_annotation(revision),
+            **({names.TRIED_ANNOTATION: tried} if tried else {}),
+        },
+        spec={
+            "replicas": num_replicas,
+            "revisionHistoryLimit": KEPT_REPLICA_SETS,
+            "progressDeadlineSeconds": model.spec.rollout.progress_deadline_seconds,
+            "selector": {"matchLabels": names.serving_selector(model.name)},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": pace.max_surge, "maxUnavailable": pace.max_unavailable},
+            },
+            "template": revision.template,
+        },
+    )

@@ -17,8 +17,7 @@ from neuron_operator.api.field_types import ParsedUri
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.read.world import ClaimFolder, Object, Place, Settings
-from neuron_operator.render.objects import without_empty
-from neuron_operator.render.volumes import Mount
+from neuron_operator.render.objects import Mount, without_empty
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,6 @@ without end."""
 _FINAL = {401: Forbidden, 403: Forbidden, 404: NotFound}
 """Faults that no time cures, by the status of the API server's answer."""
 
-Deliver = Callable[[str | None, Object], None]
-"""Takes one event of a NeuronModel: its type, which is None for a listed model, and the model."""
-
 
 class Poster:
     """Posts Events about NeuronModels. Kopf sends them in the background and tries for a minute."""
@@ -79,7 +76,7 @@ async def run_kopf(
     work: Callable[[], Coroutine[Any, Any, None]],
     configuration: Configuration,
     *,
-    deliver: Deliver,
+    deliver: Callable[[str | None, Object], None],
     poster: Poster,
     namespaces: Collection[str],
     identity: str,

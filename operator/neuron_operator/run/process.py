@@ -15,7 +15,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
@@ -30,7 +30,7 @@ from neuron_operator.cluster.client import (
     CHILDREN,
     LEADER_WORKER_SETS,
     NEURON_MODELS,
-    Cluster,
+    Client,
     Forbidden,
     NotFound,
     Resource,
@@ -38,15 +38,15 @@ from neuron_operator.cluster.client import (
     connect,
 )
 from neuron_operator.cluster.lease import LeaderLease
-from neuron_operator.cluster.reflector import Caches, Key, Version
+from neuron_operator.cluster.reflector import Caches, Key, Version, key_of_model
 from neuron_operator.cluster.workqueue import WorkQueue
 from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import dig
-from neuron_operator.read.world import UPGRADES, Object, Upgrade
+from neuron_operator.read.world import UPGRADES, Announcement, Object, Upgrade
 from neuron_operator.run import settings as settings_module
 from neuron_operator.run.handlers import Poster, run_kopf
 from neuron_operator.run.metrics import Metrics
-from neuron_operator.run.reconcile import Decide, Post, Reconciler, run_workers
+from neuron_operator.run.reconcile import Decide, Reconciler, run_workers
 from neuron_operator.run.settings import InvalidSetting, RunSettings
 from neuron_operator.run.upgrades import Turns
 
@@ -61,50 +61,48 @@ GRANT_SECONDS = 10.0
 """A busy API server may learn of a new role some seconds after the operator starts."""
 
 
-Connect = Callable[[], AbstractAsyncContextManager[Cluster]]
+Connect = Callable[[], AbstractAsyncContextManager[Client]]
 
 
+@dataclass(eq=False)
 class Operator:
     """One replica without its process: caches, Lease, queue and workers."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        settings: RunSettings,
-        metrics: Metrics,
-        *,
-        post: Post,
-        connect_lease: Connect | None = None,
-        decide: Decide = decide,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
-        """`connect_lease` opens a connection for the Lease, which is then kept on a thread of its own; None: on this
-        event loop, through `cluster`."""
-        self._settings = settings
-        self._metrics = metrics
+    client: Client
+    settings: RunSettings
+    metrics: Metrics
+    _: KW_ONLY
+    post: Callable[[Object, Announcement], None]
+    connect_lease: Connect | None = None
+    """Opens a connection for the Lease, which is then kept on a thread of its own; None: on this event loop, through
+    `client`."""
+    decide: Decide = decide
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
+
+    def __post_init__(self) -> None:
+        settings, metrics = self.settings, self.metrics
         self._queue: WorkQueue[Key] | None = None
         """The queue of this term; None while another replica leads."""
         self.caches = Caches(
-            cluster,
+            self.client,
             settings.watch_namespaces or (None,),
             wake=self.wake,
             children=(*CHILDREN, *((LEADER_WORKER_SETS,) if _makes_sets(settings) else ())),
             count_start=metrics.observe_watch_start,
         )
-        self._connect_lease = connect_lease
-        self._lease = self._lease_of(cluster)
+        self._lease = self._lease_of(self.client)
         self.turns = Turns(self.wake)
         self._reconciler = Reconciler(
-            cluster,
+            self.client,
             self.caches,
             settings.models,
-            decide,
-            post=post,
-            now=now,
+            self.decide,
+            post=self.post,
+            now=self.now,
             check_term=self._check_term,
             turns=self.turns,
         )
-        metrics.leader.set(0)
+        metrics.leader.set_function(lambda: self.is_leading)
         metrics.queue_depth.set_function(lambda: len(self._queue or ()))
         metrics.report_models(lambda: self.caches.models() if self.is_leading else ())
         for upgrade in UPGRADES:
@@ -127,10 +125,10 @@ class Operator:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.caches.run(), name="caches")
             await self.caches.wait_synced()
-            if self._connect_lease is None:
+            if self.connect_lease is None:
                 await self._lease.run(self._work)
             else:
-                await run_apart(partial(self._lead_apart, self._connect_lease, asyncio.get_running_loop()))
+                await run_apart(partial(self._lead_apart, self.connect_lease, asyncio.get_running_loop()))
 
     async def _lead_apart(self, connect_lease: Connect, loop: asyncio.AbstractEventLoop) -> None:
         """On the thread of the Lease; the work is done on `loop`."""
@@ -141,29 +139,27 @@ class Operator:
     def _check_term(self) -> None:
         self._lease.check_term()
 
-    def _lease_of(self, cluster: Cluster) -> LeaderLease:
-        settings = self._settings
+    def _lease_of(self, cluster: Client) -> LeaderLease:
+        settings = self.settings
         return LeaderLease(
             cluster,
             settings.namespace,
             settings.lease_name,
             f"{settings.identity}_{uuid.uuid4().hex[:8]}",
             timings=settings.lease,
-            on_change=lambda leads: self._metrics.leader.set(int(leads)),
         )
 
     async def _work(self) -> None:
         # Half of the workers: those of the others find a free one at once, however long the passes of one take.
-        most = max(1, self._settings.num_workers // 2)
+        most = max(1, self.settings.num_workers // 2)
         queue = self._queue = WorkQueue[Key](party_of=lambda key: key[0], max_running=most)
         try:
             # The edits that nobody has acted on come first.
-            models = sorted(self.caches.models(), key=_is_observed)
-            keys = [(model["metadata"]["namespace"], model["metadata"]["name"]) for model in models]
+            keys = [key_of_model(model) for model in sorted(self.caches.models(), key=_is_observed)]
             self.turns.begin(keys)
             for key in keys:
                 queue.add(key)
-            await run_workers(queue, self._reconciler, self._metrics, self._settings.num_workers)
+            await run_workers(queue, self._reconciler, self.metrics, self.settings.num_workers)
         finally:
             self._queue = None
 
@@ -184,7 +180,7 @@ _INSTALL = {
 """What the operator cannot run without, if it is used, and the cure."""
 
 
-async def check_installed(cluster: Cluster, namespaces: Sequence[str], *, makes_sets: bool = False) -> tuple[str, ...]:
+async def check_installed(cluster: Client, namespaces: Sequence[str], *, makes_sets: bool = False) -> tuple[str, ...]:
     """Those of the namespaces that may be watched: where one was deleted, its Role is gone, and the models of the
     others are looked after all the same.
 
@@ -205,7 +201,7 @@ async def check_installed(cluster: Cluster, namespaces: Sequence[str], *, makes_
     return tuple(filter(None, granted))
 
 
-async def _until_one_is_granted(cluster: Cluster, namespaces: Collection[str]) -> None:
+async def _until_one_is_granted(cluster: Client, namespaces: Collection[str]) -> None:
     """Raises ClusterFault once one of the namespaces that were left out may be watched: the process begins again."""
     while True:
         await asyncio.sleep(REGRANT_SECONDS)
@@ -219,7 +215,7 @@ async def _until_one_is_granted(cluster: Cluster, namespaces: Collection[str]) -
                 raise ClusterFault(text, retriable=True)
 
 
-async def _until_granted(cluster: Cluster, kind: Resource, namespace: str | None, last_wait: float) -> None:
+async def _until_granted(cluster: Client, kind: Resource, namespace: str | None, last_wait: float) -> None:
     while True:
         try:
             await cluster.list(kind, namespace, field_selector=_NONE)
@@ -287,13 +283,13 @@ def _listener(host: str, port: int) -> socket.socket:
 async def run(settings: RunSettings) -> None:
     """Run one replica until SIGTERM or SIGINT. Raises OperatorError or OSError (port in use), possibly in a group."""
     metrics = Metrics()
-    async with connect(settings.kubeconfig, observe=metrics.observe_request) as cluster:
+    connected = partial(connect, settings.kubeconfig, observe=metrics.observe_request)
+    async with connected() as cluster:
         watched = await check_installed(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
         refused = frozenset(settings.watch_namespaces) - set(watched)
         settings = replace(settings, watch_namespaces=watched)
-        connect_lease = partial(connect, settings.kubeconfig, observe=metrics.observe_request)
         poster = Poster()
-        operator = Operator(cluster, settings, metrics, post=poster.post, connect_lease=connect_lease)
+        operator = Operator(cluster, settings, metrics, post=poster.post, connect_lease=connected)
 
         async def work() -> None:
             ports = settings.http_port, settings.health_port
@@ -312,13 +308,6 @@ async def run(settings: RunSettings) -> None:
         )
 
 
-def raise_open_files() -> None:
-    """Every watch holds a connection, and there are 15 for each watched namespace: raise the soft limit to the hard
-    limit."""
-    _, most = getrlimit(RLIMIT_NOFILE)
-    setrlimit(RLIMIT_NOFILE, (most, most))
-
-
 def main(argv: Sequence[str]) -> int:
     """Returns 0 after a signal, 2 for an invalid setting, 1 for a fault; prints one line for the last two."""
     try:
@@ -329,14 +318,15 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    raise_open_files()
+    # Every watch holds a connection, and there are 15 for each watched namespace.
+    _, most = getrlimit(RLIMIT_NOFILE)
+    setrlimit(RLIMIT_NOFILE, (most, most))
     gc.freeze()  # what is imported stays
     gc.set_threshold(COLLECT_AFTER)
+    exit_code = 0
     try:
         uvloop.run(run(settings))
     except* (OperatorError, OSError) as errors:
         print(f"neuron-operator: {one_line(errors)}", file=sys.stderr)
-        return_code = 1
-    else:
-        return_code = 0
-    return return_code
+        exit_code = 1
+    return exit_code

@@ -12,13 +12,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 
 from neuron_operator.api import names
 from neuron_operator.api.errors import ClusterFault, TermOver
-from neuron_operator.api.names import KIND
 from neuron_operator.api.needs import Exists, LogOf, Need, Needed
 from neuron_operator.cluster.client import (
     BYTES,
@@ -27,7 +26,7 @@ from neuron_operator.cluster.client import (
     PODS,
     SECRETS,
     AlreadyExists,
-    Cluster,
+    Client,
     Conflict,
     Forbidden,
     Invalid,
@@ -38,7 +37,7 @@ from neuron_operator.cluster.client import (
     resource_of,
 )
 from neuron_operator.cluster.containment import Contained, needs_apply
-from neuron_operator.cluster.contests import DELETED, Contests, Difference, difference, status_of
+from neuron_operator.cluster.contests import DELETED, Contests, difference, status_of
 from neuron_operator.cluster.on_demand import OnDemand
 from neuron_operator.cluster.reflector import Caches, Key, Version, version_of
 from neuron_operator.cluster.workqueue import WorkQueue
@@ -51,9 +50,6 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 5.0
 """A write that fails for longer is reported in the status."""
-
-Post = Callable[[Object, Announcement], None]
-"""Sends an Event about a NeuronModel, sooner or later."""
 
 Decide = Callable[[World, Settings], Decision]
 
@@ -77,61 +73,48 @@ class _Refused(Exception):
     """To be raised once the status is written."""
 
 
+@dataclass
 class Reconciler:
-    """Runs passes. `post` sends Events; `now` is the wall clock; `check_term` raises TermOver when this replica may no
-    longer write."""
+    client: Client
+    caches: Caches
+    settings: Settings
+    decide: Decide
+    _: KW_ONLY
+    post: Callable[[Object, Announcement], None]
+    """Sends an Event about a NeuronModel, sooner or later."""
+    now: Callable[[], datetime]
+    """The wall clock."""
+    check_term: Callable[[], None]
+    """Raises TermOver when this replica may no longer write."""
+    turns: Turns
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        caches: Caches,
-        settings: Settings,
-        decide: Decide,
-        *,
-        post: Post,
-        now: Callable[[], datetime],
-        check_term: Callable[[], None],
-        turns: Turns,
-    ) -> None:
-        self._cluster = cluster
-        self._caches = caches
-        self._settings = settings
-        self._turns = turns
-        self._decide = decide
-        self._post = post
-        self._now = now
-        self._check_term = check_term
-        self._on_demand = OnDemand(cluster)
+    def __post_init__(self) -> None:
+        self._on_demand = OnDemand(self.client)
         self._contained = Contained()
         self._contests = Contests()
 
     async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
         """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
-        body = self._caches.model(key)
+        body = self.caches.model(key)
         if body is None:  # deleted: the garbage collector deletes its children
-            self._turns.tell(key, None)
-            self._caches.use(key, frozenset())
+            self.turns.tell(key, None)
+            self.caches.use(key, frozenset())
             return Outcome()
+        reports_faults = failing_seconds > PATIENCE_SECONDS
         writes = _Writes(
-            self._cluster,
-            self._caches,
-            key,
-            self._check_term,
-            self._contained,
-            contests=self._contests,
-            reports_faults=failing_seconds > PATIENCE_SECONDS,
+            self.client, self.caches, key, self.check_term, self._contained, self._contests, reports_faults
         )
         retry: ClusterFault | None = None
-        world = self._observe(World(body=body, children=(), pods=(), now=self._now()), key)
+        world = self._observe(World(body=body, children=(), pods=(), now=self.now()), key)
         for job in world.shared:
             if job["kind"] == "Job" and items(job, "status", "conditions"):
                 _forget_job(self._contests, job)  # it ended: the next one is another attempt
         read: frozenset[Needed] = frozenset()
         is_final = False
         while True:
-            decision = self._decide(world, self._settings)
+            decision = self.decide(world, self.settings)
             if decision.uses is not None:
-                self._caches.use(key, decision.uses)
+                self.caches.use(key, decision.uses)
             if decision.needs - read:
                 world = await self._read(decision.needs - read, world, key)
                 read |= decision.needs
@@ -153,13 +136,13 @@ class Reconciler:
             # Once more, so that one status tells what these writes led to. Only once: others may undo them.
             is_final = True
             world = self._observe(world, key)
-        self._turns.tell(key, decision.upgrade)
+        self.turns.tell(key, decision.upgrade)
         is_more_due = writes.number > num_before
         if decision.status is not None and needs_apply({"status": decision.status}, body, "status"):
             await writes.status(body, decision.status)
             is_more_due |= decision.follows
             for announcement in decision.announcements:
-                self._post(body, announcement)
+                self.post(body, announcement)
         if retry is not None:
             raise retry
         # This pass looked at what it wrote: nothing but `is_more_due` tells whether another one has to follow.
@@ -167,17 +150,17 @@ class Reconciler:
         return Outcome(writes.number, frozenset(writes.written), due)
 
     def _observe(self, world: World, key: Key) -> World:
-        caches = self._caches
+        caches = self.caches
         children = caches.children(key)
         pods = caches.pods(key, world.body["metadata"]["uid"], children)
         return replace(
             world,
             children=children,
             pods=pods,
-            shared=caches.shared(key[0]),
+            shared=caches.children((key[0], "")),
             used_by_others=caches.used_by_others(key),
             nodes=caches.nodes_of(pods),
-            has_turn=self._turns.take(key),
+            has_turn=self.turns.take(key),
         )
 
     async def _read(self, needs: frozenset[Needed], world: World, key: Key) -> World:
@@ -195,42 +178,30 @@ class Reconciler:
         return replace(world, logs={**world.logs, **logs}, existing=world.existing | existing)
 
 
+@dataclass
 class _Writes:
-    """The writes of one pass, counted; each can be repeated safely.
+    """The writes of one pass, counted; each can be repeated safely."""
 
-    `reports_faults`: a fault that a retry may cure does not end the pass either.
-    """
+    client: Client
+    caches: Caches
+    key: Key
+    check_term: Callable[[], None]
+    contained: Contained
+    contests: Contests
+    reports_faults: bool
+    """A fault that a retry may cure does not end the pass either."""
+    number: int = 0
+    written: set[Version] = field(default_factory=set)
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        caches: Caches,
-        key: Key,
-        check_term: Callable[[], None],
-        contained: Contained,
-        *,
-        contests: Contests,
-        reports_faults: bool,
-    ) -> None:
-        self._cluster = cluster
-        self._caches = caches
-        self._key = key
-        self._check_term = check_term
-        self._contained = contained
-        self._contests = contests
-        self._reports_faults = reports_faults
-        self.number = 0
-        self.written: set[Version] = set()
-
-    def _next(self) -> Cluster:
+    def _next(self) -> Client:
         """For one write. Raises TermOver; time may have passed since the last one, when this process was frozen."""
-        self._check_term()
+        self.check_term()
         self.number += 1
-        return self._cluster
+        return self.client
 
     def _observe_written(self, resource: Resource, written: Object) -> None:
         self.written.add(version_of(written))
-        self._caches.observe_written(resource, written)
+        self.caches.observe_written(resource, written)
 
     async def carry_out(self, decision: Decision, body: Object) -> None:
         """Raises _Refused at the first write that the next decision must know of."""
@@ -247,10 +218,10 @@ class _Writes:
         if resource is SECRETS:
             desired = {**desired, "stringData": {names.GROUP_SECRET_KEY: secrets.token_hex(SECRET_BYTES)}}
         refusal = partial(Refusal, kind=resource.kind, name=metadata["name"])
-        live = self._caches.find(resource, metadata["namespace"], metadata["name"])
+        live = self.caches.find(resource, metadata["namespace"], metadata["name"])
         try:
             if live is None:
-                if resource.kind == "Job" and (words := self._contests.check(_made_by(body, desired), DELETED)):
+                if resource.kind == "Job" and (words := self.contests.check(_made_by(body, desired), DELETED)):
                     raise _Refused(refusal(RefusalCause.UNDONE, message=words))
                 live = await self._create_or_look(resource, desired, body)
             if resource is SECRETS:
@@ -267,29 +238,21 @@ class _Writes:
             if is_shared(desired) and resource.kind in _CREATED_ONCE:
                 await self._relabel(live, desired)
                 return
-            if not self._contained.needs_apply(desired, live):
-                if words := self._contests.still(_key_of(desired)):
+            if not self.contained.needs_apply(desired, live):
+                if words := self.contests.still(_key_of(desired)):
                     raise _Refused(refusal(RefusalCause.UNDONE, message=words))
                 return
-            self._contend(desired, difference(desired, live))
+            if words := self.contests.enter(_key_of(desired), difference(desired, live)):
+                raise _Refused(refusal(RefusalCause.UNDONE, message=words))
             self._observe_written(resource, await self._apply(resource, desired, live))
-        except Terminating as fault:
-            raise _Refused(refusal(RefusalCause.TERMINATING, message=str(fault))) from fault
-        except Forbidden as fault:
-            raise _Refused(refusal(RefusalCause.FORBIDDEN, message=str(fault))) from fault
-        except Invalid as fault:
-            raise _Refused(refusal(RefusalCause.REJECTED, message=str(fault))) from fault
+        except (Terminating, Forbidden, Invalid) as fault:
+            raise _Refused(refusal(_CAUSES[type(fault)], message=str(fault))) from fault
         except TermOver:
             raise
         except ClusterFault as fault:
-            if not self._reports_faults:
+            if not self.reports_faults:
                 raise
             raise _Refused(refusal(RefusalCause.FAILED, message=str(fault)), retry=fault) from fault
-
-    def _contend(self, desired: Object, wants: Difference) -> None:
-        """Raises _Refused if somebody else undid the same write again and again."""
-        if words := self._contests.enter(_key_of(desired), wants):
-            raise _Refused(Refusal(RefusalCause.UNDONE, desired["kind"], name_of(desired), words))
 
     async def _relabel(self, live: Object, desired: Object) -> None:
         """Repair the labels of a shared Job, record or claim, and nothing else: its owners change by
@@ -314,10 +277,10 @@ class _Writes:
             if resource is SECRETS:
                 return desired
             metadata = desired["metadata"]
-            return await self._cluster.get(resource, metadata["namespace"], metadata["name"])
+            return await self.client.get(resource, metadata["namespace"], metadata["name"])
         self._observe_written(resource, live)
         if resource.kind == "Job":  # which other models may have created at the same time
-            self._contests.wrote(_made_by(body, live), DELETED, live["metadata"]["uid"])
+            self.contests.wrote(_made_by(body, live), DELETED, live["metadata"]["uid"])
         return live
 
     async def change(self, change: Change) -> None:
@@ -330,7 +293,7 @@ class _Writes:
         except Forbidden as fault:
             raise _Refused(Refusal(RefusalCause.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
         self._observe_written(resource, written)
-        is_used = name_of(live) in self._caches.used_by_others(self._key)
+        is_used = name_of(live) in self.caches.used_by_others(self.key)
         if not change.unchanged and is_orphan(written) and not is_used:
             await self.delete(written)  # its other owners left at the same time, and nobody is woken
 
@@ -338,7 +301,7 @@ class _Writes:
         resource = resource_of(live)
         if "deletionTimestamp" in live["metadata"]:
             return
-        _forget_job(self._contests, live)
+        _forget_job(self.contests, live)
         try:
             # Another model may become an owner of a shared object at any time.
             await self._next().delete(resource, live, unchanged=is_shared(live) and resource is not PODS)
@@ -348,15 +311,18 @@ class _Writes:
             raise _Refused(Refusal(RefusalCause.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
 
     async def status(self, body: Object, status: Object) -> None:
-        if words := self._contests.enter(_key_of(body), status_of(status)):
+        if words := self.contests.enter(_key_of(body), status_of(status)):
             logger.warning("%s: %s", "/".join(_key_of(body)), words)
             return
         try:
             written = await self._next().apply_status(NEURON_MODELS, body, status)
         except NotFound:  # perhaps while kopf's watch was lost: then nobody else says so
-            self._caches.forget(body)
+            self.caches.forget(body)
             return
         self._observe_written(NEURON_MODELS, written)
+
+
+_CAUSES = {Terminating: RefusalCause.TERMINATING, Forbidden: RefusalCause.FORBIDDEN, Invalid: RefusalCause.REJECTED}
 
 
 def _key_of(obj: Object) -> tuple[str, str, str]:
@@ -392,16 +358,16 @@ def _is_ours(live: Object, desired: Object, body: Object) -> bool:
     """
     if is_shared(desired):
         has_labels = labels_of(desired).items() <= labels_of(live).items()
-        return has_labels or any(owner.get("kind") == KIND for owner in owners_of(live))
+        return has_labels or any(owner.get("kind") == names.KIND for owner in owners_of(live))
     owners = owners_of(desired)
     if is_owned(live, body["metadata"]["uid"]) or any(is_owned(live, owner["uid"]) for owner in owners):
         return True
     name = name_of(body)
     if is_orphan(live):
         return names.owner_labels(name).items() <= labels_of(live).items()
-    namesakes = {(KIND, name), *((owner["kind"], owner["name"]) for owner in owners)}
+    namesakes = {(names.KIND, name), *((owner["kind"], owner["name"]) for owner in owners)}
     if any((owner["kind"], owner["name"]) in namesakes for owner in live["metadata"]["ownerReferences"]):
-        message = f"{live['kind']} {name_of(live)} of a deleted {KIND} still exists"
+        message = f"{live['kind']} {name_of(live)} of a deleted {names.KIND} still exists"
         raise Conflict(message, retriable=True, status=409)
     return False
 
@@ -425,18 +391,13 @@ async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Me
         except TermOver:  # the Lease says so, and soon cancels this
             result = "cancelled"
             queue.retry(key)
-        except Throttled as fault:
-            result = "retried"
-            logger.info("%s/%s: %s", *key, fault)
-            failing_since.setdefault(key, started)
-            least = PATIENCE_SECONDS if failing_seconds > PATIENCE_SECONDS else 0.0
-            queue.retry(key, hold_seconds=max(fault.retry_after_seconds, least))
         except ClusterFault as fault:
             result = "retried"
             logger.log(logging.INFO if fault.retriable else logging.ERROR, "%s/%s: %s", *key, fault)
             failing_since.setdefault(key, started)
+            asked = fault.retry_after_seconds if isinstance(fault, Throttled) else 0.0
             # A report of the fault wakes the model: its text may differ each time.
-            queue.retry(key, hold_seconds=PATIENCE_SECONDS if failing_seconds > PATIENCE_SECONDS else 0.0)
+            queue.retry(key, hold_seconds=max(asked, PATIENCE_SECONDS if failing_seconds > PATIENCE_SECONDS else 0.0))
         except asyncio.CancelledError:
             result = "cancelled"
             raise

@@ -42,8 +42,6 @@ class InvalidSetting(OperatorError):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of one process of the operator."""
-
     models: Settings
     namespace: str
     identity: str
@@ -58,8 +56,7 @@ class RunSettings:
     log_level: str
 
 
-def _text(value: str) -> str:
-    return value.strip()
+_text = str.strip
 
 
 def _words(value: str) -> tuple[str, ...]:
@@ -84,26 +81,6 @@ def _between(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def _jobs(value: str) -> JobSettings:
-    return msgspec.json.decode(value, type=JobSettings)
-
-
-def _ca_bundle(value: str) -> CaBundle:
-    return msgspec.json.decode(value, type=CaBundle)
-
-
-def _storage(value: str) -> StorageSettings:
-    return msgspec.json.decode(value, type=StorageSettings)
-
-
-def _provisionable(value: str) -> Provisionable:
-    return msgspec.json.decode(value, type=Provisionable)
-
-
-def _groups(value: str) -> GroupSettings:
-    return msgspec.json.decode(value, type=GroupSettings)
-
-
 def _families(value: str) -> dict[str, str]:
     families = msgspec.json.decode(value, type=dict[str, str])
     if unknown := [family for family in families.values() if family not in FAMILIES]:
@@ -111,19 +88,15 @@ def _families(value: str) -> dict[str, str]:
     return families
 
 
-def _objects(value: str) -> tuple[Object, ...]:
-    return msgspec.json.decode(value, type=tuple[Object, ...])
-
-
 @dataclass(frozen=True)
 class _Setting:
     """`name` gives the flag `--a-b` and the variable `NEURON_OPERATOR_A_B`."""
 
     name: str
-    parse: Callable[[str], Any]
-    default: str | None
-    """None: it must be set."""
     help: str
+    parse: Callable[[str], Any] = _text
+    default: str | None = ""
+    """None: it must be set."""
 
     @property
     def flag(self) -> str:
@@ -134,101 +107,93 @@ class _Setting:
         return ENV_PREFIX + self.name.upper()
 
 
+def _json(name: str, kind: Any, help_text: str, default: str = "{}") -> _Setting:
+    return _Setting(name, f"JSON: {help_text}", lambda value: msgspec.json.decode(value, type=kind), default)
+
+
 SETTINGS = (
-    _Setting("runtime_image", _text, None, "runtime image of models that set none"),
-    _Setting(
-        "compile_image", _text, "", "image of Jobs that compile, for models that set none; empty: the runtime image"
-    ),
+    _Setting("runtime_image", "runtime image of models that set none", default=None),
+    _Setting("compile_image", "image of Jobs that compile, for models that set none; empty: the runtime image"),
     _Setting(
         "image_pull_policy",
-        _one_of("", "Always", "IfNotPresent", "Never"),
-        "",
         "pull policy of the runtime image; empty: Kubernetes' default",
+        _one_of("", "Always", "IfNotPresent", "Never"),
     ),
-    _Setting("image_pull_secrets", _words, "", "comma-separated pull secrets of all pods"),
-    _Setting(
+    _Setting("image_pull_secrets", "comma-separated pull secrets of all pods", _words),
+    _json(
         "jobs",
-        _jobs,
-        "{}",
-        'JSON: nodeSelector, tolerations, resources, labels, annotations and env of Jobs, e.g. {"env": [...]}',
+        JobSettings,
+        'nodeSelector, tolerations, resources, labels, annotations and env of Jobs, e.g. {"env": [...]}',
     ),
-    _Setting(
+    _json(
         "ca_bundle",
-        _ca_bundle,
-        "{}",
-        "JSON: certificate authorities for downloads, a key of a ConfigMap or Secret in each model's namespace, e.g. "
+        CaBundle,
+        "certificate authorities for downloads, a key of a ConfigMap or Secret in each model's namespace, e.g. "
         '{"configMap": {"name": "private-ca", "key": "ca.crt"}}',
     ),
-    _Setting(
+    _json(
         "storage",
-        _storage,
-        "{}",
-        "JSON: weights and artifacts, each one of emptyDir (weights only), pvcTemplate, persistentVolumeClaim and "
+        StorageSettings,
+        "weights and artifacts, each one of emptyDir (weights only), pvcTemplate, persistentVolumeClaim and "
         "objectStore; imageVolumes; keepDays, e.g. "
         '{"weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}}}',
     ),
-    _Setting(
+    _json(
         "provisionable",
-        _provisionable,
-        "{}",
-        'JSON: instance types that an autoscaler can add, e.g. {"instanceTypes": ["inf2.8xlarge", "trn2.48xlarge"]}',
+        Provisionable,
+        'instance types that an autoscaler can add, e.g. {"instanceTypes": ["inf2.8xlarge", "trn2.48xlarge"]}',
     ),
     _Setting(
         "runtime_upgrade",
-        _one_of(*RUNTIME_UPGRADES),
-        "OnEdit",
         "when running models move to another runtime image: OnEdit (with their next edit) or Rolling (by themselves, "
         "one model after another)",
+        _one_of(*RUNTIME_UPGRADES),
+        "OnEdit",
     ),
-    _Setting(
+    _json(
         "groups",
-        _groups,
-        "{}",
-        "JSON: replicas on several nodes: restartSeconds, maxRestarts, placeSeconds, topologyKey, hostNetwork, "
-        "controller, maxNodes, e.g. "
-        '{"restartSeconds": 60, "maxRestarts": 5}',
+        GroupSettings,
+        "replicas on several nodes: restartSeconds, maxRestarts, placeSeconds, topologyKey, hostNetwork, "
+        'controller, maxNodes, e.g. {"restartSeconds": 60, "maxRestarts": 5}',
     ),
     _Setting(
         "device_mode",
+        "PluginWithExtension if the Neuron scheduler extension is installed: it allows more device counts",
         _one_of(*DEVICE_MODES),
         "Plugin",
-        "PluginWithExtension if the Neuron scheduler extension is installed: it allows more device counts",
     ),
     _Setting(
         "device_families",
-        _families,
-        "{}",
         f"JSON: families of devices by instance type, for types whose name does not tell: {', '.join(FAMILIES)}, e.g. "
         '{"lab-1": "trn1"}',
+        _families,
+        "{}",
     ),
-    _Setting("device_scheduler_name", _text, "", "scheduler that has the extension; required with PluginWithExtension"),
+    _Setting("device_scheduler_name", "scheduler that has the extension; required with PluginWithExtension"),
     _Setting(
         "troubleshooting_url",
-        lambda value: _text(value) or TROUBLESHOOTING,
-        "",
         "where your people read docs/troubleshooting.md, for the links of messages; empty: its path in the repository",
+        lambda value: _text(value) or TROUBLESHOOTING,
     ),
-    _Setting(
+    _json(
         "network_policy_ingress_from",
-        _objects,
+        tuple[Object, ...],
+        "list of NetworkPolicyPeers that may call models; empty: all",
         "[]",
-        "JSON list of NetworkPolicyPeers that may call models; empty: all",
     ),
-    _Setting("namespace", _text, "", "namespace of the Lease; empty: the pod's own"),
-    _Setting("identity", _text, "", "name of this replica, usually the pod's; empty: the host name"),
-    _Setting("lease_name", _text, "neuron-operator", "name of the Lease"),
-    _Setting("lease_seconds", _between(3, 3600), "12", "seconds until a standby takes over; renewed every third of it"),
-    _Setting("watch_namespaces", _words, "", "comma-separated namespaces to watch; empty: all"),
-    _Setting("num_workers", _between(1, 256), "16", "maximum NeuronModels reconciled at the same time"),
+    _Setting("namespace", "namespace of the Lease; empty: the pod's own"),
+    _Setting("identity", "name of this replica, usually the pod's; empty: the host name"),
+    _Setting("lease_name", "name of the Lease", default="neuron-operator"),
+    _Setting("lease_seconds", "seconds until a standby takes over; renewed every third of it", _between(3, 3600), "12"),
+    _Setting("watch_namespaces", "comma-separated namespaces to watch; empty: all", _words),
+    _Setting("num_workers", "maximum NeuronModels reconciled at the same time", _between(1, 256), "16"),
     _Setting(
-        "http_host", _text, "::", "address for /healthz, /readyz and /metrics; :: or 0.0.0.0: all, of IPv4 and IPv6"
+        "http_host", "address for /healthz, /readyz and /metrics; :: or 0.0.0.0: all, of IPv4 and IPv6", default="::"
     ),
-    _Setting("http_port", _between(0, 65535), "8080", "port of /readyz and /metrics; 0: any free port"),
-    _Setting("health_port", _between(1, 65535), "8081", "port of /healthz"),
-    _Setting(
-        "kubeconfig", _text, "", "path of the kubeconfig; empty: the pod's ServiceAccount, or $KUBECONFIG outside a pod"
-    ),
-    _Setting("log_level", _one_of("debug", "info", "warning", "error"), "info", "debug, info, warning or error"),
+    _Setting("http_port", "port of /readyz and /metrics; 0: any free port", _between(0, 65535), "8080"),
+    _Setting("health_port", "port of /healthz", _between(1, 65535), "8081"),
+    _Setting("kubeconfig", "path of the kubeconfig; empty: the pod's ServiceAccount, or $KUBECONFIG outside a pod"),
+    _Setting("log_level", "debug, info, warning or error", _one_of("debug", "info", "warning", "error"), "info"),
 )
 
 
@@ -242,9 +207,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunSettings:
+def load(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> RunSettings:
     """Settings from flags and environment. Raises InvalidSetting; argparse itself exits on unknown flags."""
-    environ = os.environ if environ is None else environ
     flags = vars(parser().parse_args(argv))
     values: dict[str, Any] = {}
     for setting in SETTINGS:
@@ -257,19 +221,12 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunSe
             values[setting.name] = setting.parse(text)
         except (ValueError, msgspec.DecodeError) as error:
             raise InvalidSetting(f"{source} is {text!r}: {error}") from error
-    return _assemble(values)
-
-
-def _assemble(values: dict[str, Any]) -> RunSettings:
     models = Settings(**{one.name: values.pop(one.name) for one in fields(Settings)})
     if (models.device_mode == "PluginWithExtension") != bool(models.device_scheduler_name):
         raise InvalidSetting(
             "--device-scheduler-name and --device-mode PluginWithExtension belong together: set both or neither"
         )
-    values["namespace"] = values["namespace"] or _own_namespace()
+    own_namespace = NAMESPACE_FILE.read_text().strip() if NAMESPACE_FILE.is_file() else "default"
+    values["namespace"] = values["namespace"] or own_namespace
     values["identity"] = values["identity"] or socket.gethostname()
     return RunSettings(models=models, lease=LeaseTimings.of(values.pop("lease_seconds")), **values)
-
-
-def _own_namespace() -> str:
-    return NAMESPACE_FILE.read_text().strip() if NAMESPACE_FILE.is_file() else "default"

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from neuron_operator.cluster.reflector import Key
 from neuron_operator.read.world import Upgrade
-
-Key = tuple[str, str]
-"""Namespace and name of a model."""
 
 
 class Turns:
@@ -53,5 +51,4 @@ class Turns:
             self._wake(first)
 
     def count(self) -> Counter[Upgrade]:
-        """Number of models by how far they are."""
         return Counter(self._found.values())

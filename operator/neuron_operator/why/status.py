@@ -6,12 +6,12 @@ The same findings give the same status, except for `lastTransitionTime`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 
 from neuron_operator.api import model_status
 from neuron_operator.api.model_status import MAX_MESSAGE, MAX_WORD, ModelFacts
 from neuron_operator.api.reasons import ABNORMAL, CONDITIONS, Condition, Finding, Reason
-from neuron_operator.read.objects import printable
+from neuron_operator.read.objects import printable, written
 from neuron_operator.read.records import Facts
 from neuron_operator.read.views import ModelView
 from neuron_operator.read.world import Announcement
@@ -90,7 +90,7 @@ def condition_of(finding: Finding, model: ModelView, now: datetime, page: str) -
         reason=str(finding.reason),
         message=_message_of(finding, page),
         observed_generation=model.generation,
-        last_transition_time=since or now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        last_transition_time=since or written(now),
     )
 
 

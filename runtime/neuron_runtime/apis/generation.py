@@ -1,18 +1,18 @@
 """What one HTTP request has generated: its choices, and the pieces of text, reasoning, calls and details that are new.
 
-`server.generation` feeds the choices from the engine; the writers of the APIs turn the pieces into bytes. No I/O.
+`server.generation` and the offline class feed it from the engine; the writers of the APIs turn the pieces into bytes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from neuron_runtime.apis.logprobs import Located
-from neuron_runtime.core import FinishReason, Sampling, TokenLogprobs
-from neuron_runtime.engine.messages import Update
+from neuron_runtime.core import FinishReason, Request, Sampling, TokenEvent, TokenLogprobs
 from neuron_runtime.errors import ServingError
 from neuron_runtime.requests.admission import Ask
 from neuron_runtime.requests.prompts import Echo
@@ -32,7 +32,6 @@ class TokenDetails:
     """Only in the first piece of a prompt's first choice, if requested."""
 
     def add(self, later: TokenDetails) -> None:
-        """Append the details of a later piece."""
         self.token_ids += later.token_ids
         self.located += later.located
         self.prompt_logprobs += later.prompt_logprobs
@@ -98,27 +97,27 @@ class Choice(ChoiceText):
         self.first_token_at: float | None = None
         self.last_token_at = arrived
 
-    def add_details(self, piece: Piece, update: Update, num_tokens: int) -> None:
-        """Add the details of an update to a piece; `num_tokens` of its tokens belong to the answer."""
+    def add_details(self, piece: Piece, event: TokenEvent, num_tokens: int) -> None:
+        """Add the details of new tokens to a piece; `num_tokens` of its tokens belong to the answer."""
         if piece.details is None:
             piece.details = TokenDetails()
         details, first = piece.details, self.num_tokens - num_tokens
         if self._echo is not None:
-            self._repeat_prompt(self._echo, piece, details, update)
+            self._repeat_prompt(self._echo, piece, details, event)
             self._echo = None
-        token_ids = update.token_ids[:num_tokens]
+        token_ids = event.token_ids[:num_tokens]
         details.token_ids += token_ids
         if self._locates:
             offsets = (self._num_echoed_characters + one for one in self.text_offsets[first:])
-            details.located += map(Located, token_ids, update.logprobs, offsets)
+            details.located += map(Located, token_ids, event.logprobs, offsets)
         if self._details is not None and self._details.prompt_logprobs is not None:
-            details.prompt_logprobs += update.prompt_logprobs
+            details.prompt_logprobs += event.prompt_logprobs
 
-    def _repeat_prompt(self, echo: Echo, piece: Piece, details: TokenDetails, update: Update) -> None:
+    def _repeat_prompt(self, echo: Echo, piece: Piece, details: TokenDetails, event: TokenEvent) -> None:
         piece.text = echo.text + piece.text
         self._num_echoed_characters = len(echo.text)
         if self._locates:
-            details.located += map(Located, self.prompt_token_ids, (None, *update.prompt_logprobs), echo.text_offsets)
+            details.located += map(Located, self.prompt_token_ids, (None, *event.prompt_logprobs), echo.text_offsets)
 
 
 class RepeatedPrompt(Choice):
@@ -143,6 +142,40 @@ class Generation:
             for prompt, sampling, echo in zip(ask.prompts, ask.sampling, echoes, strict=True)
             for _ in range(ask.num_choices)
         ]
+
+    def requests(self) -> Iterator[Callable[[str], Request]]:
+        """For each choice, what makes its request from an id."""
+        ask = self.ask
+        echoes = ask.details is not None and ask.details.logprobs is not None and bool(ask.echoes)
+        for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
+            # Prompt logprobs are computed for the first answer only, unless each answer echoes them.
+            later = sampling if echoes else replace(sampling, prompt_logprobs=None)
+            for number in range(ask.num_choices):
+                chosen = replace(later if number else sampling, choice=number)
+                make = partial(Request, prompt_token_ids=prompt, sampling=chosen)
+                yield partial(make, priority=ask.priority, cache_salt=ask.cache_salt)
+
+    def take(self, event: TokenEvent, piece: Piece) -> int:
+        """Add new tokens to a piece of their choice; returns how many of them belong to the answer."""
+        choice = self.choices[piece.index]
+        before = choice.num_tokens
+        if event.first is not None:
+            choice.num_cached_tokens = event.num_cached_tokens
+        piece.text += choice.feed(event.token_ids, event.finish_reason)
+        if choice.reasoning:
+            piece.reasoning += choice.reasoning
+            choice.reasoning = ""
+        if choice.calls:
+            piece.calls += choice.calls
+            choice.calls = []
+        num_tokens = choice.num_tokens - before
+        if choice.has_details:
+            choice.add_details(piece, event, num_tokens)
+        ends = event.finish_reason is FinishReason.STOP and choice.finish_reason is not None
+        if ends and choice.stop_string is None:
+            choice.stop_token_id = event.token_ids[-1]
+        piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
+        return num_tokens
 
     @property
     def stop_reasons(self) -> list[int | str | None]:

@@ -25,11 +25,7 @@ class Located(NamedTuple):
 
 
 class Speller:
-    """Formats tokens and their log-probabilities.
-
-    Args:
-        as_token_ids: name tokens by id instead of by text.
-    """
+    """Formats tokens, named by text or `as_token_ids`, and their log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer, as_token_ids: bool) -> None:
         self._tokenizer = tokenizer

@@ -23,8 +23,6 @@ SectionKind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class Section:
-    """One section."""
-
     index: int
     kind: SectionKind
     id: str

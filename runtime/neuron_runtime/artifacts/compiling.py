@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,16 +24,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from neuron_runtime.artifacts.key import compiled_part, covered, key_of
-from neuron_runtime.artifacts.memory import session_bytes
 from neuron_runtime.artifacts.messages import Began, Ended, Failed, Lines, Made, Message
 from neuron_runtime.artifacts.store import ARTIFACTS, DOCUMENT, Artifact, find
 from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import CONFIG_FILE, read_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, say, seconds_text
-from neuron_runtime.engine.backends import compiling_package, planned_graphs
+from neuron_runtime.engine.backends import backend_package, planned_graphs
 from neuron_runtime.errors import ExitCode, FatalError
-from neuron_runtime.host import memory_limit, num_oom_kills
+from neuron_runtime.host import memory_limit, num_oom_kills, session_bytes
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.store import (
     Damaged,
@@ -77,16 +76,13 @@ class Wanted:
 
 
 def wanted_artifact(config: RuntimeConfig, model_dir: Path, digest: str = "") -> Wanted:
-    """What must be compiled to serve a model.
+    """What must be compiled to serve a model. Raises InvalidConfig if the backend does not compile with these settings.
 
     Args:
-        model_dir: the model, see `CompilingPackage.compiler`.
+        model_dir: the model, see `BackendPackage.compiler`.
         digest: that of the model; default: from the configuration or the folder.
-
-    Raises:
-        InvalidConfig: the backend compiles nothing, or not with these settings.
     """
-    package, part = compiling_package(config), compiled_part(config)
+    package, part = backend_package(config), compiled_part(config)
     digest = digest or config.model.digest or digest_of(model_dir, with_weights=package.needs_weights(config))
     needs = package.compiler(part, model_dir).needs
     return Wanted(package.__name__, part, model_dir, covered(config.backend, digest, needs))
@@ -112,7 +108,7 @@ def make(
     if entry is None:
         entry, reused = _make(wanted, store, progress)
     if remote is not None:
-        remote.upload(entry, amount_line(progress, f"copying the artifact to {remote.uri}"))
+        remote.upload(entry, amount_line(progress, f"copying the artifact to {remote.address}"))
     return entry, reused
 
 
@@ -125,7 +121,7 @@ def download(wanted: Wanted, store: Store, progress: ProgressCallback, remote: R
         SourceUnreachable: the other store does not respond.
     """
     try:
-        remote.download(wanted.key, store, amount_line(progress, f"copying the artifact from {remote.uri}"))
+        remote.download(wanted.key, store, amount_line(progress, f"copying the artifact from {remote.address}"))
     except FatalError as error:
         if error.exit_code != ExitCode.CHECKSUM_MISMATCH:
             raise
@@ -195,24 +191,23 @@ def digest_of(model_dir: Path, *, with_weights: bool) -> str:
 
 def _compile(wanted: Wanted, files: Path, progress: ProgressCallback) -> Artifact:
     began = time.monotonic()
-    with _scratch() as scratch:
-        run = _Process("compile", wanted, files, scratch)
-        ended = run.wait(progress)
-    with _scratch() as scratch:
-        _Process("check", wanted, files, scratch).wait(progress)
+    ended, peak_bytes = _run("compile", wanted, files, progress)
+    _run("check", wanted, files, progress)
     return Artifact(
         cover=wanted.cover,
         tools=ended.tools,
         graphs=ended.graphs,
         seconds=round(time.monotonic() - began, 3),
-        peak_bytes=max(run.peak_bytes, ended.peak_bytes),
+        peak_bytes=max(peak_bytes, ended.peak_bytes),
     )
 
 
-@contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="neuron-serving-compile-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+def _run(
+    work: Literal["compile", "check"], wanted: Wanted, files: Path, progress: ProgressCallback
+) -> tuple[Ended, int]:
+    with tempfile.TemporaryDirectory(prefix="neuron-serving-compile-", ignore_cleanup_errors=True) as scratch:
+        process = _Process(work, wanted, files, Path(scratch))
+        return process.wait(progress), process.peak_bytes
 
 
 class _Process:

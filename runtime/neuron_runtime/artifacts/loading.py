@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from neuron_runtime.artifacts.compiling import Wanted, download, make, wanted_artifact
 from neuron_runtime.artifacts.store import (
@@ -24,12 +23,14 @@ from neuron_runtime.artifacts.store import (
     remote_artifacts,
 )
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
+from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
-from neuron_runtime.engine.backends import backend_package, check_ranks, compiles, compiling_package
+from neuron_runtime.engine.backends import backend_package, check_ranks, compiles
 from neuron_runtime.errors import ExitCode, FatalError, joined
+from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.weights.disk import make_folder, writing
-from neuron_runtime.weights.fetching import described
+from neuron_runtime.weights.fetching import described, materialize
 from neuron_runtime.weights.store import Damaged, Store
 
 if TYPE_CHECKING:
@@ -39,62 +40,64 @@ ARTIFACT_VARIABLE = "NEURON_COMPILED_ARTIFACTS"
 """Names the folder of one artifact, which is loaded instead of one of the store."""
 
 
-OnMiss = Literal["fail", "compile"]
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where artifacts are, and what to do without the one that is needed."""
-
-    folder: Path
-    store: str = ""
-    """Address of another store, or none."""
-    on_miss: OnMiss = "compile"
-
-    @property
-    def given(self) -> Path | None:
-        return given_folder()
-
-
 def given_folder() -> Path | None:
     """The folder of one artifact, named by the environment."""
     value = os.environ.get(ARTIFACT_VARIABLE)
     return Path(os.path.realpath(value)) if value else None
 
 
+def find_model(
+    config: RuntimeConfig, settings: LocalSettings, progress: ProgressCallback, *, with_weights: bool = True
+) -> Path:
+    """The local folder of the model, with a tokenizer, fetched if needed. Errors as of `fetch`.
+
+    with_weights: False for the small files alone; a backend that needs no weights gets no others anyway.
+    """
+    return materialize(
+        config.model,
+        settings.weights_dir,
+        progress,
+        weights_store=settings.weights_store,
+        on_miss=settings.on_weights_miss,
+        with_weights=with_weights and backend_package(config).needs_weights(config),
+        check=check_tokenizer,
+    )
+
+
 def load_backend(
-    model_dir: Path, config: RuntimeConfig, places: Places, progress: ProgressCallback, *, rank: Rank = ONE_RANK
+    model_dir: Path,
+    config: RuntimeConfig,
+    settings: LocalSettings,
+    progress: ProgressCallback,
+    *,
+    rank: Rank = ONE_RANK,
 ) -> Backend:
     """The backend of a model in a folder, or one rank of it.
 
-    Raises:
-        FatalError: those of `provide` and of the backend.
-        InvalidConfig: a setting cannot be served; names the field.
+    Raises FatalError as `provide` and the backend do, and InvalidConfig with a field that cannot be served.
     """
     check_ranks(config, rank.size)
     if not compiles(config):
-        if places.given is not None:
+        if given_folder() is not None:
             say(f"{ARTIFACT_VARIABLE} has no effect, because the configuration does not set `compile`")
         return backend_package(config).load_backend(model_dir, config, progress, rank=rank)
-    artifact = provide(config, model_dir, places, progress)
-    return compiling_package(config).load_backend(model_dir, config, progress, artifact, rank=rank)
+    artifact = provide(config, model_dir, settings, progress)
+    return backend_package(config).load_backend(model_dir, config, progress, artifact, rank=rank)
 
 
-def check_artifact(
-    config: RuntimeConfig, weights_dir: Path, weights_store: str, places: Places, progress: ProgressCallback
-) -> None:
+def check_artifact(config: RuntimeConfig, settings: LocalSettings, progress: ProgressCallback) -> None:
     """Find the artifact before weights are fetched, where a miss is an error: it must not take as long as a fetch.
 
     Raises: as `provide`, and what `described` raises.
     """
-    if compiles(config) and places.on_miss == "fail":
-        with_weights = backend_package(config).needs_weights(config)
-        with described(config.model, weights_dir, weights_store, with_weights=with_weights) as (folder, digest):
-            provide(config, folder, places, progress, digest)
+    if compiles(config) and settings.on_artifact_miss == "fail":
+        with_weights, store = backend_package(config).needs_weights(config), settings.weights_store
+        with described(config.model, settings.weights_dir, store, with_weights=with_weights) as (folder, digest):
+            provide(config, folder, settings, progress, digest)
 
 
 def provide(
-    config: RuntimeConfig, model_dir: Path, places: Places, progress: ProgressCallback, digest: str = ""
+    config: RuntimeConfig, model_dir: Path, settings: LocalSettings, progress: ProgressCallback, digest: str = ""
 ) -> Path:
     """The folder of the compiled graphs.
 
@@ -106,13 +109,14 @@ def provide(
             `make`.
     """
     wanted = wanted_artifact(config, model_dir, digest)
-    compiler = compiling_package(config).compiler(wanted.config, model_dir)
-    if (folder := compiler.ready_made(places.given)) is not None:
+    compiler = backend_package(config).compiler(wanted.config, model_dir)
+    given = given_folder()
+    if (folder := compiler.ready_made(given)) is not None:
         return folder
-    if places.given is not None:
-        return _given(places.given, wanted, places, progress)
-    store, remote = artifact_store(places.folder), remote_artifacts(places.store)
-    if places.on_miss == "compile":
+    if given is not None:
+        return _given(given, wanted, settings, progress)
+    store, remote = artifact_store(settings.artifacts_dir), remote_artifacts(settings.artifacts_store)
+    if settings.on_artifact_miss == "compile":
         return make(wanted, store, progress, remote)[0].folder
     entry = find(store, wanted.cover)
     if entry is None and remote is not None:
@@ -122,7 +126,7 @@ def provide(
     return entry.folder
 
 
-def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallback) -> Path:
+def _given(folder: Path, wanted: Wanted, settings: LocalSettings, progress: ProgressCallback) -> Path:
     """The artifact in the folder of ARTIFACT_VARIABLE. One that does not fit is refused, never deleted."""
     try:
         entry, differing = read_fitting(folder, wanted.cover)
@@ -137,9 +141,10 @@ def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallb
         raise FatalError(ExitCode.ARTIFACT_MISSING, message)
     if entry is not None:
         return folder
-    if places.on_miss == "fail":
+    if settings.on_artifact_miss == "fail":
         raise FatalError(ExitCode.ARTIFACT_MISSING, f"{ARTIFACT_VARIABLE}: {folder} has no artifact")
-    made, _ = make(wanted, artifact_store(places.folder), progress, remote_artifacts(places.store))
+    remote = remote_artifacts(settings.artifacts_store)
+    made, _ = make(wanted, artifact_store(settings.artifacts_dir), progress, remote)
     with writing(folder.parent):
         make_folder(folder.parent)
         copy = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -153,7 +158,7 @@ def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallb
 
 def _miss(wanted: Wanted, store: Store, remote: RemoteStore | None) -> str:
     cure = "compile it with `neuron-runtime compile`, or serve with --on-artifact-miss compile"
-    place = store.folder if remote is None else remote.uri
+    place = store.folder if remote is None else remote.address
     closest = nearest(entries_of(store) if remote is None else documents_of(remote), wanted.cover)
     if closest is None:
         return f"{place} has no artifact, {wanted.key} is needed: {cure}"

@@ -25,7 +25,7 @@ from neuron_runtime.artifacts.messages import Began, Ended, Failed, Made, Messag
 from neuron_runtime.artifacts.store import CompiledGraph
 from neuron_runtime.backend_protocol import Compiler, CompileUnit
 from neuron_runtime.config import load_config
-from neuron_runtime.engine.backends import CompilingPackage
+from neuron_runtime.engine.backends import BackendPackage
 from neuron_runtime.errors import ExitCode, FatalError
 
 WATCH_SECONDS = 0.5
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.write(options.messages_fd, encode_line(message))
 
     try:
-        package = cast(CompilingPackage, importlib.import_module(options.package))
+        package = cast(BackendPackage, importlib.import_module(options.package))
         compiler = package.compiler(load_config(options.config), options.model_dir)
         if options.work == "check":
             compiler.check(options.folder)

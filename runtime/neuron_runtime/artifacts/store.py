@@ -17,6 +17,7 @@ import msgspec
 
 from neuron_runtime.artifacts.key import differences, key_of
 from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.weights.fetching import open_remote
 from neuron_runtime.weights.selection import is_plain
 from neuron_runtime.weights.store import Damaged, Entry, EntryKind, Store, read_entry
 
@@ -76,9 +77,7 @@ def artifact_store(folder: Path) -> Store:
 
 def remote_artifacts(uri: str) -> RemoteStore | None:
     """The store in S3 at this address; None for none."""
-    from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415  (brings a client library)
-
-    return RemoteStore(uri, "--artifacts-store", kind=ARTIFACTS) if uri else None
+    return open_remote(uri, "--artifacts-store", ARTIFACTS) if uri else None
 
 
 def read_artifact(entry: Entry) -> Artifact:
@@ -94,13 +93,10 @@ def read_artifact(entry: Entry) -> Artifact:
 
 
 def find(store: Store, cover: Mapping[str, Any], *, whole: bool = False) -> Entry | None:
-    """The artifact that covers exactly this, and a note that it is used now.
+    """The artifact that covers exactly this, and a note that it is used now. Raises Damaged if its files are wrong.
 
     Args:
         whole: compare the contents of every file with its checksum; False: without those of large files.
-
-    Raises:
-        Damaged: there is one, but its files are wrong.
     """
     entry = store.find(key_of(cover))
     if entry is not None and (differing := _checked(entry, whole).differences(cover)):

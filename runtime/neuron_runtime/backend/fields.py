@@ -6,13 +6,15 @@ Called by `check_config` of backends that lack some of the fields marked `ON_DEV
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import msgspec
 
 from neuron_runtime.config import ON_DEVICE, RuntimeConfig
-from neuron_runtime.errors import ConfigProblems, InvalidConfig
-from neuron_runtime.flags import Field, fields_of
+from neuron_runtime.errors import ConfigProblems
+from neuron_runtime.flags import fields_of
 
 FIELDS = tuple(field for field in fields_of(RuntimeConfig) if ON_DEVICE in field.annotations)
 
@@ -26,15 +28,8 @@ def check_fields(config: RuntimeConfig, accepted: Mapping[str, Collection[Any]])
     document = msgspec.to_builtins(config)
     problems = ConfigProblems()
     for field in FIELDS:
-        value, values = _value(document, field), accepted.get(field.path, ())
-        with problems.collecting():
-            if value != msgspec.to_builtins(field.value) and value not in values:
-                only = f"accepts only {' or '.join(map(str, values))}" if values else "has no such setting"
-                raise InvalidConfig(f"$.{field.path}", f"the {config.backend} backend {only}: leave it out")
+        value, values = reduce(getitem, field.path.split("."), document), accepted.get(field.path, ())
+        if value != msgspec.to_builtins(field.value) and value not in values:
+            only = f"accepts only {' or '.join(map(str, values))}" if values else "has no such setting"
+            problems.add(f"$.{field.path}", f"the {config.backend} backend {only}: leave it out")
     problems.check()
-
-
-def _value(document: Any, field: Field) -> Any:
-    for key in field.path.split("."):
-        document = document[key]
-    return document

@@ -6,28 +6,15 @@ no graph, no cache and no sampling. State lies in arrays, so that a step over ma
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Rows
+from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch, Rows
 
 IntArray = npt.NDArray[np.int64]
-
-
-class SlotSizes(Protocol):
-    """What the mirror must know of `BackendLimits`."""
-
-    @property
-    def max_rows(self) -> int: ...
-    @property
-    def max_model_length(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
 
 
 class FedRows(NamedTuple):
@@ -43,10 +30,6 @@ class FedRows(NamedTuple):
     repeats: bool = False
     """Each row feeds the next token of the same decode row of the step before, and no slot has changed hands."""
 
-    @property
-    def num_prefills(self) -> int:
-        return len(self.slots) - self.num_decodes
-
 
 def no_rows() -> FedRows:
     none = np.zeros(0, dtype=np.int64)
@@ -56,14 +39,14 @@ def no_rows() -> FedRows:
 class SlotMirror:
     """A caller asks for the rows of a batch (`resolve`), which changes nothing, and then applies it (`apply`)."""
 
-    def __init__(self, sizes: SlotSizes) -> None:
-        num_slots, self._sizes = sizes.max_rows, sizes
+    def __init__(self, limits: BackendLimits) -> None:
+        num_slots, self._limits = limits.max_rows, limits
         self.live = np.zeros(num_slots, dtype=bool)
         # One more than the model's length: the token sampled at the last position is known but never fed.
-        self.tokens = np.zeros((num_slots, sizes.max_model_length + 1), dtype=np.int32)
+        self.tokens = np.zeros((num_slots, limits.max_model_length + 1), dtype=np.int32)
         self.num_known: IntArray = np.zeros(num_slots, dtype=np.int64)
         """Tokens of each slot that are in `tokens`."""
-        max_blocks = -(-sizes.max_model_length // sizes.block_size)
+        max_blocks = limits.blocks_for(limits.max_model_length)
         self.blocks: IntArray = np.zeros((num_slots, max_blocks), dtype=np.int64)
         """The blocks of each slot, in order; any valid block behind them."""
         self._num_blocks: IntArray = np.zeros(num_slots, dtype=np.int64)
@@ -83,8 +66,7 @@ class SlotMirror:
     def apply(self, batch: Batch, rows: FedRows) -> None:
         """Apply the delta and check the rows, which `resolve` has returned.
 
-        Raises:
-            IllegalBatch: a slot, block, position or token is impossible.
+        Raises IllegalBatch if a slot, block, position or token is impossible.
         """
         self._change(batch)
         self._check(batch.step, rows)
@@ -133,7 +115,7 @@ class SlotMirror:
             self._append_block(batch.step, slot, block)
 
     def _add(self, step: int, added: Added) -> None:
-        slot, length, longest = added.slot, len(added.token_ids), self._sizes.max_model_length
+        slot, length, longest = added.slot, len(added.token_ids), self._limits.max_model_length
         if not 0 <= slot < len(self.live) or self.live[slot]:
             raise IllegalBatch(f"step {step} adds a sequence at slot {slot}, which is taken or does not exist")
         if not 0 < length <= longest:
@@ -148,14 +130,14 @@ class SlotMirror:
 
     def _append_block(self, step: int, slot: int, block: int) -> None:
         count = self._num_blocks[slot]
-        if not self.live[slot] or count == self.blocks.shape[1] or not 0 <= block < self._sizes.num_blocks:
+        if not self.live[slot] or count == self.blocks.shape[1] or not 0 <= block < self._limits.num_blocks:
             raise IllegalBatch(f"step {step} gives block {block} to slot {slot}, which cannot take it")
         self.blocks[slot, count] = block
         self._hold(slot, count + 1)
 
     def _hold(self, slot: int, num_blocks: int) -> None:
         self._num_blocks[slot], self._num_repeats = num_blocks, 0
-        self._capacity[slot] = min(num_blocks * self._sizes.block_size, self._sizes.max_model_length)
+        self._capacity[slot] = min(num_blocks * self._limits.block_size, self._limits.max_model_length)
 
     # The rows
 

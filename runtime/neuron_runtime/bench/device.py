@@ -182,7 +182,6 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def value_of(options: argparse.Namespace, flag: str) -> Any:
-    """The value of a flag."""
     return getattr(options, flag.removeprefix("--").replace("-", "_"))
 
 

@@ -11,15 +11,17 @@ import argparse
 import time
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_runtime import record
 from neuron_runtime.bench.device import Device, add_device_arguments, device_of, value_of
 from neuron_runtime.bench.planned import shapes_of_plan
-from neuron_runtime.bench.report import Report, add_output_arguments, check_outputs, deliver
 from neuron_runtime.bench.traffic import Traffic, conversations
 from neuron_runtime.console import say
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import write_json
 
 if TYPE_CHECKING:
     from neuron_runtime.bench.simulation import Outcome
@@ -36,23 +38,18 @@ WARM_UP_SECONDS = 30.0
 GROUP_SECONDS, RANK_SECONDS = 150e-6, 25e-6
 """The leader's CPU time per step of 64 rows, measured with 2 to 12 ranks on one machine (`bench.group`)."""
 
+REPORT_VERSION = 1
+
 POLICY_NAMES = ["prefill-first", "vllm-neuron"]
 """The keys of `simulation.POLICIES`, which brings the engine."""
 
 
 def add_commands(bench: argparse.ArgumentParser) -> None:
-    """Add the parser of `bench simulate`."""
     commands = bench.add_subparsers(dest="bench", required=True, metavar="COMMAND")
     meaning = "capacity of a deployment, in virtual time, without a device"
     parser = commands.add_parser("simulate", help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
     add_arguments(parser)
-    add_output_arguments(parser)
-    bench.set_defaults(run=_run, record=None)
-
-
-def _run(options: argparse.Namespace, began: float) -> record.Record:
-    run(options)
-    return record.success("bench", seconds=time.monotonic() - began)
+    bench.set_defaults(run=run, record=None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--max-consecutive-prefills", 1, "N", "consecutive prefill steps while requests decode", least=1)
     number("--ttft-target", 2000.0, "MS", "maximum time to first token of a good request", positive=True)
     number("--gap-target", 250.0, "MS", "maximum gap between tokens of a good request", positive=True)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write figures and distributions as JSON")
 
 
 def add_number(
@@ -124,27 +122,30 @@ def add_number(
     parser.add_argument(flag, type=read, nargs=nargs, default=default, metavar=metavar, help=meaning + shown)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, began: float) -> record.Record:
     from neuron_runtime.bench import simulated_tables  # noqa: PLC0415 - brings the engine
 
-    check_outputs(options)
     _check(options)
     device = device_of(options)
     shapes = [] if device.plan is None else shapes_of_plan(device.plan)
     _check_policies(options, device)
     runs = [simulated_tables.Run(rate, outcomes_at(rate, options, device)) for rate in options.rate]
     targets = simulated_tables.Targets(options.ttft_target / 1000, options.gap_target / 1000)
-    left_out = {"command", "bench", "run", "record", "json", "plot", "plan"}
-    settings = {name: value for name, value in vars(options).items() if name not in left_out}
-    report = Report(
-        "bench simulate",
-        {**settings, "device": dict(device.settings), "limits": asdict(device.limits)},
-        tuple(table for one in runs for table in simulated_tables.tables(one, targets, shapes)),
-        data={"runs": [simulated_tables.curves(one, targets) for one in runs]},
-        draw=lambda figure: simulated_tables.draw(figure, runs, targets),
-        size_inches=(14.0, 8.4 if len(runs) > 1 else 4.8),
-    )
-    deliver(report, options)
+    tables = [table for one in runs for table in simulated_tables.tables(one, targets, shapes)]
+    print("\n\n".join(table.text() for table in tables))
+    if options.json is not None:
+        left_out = {"command", "bench", "run", "record", "json", "plan"}
+        settings = {name: value for name, value in vars(options).items() if name not in left_out}
+        document = {
+            "version": REPORT_VERSION,
+            "command": "bench simulate",
+            "versions": {"neuron-serving": version("neuron-serving")},
+            "options": {**settings, "device": dict(device.settings), "limits": asdict(device.limits)},
+            "tables": [table.plain() for table in tables],
+            "data": {"runs": [simulated_tables.curves(one, targets) for one in runs]},
+        }
+        write_json(options.json, document)
+    return record.success("bench", seconds=time.monotonic() - began)
 
 
 def group_seconds(num_ranks: int) -> float:
@@ -207,6 +208,8 @@ def _check_policies(options: argparse.Namespace, device: Device) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise InvalidConfig("--json", f"folder {options.json.parent} does not exist: create it first")
     if not 0 <= options.long_share <= 1:
         raise InvalidConfig("--long-share", f"must be from 0 to 1, got {options.long_share:g}")
     for flag in SPANS:

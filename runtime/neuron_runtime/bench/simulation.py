@@ -126,7 +126,6 @@ class Outcome:
 
     @property
     def mean_queue(self) -> float:
-        """Mean queue length over time."""
         changes = [*self.queue, (self.seconds, 0)]
         return sum(count * (end - begin) for (begin, count), (end, _) in pairwise(changes)) / self.seconds
 
@@ -162,12 +161,7 @@ class Simulation:
         """Takes conversations, ordered by start time, until all measured requests are complete.
 
         plan: of the graphs that the device runs; None: the sizes of `times`.
-
-        Raises:
-            ValueError: `seconds` is not positive.
         """
-        if not seconds > 0:
-            raise ValueError(f"seconds must be positive, got {seconds}")
         self._policy = policy
         self._begin, self._end = warm_up_seconds, warm_up_seconds + seconds
         self._clock = VirtualClock()

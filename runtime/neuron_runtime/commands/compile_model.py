@@ -22,7 +22,7 @@ from neuron_runtime.artifacts.store import artifact_store, read_artifact, remote
 from neuron_runtime.commands.serve import add_model, add_model_flags, configuration
 from neuron_runtime.config import COMPILED, RuntimeConfig
 from neuron_runtime.console import StageLines, say
-from neuron_runtime.engine.backends import check_backend, compiling_package
+from neuron_runtime.engine.backends import backend_package, check_backend
 from neuron_runtime.flags import Field
 from neuron_runtime.local_settings import add_artifact_flags, add_weights_flags, check_stores
 from neuron_runtime.weights.fetching import described, materialize
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
 @contextmanager
 def _model(config: RuntimeConfig, options: argparse.Namespace, progress: StageLines) -> Iterator[tuple[Path, str]]:
     """A folder with as much of the model as its backend needs to compile it, and the digest."""
-    package, places = compiling_package(config), (options.weights_dir, options.weights_store)
+    package, places = backend_package(config), (options.weights_dir, options.weights_store)
     with described(config.model, *places, with_weights=package.needs_weights(config)) as (folder, digest):
         if not package.compiler_reads_weights(config):
             yield folder, digest

@@ -70,7 +70,7 @@ def _to_remote(uri: str, options: argparse.Namespace) -> Fetched:
     remote = open_remote(options.store, "DIR")
     with ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(TemporaryDirectory(prefix="neuron-fetch-")))
-        upload = _shown(f"{uri} to {remote.uri}")
+        upload = _shown(f"{uri} to {remote.address}")
         return supply(uri, remote, Store(scratch), _shown(uri), upload, digest=options.digest)
 
 

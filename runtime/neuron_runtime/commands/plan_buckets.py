@@ -10,14 +10,13 @@ from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
-import msgspec
-
 from neuron_runtime import record
 from neuron_runtime.arguments import FLAG_NAMES, naming
 from neuron_runtime.commands.compile_model import is_compiled
 from neuron_runtime.commands.serve import add_model, add_model_flags, configuration
-from neuron_runtime.engine.backends import GraphPlan, planning_package
+from neuron_runtime.engine.backends import planning_package
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import write_json
 from neuron_runtime.local_settings import add_weights_flags
 from neuron_runtime.weights.fetching import described
 
@@ -50,16 +49,8 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
     for line in plan.lines():
         print(line)
     if options.json is not None:
-        write(options.json, plan)
+        write_json(options.json, plan.document())
     return record.success("plan-buckets", seconds=time.monotonic() - began)
-
-
-def write(path: Path, plan: GraphPlan) -> None:
-    """Raises InvalidConfig if the file cannot be written."""
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(plan.document()), indent=2) + b"\n")
-    except OSError as error:
-        raise InvalidConfig("--json", f"cannot write {path}: {error}") from error
 
 
 def read_lengths(path: Path) -> tuple[tuple[int, float], ...]:

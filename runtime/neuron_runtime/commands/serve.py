@@ -16,7 +16,7 @@ from typing import Any
 
 from neuron_runtime import not_built, record
 from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, model_uri, naming, on_this_machine
-from neuron_runtime.checkpoint import check_tokenizer
+from neuron_runtime.artifacts.loading import find_model
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines, say
 from neuron_runtime.distributed.layout import layout_for
@@ -29,7 +29,6 @@ from neuron_runtime.processes.run_dir import made_run_dir
 from neuron_runtime.processes.supervisor import Signals, Supervisor, listen, url_of
 from neuron_runtime.server.auth import api_key_file, check_keys
 from neuron_runtime.uris import FORMS
-from neuron_runtime.weights.fetching import materialize
 
 DEFAULT_PORT = 8000
 
@@ -79,10 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The two ways to name a model and its configuration."""
     parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=f"{FORMS}, org/name (a hub model), or the path of a folder",
+        "model", nargs="?", metavar="MODEL", help=f"{FORMS}, org/name (a hub model), or the path of a folder"
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="Configuration document, instead of MODEL and the flags for it"
@@ -147,15 +143,7 @@ def check(config: RuntimeConfig, settings: LocalSettings) -> None:
     """
     from neuron_runtime.processes.front_end import load_text  # noqa: PLC0415 - brings the web stack
 
-    folder = materialize(
-        config.model,
-        settings.weights_dir,
-        StageLines(),
-        weights_store=settings.weights_store,
-        on_miss=settings.on_weights_miss,
-        with_weights=False,
-        check=check_tokenizer,
-    )
+    folder = find_model(config, settings, StageLines(), with_weights=False)
     backend_package(config).check_model(folder, config)
     load_text(folder, config.text)
 
@@ -170,11 +158,11 @@ def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], 
     check = check or check_backend
     problems = ConfigProblems()
     for row in not_built.rows(Surface.FLAG):
-        value = getattr(options, row.name)
+        value, flag = getattr(options, row.name), flag_of(row)
         with problems.collecting():
-            not_built.refuse(Surface.FLAG, row.name, value, at=flag_of(row))
+            not_built.refuse(Surface.FLAG, row.name, value, at=flag)
         if value is not None and not row.has_effect:
-            say(f"{flag_of(row)} has no effect here: leave it out")
+            say(f"{flag} has no effect here: leave it out")
     # A command may have only some of the flags.
     arguments = {name: value for name in BY_ARGUMENT if (value := getattr(options, name, None)) is not None}
     vllm = {"device": options.device, "additional_config": options.additional_config}

@@ -10,13 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from neuron_runtime import record
 from neuron_runtime.artifacts import store as artifacts
 from neuron_runtime.console import AmountLine, bytes_text, printable, say
 from neuron_runtime.errors import FatalError
-from neuron_runtime.weights.store import DAY_SECONDS, MODELS, AnyStore, EntryKind, ListedEntry, Store, check_key
+from neuron_runtime.weights.fetching import open_remote
+from neuron_runtime.weights.store import DAY_SECONDS, MODELS, EntryKind, ListedEntry, Store, check_key
+
+if TYPE_CHECKING:
+    from neuron_runtime.weights.remote import RemoteStore
+
+    AnyStore = Store | RemoteStore
 
 DEFAULT_UNUSED_DAYS = 30.0
 
@@ -27,38 +33,18 @@ class Contents:
 
     name: str
     """The name of the command."""
-    noun: str
-    work: str
-    """What makes one."""
+    kind: EntryKind
     made: str
     key: str
-    open: Callable[[str], AnyStore]
 
 
-def _models(address: str) -> AnyStore:
-    return _opened(address, MODELS)
-
-
-def _artifacts(address: str) -> AnyStore:
-    return _opened(address, artifacts.ARTIFACTS)
-
-
-def _opened(address: str, kind: EntryKind) -> AnyStore:
-    if "://" in address:
-        from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415 - brings boto3
-
-        return RemoteStore(address, "DIR", kind=kind)
-
-    return Store(Path(address), kind)
-
-
-WEIGHTS = Contents("weights", "model", "download", "fetched", "DIGEST", _models)
-ARTIFACTS = Contents("artifacts", "artifact", "compilation", "compiled", "KEY", _artifacts)
+WEIGHTS = Contents("weights", MODELS, "fetched", "DIGEST")
+ARTIFACTS = Contents("artifacts", artifacts.ARTIFACTS, "compiled", "KEY")
 
 
 def add_commands(parser: argparse.ArgumentParser, contents: Contents = WEIGHTS) -> None:
     commands = parser.add_subparsers(dest=contents.name, required=True, metavar="COMMAND")
-    noun, work, made = contents.noun, contents.work, contents.made
+    noun, work, made = contents.kind.noun, contents.kind.work, contents.made
 
     def add(name: str, run: Callable[[argparse.Namespace, AnyStore], None], meaning: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
@@ -87,8 +73,12 @@ def add_commands(parser: argparse.ArgumentParser, contents: Contents = WEIGHTS) 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
     contents: Contents = options.contents
-    options.look_after(options, contents.open(options.store))
+    options.look_after(options, _opened(options.store, contents.kind))
     return record.success(contents.name, seconds=time.monotonic() - began)
+
+
+def _opened(address: str, kind: EntryKind) -> AnyStore:
+    return open_remote(address, "DIR", kind) if "://" in address else Store(Path(address), kind)
 
 
 def _ls(options: argparse.Namespace, store: AnyStore) -> None:

@@ -2,8 +2,7 @@
 
 Each member has one thread here that owns a socket. It speaks while the other threads load a model or wait inside a
 collective of the device that may never end, so it is this thread that ends a process: it calls `on_end`, which must not
-return to work. The order of a group's life: all say hello, the leader compares and welcomes all, all load, the leader
-says that it serves, and heartbeats flow until somebody says farewell or falls silent.
+return to work.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -69,9 +69,14 @@ class _Control(ABC):
         self._socket = wire.make_socket(self._context, kind, wire.MAX_MESSAGE_BYTES)
         self.keys = Keys(read_secret(layout))
         self._changed = threading.Condition()
-        self._failure: FatalError | None = None
+        self.failure: FatalError | None = None
+        """Why the group ended, if it did."""
         self._farewell: tuple[int, str] | None = None
         self._beat_seconds = min(layout.silence_seconds / BEATS_PER_LIMIT, MAX_BEAT_SECONDS)
+        self._closed_limit = layout.silence_seconds * CLOSED_SHARE
+        """Seconds for which a connection may be closed."""
+        self._serving = False
+        """Whether all ranks have loaded."""
         self._next_beat = 0.0
         self._last_turn = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="group", daemon=True)
@@ -79,15 +84,10 @@ class _Control(ABC):
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def failure(self) -> FatalError | None:
-        """Why the group ended, if it did."""
-        return self._failure
-
     def check(self) -> None:
         """Raises why the group ended, if it did."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def finish(self, error: ServingError | None) -> None:
         """Tell the others why this member ends, and stop. None: its work is done."""
@@ -99,12 +99,12 @@ class _Control(ABC):
     def cause_of(self, error: FatalError) -> FatalError:
         """A collective failed here, because another rank ended. Returns why, if somebody says so in time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None, CAUSE_SECONDS)
-        return self._failure or error
+            self._changed.wait_for(lambda: self.failure is not None, CAUSE_SECONDS)
+        return self.failure or error
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: ready() or self._failure is not None)
+            self._changed.wait_for(lambda: ready() or self.failure is not None)
         self.check()
 
     def _notify(self) -> None:
@@ -117,17 +117,14 @@ class _Control(ABC):
             while self._farewell is None:
                 self._socket.poll(POLL_MILLISECONDS)
                 self._turn()
-        except FatalError as error:
-            failure = error
-            self._farewell = (int(error.exit_code), str(error))
         except Exception as error:  # noqa: BLE001 - without this thread nobody would notice that the group is gone
-            failure = member_lost(f"{type(error).__name__}: {error}")
+            failure = error if isinstance(error, FatalError) else member_lost(f"{type(error).__name__}: {error}")
             self._farewell = (int(failure.exit_code), str(failure))
         self._lifeline.clear()
         self._say_farewell(*self._farewell)
         self._close()
         if failure is not None:
-            self._failure = failure
+            self.failure = failure
             self._notify()
             self._on_end(failure)
 
@@ -154,19 +151,9 @@ class _Control(ABC):
         self._look(now)
 
     @property
-    @abstractmethod
-    def _serving(self) -> bool:
-        """Whether all ranks have loaded."""
-
-    @property
     def _patience(self) -> float:
         """Seconds for which a member may be silent now."""
         return self.layout.silence_seconds * (1.0 if self._serving else LOADING_FACTOR)
-
-    @property
-    def _closed_limit(self) -> float:
-        """Seconds for which a connection may be closed."""
-        return self.layout.silence_seconds * CLOSED_SHARE
 
     @abstractmethod
     def _receive(self, frames: list[bytes], now: float) -> None: ...
@@ -194,15 +181,6 @@ class _Member:
     closed_since: float | None = None
 
 
-@dataclass
-class _Group:
-    """What the leader knows; only its thread writes."""
-
-    members: dict[int, _Member] = field(default_factory=dict)
-    welcomed: bool = False
-    serving: bool = False
-
-
 class LeaderControl(_Control):
     """Rank 0's side.
 
@@ -227,7 +205,9 @@ class LeaderControl(_Control):
         self._facts = facts
         self._welcome = Welcome(self.group, *addresses)
         self._on_leaving = on_leaving
-        self._state = _Group()
+        self._members: dict[int, _Member] = {}
+        """Only the thread writes it."""
+        self._welcomed = False
         self._deadline = time.monotonic() + layout.join_seconds
         self._others = range(1, layout.size)
         self.keys.guard(self._socket)
@@ -235,22 +215,17 @@ class LeaderControl(_Control):
         self._socket.router_handover = True
         self._socket.bind(layout.wire if layout.num_nodes == 1 else f"tcp://*:{layout.port}")
 
-    @property
-    def _serving(self) -> bool:
-        return self._state.serving
-
     def wait_joined(self) -> None:
         """Until all members have said hello and agree. Raises FatalError."""
-        self._wait(lambda: self._state.welcomed)
+        self._wait(lambda: self._welcomed)
 
     def wait_loaded(self, limits: str) -> None:
         """Until all members have loaded, with limits of this hash. Raises FatalError."""
-        members = self._state.members
-        self._wait(lambda: all(member.limits is not None for member in members.values()))
-        for rank, member in sorted(members.items()):
+        self._wait(lambda: all(member.limits is not None for member in self._members.values()))
+        for rank, member in sorted(self._members.items()):
             if member.limits != limits:
                 raise disagrees(f"{self.layout.named(rank)}: other limits of the backend than rank 0")
-        self._state.serving = True
+        self._serving = True
         self._next_beat = 0.0
 
     def _receive(self, frames: list[bytes], now: float) -> None:
@@ -263,17 +238,17 @@ class LeaderControl(_Control):
             case Hello():
                 self._greet(message, now)
             case Beat(rank, group) | Loaded(rank, group) | Leaving(rank, group) | Farewell(rank, group):
-                if group != self.group or rank not in self._state.members:
+                if group != self.group or rank not in self._members:
                     text = "the leader of the group was started anew"
                     self._send(rank, Farewell(0, group, int(ExitCode.GROUP_MEMBER_LOST), text))
                     return
-                self._state.members[rank].heard = now
+                self._members[rank].heard = now
                 self._hear(message)
 
     def _hear(self, message: wire.ToLeader) -> None:
         match message:
             case Loaded(rank, _, limits):
-                self._state.members[rank].limits = limits
+                self._members[rank].limits = limits
                 self._notify()
             case Leaving(rank):
                 self._on_leaving(f"{self.layout.named(rank)} must leave")
@@ -281,54 +256,53 @@ class LeaderControl(_Control):
                 raise FatalError(_code_for_others(code), f"{self.layout.named(rank)}: {text}")
 
     def _greet(self, hello: Hello, now: float) -> None:
-        state, rank = self._state, hello.rank
+        rank = hello.rank
         if rank not in self._others or hello.size != self.layout.size:
             text = f"rank {rank} of {hello.size} wants to join, but the leader has ranks 1 to {self.layout.size - 1}"
             raise disagrees(text)
-        differing = differences(_plain(self._facts), _plain(hello.facts))
+        differing = differences(msgspec.structs.asdict(self._facts), msgspec.structs.asdict(hello.facts))
         if differing:
             raise disagrees(f"{self.layout.named(rank)} differs from rank 0: {joined(differing)}")
-        known = state.members.get(rank)
-        if state.welcomed:
+        known = self._members.get(rank)
+        if self._welcomed:
             if known is None or known.process != hello.process:
                 raise member_lost(f"{self.layout.named(rank)} was restarted")
             known.heard = now
             self._send(rank, self._welcome)
             return
-        state.members[rank] = _Member(hello.process, now)
-        if len(state.members) == len(self._others):
-            state.welcomed = True
+        self._members[rank] = _Member(hello.process, now)
+        if len(self._members) == len(self._others):
+            self._welcomed = True
             for other in self._others:
                 self._send(other, self._welcome)
             self._notify()
 
     def _beat(self, now: float) -> None:
-        if not self._state.welcomed:
+        if not self._welcomed:
             return
-        for rank, member in self._state.members.items():
-            if self._send(rank, Beat(0, self.group, self._state.serving)):
+        for rank, member in self._members.items():
+            if self._send(rank, Beat(0, self.group, self._serving)):
                 member.closed_since = None
             else:
                 member.closed_since = member.closed_since or now
 
     def _look(self, now: float) -> None:
-        state, patience = self._state, self._patience
-        silent = {rank: member for rank, member in state.members.items() if now - member.heard > patience}
-        if not state.welcomed:
+        silent = {rank: member for rank, member in self._members.items() if now - member.heard > self._patience}
+        if not self._welcomed:
             for rank in silent:
-                del state.members[rank]
+                del self._members[rank]
             if now > self._deadline:
-                missing = [self.layout.named(rank) for rank in self._others if rank not in state.members]
+                missing = [self.layout.named(rank) for rank in self._others if rank not in self._members]
                 raise member_lost(f"{joined(missing)}: did not join within {self.layout.join_seconds:.0f} s")
             return
         for rank, member in silent.items():
             raise member_lost(f"{self.layout.named(rank)}: silent for {now - member.heard:.1f} s")
-        for rank, member in state.members.items():
+        for rank, member in self._members.items():
             if member.closed_since is not None and now - member.closed_since > self._closed_limit:
                 raise member_lost(f"{self.layout.named(rank)}: closed its connection")
 
     def _forgive(self, now: float) -> None:
-        for member in self._state.members.values():
+        for member in self._members.values():
             member.heard, member.closed_since = now, member.closed_since and now
 
     def _say_farewell(self, code: int, message: str) -> None:
@@ -357,7 +331,6 @@ class MemberControl(_Control):
         self.welcome: Welcome | None = None
         self.done = False
         """Whether the leader said that the work is done."""
-        self._told_serving = False
         self._heard = time.monotonic()
         self._closed_since: float | None = None
         self._deadline = self._heard + layout.join_seconds
@@ -367,10 +340,6 @@ class MemberControl(_Control):
         self._socket.identity = str(rank).encode()
         self._connection = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(layout.wire)
-
-    @property
-    def _serving(self) -> bool:
-        return self._told_serving
 
     @property
     def group(self) -> str:
@@ -405,7 +374,7 @@ class MemberControl(_Control):
             case Welcome(group) | Beat(_, group) if self.welcome is not None and group != self.group:
                 raise member_lost("the leader of the group was started anew")
             case Beat(_, _, serving):
-                self._told_serving = serving
+                self._serving = serving
             case Farewell(_, _, 0):
                 self.done = True
                 self._farewell = (0, "")
@@ -447,10 +416,6 @@ class MemberControl(_Control):
     def _send(self, message: wire.ToLeader) -> None:
         with contextlib.suppress(zmq.Again):
             self._socket.send(wire.encode(message), zmq.NOBLOCK)
-
-
-def _plain(facts: Facts) -> dict[str, object]:
-    return {"config": facts.config, "weights": facts.weights, "artifact": facts.artifact, "libraries": facts.libraries}
 
 
 def _code_for_others(code: int) -> ExitCode:

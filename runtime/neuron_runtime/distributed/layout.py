@@ -150,14 +150,11 @@ def layout_for(config: RuntimeConfig, *, leads: bool, environment: Mapping[str, 
 
 
 def layout_of(environment: Mapping[str, str], tensor: int, *, process_per_rank: bool) -> Layout:
-    """The group of this node.
+    """The group of this node. Raises InvalidConfig with the variable and what it must be.
 
     Args:
         tensor: `parallelism.tensor`, the ranks of all nodes; 0: one per node.
         process_per_rank: whether each rank is a process; otherwise one process drives all ranks of its node.
-
-    Raises:
-        InvalidConfig: names the variable and what it must be.
     """
     num_nodes = num_nodes_of(environment)
     if num_nodes > 1 and not tensor and not process_per_rank:

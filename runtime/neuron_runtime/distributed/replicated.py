@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
-from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput
+from neuron_runtime.core import Batch, Late, StepOutput
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.control import LeaderControl, disagrees, member_lost
 from neuron_runtime.distributed.layout import Layout
@@ -56,8 +56,7 @@ class StepChannel:
     def confirm(self, output: StepOutput, control: LeaderControl) -> tuple[float, ...]:
         """Until every member has done the step. Returns the seconds that each took.
 
-        Raises:
-            FatalError: one sampled other tokens, or is late.
+        Raises FatalError if one sampled other tokens, or is late.
         """
         expected, missing = wire.hash_of(output.token_ids), set(self._others)
         waited = [0.0] * len(missing)
@@ -89,12 +88,9 @@ class ReplicatedBackend:
 
     def __init__(self, backend: Backend, channel: StepChannel, control: LeaderControl) -> None:
         self._backend = backend
+        self.limits = backend.limits
         self._channel = channel
         self._control = control
-
-    @property
-    def limits(self) -> BackendLimits:
-        return self._backend.limits
 
     def warm_up(self, progress: ProgressCallback) -> Iterable[StepTime]:
         """All ranks warm up by themselves, at the same time: the leader sends no steps for it."""

@@ -1,21 +1,16 @@
-"""What members of a group send to each other: messages, their encoding, and the sockets.
+"""What members of a group send to each other: messages, their encoding (msgpack, validated against these types on
+receipt), and the sockets.
 
-Steps go from the leader to all members through one publishing socket, acknowledgements come back to one inbox, and
-everything else (joining, heartbeats, the end) has a socket of its own, so that it never waits behind steps. Tensors
-never travel here: ranks exchange them through their backend's own collectives.
-
-The encoding is msgpack of plain fields, validated against these types on receipt, and every frame begins with
-`PROTOCOL`. Nothing is ever unpickled.
-
-Connections are CurveZMQ's, and the leader's *public* key is derived from the group's secret as well as its private one:
-whoever lacks the secret can neither greet the leader nor answer for it. So no frame needs a code of its own:
-encryption, authentication and protection against replay run on the thread of the sockets, not in the path of a step.
+Steps, acknowledgements and everything else (joining, heartbeats, the end) have sockets of their own, so that no
+heartbeat waits behind a step. Connections are CurveZMQ's, and the leader's *public* key is derived from the group's
+secret as well as its private one: whoever lacks the secret can neither greet the leader nor answer for it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -147,10 +142,6 @@ _HEAD = bytes([0xC7, PROTOCOL])
 """The second byte is the version."""
 
 _encoder = msgspec.msgpack.Encoder()
-_to_leader: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader)
-_to_member: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)
-_step: msgspec.msgpack.Decoder[StepMessage] = msgspec.msgpack.Decoder(StepMessage)
-_ack: msgspec.msgpack.Decoder[Ack] = msgspec.msgpack.Decoder(Ack)
 
 
 class BadFrame(ValueError):
@@ -166,22 +157,6 @@ def encode(message: ToLeader | ToMember | StepMessage | Ack) -> bytes:
     return frame
 
 
-def decode_to_leader(frame: bytes) -> ToLeader:
-    return _decoded(_to_leader, frame)
-
-
-def decode_to_member(frame: bytes) -> ToMember:
-    return _decoded(_to_member, frame)
-
-
-def decode_step(frame: bytes) -> StepMessage:
-    return _decoded(_step, frame)
-
-
-def decode_ack(frame: bytes) -> Ack:
-    return _decoded(_ack, frame)
-
-
 def _decoded(decoder: msgspec.msgpack.Decoder[M], frame: bytes) -> M:
     """Raises BadFrame."""
     if frame[:1] != _HEAD[:1] or len(frame) < len(_HEAD):
@@ -192,6 +167,12 @@ def _decoded(decoder: msgspec.msgpack.Decoder[M], frame: bytes) -> M:
         return decoder.decode(memoryview(frame)[len(_HEAD) :])
     except msgspec.DecodeError as error:
         raise BadFrame(f"a frame that cannot be read: {error}") from error
+
+
+decode_to_leader: Callable[[bytes], ToLeader] = partial(_decoded, msgspec.msgpack.Decoder(ToLeader))
+decode_to_member: Callable[[bytes], ToMember] = partial(_decoded, msgspec.msgpack.Decoder(ToMember))
+decode_step: Callable[[bytes], StepMessage] = partial(_decoded, msgspec.msgpack.Decoder(StepMessage))
+decode_ack: Callable[[bytes], Ack] = partial(_decoded, msgspec.msgpack.Decoder(Ack))
 
 
 def hash_of(token_ids: Sequence[Sequence[int]]) -> bytes:

@@ -52,15 +52,6 @@ class BackendPackage(Protocol):
     def versions(self) -> Mapping[str, str]:
         """Versions of the libraries and drivers that it runs on, by their names. Cheap: imports none of them."""
 
-    def load_backend(
-        self, model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, *, rank: Rank = ONE_RANK
-    ) -> Backend:
-        """See `load_backend` of the torch backend. rank: which one to be, if each is a process."""
-
-
-class CompilingPackage(BackendPackage, Protocol):
-    """Interface of the package of a backend that can compile."""
-
     __name__: str
 
     def compiler_reads_weights(self, config: RuntimeConfig) -> bool:
@@ -84,7 +75,11 @@ class CompilingPackage(BackendPackage, Protocol):
         *,
         rank: Rank = ONE_RANK,
     ) -> Backend:
-        """Load with the compiled graphs in a folder, which may be read-only; None: nothing is compiled."""
+        """See `load_backend` of the torch backend.
+
+        artifact: a folder with the compiled graphs, which may be read-only; None: nothing is compiled.
+        rank: which one to be, if each is a process.
+        """
 
 
 class GraphPlan(Protocol):
@@ -101,13 +96,9 @@ class PlanningPackage(BackendPackage, Protocol):
     """Interface of the package of a backend whose graphs have fixed sizes (buckets)."""
 
     def plan(self, config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> GraphPlan:
-        """The graphs that would be compiled. Needs config.json alone.
+        """The graphs that would be compiled. Needs config.json alone. Raises InvalidConfig as `compiler` does.
 
-        Args:
-            lengths: distribution of prompts' lengths as (tokens, share); empty: unknown.
-
-        Raises:
-            InvalidConfig: as `compiler` of CompilingPackage.
+        lengths: distribution of prompts' lengths as (tokens, share); empty: unknown.
         """
 
 
@@ -135,8 +126,6 @@ def warn_of_limits(config: RuntimeConfig, limits: BackendLimits) -> None:
 def check_backend(config: RuntimeConfig) -> None:
     """Raises InvalidConfig if the backend is not part of this runtime, or does not support the configuration."""
     backend_package(config).check_config(config)
-    if compiles(config):
-        compiling_package(config)
 
 
 def check_ranks(config: RuntimeConfig, num_ranks: int) -> None:
@@ -150,14 +139,6 @@ def check_ranks(config: RuntimeConfig, num_ranks: int) -> None:
 def compiles(config: RuntimeConfig) -> bool:
     """Whether the configuration runs compiled graphs. Raises as `backend_package`."""
     return config.compile or backend_package(config).ALWAYS_COMPILES
-
-
-def compiling_package(config: RuntimeConfig) -> CompilingPackage:
-    """Raises InvalidConfig if the backend compiles nothing."""
-    package = backend_package(config)
-    if not hasattr(package, "compiler"):
-        raise InvalidConfig("$.compile", f"the {config.backend} backend compiles nothing: leave it out")
-    return cast(CompilingPackage, package)
 
 
 def planning_package(config: RuntimeConfig) -> PlanningPackage:

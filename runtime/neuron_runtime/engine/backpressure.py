@@ -1,8 +1,7 @@
-"""Limits the waiting queue and estimates when a refused request can be retried.
+"""Limits the waiting queue and estimates when a refused request can be retried, by the rate at which requests end.
 
-`engine.loop` calls it for every request and after every step. It continuously measures the rate at which requests end,
-extrapolated to all rows being busy. Refused clients are expected back at their retry time, so later ones get a later
-time. The caller passes all times; no I/O.
+`engine.loop` calls it for every request and after every step. Refused clients are expected back at their retry time, so
+later ones get a later time. The caller passes all times; no I/O.
 """
 
 from __future__ import annotations
@@ -67,17 +66,14 @@ class Rate:
 
 
 class Backpressure:
-    """Admission to the queue.
-
-    Args:
-        now: seconds of any clock; all other times are of the same clock.
-    """
+    """Admission to the queue. now: seconds of any clock; all other times are of the same clock."""
 
     def __init__(self, limits: QueueLimits, max_rows: int, now: float) -> None:
         self._limits = limits
         self._max_rows = max_rows
         self._waiting: dict[str, int] = {}
-        self._num_tokens = 0
+        self.num_tokens = 0
+        """Prompt tokens of waiting requests."""
         expected = max(max_rows, 1) / USUAL_REQUEST_SECONDS
         self._requests = Rate(expected)
         self._tokens = Rate(expected)
@@ -87,11 +83,6 @@ class Backpressure:
         self._expected: dict[int, tuple[int, int]] = {}
         """Number of refused requests and of their tokens, by the second of their retry."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt tokens of waiting requests."""
-        return self._num_tokens
-
     def enter(self, request_id: str, num_tokens: int, num_live: int, now: float) -> None:
         """Queue a request, or raise Overloaded with the time until a retry should succeed.
 
@@ -99,14 +90,14 @@ class Backpressure:
         """
         limits = self._limits
         excess_requests = num_live + 1 - self._max_rows - limits.max_requests
-        excess_tokens = self._num_tokens + num_tokens - limits.max_tokens
+        excess_tokens = self.num_tokens + num_tokens - limits.max_tokens
         if excess_requests > 0:
             what = f"{limits.max_requests} requests are waiting"
-        elif excess_tokens > 0 and self._num_tokens:
-            what = f"{self._num_tokens} prompt tokens are waiting, at most {limits.max_tokens} may"
+        elif excess_tokens > 0 and self.num_tokens:
+            what = f"{self.num_tokens} prompt tokens are waiting, at most {limits.max_tokens} may"
         else:
             self._waiting[request_id] = num_tokens
-            self._num_tokens += num_tokens
+            self.num_tokens += num_tokens
             return
         seconds = self._retry_seconds(excess_requests, excess_tokens, num_tokens, now)
         raise Overloaded(f"the queue is full ({what}); try again in {seconds} s", seconds)
@@ -135,7 +126,7 @@ class Backpressure:
     def withdraw(self, request_id: str) -> int:
         """The request does not wait any more; returns its prompt tokens, 0 if it did not wait."""
         num_tokens = self._waiting.pop(request_id, 0)
-        self._num_tokens -= num_tokens
+        self.num_tokens -= num_tokens
         return num_tokens
 
     def _retry_seconds(self, excess_requests: int, excess_tokens: int, num_tokens: int, now: float) -> int:

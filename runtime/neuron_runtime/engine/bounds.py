@@ -18,8 +18,7 @@ def stream_gap_bound(
     If phases mix, every step has a row of each running stream; otherwise at most `max_consecutive_prefills` steps are
     between two that do. With several tokens per row, a sequence skips a turn if its row in flight may be its last.
 
-    Args:
-        longest_step_seconds: by kind, from the end of the previous step to the end of the step.
+    longest_step_seconds: by kind, from the end of the previous step to the end of the step.
     """
     prefill = longest_step_seconds.get(StepKind.PREFILL, 0.0)
     own = max(longest_step_seconds.get(kind, 0.0) for kind in (StepKind.DECODE, StepKind.MIXED))

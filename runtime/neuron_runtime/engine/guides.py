@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from neuron_runtime.core import Request
-from neuron_runtime.errors import InvalidRequest
 
 
 class Guide(Protocol):
@@ -43,18 +42,3 @@ class Guides(Protocol):
 
     def close(self) -> None:
         """End threads and processes."""
-
-
-class NoGuides:
-    """For engines that are not told the model's vocabulary."""
-
-    def prepare(self, request: Request) -> Future[Guide]:
-        guide: Future[Guide] = Future()
-        guide.set_exception(InvalidRequest("this server does not serve structured output: leave the form out"))
-        return guide
-
-    def masks(self, guides: Sequence[Guide]) -> Masks:
-        return Masks(memoryview(b""), ())
-
-    def close(self) -> None:
-        pass

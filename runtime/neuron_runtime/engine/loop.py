@@ -19,7 +19,7 @@ from neuron_runtime.backend_protocol import Backend
 from neuron_runtime.core import Batch, FinishReason, Late, Request, StepKind, StepOutput, TokenEvent, fill
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
 from neuron_runtime.engine.bounds import stream_gap_bound
-from neuron_runtime.engine.guides import Guide, Guides, NoGuides
+from neuron_runtime.engine.guides import Guide, Guides
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.engine.sequence import Phase
 from neuron_runtime.engine.stats import EngineStats, StepStats
@@ -48,12 +48,12 @@ class Engine:
         max_queued_tokens: maximum prompt tokens of waiting requests.
         max_consecutive_prefills: consecutive prefill steps while decoding sequences wait, if phases do not mix.
         guides: of requests whose answers have a form. Steps with a row of such a request are launched like others, and
-            sampled when the tokens before are known. None: no request has a form.
+            sampled when the tokens before are known. None: a request that has a form is refused.
         """
         self._backend = backend
         self._limits = backend.limits
         self._scheduler = Scheduler(self._limits, max_consecutive_prefills)
-        self._guides = guides or NoGuides()
+        self._guides = guides
         self._guide_of: dict[str, Guide] = {}
         """Guides of live requests that have a form."""
         self._preparing: dict[str, tuple[Request, futures.Future[Guide]]] = {}
@@ -78,18 +78,20 @@ class Engine:
         """Queue an admitted request, whose lengths and parameters are within the limits.
 
         Raises:
-            InvalidRequest: a request with the same id is running.
+            InvalidRequest: a request with the same id is running, or its form cannot be served.
             Overloaded: the queue is full; includes the time until a retry.
         """
         if request.request_id in self._scheduler or request.request_id in self._preparing:
             raise InvalidRequest(f"a request with the id {request.request_id!r} is running", field="request_id")
+        if request.sampling.form is not None and self._guides is None:
+            raise InvalidRequest("this server does not serve structured output: leave the form out")
         now, num_live = self._clock(), self._scheduler.num_live + len(self._preparing)
         self._backpressure.enter(request.request_id, len(request.prompt_token_ids), num_live, now)
         if not self.has_work:
             self._applied_at = None
             self._backpressure.resume(now)
         self._added_at[request.request_id] = now
-        if request.sampling.form is None:
+        if request.sampling.form is None or self._guides is None:
             self._scheduler.add(request)
         else:
             self._preparing[request.request_id] = request, self._guides.prepare(request)
@@ -231,11 +233,11 @@ class Engine:
 
     def _apply(self, batch: Batch, output: StepOutput) -> list[TokenEvent]:
         events = self._scheduler.apply(output)
-        num_new_tokens, ended = 0, []
+        ended = []
         for at, event in enumerate(events):
-            num_new_tokens += len(event.token_ids)
             if event.first:
-                events[at] = replace(event, queue_seconds=self._queue_seconds.pop(event.request_id))
+                first = replace(event.first, queue_seconds=self._queue_seconds.pop(event.request_id))
+                events[at] = replace(event, first=first)
             if event.finish_reason:
                 self._guide_of.pop(event.request_id, None)
                 ended.append(event.request_id)
@@ -254,7 +256,6 @@ class Engine:
             step=batch.step,
             kind=batch.kind,
             num_tokens=batch.num_tokens,
-            num_new_tokens=num_new_tokens,
             device_seconds=output.device_seconds,
             graphs=output.graphs,
         )
@@ -287,6 +288,7 @@ class Engine:
 
     def _sample_late(self, batch: Batch, events: list[TokenEvent]) -> None:
         """Sample the step scheduled last, after the one before was applied. A request whose guide fails ends."""
+        assert self._guides is not None
         guided = [(row, guide) for row, guide in enumerate(self._guides_of_rows()) if guide is not None]
         masks = self._guides.masks([guide for _, guide in guided])
         failed = [guided[at][0] for at in masks.failed]

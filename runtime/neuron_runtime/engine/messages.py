@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from neuron_runtime.core import BackendLimits, FinishReason, Request, TokenEvent, TokenLogprobs
+from neuron_runtime.core import BackendLimits, Request, TokenEvent
 from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.stats import EngineStats
 
@@ -23,18 +23,8 @@ RECONNECT_MILLISECONDS = 10
 """Retry interval while the other process has not opened its socket."""
 
 
-def request_id(number: int) -> str:
-    """The id of the n-th request."""
-    return str(number)
-
-
-def number_of(request_id: str) -> int:
-    """The number from which `request_id` made this id."""
-    return int(request_id)
-
-
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Front end to engine: an admitted request."""
+    """Front end to engine: an admitted request. Its id is a number, which rises from request to request."""
 
     request: Request
 
@@ -81,39 +71,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     num_ranks: int = 1
 
 
-class First(msgspec.Struct, frozen=True, array_like=True):
-    """Data sent once per request, with its first tokens."""
-
-    num_cached_tokens: int
-    queue_seconds: float
-    prompt_logprobs: tuple[TokenLogprobs, ...]
-
-
-class Update(msgspec.Struct, frozen=True, array_like=True):
-    """A compact encoding of `core.TokenEvent`: the result of one step for one request."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `token_ids`, if requested."""
-    first: First | None = None
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return self.first.num_cached_tokens if self.first else 0
-
-    @property
-    def queue_seconds(self) -> float | None:
-        """Only with the first tokens."""
-        return self.first.queue_seconds if self.first else None
-
-    @property
-    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """For the prompt from its second token on, if requested; only with the first tokens."""
-        return self.first.prompt_logprobs if self.first else ()
-
-
 class Refused(msgspec.Struct, frozen=True, array_like=True):
     """The engine refused a request: 429 if it may be retried later, else 400."""
 
@@ -126,7 +83,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """Engine to front end: the results of one turn of the loop."""
 
-    updates: tuple[Update, ...]
+    events: tuple[TokenEvent, ...]
     refused: tuple[Refused, ...]
     stats: EngineStats
 
@@ -163,24 +120,3 @@ def decode_to_engine(raw: bytes) -> ToEngine:
 
 def decode_from_engine(raw: bytes) -> FromEngine:
     return _from_engine.decode(raw)
-
-
-def event_of(update: Update) -> TokenEvent:
-    """The event that `update_of` made it from."""
-    return TokenEvent(
-        update.request_id,
-        update.token_ids,
-        update.finish_reason,
-        update.logprobs,
-        update.prompt_logprobs,
-        update.num_cached_tokens,
-        first=update.first is not None,
-        queue_seconds=update.queue_seconds,
-    )
-
-
-def update_of(event: TokenEvent) -> Update:
-    first = None
-    if event.first:
-        first = First(event.num_cached_tokens, event.queue_seconds or 0.0, event.prompt_logprobs)
-    return Update(event.request_id, event.token_ids, event.finish_reason, event.logprobs, first)

@@ -1,11 +1,9 @@
 """The scheduler: decides which sequences take part in each step, with how many tokens, in which slots and blocks.
 
 Called by `engine.loop`: `schedule` creates the next batch while the previous step still runs, `apply` processes the
-output of a step. Knows token ids and `BackendLimits`; no text, device, clock or thread.
-
-One rule covers prefill, chunks, decode, recomputation and several tokens per row: the computed tokens of a sequence
-must catch up with its tokens. The requirements of the strictest backends apply to all: decode steps have every live row
-in slot order, and the lowest free slot is assigned first. Cached blocks count as computed.
+output of a step. Knows token ids and `BackendLimits`; no text, device, clock or thread. The requirements of the
+strictest backends apply to all: decode steps have every live row in slot order, and the lowest free slot is assigned
+first.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from neuron_runtime.core import (
     NO_TOKEN,
     BackendLimits,
     Batch,
+    First,
     Request,
     Rows,
     StepOutput,
@@ -278,11 +277,8 @@ class Scheduler:
                     kept, reason = sequence.accept(sampled)
                     logprobs = output.logprobs[i][: len(kept)] if output.logprobs else ()
                     request_id = sequence.request.request_id
-                    if first:
-                        cached, prompt = sequence.num_cached or 0, sequence.prompt_logprobs
-                        events.append(TokenEvent(request_id, kept, reason, logprobs, prompt, cached, first=True))
-                    else:
-                        events.append(TokenEvent(request_id, kept, reason, logprobs))
+                    begun = First(sequence.num_cached or 0, 0.0, sequence.prompt_logprobs) if first else None
+                    events.append(TokenEvent(request_id, kept, reason, logprobs, begun))
                     if reason:
                         if sequence.phase is not Phase.LEAVING:
                             self._release(sequence)

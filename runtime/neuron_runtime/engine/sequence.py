@@ -116,11 +116,6 @@ class Sequence:
         """Number of computed tokens at which the next block can be added to the prefix cache."""
 
     @property
-    def output(self) -> list[int]:
-        """The output so far."""
-        return self.tokens[self.num_prompt :]
-
-    @property
     def samples(self) -> bool:
         """Whether its newest row is in flight and samples."""
         return self.in_flight is not None and self.in_flight.samples

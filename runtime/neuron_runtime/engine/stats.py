@@ -17,8 +17,6 @@ class StepStats(msgspec.Struct, kw_only=True, array_like=True):
     kind: StepKind
     num_tokens: int
     """Tokens fed."""
-    num_new_tokens: int = 0
-    """Tokens sent to clients."""
     device_seconds: float = 0.0
     host_seconds: float = 0.0
     """Time of the turn that applied it, without calls of the backend."""

@@ -88,7 +88,6 @@ class Checker:
             child.kill()
 
     def close(self) -> None:
-        """End the child."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()

@@ -58,11 +58,7 @@ class GrammarGuides:
     """Implements `engine.guides.Guides`. All methods are called on the engine's thread."""
 
     def __init__(
-        self,
-        load: Callable[[], Tokenizer],
-        vocabulary_size: int,
-        max_rows: int = 1,
-        max_bytes: int = FORMS_BYTES,
+        self, load: Callable[[], Tokenizer], vocabulary_size: int, max_rows: int = 1, max_bytes: int = FORMS_BYTES
     ) -> None:
         """
         load: the model's tokenizer; called when the first form arrives, on a thread.

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from neuron_runtime.artifacts.loading import Places, load_backend
+from neuron_runtime.artifacts.loading import find_model, load_backend
 from neuron_runtime.backend_protocol import Backend
-from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import StageLines
 from neuron_runtime.core import BackendLimits, Request, TokenEvent
@@ -22,7 +21,6 @@ from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.weights.fetching import materialize
 
 
 class OfflineEngine(Protocol):
@@ -54,7 +52,6 @@ class OfflineEngine(Protocol):
 
 
 def engine_of(config: RuntimeConfig, settings: LocalSettings) -> OfflineEngine:
-    """The engine for the backend of this configuration."""
     if backend_package(config).FREED_BY_EXIT:
         from neuron_runtime.offline.process_engine import ProcessEngine  # noqa: PLC0415  (brings sockets)
 
@@ -63,8 +60,6 @@ def engine_of(config: RuntimeConfig, settings: LocalSettings) -> OfflineEngine:
 
 
 class LocalEngine:
-    """An engine in this process."""
-
     def __init__(self, config: RuntimeConfig, settings: LocalSettings) -> None:
         self._config = config
         self._settings = settings
@@ -83,22 +78,11 @@ class LocalEngine:
         return self._engine.has_work
 
     def find_model(self) -> Path:
-        config, settings = self._config, self._settings
-        self._model_dir = materialize(
-            config.model,
-            settings.weights_dir,
-            self._progress,
-            weights_store=settings.weights_store,
-            on_miss=settings.on_weights_miss,
-            with_weights=backend_package(config).needs_weights(config),
-            check=check_tokenizer,
-        )
+        self._model_dir = find_model(self._config, self._settings, self._progress)
         return self._model_dir
 
     def load(self) -> BackendLimits:
-        settings = self._settings
-        places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
-        self._backend = load_backend(self._model_dir, self._config, places, self._progress)
+        self._backend = load_backend(self._model_dir, self._config, self._settings, self._progress)
         warn_of_limits(self._config, self._backend.limits)
         self._backend.warm_up(self._progress)
         # No queue limit, because the caller waits for all answers anyway.

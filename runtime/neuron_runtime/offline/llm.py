@@ -29,7 +29,7 @@ from neuron_runtime.not_built import Surface, refuse
 from neuron_runtime.offline.engines import engine_of
 from neuron_runtime.offline.outputs import RequestOutput
 from neuron_runtime.offline.prompts import Prompt, listed, naming_prompt, one_each, prompt_fields
-from neuron_runtime.offline.running import RunningChoice, RunningPrompt
+from neuron_runtime.offline.running import RunningPrompt
 from neuron_runtime.offline.sampling_params import SamplingParams
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.conversion import typed
@@ -112,12 +112,7 @@ class LLM:
         for notice in defaults.notices:
             say(notice)
         self._admission = Admission(
-            tokenizer,
-            limits,
-            config.served_names,
-            defaults,
-            max_queued_requests=sys.maxsize,
-            cuts_max_tokens=True,
+            tokenizer, limits, config.served_names, defaults, max_queued_requests=sys.maxsize, cuts_max_tokens=True
         )
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311
         self._ids = itertools.count()
@@ -247,39 +242,39 @@ class LLM:
     def _admit(self, prompt: dict[str, Any], params: SamplingParams, priority: int) -> RunningPrompt:
         """Check a prompt and its parameters completely. Raises InvalidRequest."""
         admission = self._admission
-        fields = {**prompt, "priority": priority}
+        fields = {**prompt, "priority": priority, "return_token_ids": True}
         text = fields.pop("text", None)
         ask = admitted_completion(admission, params.body(fields, admission.limits.max_model_length))
         if params.seed is None and self._seeds:
             seed = self._seeds.getrandbits(MAX_SEED_BITS)
             ask = replace(ask, sampling=tuple(replace(one, seed=seed, seeded=True) for one in ask.sampling))
-        number = str(next(self._ids))
-        choices = [RunningChoice(index, number, ask, params, admission.tokenizer) for index in range(ask.num_choices)]
         text = fields["prompt"] if isinstance(fields["prompt"], str) else text
-        return RunningPrompt(number, text, choices, admission.tokenizer)
+        end = None if params.ignore_eos else admission.tokenizer.eos_token_id
+        return RunningPrompt(str(next(self._ids)), text, ask, admission.tokenizer, end)
 
     def _finish(self, asked: Iterable[RunningPrompt], bar: Any) -> None:
-        live: dict[str, tuple[RunningPrompt, RunningChoice]] = {}
+        live: dict[str, tuple[RunningPrompt, int]] = {}
         began, num_tokens = time.monotonic(), 0
         try:
             for one in asked:
-                for choice in one.choices:
-                    self._engine.add(choice.request)
-                    live[choice.request.request_id] = one, choice
+                for index, make in enumerate(one.requests()):
+                    request = make(f"{one.request_id}-{index}")
+                    self._engine.add(request)
+                    live[request.request_id] = one, index
             # The last step may outlive the requests, if stop strings end them.
             while self._engine.has_work:
                 for event in self._step():
                     # Aborted requests may still have events.
                     if event.request_id not in live:
                         continue
-                    one, choice = live[event.request_id]
-                    choice.feed(event)
-                    if choice.answer.finish_reason is None:
+                    one, index = live[event.request_id]
+                    choice = one.feed(index, event)
+                    if choice.finish_reason is None:
                         continue
                     del live[event.request_id]
                     if event.finish_reason is None:
                         self._engine.abort(event.request_id)
-                    num_tokens += choice.answer.num_tokens
+                    num_tokens += choice.num_tokens
                     if one.finished:
                         bar.set_postfix_str(f"{num_tokens / (time.monotonic() - began):.1f} tokens/s", refresh=False)
                         bar.update(1)

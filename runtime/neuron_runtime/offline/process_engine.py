@@ -91,9 +91,9 @@ class ProcessEngine:
         for refused in step.refused:
             raise InvalidRequest(refused.message, refused.field)
         # Events of requests that were aborted meanwhile are of no use to anybody.
-        updates = [update for update in step.updates if update.request_id in self._live]
-        self._live -= {update.request_id for update in updates if update.finish_reason is not None}
-        return [messages.event_of(update) for update in updates]
+        events = [event for event in step.events if event.request_id in self._live]
+        self._live -= {event.request_id for event in events if event.finish_reason is not None}
+        return events
 
     def close(self) -> None:
         self._live.clear()

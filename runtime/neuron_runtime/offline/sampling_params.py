@@ -47,7 +47,6 @@ class SamplingParams(SamplingFields, kw_only=True):
         self.body({"prompt": [0]}, 1)
 
     def clone(self) -> SamplingParams:
-        """A deep copy."""
         return copy.deepcopy(self)
 
     def body(self, prompt: Mapping[str, Any], max_model_length: int) -> CompletionBody:

@@ -6,7 +6,9 @@ engine process and a front end, `LLM` an engine process if its backend wants one
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
@@ -20,11 +22,13 @@ import msgspec
 from neuron_runtime.console import say
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, ServingError
 from neuron_runtime.host import LIMIT_OF_A_POD, gib, memory_limit, num_oom_kills
-from neuron_runtime.processes.lifeline import Deadline
+from neuron_runtime.processes.lifeline import Deadline, die_with_parent
 from neuron_runtime.record import GENERAL_FAILURE, Record
 
 ENGINE_NAME = "engine process"
 ENGINE_MODULE = "neuron_runtime.processes.engine"
+FRONT_END_MODULE = "neuron_runtime.processes.front_end"
+RANK_MODULE = "neuron_runtime.processes.rank"
 CONFIG_FILE = "config.json"
 """The configuration of all children, in their common folder."""
 FRONT_END_DEADLINE = "front-end"
@@ -101,7 +105,6 @@ class Child:
                 self.process.stdin.close()
 
     def wait_or_kill(self, seconds: float) -> None:
-        """Wait for it to exit, then kill it."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -147,6 +150,22 @@ def start_child(
     return Child(name, process, record_path, watched)
 
 
+def child_parser(module: str) -> argparse.ArgumentParser:
+    """The parser of a child, with the arguments that `start_child` gives to each."""
+    parser = argparse.ArgumentParser(prog=module)
+    for flag, kind in (("--config", Path), ("--run-dir", Path), ("--record", Path), ("--parent-pid", int)):
+        parser.add_argument(flag, type=kind, required=True)
+    return parser
+
+
+def begun(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a child, which from now on ends with its parent."""
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent_pid)
+    faulthandler.enable()
+    return options
+
+
 class Failures:
     """Why children ended, where the kernel's killing them for memory is told from other signals."""
 
@@ -173,10 +192,7 @@ def describe_exit(name: str, return_code: int) -> str:
 
 
 def out_of_memory(name: str, limit_bytes: int | None) -> FatalError:
-    """The error for a process that the kernel killed because memory ran out.
-
-    limit_bytes: the memory limit of this control group; None: there is none.
-    """
+    """The error for a process that the kernel killed because memory ran out, in a control group with this limit."""
     if limit_bytes is None:
         cause, cure = "the machine ran out of memory", "use a machine with more memory"
     else:

@@ -7,8 +7,6 @@ and text.
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import gc
 import os
 import signal
@@ -22,13 +20,12 @@ from typing import NoReturn
 import zmq
 
 from neuron_runtime import record
-from neuron_runtime.artifacts.loading import Places, check_artifact, load_backend
-from neuron_runtime.checkpoint import check_tokenizer
+from neuron_runtime.artifacts.loading import check_artifact, find_model, load_backend
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
 from neuron_runtime.distributed.layout import Layout
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.backends import backend_package, warn_of_limits
+from neuron_runtime.engine.backends import warn_of_limits
 from neuron_runtime.engine.backpressure import queue_limits
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, FromEngine, Joined, ModelFound, Ready, Refused, Step, ToEngine
@@ -36,10 +33,10 @@ from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
+from neuron_runtime.processes.children import ENGINE_MODULE, begun, child_parser
 from neuron_runtime.processes.group import leading, place_of
-from neuron_runtime.processes.lifeline import Deadline, die_with_parent
+from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.processes.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
-from neuron_runtime.weights.fetching import materialize
 
 PROGRESS_PERIOD_SECONDS = 0.2
 IDLE_MILLISECONDS = 1000
@@ -130,7 +127,7 @@ class Worker:
         if mail or works:
             late = tuple(Refused(name, str(error), error.field) for name, error in self._engine.take_refused())
             # An abort changes the statistics too, and a freed row must be visible at once.
-            self._border.send(Step(tuple(map(messages.update_of, events)), late, self._account()))
+            self._border.send(Step(tuple(events), late, self._account()))
 
     def _account(self) -> EngineStats:
         """The statistics with the times of this turn; sending them counts for the next one."""
@@ -168,7 +165,7 @@ class Worker:
 
     def _is_abandoned(self, request_id: str) -> bool:
         """Whether the front end that sent a request was replaced."""
-        return self._first_number is not None and messages.number_of(request_id) < self._first_number
+        return self._first_number is not None and int(request_id) < self._first_number
 
 
 class StartReport:
@@ -201,6 +198,17 @@ class Ending:
         record.write(outcome, self._path)
         return outcome.exit_code
 
+    def code_of(self, work: Callable[[], None]) -> int:
+        """Do the work of this process; returns the exit code."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever the device raised decides the exit code
+            failure = device_failure(error)
+            if failure is not error:
+                traceback.print_exc()
+            return self.write(failure)
+        return 0
+
     def at_once(self, failure: ServingError) -> NoReturn:
         """Without waiting for other threads: the device may never answer."""
         os._exit(self.write(failure))
@@ -226,24 +234,14 @@ def serve(
 ) -> None:
     """Load, warm up, then serve until SIGTERM. Raises FatalError or exceptions of the backend."""
     report = StartReport(border)
-    package = backend_package(config)
-    places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
-    check_artifact(config, settings.weights_dir, settings.weights_store, places, report)
-    model_dir = materialize(
-        config.model,
-        settings.weights_dir,
-        report,
-        weights_store=settings.weights_store,
-        on_miss=settings.on_weights_miss,
-        with_weights=package.needs_weights(config),
-        check=check_tokenizer,
-    )
+    check_artifact(config, settings, report)
+    model_dir = find_model(config, settings, report)
     border.send(ModelFound(str(model_dir)))
     with leading(layout, config, model_dir, ending.at_once) as group:
         group.meet(report)
         began = time.monotonic()
         report(f"starting the {config.backend} backend", 0.0)
-        backend = group.replicated(load_backend(model_dir, config, places, report, rank=place_of(layout, 0)))
+        backend = group.replicated(load_backend(model_dir, config, settings, report, rank=place_of(layout, 0)))
         guides = grammar_guides(model_dir, backend.limits)
         try:
             loaded = time.monotonic()
@@ -265,30 +263,22 @@ def serve(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="neuron_runtime.processes.engine")
-    parser.add_argument("--config", type=Path, required=True)
+    parser = child_parser(ENGINE_MODULE)
     add_local_flags(parser)
-    parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
-    parser.add_argument("--record", type=Path, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
-    options = parser.parse_args(arguments)
-    die_with_parent(options.parent_pid)
-    faulthandler.enable()
+    options = begun(parser, arguments)
     border = Border(options.run_dir, options.incarnation)
     ending = Ending("serve", options.record)
-    try:
+
+    def work() -> None:
         with Deadline(options.run_dir / f"deadline-{options.incarnation}") as deadline:
             config, layout = load_config(options.config), Layout.of_folder(options.run_dir)
             serve(config, LocalSettings.of(options), layout, border, deadline=deadline, ending=ending)
-    except Exception as error:  # noqa: BLE001 - whatever the device raised decides the exit code
-        failure = device_failure(error)
-        if failure is not error:
-            traceback.print_exc()
-        return ending.write(failure)
+
+    try:
+        return ending.code_of(work)
     finally:
         border.close()
-    return 0
 
 
 if __name__ == "__main__":

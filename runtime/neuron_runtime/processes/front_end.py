@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import faulthandler
 import gc
 import os
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
@@ -31,9 +30,9 @@ from neuron_runtime.console import say
 from neuron_runtime.engine.messages import Ready
 from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidConfig
 from neuron_runtime.processes import control
-from neuron_runtime.processes.children import FRONT_END_DEADLINE
+from neuron_runtime.processes.children import FRONT_END_DEADLINE, FRONT_END_MODULE, begun, child_parser
 from neuron_runtime.processes.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
-from neuron_runtime.processes.lifeline import Deadline, die_with_parent
+from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.processes.usage import Processes
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
@@ -44,7 +43,6 @@ from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import ExchangeCounter
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
-from neuron_runtime.server.kept_metrics import KeptMetrics
 from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -107,26 +105,15 @@ class Server(uvicorn.Server):
 class FrontEnd:
     """Holds the state that the routes share, and obeys the supervisor."""
 
-    def __init__(
-        self,
-        config: RuntimeConfig,
-        run_dir: Path,
-        url: str,
-        api_key_file: Path | None = None,
-    ) -> None:
+    def __init__(self, config: RuntimeConfig, run_dir: Path, url: str, api_key_file: Path | None = None) -> None:
         self.served_names = config.served_names
         self.config = config
         self.has_keys = api_key_file is not None
         self.metrics = Metrics(config.served_names[0])
         self.gate = Gate()
         self.bodies = Bodies(config.server.max_body_bytes)
-        self.kept_metrics = KeptMetrics(self.metrics, run_dir)
         self.client = EngineClient(
-            run_dir,
-            self.metrics,
-            on_model=self._model_found,
-            on_ready=self._engine_ready,
-            on_broken=self._fail,
+            run_dir, self.metrics, on_model=self._model_found, on_ready=self._engine_ready, on_broken=self._fail
         )
         self._edge = Edge(config.server, api_key_file, (ExchangeCounter(self.metrics),))
         self._processes = Processes()
@@ -253,19 +240,19 @@ class FrontEnd:
         if self._ready is None or self._text is None or not self._text.done():
             return
         text, limits = self._text.result(), self._ready.limits
-        text = replace(text, defaults=text.defaults.served(limits))
+        defaults = text.defaults.served(limits)
         self._admission = Admission(
             text.tokenizer,
             limits,
             self.served_names,
-            text.defaults,
+            defaults,
             max_queued_requests=self._ready.queue.max_requests,
             max_queued_tokens=self._ready.queue.max_tokens,
             options=self.config.server,
             reasoning=text.reasoning,
             tool_format=text.tool_format,
         )
-        for notice in text.defaults.notices:
+        for notice in defaults.notices:
             say(notice)
         say(
             f"ready after {time.monotonic() - self._began:.1f} s: {self._url}/v1 serves {', '.join(self.served_names)} "
@@ -276,12 +263,7 @@ class FrontEnd:
 async def run(options: argparse.Namespace) -> int:
     try:
         listener = socket.socket(fileno=options.listener_fd)
-        front_end = FrontEnd(
-            load_config(options.config),
-            options.run_dir,
-            options.url,
-            options.api_key_file,
-        )
+        front_end = FrontEnd(load_config(options.config), options.run_dir, options.url, options.api_key_file)
         await front_end.run(listener, sys.stdin)
     except FatalError as error:
         failure = record.failure("serve", error)
@@ -291,17 +273,11 @@ async def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="neuron_runtime.processes.front_end")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--run-dir", type=Path, required=True)
+    parser = child_parser(FRONT_END_MODULE)
     parser.add_argument("--listener-fd", type=int, required=True)
     parser.add_argument("--url", required=True)
     parser.add_argument("--api-key-file", type=Path)
-    parser.add_argument("--record", type=Path, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
-    options = parser.parse_args(arguments)
-    die_with_parent(options.parent_pid)
-    faulthandler.enable()
+    options = begun(parser, arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Imported objects stay. The threshold avoids collections while a long body with many values is parsed.
     gc.freeze()

@@ -24,12 +24,7 @@ from neuron_runtime.console import say
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.control import LeaderControl, MemberControl, OnEnd
 from neuron_runtime.distributed.following import StepReceiver, follow
-from neuron_runtime.distributed.layout import (
-    RENDEZVOUS_FILE,
-    Layout,
-    bracketed,
-    read_secret,
-)
+from neuron_runtime.distributed.layout import RENDEZVOUS_FILE, Layout, bracketed, read_secret
 from neuron_runtime.distributed.replicated import ReplicatedBackend, StepChannel
 from neuron_runtime.distributed.wire import Facts, Keys
 from neuron_runtime.engine.backends import backend_package, compiles
@@ -148,7 +143,6 @@ class Following:
         self._receiver = StepReceiver(self._layout, self._control.keys, self._control.wait_joined())
 
     def leave(self) -> None:
-        """See `MemberControl.leave`."""
         self._control.leave()
 
     def follow(self, backend: Backend, idle: Callable[[], None]) -> None:

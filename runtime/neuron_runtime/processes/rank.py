@@ -6,27 +6,21 @@ of requests.
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import gc
 import signal
 import sys
-import traceback
-from pathlib import Path
 
-from neuron_runtime.artifacts.loading import Places, load_backend
+from neuron_runtime.artifacts.loading import find_model, load_backend
 from neuron_runtime.backend_protocol import ProgressCallback
-from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
 from neuron_runtime.distributed.layout import Layout
-from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
-from neuron_runtime.processes.engine import Ending, device_failure
+from neuron_runtime.processes.children import RANK_MODULE, begun, child_parser
+from neuron_runtime.processes.engine import Ending
 from neuron_runtime.processes.group import Following, facts_of, place_of
-from neuron_runtime.processes.lifeline import Deadline, die_with_parent
+from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.processes.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
-from neuron_runtime.weights.fetching import materialize
 
 
 def run_rank(
@@ -34,20 +28,11 @@ def run_rank(
 ) -> None:
     """Until the leader's work is done. Raises FatalError or exceptions of the backend."""
     report = _report_of(layout, rank)
-    model_dir = materialize(
-        config.model,
-        settings.weights_dir,
-        report,
-        weights_store=settings.weights_store,
-        on_miss=settings.on_weights_miss,
-        with_weights=backend_package(config).needs_weights(config),
-        check=check_tokenizer,
-    )
-    places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
+    model_dir = find_model(config, settings, report)
     with Following(layout, rank, facts_of(config, model_dir), ending.at_once) as following:
         signal.signal(signal.SIGTERM, lambda number, frame: following.leave())
         following.meet()
-        backend = load_backend(model_dir, config, places, report, rank=place_of(layout, rank))
+        backend = load_backend(model_dir, config, settings, report, rank=place_of(layout, rank))
         try:
             watched = WatchedBackend(backend, deadline)
             watched.warm_up(report)
@@ -67,28 +52,19 @@ def _report_of(layout: Layout, rank: int) -> ProgressCallback:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="neuron_runtime.processes.rank")
-    parser.add_argument("--config", type=Path, required=True)
+    parser = child_parser(RANK_MODULE)
     add_local_flags(parser)
-    parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--record", type=Path, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
-    options = parser.parse_args(arguments)
-    die_with_parent(options.parent_pid)
-    faulthandler.enable()
+    options = begun(parser, arguments)
     ending = Ending("follow", options.record)
-    try:
+
+    def work() -> None:
         with Deadline(options.run_dir / f"deadline-rank-{options.rank}") as deadline:
             layout = Layout.of_folder(options.run_dir)
             config, settings = load_config(options.config), LocalSettings.of(options)
             run_rank(config, settings, layout, options.rank, deadline=deadline, ending=ending)
-    except Exception as error:  # noqa: BLE001 - whatever the device raised decides the exit code
-        failure = device_failure(error)
-        if failure is not error:
-            traceback.print_exc()
-        return ending.write(failure)
-    return 0
+
+    return ending.code_of(work)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ from neuron_runtime.console import say
 from neuron_runtime.distributed.layout import Layout
 from neuron_runtime.errors import ExitCode, FatalError, ServingError
 from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.processes.children import MIN_CHECKS, STOP_SECONDS, Child, Failures, start_child
+from neuron_runtime.processes.children import MIN_CHECKS, RANK_MODULE, STOP_SECONDS, Child, Failures, start_child
 from neuron_runtime.processes.lifeline import Deadline
 
-RANK_MODULE = "neuron_runtime.processes.rank"
 SETTLE_SECONDS = 4.0
 """After one process of a group has ended, the others have this long to say why before they are killed."""
 TICK_SECONDS = 0.05

@@ -39,11 +39,7 @@ class RestartBudget:
     def failure_to_end_with(
         self, failure: ServingError, now: float, codes: Set[ExitCode] = CURED_BY_RESTART
     ) -> ServingError | None:
-        """None: restart it (counts a restart). Otherwise the error with which the command exits.
-
-        failure: the error in the record of the process, or BackendFailed if it left none.
-        codes: exit codes after which a restart may succeed.
-        """
+        """None: restart it (counts a restart). Otherwise the error with which the command exits."""
         if not cured_by_restart(failure, codes):
             return failure
         while self._restarts and now - self._restarts[0] >= self._window_seconds:

@@ -33,6 +33,7 @@ from neuron_runtime.processes.children import (
     ENGINE_MODULE,
     ENGINE_NAME,
     FRONT_END_DEADLINE,
+    FRONT_END_MODULE,
     STOP_SECONDS,
     Child,
     Failures,
@@ -40,11 +41,7 @@ from neuron_runtime.processes.children import (
 )
 from neuron_runtime.processes.control import Control, EngineEnded, EngineStalled, EngineStarted, StartDrain, encode_line
 from neuron_runtime.processes.ranks import NodeRanks
-from neuron_runtime.processes.restarts import (
-    CURED_BY_REPLACEMENT,
-    CURED_BY_RESTART,
-    RestartBudget,
-)
+from neuron_runtime.processes.restarts import CURED_BY_REPLACEMENT, CURED_BY_RESTART, RestartBudget
 
 TICK_SECONDS = 1.0
 BACKLOG = 2048
@@ -273,7 +270,7 @@ class Supervisor:
         fd = self._listener.fileno()
         return start_child(
             "front end",
-            "neuron_runtime.processes.front_end",
+            FRONT_END_MODULE,
             [f"--listener-fd={fd}", f"--url={url_of(self._listener)}", *self._keys],
             self._run_dir,
             FRONT_END_DEADLINE,
@@ -294,7 +291,6 @@ class Supervisor:
         return EngineStarted(self._incarnation, num_predecessors, self._engine.process.pid, began)
 
     def _send(self, message: Control) -> None:
-        """Send to the front end."""
         pipe = self._front_end.process.stdin
         assert pipe is not None
         # The next check finds out that it has exited.

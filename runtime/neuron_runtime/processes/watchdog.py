@@ -62,7 +62,6 @@ class StepLimits:
         return self.seconds(graph) if measured is None else USUAL_FACTOR * measured
 
     def observe(self, graph: str, seconds: float) -> None:
-        """Record the duration of a step."""
         self._measured[graph] = max(seconds, MEMORY * self._measured.get(graph, 0.0))
 
 

@@ -38,8 +38,6 @@ class ChatTurn:
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat to answer."""
-
     turns: Sequence[ChatTurn]
     options: ChatOptions = field(default_factory=ChatOptions)
     names: Names = field(default_factory=Names)

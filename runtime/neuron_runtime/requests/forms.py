@@ -87,19 +87,15 @@ def form_of(fields: SamplingFields, response_format: str) -> Form | None:
     return None
 
 
-def schema_form(schema: object, field: str) -> Form:
-    """The form of a JSON schema that `field` asks for. Raises InvalidRequest naming the field."""
-    return _of_schemas("json_schema", schema, field)
-
-
 def tags_form(mark: str, tags: Sequence[tuple[str, object, str]], field: str) -> Form:
     """The form of free text in which `mark` begins one of these tags, each a begin, a schema and an end. Raises
     InvalidRequest naming the field."""
     structures = [{"begin": begin, "schema": schema, "end": end} for begin, schema, end in tags]
-    return _of_schemas("structural_tag", {"structures": structures, "triggers": [mark]}, field)
+    return form_of_schemas("structural_tag", {"structures": structures, "triggers": [mark]}, field)
 
 
-def _of_schemas(kind: FormKind, value: object, field: str) -> Form:
+def form_of_schemas(kind: FormKind, value: object, field: str) -> Form:
+    """The form of schemas that `field` asks for. Raises InvalidRequest naming the field."""
     form = _form(kind, value, field)
     if len(form.text) > MAX_FORM_CHARACTERS:
         message = f"`{field}`: the schemas have {len(form.text)} characters, at most {MAX_FORM_CHARACTERS} are allowed"
@@ -121,32 +117,30 @@ def _of_response_format(response_format: ResponseFormat, name: str) -> Form:
 
 
 def _of_outputs(outputs: StructuredOutputs, name_of: Callable[[str], str]) -> dict[str, Form]:
-    asked: dict[str, Form] = {}
-    if outputs.json is not None:
-        name = name_of("json")
-        asked[name] = _form("json_schema", _read(outputs.json, name), name)
-    if outputs.regex is not None:
-        name = name_of("regex")
-        asked[name] = Form("regex", outputs.regex, field=name)
-    if outputs.choice is not None:
-        name = name_of("choice")
-        if not 1 <= len(outputs.choice) <= MAX_FORM_CHOICES:
-            message = f"`{name}` must have 1 to {MAX_FORM_CHOICES} texts, got {len(outputs.choice)}"
-            raise InvalidRequest(message, field=name)
-        asked[name] = _form("choice", outputs.choice, name)
-    if outputs.grammar is not None:
-        name = name_of("grammar")
-        asked[name] = Form("grammar", outputs.grammar, field=name)
-    if outputs.json_object:
-        name = name_of("json_object")
-        asked[name] = Form("json_schema", ANY_OBJECT, field=name)
-    if outputs.structural_tag is not None:
-        name = name_of("structural_tag")
-        asked[name] = _tags(_read(outputs.structural_tag, name), name)
-    if not asked:
+    asked = {key: getattr(outputs, key) for key in _MAKERS}
+    asked |= {} if outputs.json_object else {"json_object": None}
+    forms = {name_of(key): _MAKERS[key](value, name_of(key)) for key, value in asked.items() if value is not None}
+    if not forms:
         name = name_of("json").partition(".")[0]
         raise InvalidRequest(f"`{name}` names no form: leave it out", field=name)
-    return asked
+    return forms
+
+
+def _of_choice(texts: list[str], name: str) -> Form:
+    if not 1 <= len(texts) <= MAX_FORM_CHOICES:
+        raise InvalidRequest(f"`{name}` must have 1 to {MAX_FORM_CHOICES} texts, got {len(texts)}", field=name)
+    return _form("choice", texts, name)
+
+
+_MAKERS: dict[str, Callable[[Any, str], Form]] = {
+    "json": lambda value, name: _form("json_schema", _read(value, name), name),
+    "regex": lambda value, name: Form("regex", value, field=name),
+    "choice": _of_choice,
+    "grammar": lambda value, name: Form("grammar", value, field=name),
+    "json_object": lambda value, name: Form("json_schema", ANY_OBJECT, field=name),
+    "structural_tag": lambda value, name: _tags(_read(value, name), name),
+}
+"""Of a value of `StructuredOutputs` and its name in errors."""
 
 
 class _Tag(msgspec.Struct):

@@ -68,9 +68,7 @@ class CompletionOptions(Generate, kw_only=True):
         Parameter(lowest=0),
     ] = None
     logprobs: Annotated[
-        int | None,
-        "Return log-probabilities of output tokens, with this many alternatives each",
-        Parameter(lowest=0),
+        int | None, "Return log-probabilities of output tokens, with this many alternatives each", Parameter(lowest=0)
     ] = None
     echo: Annotated[
         bool | None,

@@ -78,17 +78,17 @@ class Prompts:
         return prompt
 
     def read(self, content: str | list[int], adds_special_tokens: bool, cut: int | None, name: str) -> Prompt:
-        """A prompt of any length. Raises InvalidRequest for unknown ids, and for texts that cannot fit.
-
-        Args:
-            cut: number of last tokens to keep; None: all.
-        """
+        """A prompt of any length; `cut`: number of last tokens to keep. Raises InvalidRequest for unknown ids, and for
+        texts that cannot fit."""
         if not isinstance(content, str):
             check_token_ids(content, name, self.vocabulary_size)
             return Prompt(tuple(content if cut is None else content[-cut:]))
         check_characters(content, name)
         if cut is None:
-            self._check_length(content, name)
+            # Tokenizing a long text takes seconds, so one that certainly does not fit is refused before.
+            at_least = len(content) // self.tokenizer.longest_token_characters
+            if len(content) > self.limits.max_model_length * self.tokenizer.longest_token_characters:
+                raise self._too_long(f"{len(content)} characters, at least {at_least} tokens", name)
             return Prompt(self.tokenizer.encode(content, adds_special_tokens), content)
         # Twice the text that can be kept, so that the kept tokens are the same as those of the whole text.
         kept = content[-2 * cut * self.tokenizer.longest_token_characters :]
@@ -117,13 +117,6 @@ class Prompts:
             return Echo(self.tokenizer.decode(prompt.token_ids, skips), ())
         text = ChoiceText(self.tokenizer, (), skip_special_tokens=skips, locates=True)
         return Echo(text.feed(prompt.token_ids, FinishReason.LENGTH), tuple(text.text_offsets))
-
-    def _check_length(self, text: str, name: str) -> None:
-        # Tokenizing a long text takes seconds, so one that certainly does not fit is refused before.
-        longest = self.limits.max_model_length * self.tokenizer.longest_token_characters
-        if len(text) > longest:
-            at_least = len(text) // self.tokenizer.longest_token_characters
-            raise self._too_long(f"{len(text)} characters, at least {at_least} tokens", name)
 
     def _too_long(self, size: str, name: str) -> InvalidRequest:
         problem = f"`{name}` has {size}, which leaves no room for an answer: shorten it"

@@ -116,9 +116,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         list[int] | None, f"Up to {MAX_STOP_TOKEN_IDS} tokens that end the answer", Parameter(neutral=([],))
     ] = None
     ignore_eos: Annotated[
-        bool | None,
-        "Continue after the model's end tokens",
-        Parameter(Acts.TOKENS, neutral=(False,), default=False),
+        bool | None, "Continue after the model's end tokens", Parameter(Acts.TOKENS, neutral=(False,), default=False)
     ] = None
     include_stop_str_in_output: Annotated[
         bool | None,

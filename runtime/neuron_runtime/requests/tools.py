@@ -16,7 +16,7 @@ import msgspec
 
 from neuron_runtime.core import Form
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.requests.forms import schema_form, tags_form
+from neuron_runtime.requests.forms import form_of_schemas, tags_form
 from neuron_runtime.requests.options import ChatOptions, NamedTool, ToolChoice
 from neuron_runtime.requests.parameters import Names
 from neuron_runtime.text.tool_calls import FORCED, CallTag, ToolCallSplitter, ToolFormat
@@ -147,7 +147,7 @@ def tool_use(
         only_one = one_call or named is not None
         schema = _calls_schema([one for one in functions if named in (None, one.name)], only_one)
         reader = replace(FORCED, short_ids=form is not None and form.short_ids)
-        return ToolUse(names, reader, only_one, schema_form(schema, "tool_choice"))
+        return ToolUse(names, reader, only_one, form_of_schemas("json_schema", schema, "tool_choice"))
     if form is None:
         message = (
             "`tools`: how this model writes calls is not known: set the server's --tool-call-parser "
@@ -180,12 +180,7 @@ def _calls_schema(functions: Sequence[Function], only_one: bool) -> dict[str, An
         definitions[function.name] = _moved(_arguments_schema(function), root)
         properties = {"name": {"const": function.name}, "arguments": {"$ref": root}}
         calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": list(properties),
-                "additionalProperties": False,
-            }
+            {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
         )
     most = {"maxItems": 1} if only_one else {"maxItems": MAX_FORCED_CALLS}
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": definitions}

@@ -37,12 +37,7 @@ _FIELD = re.compile(r"[a-z0-9_.\[\]]{1,64}")
 
 
 class AccessLog:
-    """An observer of exchanges.
-
-    Args:
-        write: takes a line that ends with a newline; must not block.
-        prompt_characters: characters of each prompt to log; 0: none.
-    """
+    """An observer of exchanges; `write` must not block. So many characters of each prompt are logged."""
 
     def __init__(self, write: Callable[[bytes], None], prompt_characters: int = 0) -> None:
         self._write = write
@@ -86,9 +81,9 @@ def entry(exchange: Exchange, prompt_characters: int = 0) -> dict[str, Any]:
             "first_token_seconds": _rounded(exchange.first_token_seconds),
             "finish_reasons": exchange.finish_reasons,
         }
-        if prompt_characters and exchange.tokenizer is not None:
+        if prompt_characters:
             # A token has at least one byte, so no more tokens than characters are needed.
-            decode = exchange.tokenizer.decode
+            decode = generation.tokenizer.decode
             texts = (decode(list(prompt[:prompt_characters]), skip_special_tokens=False) for prompt in ask.prompts)
             fields["prompt_texts"] = [text[:prompt_characters] for text in texts]
     return fields

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import FastAPI
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -50,10 +51,8 @@ from neuron_runtime.requests.conversion import Body
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
-from neuron_runtime.server.exposition import VARY, chosen_format, encoded
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.generation import LiveGeneration
-from neuron_runtime.server.kept_metrics import KeptMetrics
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.objects import (
     Detokenized,
@@ -61,7 +60,6 @@ from neuron_runtime.server.objects import (
     Load,
     Model,
     ModelList,
-    ModelPermission,
     ModelSampling,
     ServerInfo,
     Tokens,
@@ -99,7 +97,6 @@ class State(Protocol):
 
     client: EngineClient
     metrics: Metrics
-    kept_metrics: KeptMetrics
     gate: Gate
     bodies: Bodies
     served_names: tuple[str, ...]
@@ -207,7 +204,7 @@ def build_app(state: State) -> FastAPI:
         Operation("server", "/load", routes.load, "How many requests run", Load),
         Operation("server", "/server_info", routes.server_info, "The configuration", ServerInfo),
         Operation("server", "/live", routes.live, "Whether the process is alive", Health),
-        Operation("server", "/metrics", routes.metrics, "Metrics for Prometheus, as text or OpenMetrics", "text/plain"),
+        Operation("server", "/metrics", routes.metrics, "Metrics for Prometheus", "text/plain"),
     )
     handlers = {
         ServingError: _serving_error,
@@ -236,8 +233,7 @@ class Routes:
         return await self._generate(request, lambda raw: MESSAGES)
 
     async def count_tokens(self, request: Request) -> Response:
-        self._state.gate.check_admits()
-        admission = self._state.admission()
+        admission = self._admission()
 
         def answer(body: CountTokensBody) -> Response:
             return _json(TokenCount(num_input_tokens(admission, body)))
@@ -248,8 +244,7 @@ class Routes:
         return await self._generate(request, _invoked)
 
     async def tokenize(self, request: Request) -> Response:
-        self._state.gate.check_admits()
-        admission = self._state.admission()
+        admission = self._admission()
 
         def answer(body: TokenizeBody) -> Response:
             ids = tokens_of(admission, body)
@@ -260,8 +255,7 @@ class Routes:
         return await self._parsed(request, TokenizeBody, answer)
 
     async def detokenize(self, request: Request) -> Response:
-        self._state.gate.check_admits()
-        admission = self._state.admission()
+        admission = self._admission()
 
         def answer(body: DetokenizeBody) -> Response:
             admission.check_model(body.model)
@@ -317,15 +311,10 @@ class Routes:
         return _json(Health("ok"))
 
     async def metrics(self, request: Request) -> Response:
-        form = chosen_format(request.headers.get("accept", ""))
-        text = self._state.kept_metrics.render(form)
-        body, headers = encoded(text, request.headers.get("accept-encoding", ""))
-        return Response(body, headers={"content-type": form.content_type, "vary": VARY, **headers})
+        return Response(self._state.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _generate(self, request: Request, api_of: Callable[[bytes], Api]) -> Response:
-        state = self._state
-        state.gate.check_admits()
-        admission = state.admission()
+        state, admission = self._state, self._admission()
         state.client.check_ready()
 
         def answer(raw: bytes) -> tuple[LiveGeneration, Writer]:
@@ -339,16 +328,15 @@ class Routes:
             generation, writer = await self._read(request, answer)
         exchange = exchange_of(request.scope)
         exchange.generation, exchange.model = generation, state.served_names[0]
-        exchange.tokenizer = admission.tokenizer
         return GenerationResponse(writer, generation, state.gate.running())
 
+    def _admission(self) -> Admission:
+        """Raises Draining, BackendFailed."""
+        self._state.gate.check_admits()
+        return self._state.admission()
+
     def _model(self, name: str) -> Model:
-        model = Model(
-            id=name,
-            created=self._started,
-            root=self._state.served_names[0],
-            permission=[ModelPermission(id=f"modelperm-{name}", created=self._started)],
-        )
+        model = Model(id=name, created=self._started, root=self._state.served_names[0])
         try:
             limits = self._state.admission().limits
         except ServingError:

@@ -77,10 +77,7 @@ def parse_keys(raw: bytes, source: str, flag: str = FILE_FLAG) -> tuple[bytes, .
 class ApiKeys:
     """The keys of a file, reloaded when it changes.
 
-    A missing or invalid file is an error at the start; later the previous keys stay valid.
-
-    Raises:
-        InvalidConfig: names the file and the problem.
+    A missing or invalid file raises InvalidConfig at the start; later the previous keys stay valid.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -132,10 +129,7 @@ def needs_key(path: str) -> bool:
 
 
 class Guard:
-    """An ASGI layer that passes requests with a valid key and requests to open paths.
-
-    It answers all others with 401, before it reads their body.
-    """
+    """An ASGI layer that answers requests without a valid key with 401, before it reads their body."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app

@@ -33,11 +33,7 @@ NUM_THREADS = 2
 
 
 class Bodies:
-    """
-    Args:
-        max_bytes: maximum size of one body.
-        seconds: time limit for a short body to arrive.
-    """
+    """`max_bytes`: maximum size of one body; `seconds`: time limit for a short body to arrive."""
 
     def __init__(self, max_bytes: int, seconds: float = BODY_SECONDS) -> None:
         self._max_bytes = max_bytes
@@ -79,7 +75,6 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(self._threads, use, raw)
 
     def close(self) -> None:
-        """Cancel queued work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _parts(self, request: Request) -> AsyncGenerator[bytes, None]:

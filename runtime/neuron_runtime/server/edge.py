@@ -21,10 +21,7 @@ from neuron_runtime.server.exchange import Exchanges, Observer
 
 
 class Edge:
-    """
-    Args:
-        api_key_file: file with the valid keys; None: no key is required.
-        observers: observers of exchanges in addition to access log and traces.
+    """`observers` are in addition to access log and traces.
 
     Raises:
         InvalidConfig: the keys cannot be read, or the traces endpoint is invalid.

@@ -10,16 +10,16 @@ import asyncio
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import zmq
 
-from neuron_runtime.core import BackendLimits, Request
+from neuron_runtime.core import BackendLimits, Request, TokenEvent
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backpressure import Backpressure, QueueLimits
-from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, Ready, Refused, StartProgress, Step, Update
+from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, Ready, Refused, StartProgress, Step
 from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.metrics import Metrics
 
@@ -32,7 +32,7 @@ MAX_IDS = 10**12
 class Recipient(Protocol):
     """Receives the updates of requests. All methods are called on the event loop and must not block."""
 
-    def deliver(self, index: int, update: Update) -> None:
+    def deliver(self, index: int, event: TokenEvent) -> None:
         """An update of the request with this index."""
 
     def show_pending(self) -> None:
@@ -95,7 +95,6 @@ class EngineClient:
         loop.call_soon(self._receive)
 
     def engine_ended(self, message: str) -> None:
-        """All its requests end with an error."""
         self._disconnect()
         self.ready, self.detail = False, message
         self._metrics.engine_ended()
@@ -108,11 +107,10 @@ class EngineClient:
         self._stall = message
 
     def fail_all(self, error: ServingError) -> None:
-        """All requests in flight end with this error."""
         for recipient in {id(one): one for one, _ in self._recipients.values()}.values():
             recipient.fail(error)
 
-    def submit(self, requests: Sequence[Callable[[str], Request]], recipient: Recipient) -> list[str]:
+    def submit(self, requests: Iterable[Callable[[str], Request]], recipient: Recipient) -> list[str]:
         """Create and send requests; updates of the i-th one have index i.
 
         Raises: BackendFailed, or Overloaded if too many are outstanding.
@@ -123,7 +121,7 @@ class EngineClient:
         if not self._recipients:
             self._queue.resume(now)
         for index, make in enumerate(requests):
-            request_id = messages.request_id(next(self._ids))
+            request_id = str(next(self._ids))
             request = make(request_id)
             try:
                 self._queue.enter(request_id, len(request.prompt_token_ids), len(self._recipients), now)
@@ -179,7 +177,10 @@ class EngineClient:
             self._on_broken(error)
         finally:
             for recipient in touched.values():
-                _guarded(recipient, recipient.show_pending)
+                try:
+                    recipient.show_pending()
+                except Exception as error:  # noqa: BLE001 - a bug that one request meets must not end the others
+                    _fail(recipient, error)
 
     def _handle(self, message: messages.FromEngine, touched: dict[int, Recipient]) -> None:
         match message:
@@ -201,19 +202,19 @@ class EngineClient:
     def _deliver(self, step: Step, touched: dict[int, Recipient]) -> None:
         self._metrics.step(step)
         recipients, queue, ended = self._recipients, self._queue, []
-        for update in step.updates:
-            # Unknown ids were aborted while their update was in flight.
-            entry = recipients.get(update.request_id)
+        for event in step.events:
+            # Unknown ids were aborted while their event was in flight.
+            entry = recipients.get(event.request_id)
             if entry is not None:
                 recipient, index = entry
                 touched[id(recipient)] = recipient
-                if update.first is not None:
-                    queue.take_up(update.request_id)
-                if update.finish_reason is not None:
-                    del recipients[update.request_id]
-                    ended.append(update.request_id)
+                if event.first is not None:
+                    queue.take_up(event.request_id)
+                if event.finish_reason is not None:
+                    del recipients[event.request_id]
+                    ended.append(event.request_id)
                 try:
-                    recipient.deliver(index, update)
+                    recipient.deliver(index, event)
                 except Exception as error:  # noqa: BLE001 - a bug that one request meets must not end the others
                     _fail(recipient, error)
         if ended:
@@ -229,13 +230,6 @@ class EngineClient:
 def outstanding_limits(limits: BackendLimits, queue: QueueLimits) -> QueueLimits:
     """What the front end may have sent: the engine's queue, and the prompts of all rows until their first tokens."""
     return QueueLimits(queue.max_requests, queue.max_tokens + limits.max_rows * limits.max_model_length)
-
-
-def _guarded(recipient: Recipient, call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - a bug that one request meets must not end the others
-        _fail(recipient, error)
 
 
 def _fail(recipient: Recipient, error: Exception) -> None:

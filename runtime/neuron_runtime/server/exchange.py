@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from neuron_runtime.core import FinishReason
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from neuron_runtime.apis.generation import Generation
     from neuron_runtime.errors import ServingError
     from neuron_runtime.server.metrics import Metrics
-    from neuron_runtime.text.tokenizer import Tokenizer
 
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/ping", "/version"})
 """Paths for platforms: need no key, are neither logged nor counted."""
@@ -57,7 +56,6 @@ class Exchange:
     """Why it has no response, or an incomplete one."""
     generation: Generation | None = None
     model: str | None = None
-    tokenizer: Tokenizer | None = field(default=None, repr=False)
 
     @property
     def first_token_seconds(self) -> float | None:
@@ -109,7 +107,6 @@ class ExchangeCounter:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """The exchange of a request."""
     exchange: Exchange = scope[_KEY]
     return exchange
 

@@ -18,13 +18,9 @@ class Gate:
         """`/health` returns 503."""
         self.closed = False
         """No request is admitted."""
-        self._num_running = 0
+        self.num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-
-    @property
-    def num_running(self) -> int:
-        return self._num_running
 
     def check_admits(self) -> None:
         """Raises Draining."""
@@ -33,14 +29,13 @@ class Gate:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Counts a request as running."""
-        self._num_running += 1
+        self.num_running += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._num_running -= 1
-            if not self._num_running:
+            self.num_running -= 1
+            if not self.num_running:
                 self._idle.set()
 
     async def drain(
@@ -54,7 +49,7 @@ class Gate:
         try:
             async with asyncio.timeout(seconds):
                 # A request read before the gate closed may start just after the last one ends.
-                while self._num_running:
+                while self.num_running:
                     await self._idle.wait()
         except TimeoutError:
             return False

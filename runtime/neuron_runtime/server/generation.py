@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
 from neuron_runtime.apis.generation import Choice, Generation, Piece
-from neuron_runtime.core import FinishReason, Request, Sampling
-from neuron_runtime.engine.messages import Update
+from neuron_runtime.core import FinishReason, TokenEvent
 from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
 from neuron_runtime.requests.admission import Ask
 from neuron_runtime.server.engine_client import EngineClient
@@ -23,30 +20,20 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 
 class LiveGeneration(Generation):
-    """Runs the choices of one HTTP request."""
-
     def __init__(self, ask: Ask, client: EngineClient, metrics: Metrics, tokenizer: Tokenizer) -> None:
         super().__init__(ask, tokenizer)
         self._client = client
         self._metrics = metrics
-        self._requests: list[Callable[[str], Request]] = []
         self._ids: list[str] = []
         self._running: set[int] = set()
         self._pending: dict[int, Piece] = {}
         self._show: Callable[[list[Piece]], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        echoes = ask.details is not None and ask.details.logprobs is not None and bool(ask.echoes)
-        for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
-            # Prompt logprobs are computed for the first answer only, unless each answer echoes them.
-            later = sampling if echoes else replace(sampling, prompt_logprobs=None)
-            for number in range(ask.num_choices):
-                chosen = replace(later if number else sampling, choice=number)
-                self._requests.append(partial(_request, prompt=prompt, sampling=chosen, ask=ask))
 
     async def begin(self) -> None:
-        """Send the requests and wait for the first update. Raises the engine's ServingErrors."""
-        self._ids = self._client.submit(self._requests, self)
+        """Send the requests and wait for the first event. Raises the engine's ServingErrors."""
+        self._ids = self._client.submit(self.requests(), self)
         self._running = set(range(len(self._ids)))
         await self._wait()
 
@@ -74,36 +61,20 @@ class LiveGeneration(Generation):
             left = FinishReason.ERROR if isinstance(error, ServingError) else FinishReason.ABORT
             self._finish(self.choices[index], left, now)
 
-    def deliver(self, index: int, update: Update) -> None:
-        """An update of the choice with this index; `show_pending` follows after all updates."""
+    def deliver(self, index: int, event: TokenEvent) -> None:
+        """New tokens of the choice with this index; `show_pending` follows after all updates."""
         if index not in self._running:
             return
         choice = self.choices[index]
         piece = self._pending.get(index)
         if piece is None:
             piece = self._pending[index] = Piece(index, "", 0, None)
-        if update.first is not None:
-            choice.num_cached_tokens = update.first.num_cached_tokens
-        before = choice.num_tokens
-        piece.text += choice.feed(update.token_ids, update.finish_reason)
-        if choice.reasoning:
-            piece.reasoning += choice.reasoning
-            choice.reasoning = ""
-        if choice.calls:
-            piece.calls += choice.calls
-            choice.calls = []
-        num_tokens = choice.num_tokens - before
-        if choice.has_details:
-            choice.add_details(piece, update, num_tokens)
-        self._count(choice, update, num_tokens)
+        self._count(choice, event, self.take(event, piece))
         if choice.finish_reason is not None:
-            if update.finish_reason is FinishReason.STOP and choice.stop_string is None:
-                choice.stop_token_id = update.token_ids[-1]
             self._running.discard(index)
             self._finish(choice, choice.finish_reason, time.monotonic())
-            if update.finish_reason is None:
+            if event.finish_reason is None:
                 self._client.abort((self._ids[index],))
-        piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
 
     def show_pending(self) -> None:
         """Show pending pieces, and wake the task that waits for the first update or the end."""
@@ -128,15 +99,15 @@ class LiveGeneration(Generation):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _count(self, choice: Choice, update: Update, num_tokens: int) -> None:
-        if not num_tokens and update.first is None:
+    def _count(self, choice: Choice, event: TokenEvent, num_tokens: int) -> None:
+        if not num_tokens and event.first is None:
             return
         now = time.monotonic()
-        if update.queue_seconds is not None:
+        if event.queue_seconds is not None:
             choice.first_token_at = now
-            choice.queue_seconds = update.queue_seconds
+            choice.queue_seconds = event.queue_seconds
             self._metrics.first_token(
-                now - choice.arrived, update.queue_seconds, choice.num_prompt_tokens, choice.num_cached_tokens
+                now - choice.arrived, event.queue_seconds, choice.num_prompt_tokens, choice.num_cached_tokens
             )
             self._metrics.tokens(num_tokens, None)
         else:
@@ -156,7 +127,3 @@ class LiveGeneration(Generation):
             prefill_seconds=first - choice.arrived - waited,
             decode_seconds=choice.last_token_at - first,
         )
-
-
-def _request(request_id: str, prompt: tuple[int, ...], sampling: Sampling, ask: Ask) -> Request:
-    return Request(request_id, prompt, sampling, ask.priority, ask.cache_salt)

@@ -51,7 +51,6 @@ class BodyWriter:
 
     @property
     def writable(self) -> bool:
-        """Whether the connection's write buffer has room."""
         return not self._flow.write_paused
 
     def begin(self) -> None:
@@ -69,7 +68,6 @@ class BodyWriter:
         self._resume = call
 
     def resume(self) -> None:
-        """The write buffer has room again."""
         if self._resume is not None and not (self._cycle.response_complete or self._cycle.disconnected):
             self._resume()
 
@@ -103,7 +101,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await_head()
 
     def drain(self) -> None:
-        """The process drains from now on."""
         for cycle in (self._answered, *(pipelined for pipelined, _ in self.pipeline)):
             if cycle is not None and not cycle.response_started:
                 cycle.keep_alive = False

@@ -1,7 +1,7 @@
 """All Prometheus metrics of a serving process: names, help texts and sources.
 
 Names, units and labels are vLLM's where the meaning is the same, so dashboards and autoscalers work unchanged; our own
-start with `neuron_serving_`. The front end updates one `Metrics`, and `kept_metrics` writes it at a scrape.
+start with `neuron_serving_`. The front end updates one `Metrics`, and the route `/metrics` writes it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from functools import partial
 from operator import sub
 from typing import Any, Literal
 
+from prometheus_client import generate_latest
+
 from neuron_runtime.core import BackendLimits, FinishReason, GraphUse, StepKind
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats
-from neuron_runtime.server.exposition import TEXT, Format
-from neuron_runtime.server.series import Book, Exported, Family, Reading, Source
+from neuron_runtime.server.series import Book, Family, Reading, Source
 
 # The bounds of vLLM, so that queries over both add equal buckets. Gaps have more at the low end, because steps take a
 # few milliseconds; token counts do not end at the model's length, which is known only when the engine is ready.
@@ -65,7 +66,7 @@ _step_counter, _step_histogram = (partial(_family, kind, "step") for kind in ("c
 _graph_counter = partial(_family, "counter", "step", labels=("kind", "bucket"))
 """Each call of a graph adds a value of its `GraphUse`; labels are the kind of the step and the graph's name."""
 _process_gauge, _process_counter = (
-    partial(_family, kind, "scrape", labels=("process",)) for kind in ("gauge", "counter")
+    partial(_family, kind, "front_end", labels=("process",)) for kind in ("gauge", "counter")
 )
 
 _engine_gauge(
@@ -306,11 +307,12 @@ CORE_MEMORY = (
 )
 """In the order of `DeviceMemory`. There are no series until a step has reported it."""
 
+TOKEN_SOURCES = ("local_compute", "local_cache_hit")
 ENGINE = "0"
 """The label of vLLM's engines; a process has one."""
 GENERATION_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 RESPONSE_CODES = (200, 400, 404, 429, 499, 500, 503)
-"""Common codes of these routes: their series start at 0, which rates need."""
+"""Common codes of these routes: their series start at 0."""
 REASONS = (
     *("invalid_request", "context_length_exceeded", "model_not_found", "body_too_large", "invalid_api_key"),
     *("overloaded", "draining", "not_ready"),
@@ -324,14 +326,10 @@ Update = tuple[Callable[[float], None], Callable[[Any], float]]
 
 
 class Metrics:
-    """The metrics of one front end."""
-
     def __init__(self, model_name: str) -> None:
-        self._labels = {"model_name": model_name, "engine": ENGINE}
-        self._book = book = Book(FAMILIES)
+        self._book = book = Book(FAMILIES, {"model_name": model_name, "engine": ENGINE})
         self._last: EngineStats | None = None
         self._at_scrape: list[Callable[[], Iterable[Reading]]] = []
-        self._seen: dict[str, float] = {}
 
         read = [(family, family.read) for family in FAMILIES if family.read is not None]
         from_engine = [(family, take) for family, take in read if family.source == "engine"]
@@ -344,62 +342,37 @@ class Metrics:
             kind: [(self._counter(family, kind), take) for family, take in of_steps if "bucket" not in family.labels]
             for kind in StepKind
         }
-        self._prompt_tokens = book.number(PROMPT_TOKENS)
-        self._cached_tokens = book.number(PROMPT_TOKENS_CACHED)
-        self._computed_source = book.number(PROMPT_TOKENS_BY_SOURCE, "local_compute")
-        self._cached_source = book.number(PROMPT_TOKENS_BY_SOURCE, "local_cache_hit")
-        self._generation_tokens = book.number(GENERATION_TOKENS)
-        self._success = {reason: book.number(SUCCESS, reason.value) for reason in FinishReason}
+        # Those of each streamed token.
+        self._generation_tokens, self._gap = book.number(GENERATION_TOKENS), book.distribution(GAP)
+        # Series start at 0, which rates need.
+        for family in FAMILIES:
+            if family.kind == "histogram" and not family.labels:
+                book.distribution(family)
+            elif not family.labels and family not in CORE_MEMORY:
+                book.number(family)
+        for source in TOKEN_SOURCES:
+            book.number(PROMPT_TOKENS_BY_SOURCE, source)
+        for finished in FinishReason:
+            book.number(SUCCESS, finished.value)
         for reason in REASONS:
             book.number(REFUSED, reason)
         for route in GENERATION_ROUTES:
             for code in RESPONSE_CODES:
                 book.number(RESPONSES, route, str(code))
-        for family in (OPEN_CONNECTIONS, LOG_LINES_LOST):
-            book.number(family)
-        self._first_token, self._gap = book.distribution(FIRST_TOKEN), book.distribution(GAP)
-        self._per_token, self._e2e = book.distribution(PER_TOKEN), book.distribution(E2E)
-        self._queue, self._prefill = book.distribution(QUEUE), book.distribution(PREFILL)
-        self._decode = book.distribution(DECODE)
-        self._inference = book.distribution(INFERENCE)
-        self._request_prompt = book.distribution(REQUEST_PROMPT)
-        self._request_computed = book.distribution(REQUEST_COMPUTED)
-        self._request_generation = book.distribution(REQUEST_GENERATION)
-        self._request_longest = book.distribution(REQUEST_LONGEST)
-        self._params_n, self._params_max_tokens = book.distribution(PARAMS_N), book.distribution(PARAMS_MAX_TOKENS)
-        self._load, self._warm_up = book.number(LOAD_SECONDS), book.number(WARM_UP_SECONDS)
-        self._restarts, self._members = book.number(RESTARTS), book.number(MEMBERS)
 
     # Exposition
 
-    def export(self) -> Exported:
-        """The numbers now, for `render` and for a successor to continue."""
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
         for family in PROCESS:
             # Processes that have ended.
             self._book.forget(family)
         for read in self._at_scrape:
             for family, labels, now in read():
-                number = self._book.number(family, *labels)
-                if family.kind == "counter" and family.source == "front_end":
-                    # In addition to the predecessor's count.
-                    number.value += now - self._seen.get(family.name, 0.0)
-                    self._seen[family.name] = now
-                else:
-                    number.value = now
-        return self._book.export()
-
-    def restore(self, exported: Exported) -> None:
-        """Continue from the numbers that a predecessor exported."""
-        self._book.restore(exported)
-        # Gauges of the old engine no longer apply.
-        self.engine_ended()
-
-    def render(self, exported: Exported, form: Format = TEXT) -> bytes:
-        """The exposition of these numbers."""
-        return form.write(self._book.registry(exported, self._labels))
+                self._book.number(family, *labels).value = now
+        return generate_latest(self._book)
 
     def read_at_scrape(self, read: Callable[[], Iterable[Reading]]) -> None:
-        """Read numbers from elsewhere at each scrape; counters must start at 0."""
         self._at_scrape.append(read)
 
     # Events of the engine
@@ -407,7 +380,7 @@ class Metrics:
     def engine_started(self, incarnation: int, joined: bool = False) -> None:
         """An engine's totals start at 0 with its process, ours continue. A joined engine has counted before."""
         self._last = None if joined else EngineStats()
-        self._restarts.value = incarnation - 1
+        self._book.number(RESTARTS).value = incarnation - 1
 
     def engine_ready(
         self, limits: BackendLimits, load_seconds: float, warm_up_seconds: float, num_ranks: int = 1
@@ -417,8 +390,9 @@ class Metrics:
         self._book.number(CACHE_CONFIG, str(limits.block_size), str(limits.num_blocks)).value = 1
         # Adapters are not supported yet.
         self._book.number(LORA_REQUESTS, "0", "", "").value = time.time()
-        self._load.value, self._warm_up.value = load_seconds, warm_up_seconds
-        self._members.value = num_ranks
+        self._book.number(LOAD_SECONDS).value = load_seconds
+        self._book.number(WARM_UP_SECONDS).value = warm_up_seconds
+        self._book.number(MEMBERS).value = num_ranks
         for rank in range(1, num_ranks):
             self._book.number(GROUP_WAIT, str(rank))
 
@@ -427,10 +401,9 @@ class Metrics:
             gauge.value = 0
         for family in CORE_MEMORY:
             self._book.forget(family)
-        self._members.value = 0
+        self._book.number(MEMBERS).value = 0
 
     def step(self, step: Step) -> None:
-        """Process a message of the engine."""
         stats = step.stats
         last = self._last or stats
         for gauge, read in self._gauges:
@@ -468,13 +441,14 @@ class Metrics:
 
     def first_token(self, seconds: float, queue_seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A request got its first token `seconds` after arrival, of which it waited `queue_seconds`."""
-        self._first_token.observe(seconds)
-        self._queue.observe(queue_seconds)
-        self._prefill.observe(seconds - queue_seconds)
-        self._prompt_tokens.value += num_prompt_tokens
-        self._cached_tokens.value += num_cached_tokens
-        self._cached_source.value += num_cached_tokens
-        self._computed_source.value += num_prompt_tokens - num_cached_tokens
+        self._observe(FIRST_TOKEN, seconds)
+        self._observe(QUEUE, queue_seconds)
+        self._observe(PREFILL, seconds - queue_seconds)
+        num_computed_tokens = num_prompt_tokens - num_cached_tokens
+        self._book.number(PROMPT_TOKENS).value += num_prompt_tokens
+        self._book.number(PROMPT_TOKENS_CACHED).value += num_cached_tokens
+        for source, count in zip(TOKEN_SOURCES, (num_computed_tokens, num_cached_tokens), strict=True):
+            self._book.number(PROMPT_TOKENS_BY_SOURCE, source).value += count
 
     def tokens(self, count: int, gap_seconds: float | None) -> None:
         """A request got `count` tokens, `gap_seconds` after the previous ones; None for its first tokens."""
@@ -497,26 +471,28 @@ class Metrics:
 
         num_cached_tokens, prefill_seconds: 0 without a first token.
         """
-        self._success[reason].value += 1
-        self._request_prompt.observe(num_prompt_tokens)
-        self._request_computed.observe(num_prompt_tokens - num_cached_tokens)
-        self._request_generation.observe(num_tokens)
-        self._e2e.observe(seconds)
-        self._inference.observe(prefill_seconds + decode_seconds)
-        self._decode.observe(decode_seconds)
+        self._book.number(SUCCESS, reason.value).value += 1
+        self._observe(REQUEST_PROMPT, num_prompt_tokens)
+        self._observe(REQUEST_COMPUTED, num_prompt_tokens - num_cached_tokens)
+        self._observe(REQUEST_GENERATION, num_tokens)
+        self._observe(E2E, seconds)
+        self._observe(INFERENCE, prefill_seconds + decode_seconds)
+        self._observe(DECODE, decode_seconds)
         if num_tokens > 1:
-            self._per_token.observe(decode_seconds / (num_tokens - 1))
+            self._observe(PER_TOKEN, decode_seconds / (num_tokens - 1))
 
     def answered(self, max_tokens: int, num_tokens: Sequence[int]) -> None:
         """All choices of a prompt ended; `num_tokens` are their lengths."""
-        self._params_n.observe(len(num_tokens))
-        self._params_max_tokens.observe(max_tokens, len(num_tokens))
-        self._request_longest.observe(max(num_tokens))
+        self._observe(PARAMS_N, len(num_tokens))
+        self._observe(PARAMS_MAX_TOKENS, max_tokens, len(num_tokens))
+        self._observe(REQUEST_LONGEST, max(num_tokens))
 
     def refused(self, reason: str) -> None:
         """An HTTP request got an error before it ran."""
         self._book.number(REFUSED, reason).value += 1
 
     def responded(self, route: str, code: int) -> None:
-        """An HTTP response has ended."""
         self._book.number(RESPONSES, route, str(code)).value += 1
+
+    def _observe(self, family: Family, value: float, times: int = 1) -> None:
+        self._book.distribution(family).observe(value, times)

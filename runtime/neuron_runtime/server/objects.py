@@ -13,23 +13,6 @@ from msgspec import UNSET, UnsetType
 from neuron_runtime.apis.objects import Count, Created, ModelName, Positive, TokenId
 
 
-class ModelPermission(msgspec.Struct, kw_only=True):
-    """Permissions of a model, for older clients."""
-
-    id: Annotated[str, "Id of the permission."]
-    object: Annotated[Literal["model_permission"], "The kind of object."] = "model_permission"
-    created: Created
-    allow_create_engine: Annotated[bool, "Always false."] = False
-    allow_sampling: Annotated[bool, "Always true."] = True
-    allow_logprobs: Annotated[bool, "Always true."] = True
-    allow_search_indices: Annotated[bool, "Always false."] = False
-    allow_view: Annotated[bool, "Always true."] = True
-    allow_fine_tuning: Annotated[bool, "Always false."] = False
-    organization: Annotated[str, "Always `*`."] = "*"
-    group: Annotated[None, "Always null."] = None
-    is_blocking: Annotated[bool, "Always false."] = False
-
-
 class ModelSampling(msgspec.Struct, kw_only=True):
     """Where and how the model's tokens are sampled."""
 
@@ -51,7 +34,6 @@ class Model(msgspec.Struct, kw_only=True):
     owned_by: Annotated[str, "Always `neuron-serving`."] = "neuron-serving"
     root: ModelName
     parent: Annotated[None, "Always null."] = None
-    permission: Annotated[list[ModelPermission], "One entry."]
     max_model_len: Annotated[
         Positive | UnsetType, "Maximum tokens of prompt plus output; absent until the model is ready."
     ] = UNSET

@@ -28,11 +28,7 @@ class ClientGone(Exception):
 
 
 class GenerationResponse(Response):
-    """The ASGI response of one generation request.
-
-    Args:
-        running: entered while the request runs, so that a drain can wait for it.
-    """
+    """The ASGI response of one generation request; `running` is entered while it runs, for a drain to wait."""
 
     def __init__(self, writer: Writer, generation: LiveGeneration, running: AbstractContextManager[None]) -> None:
         super().__init__()

@@ -42,10 +42,7 @@ OPERATIONS = {
 
 
 class Traces:
-    """An observer of exchanges.
-
-    Args:
-        endpoint: the full URL of the collector.
+    """An observer of exchanges, for the collector at this URL.
 
     Raises:
         InvalidConfig: OpenTelemetry rejects its environment variables.

@@ -69,7 +69,6 @@ class ChoiceText:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer."""
         return self._stops.stopped
 
     @property

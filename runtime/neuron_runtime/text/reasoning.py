@@ -63,12 +63,8 @@ class ReasoningSplitter:
         self.num_tokens = 0
         """Tokens of the reasoning so far, including marks."""
         end = prompt.rstrip()
-        if end.endswith(marks.end):
-            self._state = _State.OUTSIDE
-        elif end.endswith(marks.start):
-            self._state = _State.INSIDE
-        else:
-            self._state = _State.BEGIN
+        states = ((marks.end, _State.OUTSIDE), (marks.start, _State.INSIDE))
+        self._state = next((state for mark, state in states if end.endswith(mark)), _State.BEGIN)
 
     def feed(self, text: str, num_tokens: int = 1) -> tuple[str, str]:
         """Add text of `num_tokens` tokens; returns (reasoning, answer) as far as they can be told apart."""

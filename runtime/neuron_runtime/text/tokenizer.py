@@ -103,7 +103,7 @@ class Tokenizer:
     def piece(self, token_id: int, skip_special_tokens: bool) -> str | bytes:
         """The text of an id, or its bytes if they are not whole characters. Only valid if `joins_bytes`."""
         spelled = self._fast.id_to_token(token_id)
-        if spelled is None or (skip_special_tokens and self._spelling.is_special(token_id)):
+        if spelled is None or (skip_special_tokens and self.is_special(token_id)):
             raw = b""
         else:
             raw = self._spelling.joined_bytes(spelled)
@@ -116,7 +116,7 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """Whether `decode` skips the id."""
-        return self._spelling.is_special(token_id)
+        return token_id in self._spelling.special
 
     @property
     def hidden_tokens(self) -> frozenset[str]:
@@ -134,15 +134,12 @@ class _Spelling:
         parts = {part["type"]: part for part in _parts(state)}
         self._characters = _BYTE_LEVEL if "ByteLevel" in parts else None
         self.joins_bytes = list(parts) == ["ByteLevel"]
-        self._special = {number for number, token in fast.get_added_tokens_decoder().items() if token.special}
+        self.special = {number for number, token in fast.get_added_tokens_decoder().items() if token.special}
         self._has_bytes = "ByteFallback" in parts
         self._space = parts["Metaspace"]["replacement"] if "Metaspace" in parts else ""
         replace = parts.get("Replace", {})
         if replace.get("content") == " ":
             self._space = replace["pattern"].get("String", "")
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
 
     def joined_bytes(self, spelled: str) -> bytes:
         """Bytes of an entry by the rules of a byte-level decoder, which treats added tokens like others."""

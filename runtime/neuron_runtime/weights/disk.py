@@ -33,10 +33,10 @@ def writing(folder: Path) -> Iterator[None]:
         raise ServingError(f"{folder} cannot be used: {error.strerror or error}") from error
 
 
-def open_file(path: Path, flags: int, mode: int = 0o644) -> int:
+def open_file(path: Path, flags: int) -> int:
     """A descriptor of a regular file; everything else is an error."""
     # Without O_NONBLOCK, opening a pipe would wait for its other end.
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EISDIR, f"{path.name} is not a regular file")

@@ -7,12 +7,14 @@ It combines a source, a transfer and a store. It does not import torch and does 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -42,12 +44,11 @@ from neuron_runtime.weights.selection import (
     is_part,
     is_plain,
     is_small,
-    small_files,
     weight_files,
 )
-from neuron_runtime.weights.source import Attempts, BrokenAnswer, Listing, Source, SourceFile
-from neuron_runtime.weights.store import KEY, Entry, Manifest, Store, StoredFile, WaitingLine
-from neuron_runtime.weights.transfer import LIMITS, Amount, Transfer, TransferLimits, free_bytes
+from neuron_runtime.weights.source import Attempts, Listing, Source, read_all
+from neuron_runtime.weights.store import KEY, MODELS, Entry, EntryKind, Manifest, Store, StoredFile, WaitingLine
+from neuron_runtime.weights.transfer import TOOLS, Amount, Tools, Transfer
 
 if TYPE_CHECKING:
     from neuron_runtime.weights.remote import RemoteStore
@@ -72,15 +73,6 @@ SmallCheck = Callable[[Path], None]
 
 def no_check(folder: Path) -> None:
     """Accepts every model."""
-
-
-@dataclass(frozen=True)
-class Tools:
-    """What fetching needs from its surroundings; tests replace it."""
-
-    sleep: Callable[[float], None] = time.sleep
-    free_bytes: Callable[[Path], int] = free_bytes
-    limits: TransferLimits = LIMITS
 
 
 @dataclass(frozen=True)
@@ -110,7 +102,7 @@ def fetch(
     on_miss: OnMiss = "fetch",
     with_weights: bool = True,
     check: SmallCheck = no_check,
-    tools: Tools | None = None,
+    tools: Tools = TOOLS,
 ) -> Fetched:
     """The model as a complete entry of the store, copied from its source unless it is there. Folders stay in place.
 
@@ -142,19 +134,17 @@ def fetch(
             if entry := remote.download(digest, store, report, into=digest + suffix, wanted=is_needed):
                 return entry
         if on_miss == "fail":
-            places = f"{store.folder}" if remote is None else f"{store.folder} or {remote.uri}"
+            places = f"{store.folder}" if remote is None else f"{store.folder} or {remote.address}"
             raise FatalError(
                 ExitCode.WEIGHTS_MISSING,
                 f"{uri} with digest {digest} is not in {places}; fetch it there: "
-                f"neuron-runtime fetch {uri} {store.folder if remote is None else remote.uri} --digest {digest}",
+                f"neuron-runtime fetch {uri} {store.folder if remote is None else remote.address} --digest {digest}",
             )
         return None
 
     if KEY.fullmatch(digest) and (entry := stored(digest)):
         return _fetched(entry, check)
-    source = source or open_source(model)
-    tools = tools or Tools()
-    attempts = Attempts(source, tools.sleep)
+    attempts = Attempts(source or open_source(model), tools.sleep)
     listing = _listing(attempts, digest)
     if not digest and (entry := stored(listing.digest)):
         return _fetched(entry, check)
@@ -177,8 +167,6 @@ def supply(
     report_upload: Callable[[Amount], None],
     *,
     digest: str = "",
-    source: Source | None = None,
-    tools: Tools | None = None,
 ) -> Fetched:
     """The model as a complete entry of a remote store, by way of a local one. Arguments and errors as of `fetch`.
 
@@ -187,13 +175,12 @@ def supply(
     model = parse_uri(uri)
     if isinstance(model, ModelInPlace):
         raise InvalidConfig("URI", f"{uri} is read in place; only models of a hub or of S3 are copied to a store")
-    source = source or open_source(model)
-    tools = tools or Tools()
+    source = open_source(model)
     if not digest:
-        digest = Attempts(source, tools.sleep)(source.listing).digest
+        digest = Attempts(source)(source.listing).digest
     if KEY.fullmatch(digest) and (present := remote.intact(digest)):
         return Fetched(remote.uri_of(digest), digest, present.manifest.num_bytes)
-    supplied = fetch(uri, scratch, report, digest, source, tools=tools)
+    supplied = fetch(uri, scratch, report, digest, source)
     if entry := scratch.find(supplied.digest):
         remote.upload(entry, report_upload)
     return Fetched(remote.uri_of(supplied.digest), supplied.digest, supplied.num_bytes, supplied.read_bytes)
@@ -209,12 +196,11 @@ def materialize(
     on_miss: OnMiss = "fetch",
     with_weights: bool = True,
     check: SmallCheck = no_check,
-    tools: Tools | None = None,
+    tools: Tools = TOOLS,
 ) -> Path:
     """The local folder of the model, brought into the store at `weights_dir` if needed. Errors as of `fetch`.
 
-    Args:
-        weights_store: address of a remote store, "" for none.
+    weights_store: address of a remote store, "" for none.
     """
     stage = f"fetching {model.uri}"
     shown = False
@@ -241,34 +227,26 @@ def materialize(
     return entry.folder
 
 
-def open_remote(uri: str, field: str = "--weights-store") -> RemoteStore:
+def open_remote(uri: str, field: str = "--weights-store", kind: EntryKind = MODELS) -> RemoteStore:
     """The store in S3 at this address. Raises InvalidConfig at `field` if it is none."""
     from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415  (brings a client library)
 
-    return RemoteStore(uri, field)
+    return RemoteStore(uri, field, kind=kind)
 
 
 @contextlib.contextmanager
-def outline(
-    uri: str, scratch: Path, digest: str = "", source: Source | None = None
-) -> Iterator[tuple[Path, str | None]]:
+def outline(uri: str, scratch: Path, digest: str = "") -> Iterator[tuple[Path, str | None]]:
     """A folder that `read_checkpoint` can read like the model's, and its digest (None for a local folder).
 
-    Of a remote model, config.json, the index and the headers of the weights are copied to `scratch`; every other
-    byte is a hole, so file sizes are right and all checks apply. Errors raised in the body name the URI instead of the
-    scratch folder.
-
-    Args:
-        digest: what a remote model must be.
-
-    Raises: as `fetch`, except storage errors.
+    Of a remote model, which must have the given digest, config.json, the index and the headers of the weights are
+    copied to `scratch`; every other byte is a hole, so file sizes are right and all checks apply. Errors raised in the
+    body name the URI instead of the scratch folder. Raises as `fetch`, except storage errors.
     """
     model = parse_uri(uri, "URI")
     if isinstance(model, ModelInPlace):
         yield folder_of(model), None
         return
-    source = source or open_source(model)
-    attempts = Attempts(source)
+    attempts = Attempts(open_source(model))
     listing = _listing(attempts, digest)
     with _naming(scratch, uri):
         _draw(attempts, listing, scratch)
@@ -281,12 +259,9 @@ def described(
 ) -> Iterator[tuple[Path, str]]:
     """A folder that `read_checkpoint` can read like the model's, without a fetch, and the model's digest.
 
-    It is the model where it lies, or its outline from a store or its source.
+    It is the model where it lies, or its outline from a store or its source. Raises as `outline`.
 
-    Args:
-        with_weights: False for a model of which only config.json is read.
-
-    Raises: as `outline`.
+    with_weights: False for a model of which only config.json is read.
     """
     source = parse_uri(model.uri)
     if isinstance(source, ModelInPlace):
@@ -393,18 +368,15 @@ def _copy(
 ) -> tuple[Manifest, int]:
     """Copy the files of a model, the small ones first: the index among them names the others."""
     folder, uri = work / "files", attempts.source.uri
-    small = small_files(listing.files)
     with writing(work):
         journal = Journal(work / "journal", listing.digest)
 
     def transfer(names: list[str], report: Callable[[Amount], None]) -> tuple[dict[str, str], int]:
-        copy = Transfer(
-            attempts, listing, names, folder=folder, journal=journal, limits=tools.limits, free_bytes=tools.free_bytes
-        )
+        copy = Transfer(attempts, listing, names, folder=folder, journal=journal, tools=tools)
         return copy.run(report), copy.amount.read_bytes
 
-    try:
-        sums, read_bytes = transfer(small, lambda amount: None)
+    with contextlib.closing(journal):
+        sums, read_bytes = transfer(sorted(filter(is_small, listing.files)), lambda amount: None)
         with _naming(folder, uri):
             read_config(folder)
             check(folder)
@@ -418,8 +390,6 @@ def _copy(
             sums, read_bytes = sums | more, read_bytes + more_bytes
             with _naming(folder, uri):
                 read_checkpoint(folder)
-    finally:
-        journal.close()
     files = tuple(StoredFile(name, listing.files[name].num_bytes, sums[name]) for name in sorted(sums))
     return Manifest(digest=listing.digest, uri=uri, created=time.time(), files=files), read_bytes
 
@@ -430,23 +400,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _draw(attempts: Attempts[Source], listing: Listing, scratch: Path) -> None:
-    source = attempts.source
-
-    def start(file: SourceFile, num_bytes: int) -> bytes:
-        num_bytes = min(num_bytes, file.num_bytes)
-
-        def read() -> bytes:
-            raw = bytearray()
-            with source.read(listing, file, 0, num_bytes) as blocks:
-                for block in blocks:
-                    raw += block
-                    if len(raw) >= num_bytes:
-                        break
-            if len(raw) < num_bytes:
-                raise BrokenAnswer(f"{file.name}: the answer ended {num_bytes - len(raw):,} bytes early")
-            return bytes(raw[:num_bytes])
-
-        return attempts(read) if num_bytes else b""
+    def start(name: str, num_bytes: float = math.inf) -> bytes:
+        file = listing.files[name]
+        end = int(min(num_bytes, file.num_bytes))
+        return attempts(partial(read_all, attempts.source, listing, file, 0, end)) if end else b""
 
     names = [name for name in listing.files if is_plain(name) or is_shard(name)]
     for name in names:
@@ -454,14 +411,14 @@ def _draw(attempts: Attempts[Source], listing: Listing, scratch: Path) -> None:
         with (scratch / name).open("wb") as file:
             file.truncate(listing.files[name].num_bytes)
     for name in {CONFIG_FILE, INDEX_FILE, GRAPHS_CONFIG_FILE} & set(names):
-        (scratch / name).write_bytes(start(listing.files[name], listing.files[name].num_bytes))
+        (scratch / name).write_bytes(start(name))
 
     def copy_header(name: str) -> None:
         file = listing.files[name]
-        raw = start(file, FIRST_HEADER_BYTES)
+        raw = start(name, FIRST_HEADER_BYTES)
         end = 8 + header_length(raw[:8], file.num_bytes, scratch / name)
         if end > len(raw):
-            raw = start(file, end)
+            raw = start(name, end)
         with (scratch / name).open("wb") as copy:
             copy.write(raw[:end])
             copy.truncate(file.num_bytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,6 +58,9 @@ class HubSource:
     _addresses: dict[str, str] = field(default_factory=dict, repr=False)
     """Signed addresses of large files: one redirect by the hub serves many reads."""
 
+    advice = "HF_ENDPOINT, proxy settings and, in a cluster, network policies"
+    failures = _FAILURES
+
     @classmethod
     def from_environment(cls, model: HubModel) -> HubSource:
         """Raises InvalidConfig if HF_ENDPOINT is no URL."""
@@ -78,14 +81,6 @@ class HubSource:
     @property
     def place(self) -> str:
         return without_secrets(self.endpoint)
-
-    @property
-    def advice(self) -> str:
-        return "HF_ENDPOINT, proxy settings and, in a cluster, network policies"
-
-    @property
-    def failures(self) -> tuple[type[BaseException], ...]:
-        return _FAILURES
 
     def listing(self, digest: str = "") -> Listing:
         api = HfApi(endpoint=self.endpoint, token=self.token or False)
@@ -117,11 +112,8 @@ class HubSource:
     def check(self, listing: Listing, file: SourceFile) -> Check | None:
         return file.check
 
-    def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> AbstractContextManager[Iterator[bytes]]:
-        return self._read(listing, file, begin, end)
-
     @contextmanager
-    def _read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
+    def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
         url = hf_hub_url(self.model.repository, file.name, revision=listing.digest, endpoint=self.endpoint)
         ranged = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         address = self._addresses.get(file.name)

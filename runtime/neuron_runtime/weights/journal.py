@@ -65,21 +65,18 @@ class Journal:
             self.claims, self._end = parse(file.read(), digest)
         os.ftruncate(self._fd, self._end)
         if not self._end:
-            self._append(Header(VERSION, digest))
-
-    def add(self, claim: Claim) -> None:
-        self._append(claim)
+            self.add(Header(VERSION, digest))
 
     def drop(self, name: str) -> None:
         """Withdraw all claims about a file."""
-        self._append(Claim(name, 0, 0, 0))
+        self.add(Claim(name, 0, 0, 0))
 
     def close(self) -> None:
         with self._lock:
             os.close(self._fd)
             self._fd = -1
 
-    def _append(self, line: msgspec.Struct) -> None:
+    def add(self, line: Claim | Header) -> None:
         raw = memoryview(msgspec.json.encode(line) + b"\n")
         with self._lock:
             if self._fd >= 0:

@@ -34,7 +34,7 @@ from neuron_runtime.weights.disk import read_blocks, writing
 from neuron_runtime.weights.hashing import FileHash
 from neuron_runtime.weights.journal import Journal
 from neuron_runtime.weights.s3 import S3Place, S3Source
-from neuron_runtime.weights.source import Attempts, BrokenAnswer, Check, Listing, SourceFile
+from neuron_runtime.weights.source import Attempts, Check, Listing, SourceFile, read_all
 from neuron_runtime.weights.store import (
     ABANDONED_SECONDS,
     DAY_SECONDS,
@@ -54,8 +54,9 @@ from neuron_runtime.weights.store import (
     WaitingLine,
     check_key,
     check_manifest,
+    parse_manifest,
 )
-from neuron_runtime.weights.transfer import LIMITS, Amount, Transfer, TransferLimits, free_bytes
+from neuron_runtime.weights.transfer import TOOLS, Amount, Tools, Transfer
 
 RIGHTS = (
     "listing the bucket, and reading, writing and deleting its objects (s3:ListBucket, s3:GetObject, s3:PutObject, "
@@ -99,6 +100,7 @@ class RemoteManifest(Manifest, frozen=True, kw_only=True):
 class RemoteObject:
     """An object below the folder of a key. `name` is relative to it."""
 
+    key: str
     name: str
     num_bytes: int
     etag: str
@@ -123,16 +125,7 @@ class RemoteEntry:
 
 
 class RemoteStore:
-    """One prefix of a bucket.
-
-    Args:
-        uri: `s3://bucket/prefix`.
-        field: where the URI comes from, for its errors.
-        kind: what it holds.
-
-    Raises:
-        InvalidConfig: the URI is no address of a store.
-    """
+    """One prefix of a bucket, `s3://bucket/prefix`. Raises InvalidConfig at `field` if the URI is none."""
 
     def __init__(
         self,
@@ -140,30 +133,22 @@ class RemoteStore:
         field: str = "--weights-store",
         *,
         kind: EntryKind = MODELS,
-        limits: TransferLimits = LIMITS,
-        sleep: Callable[[float], None] = time.sleep,
-        free_bytes: Callable[[Path], int] = free_bytes,
+        tools: Tools = TOOLS,
     ) -> None:
         self._model = store_address(uri, field)
+        self.address = str(self._model).rstrip("/")
         self.kind = kind
-        self._limits = limits
-        self._sleep = sleep
-        self._free_bytes = free_bytes
-        self._place = S3Place(self.uri, rights=RIGHTS, missing=kind.missing)
-        self._attempts = Attempts(self._place, sleep)
-
-    @property
-    def uri(self) -> str:
-        return str(self._model).rstrip("/")
+        self._tools = tools
+        self._place = S3Place(self.address, rights=RIGHTS, missing=kind.missing)
+        self._attempts = Attempts(self._place, tools.sleep)
 
     def uri_of(self, key: str) -> str:
-        return f"{self.uri}/{key}"
+        return f"{self.address}/{key}"
 
     def find(self, key: str) -> RemoteEntry | None:
         """The complete entry of a key; None if there is none.
 
-        Raises:
-            Damaged: its manifest is malformed, or an object is missing or has another size.
+        Raises Damaged if its manifest is malformed, or an object is missing or has another size.
         """
         check_key(key)
         manifest = self._manifest(key)
@@ -232,19 +217,15 @@ class RemoteStore:
             source = _EntrySource(self._place, self._below(f"{key}/{entry.manifest.content}"), entry, self.kind)
             with writing(work):
                 journal = Journal(work / "journal", listing.digest)
-            try:
-                copy = Transfer(
-                    Attempts(source, self._sleep),
+            with contextlib.closing(journal):
+                Transfer(
+                    Attempts(source, self._tools.sleep),
                     listing,
                     [file.name for file in files],
                     folder=work / "files",
                     journal=journal,
-                    limits=self._limits,
-                    free_bytes=self._free_bytes,
-                )
-                copy.run(report)
-            finally:
-                journal.close()
+                    tools=self._tools,
+                ).run(report)
             return store.publish(into, work, msgspec.structs.replace(manifest, files=files))
 
     def upload(self, entry: Entry, report: Callable[[Amount], None]) -> None:
@@ -288,11 +269,7 @@ class RemoteStore:
         self.delete([f"{key}/{item.name}" for item in self.objects(f"{key}/")])
 
     def objects(self, folder: str) -> Iterator[RemoteObject]:
-        """All objects below a folder of the store. Names are relative to its first part, the key."""
-        for _, item in self._below_keys(folder):
-            yield item
-
-    def _below_keys(self, folder: str) -> Iterator[tuple[str, RemoteObject]]:
+        """All objects below a folder of the store."""
         pages: list[Any] = self._attempts(
             lambda: list(
                 self._place.client.get_paginator("list_objects_v2").paginate(
@@ -302,7 +279,7 @@ class RemoteStore:
         )
         for item in [item for page in pages for item in page.get("Contents", [])]:
             key, _, name = item["Key"].removeprefix(self._key("")).partition("/")
-            yield key, RemoteObject(name, item["Size"], item["ETag"].strip('"'), item["LastModified"].timestamp())
+            yield RemoteObject(key, name, item["Size"], item["ETag"].strip('"'), item["LastModified"].timestamp())
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, if they exist. Names are relative to the store."""
@@ -314,10 +291,6 @@ class RemoteStore:
         answer = self._place.client.delete_objects(Bucket=self._model.bucket, Delete={"Objects": keys, "Quiet": True})
         if errors := answer.get("Errors"):
             raise ClientError({"Error": errors[0]}, "DeleteObjects")
-
-    @property
-    def address(self) -> str:
-        return self.uri
 
     def rows(self) -> Iterator[ListedEntry]:
         """Everything in it, with the time of the last write if an entry is not complete."""
@@ -394,29 +367,23 @@ class RemoteStore:
     def _folders(self) -> dict[str, list[RemoteObject]]:
         """The objects of each key."""
         folders: dict[str, list[RemoteObject]] = {}
-        for key, item in self._below_keys(""):
-            if KEY.fullmatch(key):
-                folders.setdefault(key, []).append(item)
+        for item in self.objects(""):
+            if KEY.fullmatch(item.key):
+                folders.setdefault(item.key, []).append(item)
         return folders
 
     def _compare(self, entry: RemoteEntry, progress: Callable[[int], None]) -> list[str]:
         """What is wrong with the contents of the files of an entry."""
         source = _EntrySource(self._place, self._below(f"{entry.key}/{entry.manifest.content}"), entry, self.kind)
-        attempts, listing = Attempts(source, self._sleep), Listing(entry.manifest.content, entry.files)
-
-        def read(file: SourceFile, begin: int, end: int) -> bytes:
-            with source.read(listing, file, begin, end) as blocks:
-                raw = b"".join(blocks)
-            if len(raw) != end - begin:
-                raise BrokenAnswer(f"{file.name}: {len(raw):,} bytes instead of {end - begin:,}")
-            return raw
+        attempts, listing = Attempts(source, self._tools.sleep), Listing(entry.manifest.content, entry.files)
+        chunk_bytes = self._tools.limits.chunk_bytes
 
         def difference(name: str) -> str:
             file = entry.files[name]
             contents = FileHash(file.num_bytes, source.check(listing, file))
-            for begin in range(0, file.num_bytes, self._limits.chunk_bytes):
-                end = min(begin + self._limits.chunk_bytes, file.num_bytes)
-                contents.update(attempts(partial(read, file, begin, end)))
+            for begin in range(0, file.num_bytes, chunk_bytes):
+                end = min(begin + chunk_bytes, file.num_bytes)
+                contents.update(attempts(partial(read_all, source, listing, file, begin, end)))
                 progress(end - begin)
             return contents.difference()
 
@@ -438,7 +405,7 @@ class RemoteStore:
             return raw
 
         raw = self._attempts(read)
-        return None if raw is None else parse_manifest(raw, self.uri_of(key), self.kind)
+        return None if raw is None else parse_manifest(raw, RemoteManifest, self.uri_of(key), self.kind)
 
     def _publish(self, key: str, manifest: RemoteManifest) -> bool:
         """Write the manifest; False if the key has one."""
@@ -463,11 +430,8 @@ class RemoteStore:
     def _check_stated(self, entry: RemoteEntry) -> None:
         folder = f"{entry.key}/{entry.manifest.content}"
         with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="stated") as pool:
-            for file, stated in zip(
-                entry.manifest.files,
-                pool.map(lambda file: self._stated(folder, file), entry.manifest.files),
-                strict=True,
-            ):
+            answers = pool.map(partial(self._stated, folder), entry.manifest.files)
+            for file, stated in zip(entry.manifest.files, answers, strict=True):
                 if stated not in ("", file.crc32):
                     message = f"the CRC-32 of {file.name} is {stated}, the manifest has {file.crc32}"
                     raise Damaged(self.uri_of(entry.key), message, self.kind)
@@ -485,17 +449,17 @@ class RemoteStore:
     def _send(
         self, source: Path, folder: str, files: list[RemoteFile], total_bytes: int, report: Callable[[Amount], None]
     ) -> None:
-        place = S3Place(self.uri, rights=RIGHTS, missing=self.kind.missing, num_attempts=NUM_ATTEMPTS)
+        place = S3Place(self.address, rights=RIGHTS, missing=self.kind.missing, num_attempts=NUM_ATTEMPTS)
         config = TransferConfig(
             multipart_threshold=PART_BYTES,
             multipart_chunksize=PART_BYTES,
             max_concurrency=NUM_UPLOADS,
             use_threads=True,
         )
-        sent = _Sent(total_bytes - sum(file.bytes for file in files))
+        present_bytes = total_bytes - sum(file.bytes for file in files)
 
         def send() -> None:
-            sent.restart()
+            sent = _Sent(present_bytes)
             with create_transfer_manager(place.client, config) as manager:
                 futures = [
                     manager.upload(
@@ -519,7 +483,7 @@ class RemoteStore:
                         report(Amount(sent.num_bytes, total_bytes, sent.num_bytes))
 
         # The library repeats parts; this repeats an upload that failed for good, once.
-        Attempts(place, self._sleep, pauses=(1.0,))(send)
+        Attempts(place, self._tools.sleep, pauses=(1.0,))(send)
         report(Amount(total_bytes, total_bytes, total_bytes))
 
     def _key(self, name: str) -> str:
@@ -545,12 +509,8 @@ class _Sent(BaseSubscriber):  # type: ignore[misc]
     """Counts what the transfer manager has sent, and the files that are done."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._present_bytes = self.num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._lock = threading.Lock()
-        self.ended = threading.Semaphore(0)
-
-    def restart(self) -> None:
-        self.num_bytes = self._present_bytes
         self.ended = threading.Semaphore(0)
 
     def on_progress(self, bytes_transferred: int, **more: Any) -> None:
@@ -559,14 +519,6 @@ class _Sent(BaseSubscriber):  # type: ignore[misc]
 
     def on_done(self, **more: Any) -> None:
         self.ended.release()
-
-
-def parse_manifest(raw: bytes, where: str, kind: EntryKind) -> RemoteManifest:
-    """The manifest of an entry. Raises Damaged, naming `where`, if this is none. Names of files are not checked."""
-    try:
-        return msgspec.json.decode(raw, type=RemoteManifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Damaged(where, f"its manifest is malformed: {error}", kind) from error
 
 
 def _summed(folder: Path, file: StoredFile, kind: EntryKind) -> RemoteFile:

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import boto3
@@ -84,6 +84,9 @@ class S3Place:
         num_attempts: of one request, by the library.
     """
 
+    advice = "AWS_ENDPOINT_URL, AWS_REGION, proxy settings and, in a cluster, network policies"
+    failures: tuple[type[BaseException], ...] = (BotoCoreError, ClientError, HTTPError, OSError)
+
     def __init__(
         self,
         uri: str,
@@ -121,14 +124,6 @@ class S3Place:
     @property
     def place(self) -> str:
         return without_secrets(str(self.client.meta.endpoint_url))
-
-    @property
-    def advice(self) -> str:
-        return "AWS_ENDPOINT_URL, AWS_REGION, proxy settings and, in a cluster, network policies"
-
-    @property
-    def failures(self) -> tuple[type[BaseException], ...]:
-        return (BotoCoreError, ClientError, HTTPError, OSError)
 
     @property
     def _give(self) -> str:
@@ -229,11 +224,8 @@ class S3Source(S3Place):
                 return Check(algorithm, text, part_bytes)  # parts of the same size
         return None
 
-    def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> AbstractContextManager[Iterator[bytes]]:
-        return self._read(file, begin, end)
-
     @contextmanager
-    def _read(self, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
+    def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
         answer = self.client.get_object(
             Bucket=self._model.bucket,
             Key=self._key(file),

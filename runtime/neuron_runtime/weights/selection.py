@@ -66,10 +66,6 @@ def is_part(name: str) -> bool:
     return is_small(name) or is_weights(name) or name == GRAPHS_FILE or is_shard(name)
 
 
-def small_files(names: Iterable[str]) -> list[str]:
-    return sorted(filter(is_small, names))
-
-
 def graph_files(names: Iterable[str]) -> list[str]:
     """Compiled graphs that lie beside the weights."""
     return [GRAPHS_FILE] if {GRAPHS_FILE, GRAPHS_CONFIG_FILE} <= set(names) else []
@@ -79,8 +75,7 @@ def weight_files(names: Iterable[str], weight_map: Mapping[str, str]) -> list[st
     """The weights of the model, by the same rule as `read_checkpoint`; empty if there are none. Those of compiled
     graphs are taken only if there are no others.
 
-    Args:
-        weight_map: tensor to file, from the index; empty without an index.
+    weight_map: tensor to file, from the index; empty without an index.
     """
     names = set(names)
     listed = set(filter(is_weights, names))

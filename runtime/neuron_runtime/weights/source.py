@@ -154,6 +154,19 @@ class Attempts(Generic[P]):
                 self.sleep(pause)
 
 
+def read_all(source: Source, listing: Listing, file: SourceFile, begin: int, end: int) -> bytes:
+    """All bytes of a range, by one attempt. Raises BrokenAnswer if the source sends fewer."""
+    raw = bytearray()
+    with source.read(listing, file, begin, end) as blocks:
+        for block in blocks:
+            raw += block
+            if len(raw) >= end - begin:
+                break  # maybe more than requested
+    if len(raw) < end - begin:
+        raise BrokenAnswer(f"{file.name}: the answer ended {end - begin - len(raw):,} bytes early")
+    return bytes(raw[: end - begin])
+
+
 def changed(uri: str, name: str) -> FatalError:
     """The error for a file that was replaced after it was listed."""
     return FatalError(
@@ -164,8 +177,7 @@ def changed(uri: str, name: str) -> FatalError:
 def check_range(status: int, content_range: str, encoding: str, begin: int, num_bytes: int) -> None:
     """Check the head of the answer to a request for bytes from `begin` of a file of `num_bytes`.
 
-    Raises:
-        BrokenAnswer: the body is not these bytes of this file.
+    Raises BrokenAnswer if the body is not these bytes of this file.
     """
     if encoding not in ("", "identity"):
         raise BrokenAnswer(f"the answer has Content-Encoding {encoding}, which was not asked for")

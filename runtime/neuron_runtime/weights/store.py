@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -111,6 +111,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.bytes for file in self.files)
 
 
+M = TypeVar("M", bound=Manifest)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A complete model or artifact of a store."""
@@ -118,11 +121,6 @@ class Entry:
     key: str
     folder: Path
     manifest: Manifest
-
-    @property
-    def used(self) -> float:
-        """When it was last fetched, found or marked, in seconds since 1970."""
-        return self.folder.stat().st_mtime
 
     def damage(self) -> str:
         """What is wrong with names, kinds and sizes of its files, "" if nothing is. Reads no contents."""
@@ -184,15 +182,20 @@ def read_entry(folder: Path, kind: EntryKind = MODELS) -> Entry | None:
         raise Damaged(folder, f"{error.strerror}", kind) from error
     with open(fd, "rb") as file:
         raw = file.read(MAX_MANIFEST_BYTES)
-    try:
-        manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Damaged(folder, f"its manifest is malformed: {error}", kind) from error
+    manifest = parse_manifest(raw, Manifest, folder, kind)
     check_manifest(manifest, folder, kind)
     entry = Entry(folder.name, folder, manifest)
     if damage := entry.damage():
         raise Damaged(folder, damage, kind)
     return entry
+
+
+def parse_manifest(raw: bytes, form: type[M], where: Path | str, kind: EntryKind) -> M:
+    """Raises Damaged, naming `where`, if this is no manifest. Names of files are not checked."""
+    try:
+        return msgspec.json.decode(raw, type=form)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Damaged(where, f"its manifest is malformed: {error}", kind) from error
 
 
 def check_manifest(manifest: Manifest, where: Path | str, kind: EntryKind) -> None:
@@ -213,18 +216,6 @@ class WaitingLine:
         if self._said is None or now - self._said >= WAITING_SECONDS:
             self._said = now
             say(self._line)
-
-
-@dataclass(frozen=True)
-class Partial:
-    """An unfinished download."""
-
-    key: str
-    folder: Path
-    num_bytes: int
-    """On the disk."""
-    written: float
-    """Time of the last write, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -252,33 +243,18 @@ Progress = Callable[[str, int], Callable[[int], None]]
 """For a key and its number of bytes, a function that is called with the number of bytes just read."""
 
 
-class AnyStore(Protocol):
-    """A store, wherever it is, as the commands look after it. Every method raises FatalError if it cannot be read."""
-
-    kind: EntryKind
-
-    @property
-    def address(self) -> str: ...
-
-    def rows(self) -> Iterator[ListedEntry]: ...
-
-    def verify(self, progress: Progress) -> Iterator[tuple[str, list[str]]]: ...
-
-    def prune(self, keep: Iterable[str], unused_seconds: float, *, dry_run: bool) -> Iterator[Pruned]: ...
-
-
 class Store:
     """One folder of models or artifacts."""
 
     def __init__(self, folder: Path, kind: EntryKind = MODELS) -> None:
         self.folder = folder
+        self.address = str(folder)
         self.kind = kind
 
     def find(self, key: str) -> Entry | None:
         """The complete entry of a key, and a note that it is used now (if the store can be written).
 
-        Raises:
-            Damaged: its manifest, or sizes and kinds of its files, are wrong.
+        Raises Damaged if its manifest, or sizes and kinds of its files, are wrong.
         """
         entry = self.read(key)
         if entry is None:
@@ -295,8 +271,7 @@ class Store:
     def sound(self, key: str, *, replace: bool = False) -> Entry | None:
         """As `find`, but a damaged entry counts as missing, and as an error in a read-only store.
 
-        Args:
-            replace: remove a damaged entry; the caller holds its lock.
+        replace: remove a damaged entry; the caller holds its lock.
         """
         try:
             return self.find(key)
@@ -324,22 +299,11 @@ class Store:
         check_key(key)
         fd = self._open_lock(key)
         try:
-            shared = True
             with writing(self.folder):
-                while True:
-                    try:
-                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
-                    except BlockingIOError:
-                        waiting()
-                        time.sleep(WAIT_SECONDS)
-                    except OSError as error:
-                        if error.errno not in _NO_LOCKS:
-                            raise
-                        shared = False
-                        break
-            work = self.folder / PARTIAL / (key if shared else f"{key}.{uuid.uuid4().hex}")
-            with writing(self.folder):
+                while (locked := _locked(fd)) is False:
+                    waiting()
+                    time.sleep(WAIT_SECONDS)
+                work = self.folder / PARTIAL / (key if locked else f"{key}.{uuid.uuid4().hex}")
                 make_folder(work)
                 make_folder(work / "files")
             yield work
@@ -392,9 +356,8 @@ class Store:
         """Names of all entries, damaged ones included. Raises FatalError if the store cannot be read."""
         return [name for name in self._names(self.folder) if KEY.fullmatch(name)]
 
-    def partials(self) -> list[Partial]:
-        """All unfinished downloads."""
-        partials = []
+    def partials(self) -> Iterator[ListedEntry]:
+        """All unfinished downloads, with the bytes that they take on the disk."""
         for name in self._names(self.folder / PARTIAL):
             if not KEY.fullmatch(name.partition(".")[0]):
                 continue
@@ -405,8 +368,7 @@ class Store:
                         status = os.lstat(path)
                         num_bytes += status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
                         written = max(written, status.st_mtime)
-            partials.append(Partial(name, self.folder / PARTIAL / name, num_bytes, written))
-        return partials
+            yield ListedEntry(name, "partial", num_bytes, written)
 
     def _names(self, folder: Path) -> list[str]:
         try:
@@ -442,18 +404,11 @@ class Store:
             yield False
             return
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                yield error.errno in _NO_LOCKS
-            else:
-                yield True
+            with writing(self.folder):
+                locked = _locked(fd)
+            yield locked is not False
         finally:
             os.close(fd)
-
-    @property
-    def address(self) -> str:
-        return str(self.folder)
 
     def rows(self) -> Iterator[ListedEntry]:
         """Everything in it. Raises FatalError if it cannot be read."""
@@ -465,9 +420,9 @@ class Store:
                 yield ListedEntry(key, "damaged", bytes_in(folder), folder.lstat().st_mtime, problem=error.reason)
                 continue
             if entry is not None:
-                yield ListedEntry(key, "complete", entry.manifest.num_bytes, entry.used, entry.manifest.uri)
-        for partial in self.partials():
-            yield ListedEntry(partial.key, "partial", partial.num_bytes, partial.written)
+                used = entry.folder.stat().st_mtime
+                yield ListedEntry(key, "complete", entry.manifest.num_bytes, used, entry.manifest.uri)
+        yield from self.partials()
 
     def verify(self, progress: Progress) -> Iterator[tuple[str, list[str]]]:
         """Each complete entry, and what is wrong with the contents of its files."""
@@ -484,11 +439,9 @@ class Store:
     ) -> Iterator[Pruned]:
         """Mark entries as used, then delete those that are unused, and abandoned downloads.
 
-        Args:
-            keep: digests or keys that are in use; all entries of their digests are marked before anything is deleted.
+        keep: digests or keys that are in use; all entries of their digests are marked before anything is deleted.
 
-        Raises:
-            FatalError: the store cannot be read or written.
+        Raises FatalError if the store cannot be read or written.
         """
         kept = {key.partition("-")[0] for key in keep}
         if not dry_run:
@@ -515,19 +468,32 @@ class Store:
                     self.discard(key)
                     yield outcome
         for partial in self.partials():
-            if now() - partial.written < ABANDONED_SECONDS:
+            if now() - partial.used < ABANDONED_SECONDS:
                 continue
-            outcome = Pruned(f"{PARTIAL}/{partial.key}", partial.num_bytes, f"abandoned {self.kind.work}")
+            outcome = Pruned(f"{PARTIAL}/{partial.name}", partial.num_bytes, f"abandoned {self.kind.work}")
             if dry_run:
                 yield outcome
                 continue
-            with self.held(partial.key.partition(".")[0]) as held, writing(self.folder):
+            with self.held(partial.name.partition(".")[0]) as held, writing(self.folder):
                 if held:
-                    _remove(partial.folder)
+                    _remove(self.folder / outcome.name)
                     yield outcome
         if not dry_run:
             # What a killed prune left.
             shutil.rmtree(self.folder / TRASH, ignore_errors=True)
+
+
+def _locked(fd: int) -> bool | None:
+    """Lock a file, unless another process has; None where the file system has no locks. Raises OSError."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
 
 
 def check_key(key: str) -> None:

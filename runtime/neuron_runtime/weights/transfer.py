@@ -2,7 +2,7 @@
 
 Files are split into chunks that several threads read at the same time, each with a small buffer. A journal makes a
 killed transfer resume. A file is hashed in order, from the page cache, right behind its chunks; one that does not match
-is dropped. It does not know which files make a model, nor when a folder is complete.
+is dropped.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ class TransferLimits:
     num_files: int = 4
     min_bytes: int = 2**18
 
-
-LIMITS = TransferLimits()
 
 STOP_SECONDS = 2.0
 """How long a transfer that failed waits for its other readers."""
@@ -93,6 +91,18 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+@dataclass(frozen=True)
+class Tools:
+    """What copying needs from its surroundings; tests replace it."""
+
+    sleep: Callable[[float], None] = time.sleep
+    free_bytes: Callable[[Path], int] = free_bytes
+    limits: TransferLimits = TransferLimits()
+
+
+TOOLS = Tools()
+
+
 class _Stopped(Exception):
     """Another thread failed, or the caller gave up."""
 
@@ -123,8 +133,7 @@ class _Target:
     def settled(self, chunk: Chunk, check: Callable[[], Check | None], buffer: bytearray) -> str:
         """Note that a chunk is on the disk, and hash as far as chunks follow one another.
 
-        Returns:
-            After the last chunk, how the file differs from its source's statement; "" otherwise.
+        Returns after the last chunk how the file differs from its source's statement; "" otherwise.
         """
         with self._lock:
             self._waiting[chunk.number] = chunk
@@ -173,16 +182,15 @@ class Transfer:
         *,
         folder: Path,
         journal: Journal,
-        limits: TransferLimits,
-        free_bytes: Callable[[Path], int] = free_bytes,
+        tools: Tools,
     ) -> None:
         self._attempts = attempts
         self._source = attempts.source
         self._listing = listing
         self._folder = folder
         self._journal = journal
-        self._limits = limits
-        self._free_bytes = free_bytes
+        self._limits = limits = tools.limits
+        self._free_bytes = tools.free_bytes
         files = [listing.files[name] for name in names]
         self._targets = [_Target(file, folder / file.name, num_chunks(file.num_bytes, limits)) for file in files]
         # Not a list: what a source says of sizes is believed once the disk has the space.
@@ -200,10 +208,7 @@ class Transfer:
             return Amount(self._done_bytes, self._total_bytes, self._read_bytes)
 
     def run(self, report: Callable[[Amount], None], period_seconds: float = 1.0) -> dict[str, str]:
-        """Copy, and return the sha256 of each file.
-
-        Args:
-            report: called once per period.
+        """Copy, and return the sha256 of each file. report: called once per period.
 
         Raises:
             FatalError: STORAGE_FULL, CHECKSUM_MISMATCH, or what the source's verdict is.

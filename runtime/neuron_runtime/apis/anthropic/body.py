@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from neuron_runtime.apis.parts import missing, required, text_of, texts_of
 from neuron_runtime.core import Acts
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
@@ -148,14 +149,19 @@ def chat_of(body: CountTokensBody, **options: Any) -> Chat:
         turns.insert(0, ChatTurn("system", system, "system"))
     choice, tools, output = body.tool_choice, body.tools or [], body.output_config or OutputConfig()
     tool_choice = _choice(choice)
-    functions = [_function(tool) for tool in tools if tool.type in (None, "custom")]
+    functions = [
+        Function(tool.name, tool.description, tool.input_schema, tool.strict)
+        for tool in tools
+        if tool.type in (None, "custom")
+    ]
+    schema = None if output.format is None else JsonSchema(schema=output.format.schema)
     return Chat(
         turns=turns,
         options=ChatOptions(
             model=body.model,
             tool_choice=tool_choice,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
-            response_format=_response_format(output.format),
+            response_format=None if schema is None else ResponseFormat("json_schema", schema),
             **options,
         ),
         names=NAMES,
@@ -186,24 +192,16 @@ _SWITCHES: Mapping[str, dict[str, Any]] = {
 }
 
 
-def _response_format(form: OutputFormat | None) -> ResponseFormat | None:
-    return None if form is None else ResponseFormat("json_schema", JsonSchema(schema=form.schema))
-
-
 def _system(system: str | Sequence[Block]) -> str | list[str]:
-    texts = _texts(system, "system")
+    texts = texts_of(system, "system")
     return texts if isinstance(texts, str) else [text for text in texts if not text.startswith(ATTRIBUTION)]
-
-
-def _function(tool: ToolDefinition) -> Function:
-    return Function(tool.name, tool.description, tool.input_schema, tool.strict)
 
 
 def _choice(choice: ToolChoice | None) -> Any:
     if choice is None or choice.type != "tool":
         return choice and {"auto": "auto", "any": "required", "none": "none"}[choice.type]
     if choice.name is None:
-        raise InvalidRequest("`tool_choice.name` is missing", field="tool_choice.name")
+        raise missing("name", "tool_choice")
     return NamedTool("function", FunctionName(choice.name))
 
 
@@ -217,10 +215,10 @@ def _of_user(message: InputMessage, at: str) -> Iterator[ChatTurn]:
     for number, block in enumerate(content):
         where = f"{at}.content[{number}]"
         if block.type != "tool_result":
-            texts.append(_text(block, where))
+            texts.append(text_of(block, where))
             continue
-        call_id = _required(block, "tool_use_id", where)
-        result = _texts(_blocks(block.content or "", where), f"{where}.content")
+        call_id = required(block, "tool_use_id", where)
+        result = texts_of(_blocks(block.content or "", where), f"{where}.content")
         yield ChatTurn("tool", result, where, call_id=call_id)
     if texts or not content:
         yield ChatTurn(message.role, texts, at)
@@ -241,10 +239,10 @@ def _of_assistant(message: InputMessage, at: str) -> Iterator[ChatTurn]:
                 # Only its author can read it.
                 pass
             case "tool_use":
-                name = _required(block, "name", where)
-                calls.append(EarlierCall(name, block.input, _required(block, "id", where)))
+                name = required(block, "name", where)
+                calls.append(EarlierCall(name, block.input, required(block, "id", where)))
             case _:
-                texts.append(_text(block, where))
+                texts.append(text_of(block, where))
     yield ChatTurn("assistant", texts, at, reasoning=reasoning or None, calls=calls)
 
 
@@ -256,31 +254,8 @@ def _blocks(content: str | list[Any], at: str) -> str | list[Block]:
         raise InvalidRequest(message, field=f"{at}.content") from error
 
 
-def _required(block: Block, name: str, at: str) -> str:
-    value: str | None = getattr(block, name)
-    if value is None:
-        raise InvalidRequest(f"`{at}.{name}` is missing", field=f"{at}.{name}")
-    return value
-
-
 _TURNS: Mapping[str, Callable[[InputMessage, str], Iterator[ChatTurn]]] = {
     "user": _of_user,
     "system": _of_user,
     "assistant": _of_assistant,
 }
-
-
-def _texts(content: str | Sequence[Block], at: str) -> str | list[str]:
-    """Content that must be text. Raises InvalidRequest."""
-    if isinstance(content, str):
-        return content
-    return [_text(block, f"{at}[{number}]") for number, block in enumerate(content)]
-
-
-def _text(block: Block, at: str) -> str:
-    if block.type != "text":
-        message = f"`{at}.type`: blocks of type `{block.type}` are not supported here"
-        raise InvalidRequest(message, field=f"{at}.type")
-    if block.text is None:
-        raise InvalidRequest(f"`{at}.text` is missing", field=f"{at}.text")
-    return block.text

@@ -6,11 +6,12 @@ Each field is declared once, with type, description, range and default. Called b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from neuron_runtime.apis.parts import missing, texts_of
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.core import ACTS
 from neuron_runtime.errors import InvalidRequest
@@ -242,11 +243,11 @@ def _turn(message: Message, at: str) -> ChatTurn:
     refuse(Surface.ROLE, message.role, message.role, at=f"{at}.role")
     content = message.content
     if content is None and message.role != "assistant":
-        raise InvalidRequest(f"`{at}.content` is missing", field=f"{at}.content")
+        raise missing("content", at)
     calls = list(_calls(message, at))
     return ChatTurn(
         role=message.role,
-        content=list(_texts(content, at)) if isinstance(content, list) else content,
+        content=None if content is None else texts_of(content, f"{at}.content"),
         at=at,
         name=message.name,
         reasoning=message.reasoning_content if message.reasoning is None else message.reasoning,
@@ -254,17 +255,6 @@ def _turn(message: Message, at: str) -> ChatTurn:
         call_id=message.tool_call_id,
         tools_at=f"{at}.tool_calls" if calls else f"{at}.role",
     )
-
-
-def _texts(parts: Sequence[ContentPart], at: str) -> Iterator[str]:
-    for number, part in enumerate(parts):
-        where = f"{at}.content[{number}]"
-        if part.type != "text":
-            message = f"`{where}.type` must be `text`, got `{part.type}`: other types are not supported yet"
-            raise InvalidRequest(message, field=f"{where}.type")
-        if part.text is None:
-            raise InvalidRequest(f"`{where}.text` is missing", field=f"{where}.text")
-        yield part.text
 
 
 def _calls(message: Message, at: str) -> Iterator[EarlierCall]:
@@ -280,5 +270,5 @@ def _function(tool: Tool, at: str) -> Function:
         message = f"`{at}.type` must be `function`, got `{tool.type[:64]}`: other tools are not supported yet"
         raise InvalidRequest(message, field=f"{at}.type")
     if tool.function is None:
-        raise InvalidRequest(f"`{at}.function` is missing", field=f"{at}.function")
+        raise missing("function", at)
     return tool.function

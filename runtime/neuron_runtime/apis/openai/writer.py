@@ -17,21 +17,8 @@ import orjson
 from neuron_runtime.apis.failures import failure_of
 from neuron_runtime.apis.generation import Answer, Choice, Generation, Piece, TokenDetails
 from neuron_runtime.apis.logprobs import Located, Speller
+from neuron_runtime.apis.openai import objects
 from neuron_runtime.apis.openai.errors import OPENAI
-from neuron_runtime.apis.openai.objects import (
-    ChatAnswer,
-    ChatChoice,
-    ChatCompletion,
-    Completion,
-    CompletionChoice,
-    CompletionTokensDetails,
-    FunctionCall,
-    FunctionCallPart,
-    PromptTokensDetails,
-    ToolCall,
-    ToolCallPart,
-    Usage,
-)
 from neuron_runtime.core import FinishReason
 from neuron_runtime.errors import ServingError
 from neuron_runtime.requests.admission import Details
@@ -65,9 +52,11 @@ class Shape:
 
 
 def _message(text: str, reasoning: str | None, calls: list[CallPiece]) -> dict[str, Any]:
-    message = ChatAnswer("assistant", text if reasoning is None and not calls else text or None, None)
+    message = objects.ChatAnswer("assistant", text if reasoning is None and not calls else text or None, None)
     if calls:
-        message.tool_calls = [ToolCall(one.id, "function", FunctionCall(one.name, one.arguments)) for one in calls]
+        message.tool_calls = [
+            objects.ToolCall(one.id, "function", objects.FunctionCall(one.name, one.arguments)) for one in calls
+        ]
     if reasoning is not None:
         # vLLM renamed the field; clients look for either.
         message.reasoning = message.reasoning_content = reasoning or None
@@ -80,10 +69,12 @@ def finish_reason(choice: Choice) -> str:
     return "tool_calls" if reason is FinishReason.STOP and choice.calls_tools else reason.value
 
 
-def _part(piece: CallPiece) -> ToolCallPart:
+def _part(piece: CallPiece) -> objects.ToolCallPart:
     if not piece.name:
-        return ToolCallPart(piece.index, FunctionCallPart(piece.arguments))
-    return ToolCallPart(piece.index, FunctionCallPart(piece.arguments, piece.name), piece.id, "function")
+        return objects.ToolCallPart(piece.index, objects.FunctionCallPart(piece.arguments))
+    return objects.ToolCallPart(
+        piece.index, objects.FunctionCallPart(piece.arguments, piece.name), piece.id, "function"
+    )
 
 
 COMPLETION = Shape(
@@ -93,8 +84,8 @@ COMPLETION = Shape(
     before_text=b',"text":',
     after_text=b',"logprobs":null,"finish_reason":',
     first=b"",
-    answer=Completion,
-    choice=CompletionChoice,
+    answer=objects.Completion,
+    choice=objects.CompletionChoice,
     text=lambda text, reasoning, calls: {"text": text},
     logprobs=Speller.completion,
     prompt_beside_choices=False,
@@ -106,42 +97,12 @@ CHAT = Shape(
     before_text=b',"delta":{"content":',
     after_text=b'},"logprobs":null,"finish_reason":',
     first=b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]',
-    answer=ChatCompletion,
-    choice=ChatChoice,
+    answer=objects.ChatCompletion,
+    choice=objects.ChatChoice,
     text=_message,
     logprobs=Speller.chat,
     prompt_beside_choices=True,
 )
-
-
-class DetailFormatter:
-    """Formats the details of an answer besides its text, for whole responses and streams."""
-
-    def __init__(self, shape: Shape, generation: Generation) -> None:
-        self._shape = shape
-        self._generation = generation
-        self._details = generation.ask.details or Details()
-        self._speller = Speller(generation.tokenizer, self._details.tokens_as_token_ids)
-
-    def choice(self, token_details: TokenDetails) -> dict[str, Any]:
-        """Fields of a choice, or of a part of one."""
-        details = self._details
-        fields: dict[str, Any] = {}
-        if details.logprobs is not None:
-            fields["logprobs"] = self._shape.logprobs(self._speller, token_details.located, details.logprobs)
-        if details.token_ids:
-            fields["token_ids"] = token_details.token_ids
-        return fields
-
-    def prompt(self, index: int, token_details: TokenDetails) -> dict[str, Any]:
-        """Fields about the prompt of a choice."""
-        details = self._details
-        fields: dict[str, Any] = {}
-        if details.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = self._speller.prompt(token_details.prompt_logprobs, details.prompt_logprobs)
-        if details.token_ids:
-            fields["prompt_token_ids"] = self._generation.choices[index].prompt_token_ids
-        return fields
 
 
 _REASONING = b',"delta":{"reasoning":'
@@ -149,110 +110,48 @@ _REASONING_CONTENT = b',"reasoning_content":'
 _REASONING_END = b'},"logprobs":null,"finish_reason":null}]'
 
 
-class Frames:
-    """Server-sent events of one stream."""
-
-    def __init__(self, shape: Shape, head: dict[str, Any], generation: Generation) -> None:
-        self._shape = shape
-        self._head = b"data: " + orjson.dumps(head | {"object": shape.chunk})[:-1]
-        self._usage = generation.ask.include_usage
-        self._continuous = generation.ask.continuous_usage
-        self._generation = generation
-        self._shows_reasoning = generation.ask.shows_reasoning
-        self._formatter = DetailFormatter(shape, generation)
-        self._begun: set[int] = set()
-
-    def pieces(self, pieces: list[Piece]) -> bytes:
-        """The frames of all pieces of one wake-up; may be empty."""
-        shape = self._shape
-        out: list[bytes] = []
-        for piece in pieces:
-            if piece.details is not None or piece.finish_reason is not None or piece.calls:
-                out += self._detailed(piece, piece.details or TokenDetails())
-                continue
-            index = b',"choices":[{"index":%d' % piece.index
-            if shape.first and piece.index not in self._begun:
-                self._begun.add(piece.index)
-                out += (self._head, index, shape.first, self._tail(piece))
-            if piece.reasoning and self._shows_reasoning:
-                raw = orjson.dumps(piece.reasoning)
-                out += (self._head, index, _REASONING, raw, _REASONING_CONTENT, raw, _REASONING_END, self._tail(piece))
-            if piece.text or self._continuous:
-                text = orjson.dumps(piece.text)
-                out += (self._head, index, shape.before_text, text, shape.after_text, b"null}]", self._tail(piece))
-        return b"".join(out)
-
-    def end(self) -> bytes:
-        if not self._usage:
-            return SSE_END
-        return b'%b,"choices":[],"usage":%b}\n\n%b' % (
-            self._head,
-            msgspec.json.encode(usage(self._generation)),
-            SSE_END,
-        )
-
-    def _detailed(self, piece: Piece, token_details: TokenDetails) -> Iterator[bytes]:
-        """Frames of a piece with details, or of the last one of a choice."""
-        shape, index = self._shape, piece.index
-        prompt: dict[str, Any] = {}
-        if index not in self._begun:
-            self._begun.add(index)
-            prompt = self._formatter.prompt(index, token_details)
-            if shape.prompt_beside_choices:
-                begin = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                yield self._frame(piece, begin, beside=prompt)
-                prompt = {}
-        if piece.reasoning and self._shows_reasoning:
-            delta = {"reasoning": piece.reasoning, "reasoning_content": piece.reasoning}
-            # In its own frame, because clients read either reasoning or text.
-            yield self._frame(piece, {"delta": delta, "logprobs": None, "finish_reason": None})
-        if piece.calls:
-            if piece.text:
-                yield self._frame(piece, {"delta": {"content": piece.text}, "logprobs": None, "finish_reason": None})
-                piece.text = ""
-            for call in piece.calls:
-                part = {"delta": {"tool_calls": [msgspec.to_builtins(_part(call))]}}
-                yield self._frame(piece, {**part, "logprobs": None, "finish_reason": None})
-        more = self._formatter.choice(token_details)
-        if not (piece.text or more or prompt or piece.finish_reason or self._continuous):
-            return
-        text = {"delta": {"content": piece.text}} if shape.first else {"text": piece.text}
-        choice: dict[str, Any] = {**text, "logprobs": None, "finish_reason": None, **more, **prompt}
-        if piece.finish_reason is not None:
-            choice["finish_reason"] = finish_reason(self._generation.choices[index])
-            choice["stop_reason"] = self._generation.stop_reasons[index]
-        yield self._frame(piece, choice)
-
-    def _frame(self, piece: Piece, choice: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
-        fields = orjson.dumps({**(beside or {}), "choices": [{"index": piece.index, **choice}]})
-        return b"%b,%b%b" % (self._head, fields[1:-1], self._tail(piece))
-
-    def _tail(self, piece: Piece) -> bytes:
-        if self._continuous:
-            prompt = self._generation.choices[piece.index].num_prompt_tokens
-            return b',"usage":%b}\n\n' % msgspec.json.encode(_counts(prompt, piece.num_tokens))
-        return b',"usage":null}\n\n' if self._usage else b"}\n\n"
-
-
 class OpenAIWriter:
-    """Writes the answers of /v1/completions and /v1/chat/completions."""
-
     def __init__(self, shape: Shape, model: str, generation: Generation) -> None:
         self._shape = shape
         self._generation = generation
+        self._usage = generation.ask.include_usage
+        self._continuous = generation.ask.continuous_usage
+        self._shows_reasoning = generation.ask.shows_reasoning
+        self._details = generation.ask.details or Details()
+        self._speller = Speller(generation.tokenizer, self._details.tokens_as_token_ids)
         self._head = {
             "id": shape.id_prefix + secrets.token_hex(16),
             "object": shape.whole,
             "created": int(time.time()),
             "model": model,
         }
-        self._frames = Frames(shape, self._head, generation)
+        self._frame_head = b"data: " + orjson.dumps(self._head | {"object": shape.chunk})[:-1]
+        self._begun: set[int] = set()
 
     def pieces(self, pieces: list[Piece]) -> bytes:
-        return self._frames.pieces(pieces)
+        shape = self._shape
+        out: list[bytes] = []
+        for piece in pieces:
+            if piece.details is not None or piece.finish_reason is not None or piece.calls:
+                out += self._detailed(piece, piece.details or TokenDetails())
+                continue
+            head = b'%b,"choices":[{"index":%d' % (self._frame_head, piece.index)
+            if shape.first and piece.index not in self._begun:
+                self._begun.add(piece.index)
+                out += (head, shape.first, self._tail(piece))
+            if piece.reasoning and self._shows_reasoning:
+                raw = orjson.dumps(piece.reasoning)
+                out += (head, _REASONING, raw, _REASONING_CONTENT, raw, _REASONING_END, self._tail(piece))
+            if piece.text or self._continuous:
+                text = orjson.dumps(piece.text)
+                out += (head, shape.before_text, text, shape.after_text, b"null}]", self._tail(piece))
+        return b"".join(out)
 
     def end(self) -> bytes:
-        return self._frames.end()
+        if not self._usage:
+            return SSE_END
+        counts = msgspec.json.encode(usage(self._generation))
+        return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._frame_head, counts, SSE_END)
 
     def failure(self, error: ServingError) -> bytes:
         """Takes the place of [DONE]."""
@@ -260,7 +159,6 @@ class OpenAIWriter:
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         shape, generation, ask = self._shape, self._generation, self._generation.ask
-        formatter = DetailFormatter(shape, generation)
         beside = shape.prompt_beside_choices
         choices = []
         for index, (answer, stop_reason) in enumerate(zip(answers, generation.stop_reasons, strict=True)):
@@ -271,22 +169,86 @@ class OpenAIWriter:
                 "logprobs": None,
                 "finish_reason": finish_reason(generation.choices[index]),
                 "stop_reason": stop_reason,
-                **formatter.choice(answer.details),
-                **({} if beside else formatter.prompt(index, first.details)),
+                **self._of_choice(answer.details),
+                **({} if beside else self._of_prompt(index, first.details)),
             }
             choices.append(shape.choice(index=index, **fields))
-        prompt = formatter.prompt(0, answers[0].details) if beside else {}
+        prompt = self._of_prompt(0, answers[0].details) if beside else {}
         return msgspec.json.encode(shape.answer(**self._head, choices=choices, usage=usage(generation), **prompt))
 
+    def _of_choice(self, token_details: TokenDetails) -> dict[str, Any]:
+        """Fields of a choice, or of a part of one, besides its text."""
+        details = self._details
+        fields: dict[str, Any] = {}
+        if details.logprobs is not None:
+            fields["logprobs"] = self._shape.logprobs(self._speller, token_details.located, details.logprobs)
+        if details.token_ids:
+            fields["token_ids"] = token_details.token_ids
+        return fields
 
-def usage(generation: Generation) -> Usage:
+    def _of_prompt(self, index: int, token_details: TokenDetails) -> dict[str, Any]:
+        """Fields about the prompt of a choice."""
+        details = self._details
+        fields: dict[str, Any] = {}
+        if details.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self._speller.prompt(token_details.prompt_logprobs, details.prompt_logprobs)
+        if details.token_ids:
+            fields["prompt_token_ids"] = self._generation.choices[index].prompt_token_ids
+        return fields
+
+    def _detailed(self, piece: Piece, token_details: TokenDetails) -> Iterator[bytes]:
+        """Frames of a piece with details, or of the last one of a choice."""
+        shape, index = self._shape, piece.index
+        prompt: dict[str, Any] = {}
+        if index not in self._begun:
+            self._begun.add(index)
+            prompt = self._of_prompt(index, token_details)
+            if shape.prompt_beside_choices:
+                yield self._frame(piece, {"delta": {"role": "assistant", "content": ""}, **_OPEN}, beside=prompt)
+                prompt = {}
+        if piece.reasoning and self._shows_reasoning:
+            delta = {"reasoning": piece.reasoning, "reasoning_content": piece.reasoning}
+            # In its own frame, because clients read either reasoning or text.
+            yield self._frame(piece, {"delta": delta, **_OPEN})
+        if piece.calls:
+            if piece.text:
+                yield self._frame(piece, {"delta": {"content": piece.text}, **_OPEN})
+                piece.text = ""
+            for call in piece.calls:
+                yield self._frame(piece, {"delta": {"tool_calls": [msgspec.to_builtins(_part(call))]}, **_OPEN})
+        more = self._of_choice(token_details)
+        if not (piece.text or more or prompt or piece.finish_reason or self._continuous):
+            return
+        text = {"delta": {"content": piece.text}} if shape.first else {"text": piece.text}
+        choice: dict[str, Any] = {**text, **_OPEN, **more, **prompt}
+        if piece.finish_reason is not None:
+            choice["finish_reason"] = finish_reason(self._generation.choices[index])
+            choice["stop_reason"] = self._generation.stop_reasons[index]
+        yield self._frame(piece, choice)
+
+    def _frame(self, piece: Piece, choice: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
+        fields = orjson.dumps({**(beside or {}), "choices": [{"index": piece.index, **choice}]})
+        return b"%b,%b%b" % (self._frame_head, fields[1:-1], self._tail(piece))
+
+    def _tail(self, piece: Piece) -> bytes:
+        if self._continuous:
+            prompt = self._generation.choices[piece.index].num_prompt_tokens
+            return b',"usage":%b}\n\n' % msgspec.json.encode(_counts(prompt, piece.num_tokens))
+        return b',"usage":null}\n\n' if self._usage else b"}\n\n"
+
+
+_OPEN = {"logprobs": None, "finish_reason": None}
+"""Of a frame that is not the last one of its choice."""
+
+
+def usage(generation: Generation) -> objects.Usage:
     """A prompt with several answers counts once."""
     counts = _counts(generation.ask.num_prompt_tokens, generation.num_tokens)
-    counts.prompt_tokens_details = PromptTokensDetails(generation.num_cached_tokens)
+    counts.prompt_tokens_details = objects.PromptTokensDetails(generation.num_cached_tokens)
     if generation.ask.make_splitter is not None:
-        counts.completion_tokens_details = CompletionTokensDetails(generation.num_reasoning_tokens)
+        counts.completion_tokens_details = objects.CompletionTokensDetails(generation.num_reasoning_tokens)
     return counts
 
 
-def _counts(prompt: int, completion: int) -> Usage:
-    return Usage(prompt, completion, prompt + completion)
+def _counts(prompt: int, completion: int) -> objects.Usage:
+    return objects.Usage(prompt, completion, prompt + completion)

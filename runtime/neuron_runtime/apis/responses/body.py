@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
+from neuron_runtime.apis.parts import missing, required, texts_of
 from neuron_runtime.core import ACTS
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
@@ -24,6 +25,7 @@ from neuron_runtime.requests.sampling_fields import MaxTokens, Temperature, TopP
 from neuron_runtime.requests.tools import EarlierCall, Function, callable_here
 
 LOGPROBS = "message.output_text.logprobs"
+_TEXT_TYPES = ("input_text", "output_text", "text")
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -146,7 +148,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True, rename={"max_tokens": "max_out
 
     @property
     def text_format(self) -> TextFormat:
-        """The form of the answer's text."""
         return (self.text.format if self.text else None) or TextFormat("text")
 
 
@@ -216,9 +217,9 @@ def functions_of(tools: Sequence[FunctionTool], namespace: str | None = None, at
     for number, tool in enumerate(tools):
         place = f"{at}[{number}]"
         if tool.type == "function":
-            offered.append(Offered(tool, _required(tool, "name", place), namespace))
+            offered.append(Offered(tool, required(tool, "name", place), namespace))
         elif tool.type == "namespace" and namespace is None:
-            offered += functions_of(tool.tools or (), _required(tool, "name", place), f"{place}.tools")
+            offered += functions_of(tool.tools or (), required(tool, "name", place), f"{place}.tools")
     return offered
 
 
@@ -247,16 +248,15 @@ def _response_format(form: TextFormat) -> ResponseFormat:
 
 
 def _message(turns: list[ChatTurn], item: Item, at: str) -> None:
-    if item.role is None:
-        raise InvalidRequest(f"`{at}.role` is missing", field=f"{at}.role")
+    role = required(item, "role", at)
     if item.content is None:
-        raise InvalidRequest(f"`{at}.content` is missing", field=f"{at}.content")
-    content = _texts(item.content, f"{at}.content")
+        raise missing("content", at)
+    content = texts_of(item.content, f"{at}.content", _TEXT_TYPES)
     # A model's reasoning and its text are two items here, and one turn of a chat.
-    if item.role == "assistant" and turns and _is_open(turns[-1]):
+    if role == "assistant" and turns and _is_open(turns[-1]):
         turns[-1] = replace(turns[-1], content=content)
     else:
-        turns.append(ChatTurn(item.role, content, at))
+        turns.append(ChatTurn(role, content, at))
 
 
 def _reasoning(turns: list[ChatTurn], item: Item, at: str) -> None:
@@ -265,8 +265,8 @@ def _reasoning(turns: list[ChatTurn], item: Item, at: str) -> None:
 
 
 def _call(turns: list[ChatTurn], item: Item, at: str) -> None:
-    name = _required(item, "name", at)
-    call = EarlierCall(_joined(item.namespace, name), item.arguments, _required(item, "call_id", at))
+    name = required(item, "name", at)
+    call = EarlierCall(_joined(item.namespace, name), item.arguments, required(item, "call_id", at))
     if turns and turns[-1].role == "assistant":
         turns[-1] = replace(turns[-1], calls=[*turns[-1].calls, call], at=at)
     else:
@@ -274,15 +274,8 @@ def _call(turns: list[ChatTurn], item: Item, at: str) -> None:
 
 
 def _output(turns: list[ChatTurn], item: Item, at: str) -> None:
-    output = _texts(item.output or "", f"{at}.output")
-    turns.append(ChatTurn("tool", output, at, call_id=_required(item, "call_id", at)))
-
-
-def _required(part: Item | FunctionTool, name: str, at: str) -> str:
-    value: str | None = getattr(part, name)
-    if value is None:
-        raise InvalidRequest(f"`{at}.{name}` is missing", field=f"{at}.{name}")
-    return value
+    output = texts_of(item.output or "", f"{at}.output", _TEXT_TYPES)
+    turns.append(ChatTurn("tool", output, at, call_id=required(item, "call_id", at)))
 
 
 def _choice(choice: str | FunctionChoice | None) -> Any:
@@ -300,19 +293,3 @@ _ITEMS: Mapping[str, Callable[[list[ChatTurn], Item, str], None]] = {
     "function_call": _call,
     "function_call_output": _output,
 }
-
-
-def _texts(content: str | Sequence[Part], at: str) -> str | list[str]:
-    """Content that must be text. Raises InvalidRequest."""
-    if isinstance(content, str):
-        return content
-    return [_text(part, f"{at}[{number}]") for number, part in enumerate(content)]
-
-
-def _text(part: Part, at: str) -> str:
-    if part.type not in ("input_text", "output_text", "text"):
-        message = f"`{at}.type`: parts of type `{part.type}` are not supported here"
-        raise InvalidRequest(message, field=f"{at}.type")
-    if part.text is None:
-        raise InvalidRequest(f"`{at}.text` is missing", field=f"{at}.text")
-    return part.text

@@ -12,57 +12,21 @@ import msgspec
 from neuron_runtime.apis.failures import failure_of
 from neuron_runtime.apis.generation import Generation
 from neuron_runtime.apis.logprobs import Located, Speller
+from neuron_runtime.apis.responses import objects
 from neuron_runtime.apis.responses.body import ReasoningOptions, ResponsesBody, TextConfig, functions_of
-from neuron_runtime.apis.responses.objects import (
-    CallArgumentsDelta,
-    CallArgumentsDone,
-    ContentOfItem,
-    ContentPartAdded,
-    ContentPartDone,
-    ErrorEvent,
-    FunctionCallItem,
-    IncompleteDetails,
-    InputTokensDetails,
-    ItemEvent,
-    NumberedEvent,
-    OutputItem,
-    OutputItemAdded,
-    OutputItemDone,
-    OutputMessage,
-    OutputText,
-    OutputTextDelta,
-    OutputTextDone,
-    OutputTokensDetails,
-    PartEvent,
-    ReasoningItem,
-    ReasoningText,
-    ReasoningTextDelta,
-    ReasoningTextDone,
-    ResponseCompleted,
-    ResponseCreated,
-    ResponseError,
-    ResponseFailed,
-    ResponseIncomplete,
-    ResponseInProgress,
-    ResponseObject,
-    ResponseUsage,
-    Status,
-)
 from neuron_runtime.apis.sections import Section, SectionWriter, event
 from neuron_runtime.core import FinishReason
 from neuron_runtime.errors import ServingError
 
 
 class ResponsesWriter(SectionWriter):
-    """Writes the answers of /v1/responses."""
-
     def __init__(self, model: str, generation: Generation, body: ResponsesBody) -> None:
         super().__init__(generation)
         sampling = generation.ask.sampling[0]
         self._number = -1
         self._speller = Speller(generation.tokenizer, False)
         self._offered = {one.name_here: one for one in functions_of(body.tools or ())}
-        self._response = ResponseObject(
+        self._response = objects.ResponseObject(
             id=f"resp_{secrets.token_hex(16)}",
             created_at=int(time.time()),
             status="in_progress",
@@ -82,62 +46,56 @@ class ResponsesWriter(SectionWriter):
         )
 
     def started(self) -> bytes:
-        return self._event(ResponseCreated, response=self._response) + self._event(
-            ResponseInProgress, response=self._response
-        )
+        kinds = (objects.ResponseCreated, objects.ResponseInProgress)
+        return b"".join(self._event(kind, response=self._response) for kind in kinds)
 
     def opened(self, section: Section) -> bytes:
-        added = self._item_event(OutputItemAdded, section, item=self._item(section, "in_progress"))
+        added = self._of_item(objects.OutputItemAdded, section, item=self._item(section, "in_progress"))
         if section.kind == "call":
             return added
-        return added + self._part_event(ContentPartAdded, section, part=self._part(section))
+        return added + self._within(objects.ContentPartAdded, section, part=self._part(section))
 
     def grown(self, section: Section, delta: str, located: Sequence[Located]) -> bytes:
         match section.kind:
             case "call":
-                return self._item_event(CallArgumentsDelta, section, item_id=_item_id(section), delta=delta)
+                return self._within(objects.CallArgumentsDelta, section, delta=delta)
             case "reasoning":
-                return self._part_event(ReasoningTextDelta, section, delta=delta)
+                return self._within(objects.ReasoningTextDelta, section, delta=delta)
             case "text":
-                return self._part_event(OutputTextDelta, section, delta=delta, logprobs=self._logprobs(located))
+                return self._within(objects.OutputTextDelta, section, delta=delta, logprobs=self._logprobs(located))
 
     def closed(self, section: Section) -> bytes:
         match section.kind:
             case "call":
                 name = self._offered[section.name].name
-                done = self._item_event(
-                    CallArgumentsDone, section, item_id=_item_id(section), name=name, arguments=section.text
-                )
+                done = self._within(objects.CallArgumentsDone, section, name=name, arguments=section.text)
             case "reasoning":
-                done = self._part_event(ReasoningTextDone, section, text=section.text)
+                done = self._within(objects.ReasoningTextDone, section, text=section.text)
             case "text":
                 logprobs = self._logprobs(section.located)
-                done = self._part_event(OutputTextDone, section, text=section.text, logprobs=logprobs)
+                done = self._within(objects.OutputTextDone, section, text=section.text, logprobs=logprobs)
         if section.kind != "call":
-            done += self._part_event(ContentPartDone, section, part=self._part(section))
-        return done + self._item_event(OutputItemDone, section, item=self._item(section, self._status_of(section)))
+            done += self._within(objects.ContentPartDone, section, part=self._part(section))
+        return done + self._of_item(objects.OutputItemDone, section, item=self._item(section, self._status_of(section)))
 
     def ended(self) -> bytes:
         response = self.answer()
-        return self._event(
-            ResponseCompleted if response.status == "completed" else ResponseIncomplete, response=response
-        )
+        kind = objects.ResponseCompleted if response.status == "completed" else objects.ResponseIncomplete
+        return self._event(kind, response=response)
 
     def failure(self, error: ServingError) -> bytes:
         failure = failure_of(error)
-        failed = msgspec.structs.replace(
-            self._response, status="failed", error=ResponseError("server_error", failure.message)
-        )
-        return self._event(ErrorEvent, code=failure.code, message=failure.message) + self._event(
-            ResponseFailed, response=failed
-        )
+        told = self._event(objects.ErrorEvent, code=failure.code, message=failure.message)
+        reason = objects.ResponseError("server_error", failure.message)
+        failed = msgspec.structs.replace(self._response, status="failed", error=reason)
+        return told + self._event(objects.ResponseFailed, response=failed)
 
-    def answer(self) -> ResponseObject:
+    def answer(self) -> objects.ResponseObject:
         is_cut = self._is_cut
         return msgspec.structs.replace(
             self._response,
             status="incomplete" if is_cut else "completed",
-            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            incomplete_details=objects.IncompleteDetails("max_output_tokens") if is_cut else None,
             output=[self._item(section, self._status_of(section)) for section in self.sections],
             usage=self._usage,
         )
@@ -147,26 +105,26 @@ class ResponsesWriter(SectionWriter):
         return self.generation.choices[0].finish_reason is FinishReason.LENGTH
 
     @property
-    def _usage(self) -> ResponseUsage:
+    def _usage(self) -> objects.ResponseUsage:
         generation = self.generation
         prompt, output = generation.ask.num_prompt_tokens, generation.num_tokens
-        return ResponseUsage(
+        return objects.ResponseUsage(
             input_tokens=prompt,
-            input_tokens_details=InputTokensDetails(generation.num_cached_tokens),
+            input_tokens_details=objects.InputTokensDetails(generation.num_cached_tokens),
             output_tokens=output,
-            output_tokens_details=OutputTokensDetails(generation.num_reasoning_tokens),
+            output_tokens_details=objects.OutputTokensDetails(generation.num_reasoning_tokens),
             total_tokens=prompt + output,
         )
 
-    def _status_of(self, section: Section) -> Status:
+    def _status_of(self, section: Section) -> objects.Status:
         return "incomplete" if self._is_cut and section is self.sections[-1] else "completed"
 
-    def _item(self, section: Section, status: Status) -> OutputItem:
+    def _item(self, section: Section, status: objects.Status) -> objects.OutputItem:
         begins, identity = status == "in_progress", _item_id(section)
         match section.kind:
             case "call":
                 called = self._offered[section.name]
-                return FunctionCallItem(
+                return objects.FunctionCallItem(
                     id=identity,
                     status=status,
                     call_id=section.call_id,
@@ -175,28 +133,31 @@ class ResponsesWriter(SectionWriter):
                     arguments=section.text,
                 )
             case "reasoning":
-                reasoning = [] if begins else [ReasoningText(text=section.text)]
-                return ReasoningItem(id=identity, status=status, content=reasoning)
+                reasoning = [] if begins else [objects.ReasoningText(text=section.text)]
+                return objects.ReasoningItem(id=identity, status=status, content=reasoning)
             case "text":
-                return OutputMessage(id=identity, status=status, content=[] if begins else [self._text(section)])
+                return objects.OutputMessage(
+                    id=identity, status=status, content=[] if begins else [self._text(section)]
+                )
 
-    def _part(self, section: Section) -> ContentOfItem:
-        return self._text(section) if section.kind == "text" else ReasoningText(text=section.text)
+    def _part(self, section: Section) -> objects.ContentOfItem:
+        return self._text(section) if section.kind == "text" else objects.ReasoningText(text=section.text)
 
-    def _text(self, section: Section) -> OutputText:
-        return OutputText(text=section.text, logprobs=self._logprobs(section.located))
+    def _text(self, section: Section) -> objects.OutputText:
+        return objects.OutputText(text=section.text, logprobs=self._logprobs(section.located))
 
     def _logprobs(self, located: Sequence[Located]) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = self._speller.chat(located, self._response.top_logprobs)["content"]
         return entries
 
-    def _part_event(self, kind: type[PartEvent], section: Section, **fields: Any) -> bytes:
-        return self._item_event(kind, section, item_id=_item_id(section), **fields)
+    def _within(self, kind: type[objects.ItemEvent], section: Section, **fields: Any) -> bytes:
+        """An event about a part of an item."""
+        return self._of_item(kind, section, item_id=_item_id(section), **fields)
 
-    def _item_event(self, kind: type[ItemEvent], section: Section, **fields: Any) -> bytes:
+    def _of_item(self, kind: type[objects.ItemEvent], section: Section, **fields: Any) -> bytes:
         return self._event(kind, output_index=section.index, **fields)
 
-    def _event(self, kind: type[NumberedEvent], **fields: Any) -> bytes:
+    def _event(self, kind: type[objects.NumberedEvent], **fields: Any) -> bytes:
         self._number += 1
         return event(kind(sequence_number=self._number, **fields))
 

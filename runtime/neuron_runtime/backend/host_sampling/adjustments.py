@@ -1,7 +1,4 @@
-"""Changes to logits before a token is chosen: bias, penalties, allowed and banned tokens.
-
-Called by `sampler`, before `drawing`. State is kept per slot and updated
-incrementally, by added sequences and sampled tokens. Rows without such parameters cost nothing.
+"""Changes to logits before a token is chosen: bias, penalties, allowed and banned tokens. Called by `sampler`.
 
 The order is that of vLLM's sampler (https://docs.vllm.ai/en/latest/api/vllm/v1/sample/sampler.html), except that
 allowed and banned tokens come last instead of first. The result is the same, because logits at -inf stay there.
@@ -10,7 +7,7 @@ allowed and banned tokens come last instead of first. The result is the same, be
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -100,20 +97,15 @@ class Rules:
         return np.concatenate(banned)
 
 
-@dataclass(slots=True)
 class Adjustments:
     """Per slot: the position of the sequence up to which rows are adjusted, and how."""
 
-    num_slots: int
-    vocabulary_size: int
-    until: IntArray = field(init=False)
-    """0 for a slot without adjustments."""
-    _rules: dict[int, Rules] = field(init=False, default_factory=dict)
-    _counting: npt.NDArray[np.bool_] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.until = np.zeros(self.num_slots, dtype=np.int64)
-        self._counting = np.zeros(self.num_slots, dtype=bool)
+    def __init__(self, num_slots: int, vocabulary_size: int) -> None:
+        self.vocabulary_size = vocabulary_size
+        self.until: IntArray = np.zeros(num_slots, dtype=np.int64)
+        """0 for a slot without adjustments."""
+        self._rules: dict[int, Rules] = {}
+        self._counting = np.zeros(num_slots, dtype=bool)
 
     def set(self, slot: int, params: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Put a sequence into the slot; the first `num_prompt_tokens` of its tokens are the prompt."""

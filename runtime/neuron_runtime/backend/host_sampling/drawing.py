@@ -1,11 +1,8 @@
-"""Token sampling from logits: greedy, temperature, min-p, top-k, top-p. The result does not depend on other rows.
+"""Token sampling from logits: greedy, temperature, min-p, top-k, top-p. Called by `sampler`, after `adjustments`.
 
-Called by `sampler`, after `adjustments`. Greedy rows cost one argmax. A drawn token depends
-only on the row's logits and on (seed, choice, output position): the random number is a counter-based hash without
-generator state.
-
-A draw walks the kept tokens in order of id (inverse of the cumulative distribution), not of probability: rounding
-that swaps two nearly equal logits then moves a boundary a little instead of swapping tokens.
+A drawn token depends only on the row's logits and on (seed, choice, output position). A draw walks the kept tokens in
+order of id (inverse of the cumulative distribution), not of probability: rounding that swaps two nearly equal logits
+then moves a boundary a little instead of swapping tokens.
 """
 
 from __future__ import annotations
@@ -47,11 +44,7 @@ _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
 def philox_4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Philox-4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), over many counters.
 
-    Args:
-        counter: `[4, n]`, each below 2**32. key: `[2, n]`, each below 2**32.
-
-    Returns:
-        `[4, n]`, each below 2**32.
+    counter, result: `[4, n]`. key: `[2, n]`. Each number is below 2**32.
     """
     even, odd = counter[0::2], counter[1::2]
     for _ in range(10):
@@ -118,8 +111,7 @@ def check_finite(scores: Scores) -> None:
 def best(logits: torch.Tensor) -> IntArray:
     """The best token of each row, the first one on a tie. For steps in which every row is plain greedy.
 
-    Raises:
-        NotFinite: as `check_finite`.
+    Raises as `check_finite`.
     """
     values = logits.numpy()
     tokens: IntArray = values.argmax(axis=1)  # takes a third of torch's time; NaN counts as the largest
@@ -250,8 +242,7 @@ class _Kept:
     def threshold(self, values: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The smallest logit that each row keeps, and whether `values` were enough to find it.
 
-        Args:
-            values: the largest logits of each row, best first. weights: their weights.
+        values: the largest logits of each row, best first. weights: their weights.
         """
         width = values.shape[1]
         within = (torch.arange(width) < self.top_k) & (values >= self.floor)

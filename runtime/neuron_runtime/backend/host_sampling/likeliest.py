@@ -175,8 +175,7 @@ def weigh(logits: torch.Tensor, top: torch.Tensor, temperature: FloatArray, buff
     Reuse one buffer: getting fresh memory from the kernel costs more than this computation. The result of a row does
     not depend on other rows; neighbours with the same method are computed together.
 
-    Args:
-        top: `[rows, 1]`. temperature: `[rows]`.
+    top: `[rows, 1]`. temperature: `[rows]`.
     """
     # exp2 takes half the time of exp.
     rates = (math.log2(math.e) / temperature).astype(np.float32)

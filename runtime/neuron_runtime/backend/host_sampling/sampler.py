@@ -19,9 +19,6 @@ from neuron_runtime.backend.host_sampling.drawing import IntArray, SamplingTable
 from neuron_runtime.backend.host_sampling.likeliest import Scores
 from neuron_runtime.core import Added, TokenLogprobs
 
-MAX_LOGPROBS = 20
-"""Maximum number of alternatives per token."""
-
 
 class Chosen(NamedTuple):
     """The tokens of some rows, int64, and the log-probabilities of each that requests them; empty if none does."""

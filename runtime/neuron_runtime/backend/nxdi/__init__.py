@@ -16,7 +16,7 @@ from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, find_target
 from neuron_runtime.backend.nxdi.foreign import holds_weights, within
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
-from neuron_runtime.backend.nxdi.graphs import nxdi_compiler
+from neuron_runtime.backend.nxdi.graphs import NxdiCompiler
 from neuron_runtime.backend.nxdi.models import IMPORT_PATH
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
 from neuron_runtime.backend.nxdi.settings import settings_of
@@ -70,8 +70,8 @@ def versions() -> dict[str, str]:
 
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
-    """See `CompilingPackage.compiler`."""
-    return nxdi_compiler(config, model_dir)
+    """See `BackendPackage.compiler`."""
+    return NxdiCompiler(config, model_dir)
 
 
 def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> GraphPlan:

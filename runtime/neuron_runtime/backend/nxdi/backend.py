@@ -63,13 +63,6 @@ class _Step(NamedTuple):
     rows: FedRows
 
 
-class _Job(NamedTuple):
-    """A step that may run."""
-
-    step: _Step
-    late: Late | None
-
-
 class _Done(NamedTuple):
     """What a step has produced: a token for each row, NO_TOKEN for rows that do not sample."""
 
@@ -89,21 +82,17 @@ class NxdiBackend:
         self._in_group = in_group
         self._application = application
         self._settings = settings
-        self._limits = limits
-        self._inputs = Inputs(settings)
+        self.limits = limits
+        self._inputs = Inputs(settings, limits)
         self._launched: deque[_Step] = deque()
         self._running: deque[_Step] = deque()
-        self._thread: DeviceThread[_Job, _Done] = DeviceThread(self._run)
+        self._thread: DeviceThread[tuple[_Step, Late | None], _Done] = DeviceThread(self._run)
         # Used on that thread alone:
         self._host = None if limits.sampling == "Device" else HostRows(limits)
         self._tokens: IntArray = np.zeros(0, dtype=np.int64)
         """One for each row of the step that ran last."""
         self._failure: BaseException | None = None
         self._memory_due = 0.0
-
-    @property
-    def limits(self) -> BackendLimits:
-        return self._limits
 
     def warm_up(self, progress: ProgressCallback) -> list[StepTime]:
         """Run every graph. No sequence exists yet, and one overwrites the keys and values that it finds before it reads
@@ -133,7 +122,7 @@ class NxdiBackend:
         if late is not None and self._host is None:
             raise IllegalBatch(f"step {step} restricts tokens, and the graphs return no logits")
         self._running.append(launched)
-        self._thread.put(_Job(launched, late))
+        self._thread.put((launched, late))
 
     def collect(self, step: int) -> StepOutput:
         running = self._running.popleft()
@@ -165,7 +154,7 @@ class NxdiBackend:
 
     # On the backend's thread
 
-    def _run(self, job: _Job) -> _Done:
+    def _run(self, job: tuple[_Step, Late | None]) -> _Done:
         if self._failure is not None:
             raise self._failure
         try:
@@ -185,7 +174,7 @@ class NxdiBackend:
             for added in step.batch.added:
                 self._host.add(added)
             of_host = self._host.of_host(rows.slots) & rows.samples
-        on_device = self._limits.sampling != "Host"
+        on_device = self.limits.sampling != "Host"
         logits: list[torch.Tensor] = []
         logits_of: list[IntArray] = []
         for call in step.calls:

@@ -1,8 +1,7 @@
 """Chooses compiled sizes (buckets): for which lengths of prompts and contexts a model gets graphs.
 
 A bucket more means less padding in every step, but one more graph to compile, to load and to keep on the device. Called
-by `settings` for sizes that nobody has set, and by the command `plan-buckets`. Pure arithmetic: which bucket a call
-takes is in `buckets`.
+by `settings` for sizes that nobody has set, and by the command `plan-buckets`.
 """
 
 from __future__ import annotations
@@ -88,20 +87,21 @@ def prefill_cost(size: int) -> float:
 def decode_cost(model: Mapping[str, Any], rows: int) -> Callable[[int], float]:
     """Cost of a decode step over its context bucket: the numbers that it reads, of weights and of the cache.
 
-    Args:
-        model: config.json; a number that it lacks counts as 1.
+    model: config.json; a number that it lacks counts as 1.
     """
-
-    def number(name: str, default: int = 1) -> int:
-        value = model.get(name)
-        return value if isinstance(value, int) else default
-
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    cached = number("num_key_value_heads", heads) * number("head_dim", hidden // heads)
+    hidden, heads = number(model, "hidden_size"), number(model, "num_attention_heads")
+    layers = number(model, "num_hidden_layers")
+    cached = number(model, "num_key_value_heads", heads) * number(model, "head_dim", hidden // heads)
     attention = 2 * hidden * hidden + 2 * hidden * cached
-    weights = number("num_hidden_layers") * (attention + 3 * hidden * number("intermediate_size"))
-    weights += hidden * number("vocab_size")
-    return lambda size: float(weights + 2 * number("num_hidden_layers") * cached * rows * size)
+    weights = layers * (attention + 3 * hidden * number(model, "intermediate_size"))
+    weights += hidden * number(model, "vocab_size")
+    return lambda size: float(weights + 2 * layers * cached * rows * size)
+
+
+def number(model: Mapping[str, Any], name: str, default: int = 1) -> int:
+    """A number of config.json, which may lack it."""
+    value = model.get(name)
+    return value if isinstance(value, int) else default
 
 
 def choose(

@@ -62,14 +62,9 @@ def prefill_graph(settings: Settings, start: int, end: int) -> Prefill:
 
 
 def decode_graph(settings: Settings, num_rows: int, position: int) -> Decode:
-    """The graph of a decode call.
+    """The graph of a decode call. Raises ValueError if none fits.
 
-    Args:
-        num_rows: rows of the call; with slots at least the highest one plus 1.
-        position: the largest position of a row.
-
-    Raises:
-        ValueError: no graph fits.
+    num_rows: rows of the call; with slots at least the highest one plus 1. position: the largest of a row.
     """
     buckets = settings.token_buckets
     if settings.row_buckets:

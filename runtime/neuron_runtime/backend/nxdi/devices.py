@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 from neuron_runtime.backend.nxdi.neuron_config import PATH, spelled
 from neuron_runtime.config import RuntimeConfig
-from neuron_runtime.devices import DEV, device_nodes
 from neuron_runtime.distributed.layout import address_of, bracketed, num_nodes_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.host import DEV, device_nodes
 
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LOGICAL_CORE_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
@@ -206,9 +206,8 @@ def environment_of(
 ) -> dict[str, str]:
     """The variables to set before the Neuron libraries are imported; what the environment has already is kept.
 
-    Args:
-        scratch: to compile, a folder of this process alone: two compilations in one folder would overwrite each other's
-            files.
+    scratch: to compile, a folder of this process alone: two compilations in one folder would overwrite each other's
+        files.
     """
     variables = {
         **dict.fromkeys(LOGICAL_CORE_VARIABLES, str(target.logical_core)),
@@ -228,12 +227,9 @@ def environment_of(
 def environment_of_group(
     rendezvous: str, environment: Mapping[str, str] = os.environ, sys: Path = Path("/sys")
 ) -> dict[str, str]:
-    """As `environment_of`, for a model on several nodes.
+    """As `environment_of`, for a model on several nodes. Raises FatalError if the leader has no address any more.
 
     rendezvous: `tcp://host:port`, where the Neuron runtimes of all nodes meet.
-
-    Raises:
-        FatalError: the leader has no address any more.
     """
     at = urlsplit(rendezvous)
     # The runtime takes no host names of more than 63 characters, which those of pods may have.

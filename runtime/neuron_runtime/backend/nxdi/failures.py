@@ -129,8 +129,7 @@ def when_free(
 ) -> _T:
     """What `load` returns, which is called again while another process holds the device.
 
-    Raises:
-        FatalError: what it raised, classified; DEVICE_HELD after the given time.
+    Raises what it raised, classified; DEVICE_HELD after the given time.
     """
     began = clock()
     while True:

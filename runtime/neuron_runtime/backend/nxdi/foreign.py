@@ -16,14 +16,11 @@ import msgspec
 
 from neuron_runtime.artifacts.store import DOCUMENT
 from neuron_runtime.backend.nxdi.models import text_config
-from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, OF_REQUESTS, SAMPLING, SAMPLING_FIELDS, SHARDED, spelled
+from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, SAMPLING, SAMPLING_FIELDS, SHARDED, spelled
 from neuron_runtime.backend.nxdi.settings import Settings
-from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE as CONFIG_FILE
-from neuron_runtime.checkpoint import GRAPHS_FILE as MODEL_FILE
+from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
-
-__all__ = ["CONFIG_FILE", "MODEL_FILE", "adopted", "differences", "holds_weights", "is_foreign", "within"]
 
 FOLDERS = "neuron-compiled-artifacts/*"
 """Where the vLLM plugin puts them, within a model's folder."""
@@ -45,7 +42,10 @@ OF_BLOCKS = ("pa_num_blocks", "pa_block_size")
 
 def is_foreign(folder: Path) -> bool:
     """Whether a folder has graphs that NxD Inference wrote, without a document of ours."""
-    return all((folder / name).is_file() for name in (MODEL_FILE, CONFIG_FILE)) and not (folder / DOCUMENT).exists()
+    return (
+        all((folder / name).is_file() for name in (GRAPHS_FILE, GRAPHS_CONFIG_FILE))
+        and not (folder / DOCUMENT).exists()
+    )
 
 
 def holds_weights(folder: Path) -> bool:
@@ -63,8 +63,7 @@ def within(model_dir: Path) -> list[Path]:
 def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
     """The configuration with the folder's values where it is open.
 
-    Raises:
-        FatalError: ARTIFACT_MISSING if the folder's file is no configuration of NxD Inference.
+    Raises FatalError (ARTIFACT_MISSING) if the folder's file is no configuration of NxD Inference.
     """
     theirs = _read(folder)["neuron_config"]
     values: dict[str, Any] = {}
@@ -78,7 +77,10 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
             continue  # it comes with blocks; whether prefixes are shared is our choice
         values[name] = value
     sampling = theirs.get(SAMPLING)
-    values[SAMPLING] = _sampling(sampling) if isinstance(sampling, Mapping) else None
+    values[SAMPLING] = None
+    if isinstance(sampling, Mapping):
+        known = {name: one for name, one in sampling.items() if name in SAMPLING_FIELDS and one is not None}
+        values[SAMPLING] = known  # the others are decided by requests
     values |= _default_buckets(theirs)
     if not (folder / "weights").is_dir():
         # They are made from the checkpoint when the graphs are loaded.
@@ -86,12 +88,6 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
     overridden = {spelled(key) for key in config.override_neuron_config}
     override = {name: value for name, value in values.items() if name not in overridden} | config.override_neuron_config
     return msgspec.structs.replace(config, override_neuron_config=override)
-
-
-def _sampling(value: Mapping[str, Any]) -> dict[str, Any]:
-    """OnDeviceSamplingConfig without what requests decide."""
-    known = {name: one for name, one in value.items() if name in SAMPLING_FIELDS and one is not None}
-    return {name: one for name, one in known.items() if name not in OF_REQUESTS}
 
 
 def _default_buckets(theirs: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -118,8 +114,7 @@ def _doubled(least: int, most: int) -> list[int]:
 def differences(settings: Settings, model: Mapping[str, Any], folder: Path) -> list[str]:
     """What the folder was compiled with, as far as it is not what is wanted: `field: found instead of wanted`.
 
-    Args:
-        model: config.json of the model to serve.
+    model: config.json of the model to serve.
     """
     document = _read(folder)
     theirs, differing = document["neuron_config"] | _default_buckets(document["neuron_config"]), []
@@ -149,10 +144,10 @@ def _shown(value: Any) -> str:
 def _read(folder: Path) -> dict[str, Any]:
     try:
         # It may have Infinity, which strict JSON has not.
-        document = json.loads((folder / CONFIG_FILE).read_bytes())
+        document = json.loads((folder / GRAPHS_CONFIG_FILE).read_bytes())
         if isinstance(document["neuron_config"], dict):
             return dict(document)
     except (OSError, ValueError, TypeError, KeyError):
         pass
-    message = f"{folder / CONFIG_FILE} is no configuration of NxD Inference with a `neuron_config`"
+    message = f"{folder / GRAPHS_CONFIG_FILE} is no configuration of NxD Inference with a `neuron_config`"
     raise FatalError(ExitCode.ARTIFACT_MISSING, message)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from neuron_runtime.backend.nxdi import bucket_plan
-from neuron_runtime.backend.nxdi.bucket_plan import Lengths
+from neuron_runtime.backend.nxdi.bucket_plan import Lengths, number
 from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, prefill_graph, prefill_that_takes
 from neuron_runtime.backend.nxdi.devices import Target
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
@@ -54,8 +54,39 @@ class GraphPlan:
     """Keys and values, of all cores."""
 
     def lines(self) -> list[str]:
-        """See `GraphPlan`."""
-        return [*lines_of(self), f"these buckets as flags: {flags_of(self)}"]
+        """A table for people: a line per graph, then what sums up and the flags that fix these buckets."""
+        settings, graphs = self.settings, self.graphs
+        widths = max(len(graph.name) for graph in graphs), max(len(graph.takes) for graph in graphs)
+        rows = [
+            f"{one.name:{widths[0]}}  {one.takes:{widths[1]}}  "
+            f"{'-' if one.padding is None else f'{one.padding:.0%}':>7}  {bytes_text(one.activation_bytes):>11}  "
+            f"{seconds_text(one.compile_seconds)}"
+            for one in graphs
+        ]
+        cache = f"{bytes_text(self.cache_bytes)} ({bytes_text(self.cache_bytes / settings.tensor)} per core)"
+        unused = f" ({self.num_unused} of them unused)" if self.num_unused else ""
+        return [
+            f"{settings.application}, {settings.tensor} cores, {settings.max_rows} sequences of "
+            f"{settings.max_model_length} tokens, layout {settings.layout}",
+            f"{'graph':{widths[0]}}  {'takes':{widths[1]}}  padding  activations  compile",
+            *rows,
+            f"{len(graphs)} graphs{unused}, about {seconds_text(self.compile_seconds)} to compile one after another; "
+            f"the cache takes {cache}; {self.prefill_padding:.0%} of prefill time is padding",
+            f"these buckets as flags: {self.flags}",
+        ]
+
+    @property
+    def flags(self) -> str:
+        settings = self.settings
+        flags = {
+            "--context-buckets": settings.context_buckets,
+            "--token-generation-buckets": settings.token_buckets,
+            "--prefix-buckets": settings.prefix_buckets,
+            "--sequence-buckets": settings.row_buckets,
+        }
+        return " ".join(
+            f"{flag} {','.join(str(size) for size in sizes if size)}" for flag, sizes in flags.items() if any(sizes)
+        )
 
     def document(self) -> dict[str, Any]:
         """See `GraphPlan`; `read_plan` reads it."""
@@ -111,42 +142,6 @@ class _Document(msgspec.Struct):
     settings: Settings
 
 
-def lines_of(plan: GraphPlan) -> list[str]:
-    """The plan as a table for people, one line per graph, and what sums up."""
-    settings, graphs = plan.settings, plan.graphs
-    widths = max(len(graph.name) for graph in graphs), max(len(graph.takes) for graph in graphs)
-    heading = f"{'graph':{widths[0]}}  {'takes':{widths[1]}}  padding  activations  compile"
-    rows = [
-        f"{one.name:{widths[0]}}  {one.takes:{widths[1]}}  {'-' if one.padding is None else f'{one.padding:.0%}':>7}  "
-        f"{bytes_text(one.activation_bytes):>11}  {seconds_text(one.compile_seconds)}"
-        for one in graphs
-    ]
-    cache = f"{bytes_text(plan.cache_bytes)} ({bytes_text(plan.cache_bytes / settings.tensor)} per core)"
-    unused = f" ({plan.num_unused} of them unused)" if plan.num_unused else ""
-    return [
-        f"{settings.application}, {settings.tensor} cores, {settings.max_rows} sequences of "
-        f"{settings.max_model_length} tokens, layout {settings.layout}",
-        heading,
-        *rows,
-        f"{len(graphs)} graphs{unused}, about {seconds_text(plan.compile_seconds)} to compile one after another; "
-        f"the cache takes {cache}; {plan.prefill_padding:.0%} of prefill time is padding",
-    ]
-
-
-def flags_of(plan: GraphPlan) -> str:
-    """The flags that fix the buckets of a plan."""
-    settings = plan.settings
-    flags = {
-        "--context-buckets": settings.context_buckets,
-        "--token-generation-buckets": settings.token_buckets,
-        "--prefix-buckets": settings.prefix_buckets,
-        "--sequence-buckets": settings.row_buckets,
-    }
-    return " ".join(
-        f"{flag} {','.join(str(size) for size in sizes if size)}" for flag, sizes in flags.items() if any(sizes)
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Facts:
     """Sizes of a model; those that its config.json lacks count as 1."""
@@ -161,20 +156,16 @@ class _Facts:
 
     @staticmethod
     def of(model: Mapping[str, Any], tensor: int) -> _Facts:
-        def number(name: str, default: int = 1) -> int:
-            value = model.get(name)
-            return value if isinstance(value, int) else default
-
-        heads = number("num_attention_heads")
-        size = number("head_dim", max(1, number("hidden_size") // heads))
-        layers = number("num_hidden_layers")
+        heads, hidden = number(model, "num_attention_heads"), number(model, "hidden_size")
+        size = number(model, "head_dim", max(1, hidden // heads))
+        layers = number(model, "num_hidden_layers")
         return _Facts(
             layers,
-            number("hidden_size"),
-            number("intermediate_size"),
+            hidden,
+            number(model, "intermediate_size"),
             heads * size,
-            number("vocab_size"),
-            2 * layers * _cached_heads(heads, number("num_key_value_heads", heads), tensor) * size,
+            number(model, "vocab_size"),
+            2 * layers * _cached_heads(heads, number(model, "num_key_value_heads", heads), tensor) * size,
         )
 
 

@@ -19,8 +19,6 @@ from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import Prefill, all_graphs
 from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of, environment_of_group, find_target
 from neuron_runtime.backend.nxdi.foreign import (
-    CONFIG_FILE,
-    MODEL_FILE,
     adopted,
     differences,
     holds_weights,
@@ -30,7 +28,7 @@ from neuron_runtime.backend.nxdi.foreign import (
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.backend_protocol import CompileUnit, Needs, Rank
-from neuron_runtime.checkpoint import SHARD_FILE, has_only_shards, read_config
+from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE, SHARD_FILE, has_only_shards, read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, joined
@@ -46,6 +44,7 @@ class NxdiCompiler:
     """See `backend_protocol.Compiler`."""
 
     def __init__(self, config: RuntimeConfig, model_dir: Path) -> None:
+        library.check_installed()
         self._config, self._model_dir = config, model_dir
         self._settings, self._target = described(config, model_dir)
         holds_weights = self._settings.neuron_config.get(SHARDED) and not config.model.digest
@@ -115,9 +114,9 @@ class NxdiCompiler:
 
     def check(self, folder: Path) -> None:
         """Loading graphs takes a device, so this looks for the files that loading will read."""
-        json.loads((folder / CONFIG_FILE).read_bytes())  # it has Infinity, which strict JSON does not
-        if (folder / MODEL_FILE).stat().st_size == 0:
-            raise FatalError(ExitCode.COMPILE_FAILED, f"{MODEL_FILE} is empty")
+        json.loads((folder / GRAPHS_CONFIG_FILE).read_bytes())  # it has Infinity, which strict JSON does not
+        if (folder / GRAPHS_FILE).stat().st_size == 0:
+            raise FatalError(ExitCode.COMPILE_FAILED, f"{GRAPHS_FILE} is empty")
         for name in missing_weights(self._settings, folder):
             raise FatalError(ExitCode.COMPILE_FAILED, f"NxD Inference wrote no {name}")
 
@@ -205,9 +204,3 @@ def fitting(config: RuntimeConfig, model_dir: Path, folder: Path) -> RuntimeConf
     settings, _ = described(config, model_dir)
     as_it_is = not differences(settings, read_config(model_dir), folder) and not holds_weights(folder)
     return config if as_it_is else adopted(config, folder)
-
-
-def nxdi_compiler(config: RuntimeConfig, model_dir: Path) -> NxdiCompiler:
-    """See `CompilingPackage.compiler`."""
-    library.check_installed()
-    return NxdiCompiler(config, model_dir)

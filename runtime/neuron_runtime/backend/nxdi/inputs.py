@@ -1,10 +1,8 @@
 """Batches as calls of NxD Inference: the graphs that they run, and the arguments of `forward()`.
 
-Used by the backend on the engine's thread, while the step before runs. NxD Inference takes one prompt per call, or one
-token for each of a fixed number of sequences; whether a call is a prompt it decides from positions. What it would pad
-or sort by itself, at a cost that grows with the square of the rows, arrives padded and sorted here. Tensors are new for
-each call, because NxD Inference keeps some of them and writes to others; only a block table that no row has outgrown is
-passed again.
+Used by the backend on the engine's thread, while the step before runs. What NxD Inference would pad or sort by itself,
+at a cost that grows with the square of the rows, arrives padded and sorted here. Tensors are new for each call, because
+it keeps some of them and writes to others; only a block table that no row has outgrown is passed again.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from neuron_runtime.backend.nxdi.sampling_rows import DeviceParameters, FloatArr
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror, no_rows
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import NO_TOKEN, Batch
+from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch
 
 NO_SLOT = -1
 """In a slot mapping: keys and values of the token are not kept."""
@@ -84,10 +82,10 @@ class _Places:
 class Inputs:
     """What the calls of a step take, from the mirror of the slots and what NxD Inference must know besides."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, limits: BackendLimits) -> None:
         num_slots, self._settings = settings.max_rows, settings
         self._block_size = settings.block_size
-        self._mirror = SlotMirror(settings)
+        self._mirror = SlotMirror(limits)
         self._started = np.zeros(num_slots, dtype=bool)
         """Slots with keys and values that a decode step must not lose."""
         self._parameters = DeviceParameters(num_slots, settings.global_topk)
@@ -98,20 +96,14 @@ class Inputs:
         """The rows of the decode call made last."""
 
     def graphs(self, batch: Batch) -> list[Graph]:
-        """The graphs that the batch will run, before or after it is applied.
-
-        Raises:
-            IllegalBatch: no graph fits a row.
-        """
+        """The graphs that the batch will run, before or after it is applied. Raises IllegalBatch if none fits a row."""
         return self._resolve(batch)[1]
 
     def apply(self, batch: Batch) -> tuple[list[Call], FedRows]:
         """Apply the delta; returns the calls in the order in which they must run, and the rows.
 
-        The decode call comes first: with slots it overwrites the lines of all sequences that it does not hold.
-
-        Raises:
-            IllegalBatch: a slot, block, position or token is impossible.
+        The decode call comes first: with slots it overwrites the lines of all sequences that it does not hold. Raises
+        IllegalBatch if a slot, block, position or token is impossible.
         """
         rows, graphs = self._resolve(batch)
         self._mirror.apply(batch, rows)

@@ -231,8 +231,7 @@ def completed(model: Mapping[str, Any]) -> dict[str, Any]:
 def corrected(settings: Settings, text: Mapping[str, Any]) -> dict[str, Any]:
     """Fields by this model's numbers, where a class of NxD Inference takes those of another, or would fail.
 
-    Args:
-        text: see `text_config`.
+    text: see `text_config`.
     """
     if settings.application == "mistral" and (text.get("sliding_window") or 0) >= settings.max_model_length:
         # No token is that far from another one; and a prompt would have to fill the window.
@@ -311,19 +310,16 @@ def _check_known(arguments: Mapping[str, Any], config_class: Any) -> None:
     for name in arguments:
         field = BY_NAME.get(name)
         attribute = name if field is None or field.attribute == "" else field.attribute
-        if attribute is None or hasattr(defaults, attribute):
-            continue
-        with problems.collecting():
+        if attribute is not None and not hasattr(defaults, attribute):
             at = field.path if field is not None and field.path else f"{PATH}.{name}"
-            raise InvalidConfig(at, f"NxD Inference {version_of(INFERENCE)} does not have `{name}`: leave it out")
+            problems.add(at, f"NxD Inference {version_of(INFERENCE)} does not have `{name}`: leave it out")
     problems.check()
 
 
 def _check_taken(arguments: Mapping[str, Any], made: Any, defaults: Any) -> None:
     """An attribute may exist without being an argument, and OnDeviceSamplingConfig drops what it does not know.
 
-    Raises:
-        InvalidConfig: names every one that was dropped.
+    Raises InvalidConfig with every one that was dropped.
     """
     problems = ConfigProblems()
     sampling = arguments.get(SAMPLING) or {}
@@ -335,8 +331,7 @@ def _check_taken(arguments: Mapping[str, Any], made: Any, defaults: Any) -> None
         if plain and not ours and getattr(made, name, value) == before != value:
             dropped[f"{PATH}.{name}"] = name
     for at, name in dropped.items():
-        with problems.collecting():
-            raise InvalidConfig(at, f"NxD Inference {version_of(INFERENCE)} ignores `{name}`: leave it out")
+        problems.add(at, f"NxD Inference {version_of(INFERENCE)} ignores `{name}`: leave it out")
     problems.check()
 
 

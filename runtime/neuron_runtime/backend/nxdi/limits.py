@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from neuron_runtime.backend.nxdi.settings import Settings
-from neuron_runtime.core import BackendLimits, PrefillBucket
-
-MAX_LOGPROBS = 20
-"""As OpenAI's API, where logits reach the host."""
+from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket
 
 TIMEOUT_SHARE = 0.9
 """The share of the Neuron runtime's own limit on a step after which the watchdog ends a hung one."""
 
 
 def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
-    """The limits of a model.
-
-    Args:
-        exec_timeout_seconds: after which the Neuron runtime gives up a step.
-    """
+    """The limits of a model. exec_timeout_seconds: after which the Neuron runtime gives up a step."""
     slots = settings.layout == "slots"
     return BackendLimits(
         max_rows=settings.max_rows,

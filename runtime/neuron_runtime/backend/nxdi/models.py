@@ -224,8 +224,7 @@ def text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
 def window_of(family: NxdiFamily, text: Mapping[str, Any]) -> int:
     """Tokens that layers with a sliding window see; 0: none has one, or what its class does is not known.
 
-    Args:
-        text: see `text_config`.
+    text: see `text_config`.
     """
     window, types = text.get("sliding_window"), text.get("layer_types")
     # Qwen's have none unless they say so.

@@ -198,14 +198,11 @@ def spelled(key: str) -> str:
 
 
 def read_override(override: Mapping[str, Any], application: str, *, private: bool = False) -> Override:
-    """Check the keys of an override and their types.
+    """Check the keys of an override and their types. Raises InvalidConfig with every wrong key.
 
     Args:
         application: see `Settings.application`; empty: not known yet.
         private: whether it is given by import path: its NeuronConfig may have further fields, which `library` checks.
-
-    Raises:
-        InvalidConfig: names every wrong key.
     """
     problems, values, sampling = ConfigProblems(), dict[str, Any](), dict[str, Any]()
     on_host = False
@@ -222,8 +219,7 @@ def read_override(override: Mapping[str, Any], application: str, *, private: boo
             else:
                 _put(values, name, _read(name, value, at, application, private), at)
     if on_host and sampling:
-        with problems.collecting():
-            raise InvalidConfig(f"{PATH}.{SAMPLING}", "is off, so it has no global_topk: leave out one of them")
+        problems.add(f"{PATH}.{SAMPLING}", "is off, so it has no global_topk: leave out one of them")
     problems.check()
     return Override(values, sampling, on_host)
 
@@ -303,14 +299,11 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def merge(ours: Mapping[str, Any], also_derived: Mapping[str, Any], override: Override) -> dict[str, Any]:
-    """All arguments of NeuronConfig.
+    """All arguments of NeuronConfig. Raises InvalidConfig if the override contradicts them.
 
     Args:
         ours: those that our settings decide.
         also_derived: what NeuronConfig derives from them itself.
-
-    Raises:
-        InvalidConfig: the override contradicts them.
     """
     problems, merged = ConfigProblems(), dict(ours)
     known = {**also_derived, **ours}
@@ -319,9 +312,7 @@ def merge(ours: Mapping[str, Any], also_derived: Mapping[str, Any], override: Ov
         if field is None or not (field.path or field.derived or field.feature):
             merged[name] = value
         elif field.derived and value != known[name]:
-            with problems.collecting():
-                cure = f"set {field.path.removeprefix('$.')} instead" if field.path else "leave it out"
-                message = f"is {value!r}, but the other settings make it {known[name]!r}: {cure}"
-                raise InvalidConfig(f"{PATH}.{name}", message)
+            cure = f"set {field.path.removeprefix('$.')} instead" if field.path else "leave it out"
+            problems.add(f"{PATH}.{name}", f"is {value!r}, but the other settings make it {known[name]!r}: {cure}")
     problems.check()
     return merged

@@ -22,7 +22,7 @@ from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig, uses_blocks
 from neuron_runtime.core import DeviceMemory
 from neuron_runtime.dtypes import COMPUTED
-from neuron_runtime.errors import ConfigProblems, InvalidConfig
+from neuron_runtime.errors import ConfigProblems
 
 if TYPE_CHECKING:
     import torch
@@ -161,19 +161,14 @@ class _Derivation:
         if blocks:
             block_size = block_size or _default_block_size(length)
             length = length if given_length else length // block_size * block_size
-        with problems.collecting():
-            if not 2 <= length <= longest:
-                message = f"must be from 2 to the model's {longest} positions, got {length}"
-                raise InvalidConfig(self._where("$.limits.maxModelLength"), message)
-        with problems.collecting():
-            self._check_window(window, length, blocks)
+        if not 2 <= length <= longest:
+            self._refuse("$.limits.maxModelLength", f"must be from 2 to the model's {longest} positions, got {length}")
+        self._check_window(window, length, blocks)
         for name, value in self._family.needs.items():
-            with problems.collecting():
-                if override.get(name, value) != value:
-                    message = f"must be {_shown(value)}: without it, tokens of {self._family.application} are wrong"
-                    raise InvalidConfig(f"{PATH}.{name}", message)
-        with problems.collecting():
-            self._check_capacity()
+            if override.get(name, value) != value:
+                message = f"must be {_shown(value)}: without it, tokens of {self._family.application} are wrong"
+                self._refuse(f"{PATH}.{name}", message)
+        self._check_capacity()
         num_blocks = self._chosen("$.limits.numBlocks", config.limits.num_blocks, "pa_num_blocks")
         if blocks:
             num_blocks = num_blocks or rows * -(-length // block_size)
@@ -223,7 +218,7 @@ class _Derivation:
         return replace(plain, neuron_config=merge(ours, _derived(plain), self._override))
 
     def _check_capacity(self) -> None:
-        """Raises InvalidConfig if experts would drop tokens, which nothing reports."""
+        """Refuses what would make experts drop tokens, which nothing reports."""
         factor = self._override.get("capacity_factor")
         experts = (
             self._model.get("num_local_experts") or self._model.get("num_experts") or self._model.get("moe_num_experts")
@@ -231,7 +226,7 @@ class _Derivation:
         chosen = self._model.get("num_experts_per_tok") or self._model.get("moe_top_k")
         if factor and experts and chosen and factor * chosen < experts:
             message = f"must be at least {experts / chosen:g}, got {factor:g}: experts that are full drop tokens"
-            raise InvalidConfig(f"{PATH}.capacity_factor", message)
+            self._refuse(f"{PATH}.capacity_factor", message)
 
     def _number(self, name: str, least: int) -> int:
         value = self._model.get(name)
@@ -239,14 +234,14 @@ class _Derivation:
             raise InvalidModel(f"config.json: {name} must be an integer >= {least}, got {value!r}")
         return value
 
-    def _where(self, path: str) -> str:
-        return self._at.get(path, path)
+    def _refuse(self, path: str, message: str) -> None:
+        """Note what is wrong with a field, at the place where its value was given."""
+        self._found.add(self._at.get(path, path), message)
 
     def _chosen(self, path: str, ours: Any, name: str, meaning: Any = None) -> Any:
         """The value of a field, or of the override's key if the field is left open.
 
-        Args:
-            meaning: the key's value in the field's words, if it is another.
+        meaning: the key's value in the field's words, if it is another.
         """
         value = self._override.get(name)
         if value is None:
@@ -257,9 +252,8 @@ class _Derivation:
             self._at[path] = f"{PATH}.{name}"
             return value
         if value != ours:
-            with self._found.collecting():
-                message = f"is {_shown(value)}, but {path.removeprefix('$.')} is {_shown(ours)}: leave out one of them"
-                raise InvalidConfig(f"{PATH}.{name}", message)
+            message = f"is {_shown(value)}, but {path.removeprefix('$.')} is {_shown(ours)}: leave out one of them"
+            self._refuse(f"{PATH}.{name}", message)
         return ours
 
     def _tensor(self) -> int:
@@ -274,19 +268,13 @@ class _Derivation:
         degree = self._chosen(path, config.parallelism.tensor, "tp_degree")
         if not degree:
             return max(d for d in range(1, max(cores, 1) + 1) if not any(size % d for size in sizes.values()))
-        with self._found.collecting():
-            if 0 < config.accelerator.cores < self._target.cores_of_node(degree):
-                message = f"is {degree}, but accelerator.cores is {config.accelerator.cores}"
-                raise InvalidConfig(self._where(path), message)
-        with self._found.collecting():
-            for name, size in sizes.items():
-                if size % degree:
-                    fitting = [str(d) for d in range(1, 65) if not any(one % d for one in sizes.values())]
-                    message = (
-                        f"is {degree}, which does not divide the model's {name} of {size}; "
-                        f"possible are {', '.join(fitting)}"
-                    )
-                    raise InvalidConfig(self._where(path), message)
+        if 0 < config.accelerator.cores < self._target.cores_of_node(degree):
+            self._refuse(path, f"is {degree}, but accelerator.cores is {config.accelerator.cores}")
+        indivisible = next((name for name, size in sizes.items() if size % degree), None)
+        if indivisible is not None:
+            fitting = ", ".join(str(d) for d in range(1, 65) if not any(one % d for one in sizes.values()))
+            size = f"the model's {indivisible} of {sizes[indivisible]}"
+            self._refuse(path, f"is {degree}, which does not divide {size}; possible are {fitting}")
         return int(degree)
 
     def _dtype(self) -> str:
@@ -296,9 +284,8 @@ class _Derivation:
         if dtype == "auto":
             stored = self._model.get("dtype") or self._model.get("torch_dtype") or "bfloat16"
             dtype = str(stored).removeprefix("torch.")
-        with self._found.collecting():
-            if dtype not in COMPUTED:
-                raise InvalidConfig(self._where("$.dtype"), f"must be one of {', '.join(COMPUTED)}, got {dtype!r}")
+        if dtype not in COMPUTED:
+            self._refuse("$.dtype", f"must be one of {', '.join(COMPUTED)}, got {dtype!r}")
         return str(dtype)
 
     def _layout(self) -> tuple[bool, bool, bool]:
@@ -316,18 +303,13 @@ class _Derivation:
             adopted = msgspec.structs.replace(config, layout=layout, prefix_caching=caching)
             blocks = uses_blocks(adopted) or (layout == "auto" and sized)
             if layout == "slots" and sized:
-                raise InvalidConfig(f"{PATH}.pa_num_blocks", "layout slots has no blocks: leave it out, or use blocks")
-        if not blocks and "slots" in self._family.layouts:
-            with self._found.collecting():
-                if config.chunked_prefill == "enabled":
-                    message = "with layout slots, a prompt is computed in one call: leave it out, or use layout blocks"
-                    raise InvalidConfig("$.chunkedPrefill", message)
-        with self._found.collecting():
-            name = "blocks" if blocks else "slots"
-            if name not in self._family.layouts:
-                raise InvalidConfig(
-                    self._where("$.layout"), f"{self._family.application} has no layout {name}: leave it out"
-                )
+                self._refuse(f"{PATH}.pa_num_blocks", "layout slots has no blocks: leave it out, or use blocks")
+        name = "blocks" if blocks else "slots"
+        if name not in self._family.layouts:
+            self._refuse("$.layout", f"{self._family.application} has no layout {name}: leave it out")
+        elif not blocks and config.chunked_prefill == "enabled":
+            message = "with layout slots, a prompt is computed in one call: leave it out, or use layout blocks"
+            self._refuse("$.chunkedPrefill", message)
         if not blocks:
             return False, False, False
         shares = caching == "enabled" or (caching == "auto" and not one)
@@ -336,51 +318,43 @@ class _Derivation:
 
     def _check_blocks(self, length: int, block_size: int, num_blocks: int) -> None:
         path, per_sequence = "$.limits.blockSize", -(-length // block_size)
-        with self._found.collecting():
-            if block_size > length or length % block_size:
-                raise InvalidConfig(
-                    self._where(path),
-                    f"the model's length of {length} must be a multiple of the block size {block_size}: set "
-                    f"maxModelLength to {max(1, length // block_size) * block_size}, or another block size",
-                )
-        with self._found.collecting():
-            tile = _tile(length, block_size)
-            if block_size % tile:
-                raise InvalidConfig(
-                    self._where(path),
-                    f"{block_size} is too small for {per_sequence} blocks per sequence: with fewer than {TILE} it must "
-                    f"be a multiple of {tile}, such as {-(-block_size // tile) * tile}",
-                )
-        with self._found.collecting():
-            if num_blocks < per_sequence:
-                raise InvalidConfig(
-                    self._where("$.limits.numBlocks"),
-                    f"one sequence of {length} tokens needs {per_sequence} blocks of {block_size}, but there are "
-                    f"{num_blocks}",
-                )
+        if block_size > length or length % block_size:
+            self._refuse(
+                path,
+                f"the model's length of {length} must be a multiple of the block size {block_size}: set "
+                f"maxModelLength to {max(1, length // block_size) * block_size}, or another block size",
+            )
+        tile = _tile(length, block_size)
+        if block_size % tile:
+            self._refuse(
+                path,
+                f"{block_size} is too small for {per_sequence} blocks per sequence: with fewer than {TILE} it must "
+                f"be a multiple of {tile}, such as {-(-block_size // tile) * tile}",
+            )
+        if num_blocks < per_sequence:
+            needed = f"{per_sequence} blocks of {block_size}"
+            message = f"one sequence of {length} tokens needs {needed}, but there are {num_blocks}"
+            self._refuse("$.limits.numBlocks", message)
 
     def _buckets(self, path: str, ours: tuple[int, ...], name: str, length: int) -> tuple[int, ...]:
         sizes: tuple[int, ...] = self._chosen(path, ours, name)
-        with self._found.collecting():
-            if sizes and sizes[-1] > length:
-                raise InvalidConfig(self._where(path), f"{sizes[-1]} is above the model's length of {length}")
-            if len(sizes) > 1 and self._one_size:
-                raise InvalidConfig(f"{PATH}.enable_bucketing", f"is false, but {path.removeprefix('$.')} has sizes")
+        if sizes and sizes[-1] > length:
+            self._refuse(path, f"{sizes[-1]} is above the model's length of {length}")
+        elif len(sizes) > 1 and self._one_size:
+            self._refuse(f"{PATH}.enable_bucketing", f"is false, but {path.removeprefix('$.')} has sizes")
         return tuple(sorted({*sizes}))
 
     def _check_window(self, window: int, length: int, blocks: bool) -> None:
-        path, name, does = self._where("$.limits.maxModelLength"), self._family.application, self._family.windows
+        path, name, does = "$.limits.maxModelLength", self._family.application, self._family.windows
         if does == "ignored" and 0 < window < length:
             message = f"is {length}, but NxD Inference's {name} ignores the model's sliding window of {window} tokens"
-            raise InvalidConfig(path, f"{message}: set {window} or less")
+            self._refuse(path, f"{message}: set {window} or less")
         if does == "whole" and 0 < window != length:
             message = f"is {length}, but NxD Inference computes {name} right only with the length of its sliding window"
-            raise InvalidConfig(path, f"{message}: set {window}")
+            self._refuse(path, f"{message}: set {window}")
         if does == "kept" and 0 < window < length and blocks and "blocks" in self._family.layouts:
             message = f"blocks: NxD Inference has none for a sliding window of {window} tokens"
-            raise InvalidConfig(
-                self._where("$.layout"), f"{message}: use layout slots, or set maxModelLength to {window}"
-            )
+            self._refuse("$.layout", f"{message}: use layout slots, or set maxModelLength to {window}")
 
     def _mixes(self, length: int) -> bool:
         """See `Family.mixed`."""
@@ -391,33 +365,28 @@ class _Derivation:
         config, path = self._config, "$.buckets.context"
         sizes = self._buckets(path, config.buckets.context, "context_encoding_buckets", length)
         if sizes:
-            with self._found.collecting():
-                if sizes[0] < fills:
-                    message = f"{sizes[0]} is too short for the model's sliding window: the least is {fills}"
-                    raise InvalidConfig(self._where(path), message)
-            with self._found.collecting():
-                if config.limits.max_step_tokens and config.limits.max_step_tokens < sizes[-1]:
-                    message = f"is {config.limits.max_step_tokens}, but the largest context bucket is {sizes[-1]}"
-                    raise InvalidConfig("$.limits.maxStepTokens", message)
+            if sizes[0] < fills:
+                self._refuse(path, f"{sizes[0]} is too short for the model's sliding window: the least is {fills}")
+            if 0 < config.limits.max_step_tokens < sizes[-1]:
+                message = f"is {config.limits.max_step_tokens}, but the largest context bucket is {sizes[-1]}"
+                self._refuse("$.limits.maxStepTokens", message)
             return sizes
         least = MIN_KERNEL_TOKENS if blocks and self._target.logical_core == 1 else SMALLEST_BUCKET
         longest = self._override.get("max_context_length") or config.limits.max_step_tokens
         longest = min(longest or (_segment(length, least) if segments else length), length)
         if self._one_size:
             return (longest,)
-        with self._found.collecting():
-            if longest < fills and not blocks:
-                message = f"is {longest}, which is too short for the model's sliding window: the least is {fills}"
-                raise InvalidConfig(self._where("$.limits.maxStepTokens"), message)
+        if longest < fills and not blocks:
+            message = f"is {longest}, which is too short for the model's sliding window: the least is {fills}"
+            self._refuse("$.limits.maxStepTokens", message)
         lengths = bucket_plan.prompts(self._lengths, longest)
         return _context_sizes(lengths, longest, blocks=blocks, least=max(least, fills))
 
     def _prefix_buckets(self, length: int, block_size: int, context: tuple[int, ...]) -> tuple[int, ...]:
         path = "$.buckets.prefix"
         sizes = self._buckets(path, self._config.buckets.prefix, "prefix_buckets", length)
-        with self._found.collecting():
-            if wrong := [size for size in sizes if size % block_size]:
-                raise InvalidConfig(self._where(path), f"{wrong[0]} is no multiple of the block size {block_size}")
+        if wrong := [size for size in sizes if size % block_size]:
+            self._refuse(path, f"{wrong[0]} is no multiple of the block size {block_size}")
         if sizes:
             return tuple(sorted({0, *sizes}))
         # Free places of a prefill take cached tokens, so no call reads more than what the smallest one leaves.
@@ -430,13 +399,11 @@ class _Derivation:
     def _token_buckets(self, length: int, block_size: int, blocks: bool, rows: int, *, one: bool) -> tuple[int, ...]:
         path = "$.buckets.tokenGeneration"
         sizes = self._buckets(path, self._config.buckets.token_generation, "token_generation_buckets", length)
-        with self._found.collecting():
-            if wrong := [size for size in sizes if blocks and size % block_size]:
-                raise InvalidConfig(self._where(path), f"{wrong[0]} is no multiple of the block size {block_size}")
-        with self._found.collecting():
-            if one and sizes and sizes != (length,):
-                message = f"must be {length} alone: NxD Inference's {self._family.application} has one decode size"
-                raise InvalidConfig(self._where(path), message)
+        if wrong := [size for size in sizes if blocks and size % block_size]:
+            self._refuse(path, f"{wrong[0]} is no multiple of the block size {block_size}")
+        if one and sizes and sizes != (length,):
+            message = f"must be {length} alone: NxD Inference's {self._family.application} has one decode size"
+            self._refuse(path, message)
         if sizes or one:
             return tuple(sorted({*sizes, length}))
         contexts = bucket_plan.contexts_of(bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, length), rows)
@@ -450,12 +417,11 @@ class _Derivation:
         sizes: tuple[int, ...] = self._chosen(path, self._config.buckets.sequences, "token_generation_batches")
         if not sizes:
             return ()
-        with self._found.collecting():
-            if sizes[-1] > rows:
-                raise InvalidConfig(self._where(path), f"{sizes[-1]} is above maxSequences, which is {rows}")
-            if blocks or asynchronous:
-                reason = "layout blocks" if blocks else "asyncMode"
-                raise InvalidConfig(self._where(path), f"cannot be combined with {reason}: leave out one of them")
+        if sizes[-1] > rows:
+            self._refuse(path, f"{sizes[-1]} is above maxSequences, which is {rows}")
+        elif blocks or asynchronous:
+            reason = "layout blocks" if blocks else "asyncMode"
+            self._refuse(path, f"cannot be combined with {reason}: leave out one of them")
         buckets = tuple(sorted({*sizes, rows}))
         return buckets if len(buckets) > 1 else ()
 
@@ -463,52 +429,44 @@ class _Derivation:
         """The mode, and OnDeviceSamplingConfig."""
         override, mode = self._override, self._config.sampling
         logits = override.get("output_logits")
-        with self._found.collecting():
-            if override.on_host and (mode not in ("", "Host") or logits):
-                raise InvalidConfig(f"{PATH}.{SAMPLING}", f"is off, but sampling is {mode or 'DeviceWithLogits'!r}")
-            if logits is not None and mode and logits != (mode == "DeviceWithLogits"):
-                raise InvalidConfig(f"{PATH}.output_logits", f"is {_shown(logits)}, but sampling is {mode}")
+        if override.on_host and (mode not in ("", "Host") or logits):
+            self._refuse(f"{PATH}.{SAMPLING}", f"is off, but sampling is {mode or 'DeviceWithLogits'!r}")
+        elif logits is not None and mode and logits != (mode == "DeviceWithLogits"):
+            self._refuse(f"{PATH}.output_logits", f"is {_shown(logits)}, but sampling is {mode}")
         chosen: Sampling = mode or ("Host" if override.on_host else "DeviceWithLogits" if logits else "Device")
-        with self._found.collecting():
-            if asynchronous and chosen != "Device":
-                raise InvalidConfig(self._where("$.asyncMode"), f"needs sampling Device, but it is {chosen}")
+        if asynchronous and chosen != "Device":
+            self._refuse("$.asyncMode", f"needs sampling Device, but it is {chosen}")
         if chosen == "Host":
-            with self._found.collecting():
-                if override.sampling:
-                    raise InvalidConfig(f"{PATH}.{SAMPLING}", "has no effect, because sampling is Host: leave it out")
+            if override.sampling:
+                self._refuse(f"{PATH}.{SAMPLING}", "has no effect, because sampling is Host: leave it out")
             return chosen, None
         override_topk = override.sampling.get("global_topk")
-        with self._found.collecting():
-            if override_topk is not None and not 1 <= override_topk <= vocabulary_size:
-                message = f"must be from 1 to the vocabulary's {vocabulary_size} tokens, got {override_topk}"
-                raise InvalidConfig(f"{PATH}.{SAMPLING}.global_topk", message)
+        if override_topk is not None and not 1 <= override_topk <= vocabulary_size:
+            message = f"must be from 1 to the vocabulary's {vocabulary_size} tokens, got {override_topk}"
+            self._refuse(f"{PATH}.{SAMPLING}.global_topk", message)
         topk = override_topk or min(DEFAULT_GLOBAL_TOPK, vocabulary_size)
         return chosen, {"dynamic": True, "deterministic": False, **override.sampling, "global_topk": topk}
 
     def _check_prefix_prefill(self, context: tuple[int, ...], asked: str) -> None:
         """Prefills over a prefix are right only where the attention kernel runs, and NxD Inference recognises them.
 
-        Args:
-            asked: the field that asks for them.
+        asked: the field that asks for them.
         """
-        path, one = self._where("$.buckets.context"), self._target.logical_core == 1
-        kernel = self._override.get("attn_kernel_enabled")
-        with self._found.collecting():
-            if one and kernel is not True:
-                raise InvalidConfig(
-                    self._where(asked),
-                    "with logical cores of one physical core, prompts over a prefix are right only with the attention "
-                    "kernel: set overrideNeuronConfig.attn_kernel_enabled to true and all context buckets to "
-                    f"{MIN_KERNEL_TOKENS} or more, or disable prefixCaching and chunkedPrefill",
-                )
-            if kernel is False:
-                message = "must not be false: prompts over a prefix are right only with the attention kernel"
-                raise InvalidConfig(f"{PATH}.attn_kernel_enabled", message)
+        one, kernel = self._target.logical_core == 1, self._override.get("attn_kernel_enabled")
+        if one and kernel is not True:
+            self._refuse(
+                asked,
+                "with logical cores of one physical core, prompts over a prefix are right only with the attention "
+                "kernel: set overrideNeuronConfig.attn_kernel_enabled to true and all context buckets to "
+                f"{MIN_KERNEL_TOKENS} or more, or disable prefixCaching and chunkedPrefill",
+            )
+        elif kernel is False:
+            message = "must not be false: prompts over a prefix are right only with the attention kernel"
+            self._refuse(f"{PATH}.attn_kernel_enabled", message)
         least = MIN_KERNEL_TOKENS if one else MIN_ACTIVE_TOKENS
-        with self._found.collecting():
-            if context[0] < least:
-                cores = f", with logical cores of {self._target.logical_core} physical ones" if one else ""
-                raise InvalidConfig(path, f"{context[0]} is too short over a prefix{cores}: the least is {least}")
+        if context[0] < least:
+            cores = f", with logical cores of {self._target.logical_core} physical ones" if one else ""
+            self._refuse("$.buckets.context", f"{context[0]} is too short over a prefix{cores}: the least is {least}")
 
 
 def _shown(value: Any) -> Any:

@@ -59,7 +59,7 @@ def versions() -> dict[str, str]:
 
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> SimulatedCompiler:
-    """See `CompilingPackage`. Raises as `load_backend`."""
+    """See `BackendPackage`. Raises as `load_backend`."""
     options = read_options(config.override_neuron_config)
     return SimulatedCompiler(_limits(config, options, model_dir), options)
 

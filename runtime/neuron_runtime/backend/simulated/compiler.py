@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from neuron_runtime.backend.simulated.options import Options
-from neuron_runtime.backend_protocol import CompileUnit, Needs
+from neuron_runtime.backend_protocol import Compiler, CompileUnit, Needs
 from neuron_runtime.core import BackendLimits
 
 FORMAT = 1
@@ -21,7 +21,7 @@ BLOCK_BYTES = 2**24
 """Memory is taken in such blocks, so that the time is spread over them."""
 
 
-class SimulatedCompiler:
+class SimulatedCompiler(Compiler):
     """See `backend_protocol.Compiler`."""
 
     def __init__(self, limits: BackendLimits, options: Options) -> None:
@@ -45,9 +45,6 @@ class SimulatedCompiler:
             libraries={"simulated": str(FORMAT)},
             target={"device": "simulated", "cores": 1, "ranks": 1},
         )
-
-    def ready_made(self, given: Path | None) -> None:
-        return None
 
     def tools(self) -> Mapping[str, str]:
         return {"simulated": str(FORMAT)}

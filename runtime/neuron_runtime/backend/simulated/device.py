@@ -117,16 +117,12 @@ def token_at(number: int, position: int, vocabulary_size: int, allowed: tuple[in
 
 def allowed_from(mask: memoryview, token: int, vocabulary_size: int) -> int:
     """The first token from this one on that a mask of `Late` allows; behind the last one the first follows."""
-    for first in (token, 0):
-        rest = bytes(mask[first // 8 :])
-        rest = bytes([rest[0] >> first % 8 << first % 8]) + rest[1:] if rest else b""
-        bits = rest.lstrip(b"\0")[:1]
-        if bits:
-            byte = first // 8 + len(rest) - len(rest.lstrip(b"\0"))
-            candidate = 8 * byte + (bits[0] & -bits[0]).bit_length() - 1
-            if candidate < vocabulary_size:
-                return candidate
-    raise IllegalBatch("a mask allows no token")
+    from neuron_runtime.backend.host_sampling.adjustments import allowed_ids  # noqa: PLC0415 - brings numpy
+
+    allowed = allowed_ids(mask, vocabulary_size)
+    if not len(allowed):
+        raise IllegalBatch("a mask allows no token")
+    return int(allowed[allowed.searchsorted(token) % len(allowed)])
 
 
 @dataclass(slots=True)
@@ -186,17 +182,14 @@ class SimulatedBackend:
     def __init__(
         self, limits: BackendLimits, times: StepTimes, clock: Clock, *, host_seconds_per_step: float = 0.0
     ) -> None:
-        """Uses the limits as given.
+        """Uses the limits as given. Raises ValueError if they have several tokens per row, or no vocabulary.
 
         host_seconds_per_step: time that passes before each launch, to simulate host work.
-
-        Raises:
-            ValueError: the limits have several tokens per row, or no vocabulary.
         """
         if limits.max_tokens_per_row != 1 or not limits.vocabulary_size:
             raise ValueError("a simulated backend draws one token per row from a vocabulary of known size")
         self.timeline = Timeline()
-        self._limits = limits
+        self.limits = limits
         self._times = times
         self._clock = clock
         self._host_seconds = host_seconds_per_step
@@ -205,10 +198,6 @@ class SimulatedBackend:
         self._late: dict[int, Late] = {}
         self._special: set[int] = set()
         """Slots of special sequences."""
-
-    @property
-    def limits(self) -> BackendLimits:
-        return self._limits
 
     def warm_up(self, progress: ProgressCallback) -> tuple[StepTime, ...]:
         progress("warming up", 1.0)
@@ -252,7 +241,7 @@ class SimulatedBackend:
         if done.batch.step != step:
             raise IllegalBatch(f"step {step} was collected before step {done.batch.step}, which was launched first")
         self._clock.sleep_until(done.ready_at)
-        late, size = self._late.pop(step, None), self._limits.vocabulary_size
+        late, size = self._late.pop(step, None), self.limits.vocabulary_size
         samples = done.batch.rows.samples
         if late is None and done.plain:
             token_ids = tuple(
@@ -287,7 +276,7 @@ class SimulatedBackend:
     def calls(self, batch: Batch) -> list[SimulatedCall]:
         """What the device runs: all decode rows together, and with prefill buckets each prompt alone. Called before the
         batch's rows are fed."""
-        limits, times, rows = self._limits, self._times, batch.rows
+        limits, times, rows = self.limits, self._times, batch.rows
         fed = rows.num_tokens[batch.num_decodes :]
         calls = []
         if num_decode := batch.num_decodes:
@@ -330,7 +319,7 @@ class SimulatedBackend:
 
     def _uniform(self, token: int, count: int) -> TokenLogprobs:
         """All tokens are equally likely; the alternatives are this token and the ones after it."""
-        size = self._limits.vocabulary_size
+        size = self.limits.vocabulary_size
         logprob = -math.log(size)
         return TokenLogprobs(token, logprob, tuple(((token + rank) % size, logprob) for rank in range(count)))
 

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, PhaseTimes, StepTimes, constant, milliseconds
 from neuron_runtime.config import RuntimeConfig, uses_blocks
-from neuron_runtime.core import BackendLimits, PrefillBucket, TokenFeedback
+from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket, TokenFeedback
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.validation import explain
 
@@ -22,7 +22,6 @@ DEFAULT_MAX_LENGTH = 4096
 DEFAULT_MAX_STEP_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_STEP_MILLISECONDS = 8.0
-MAX_LOGPROBS = 20
 MAX_TOP_K = 256
 """From how many likeliest tokens a simulated device draws, as compiled models do by default."""
 
@@ -109,10 +108,8 @@ def _phase(name: str, curve: Curve, points: tuple[tuple[int, float], ...], bucke
 def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, longest: int) -> BackendLimits:
     """The limits of a simulated device. Values that the configuration leaves open are derived.
 
-    longest: the model's maximum length; the default is that, but at most DEFAULT_MAX_LENGTH.
-
-    Raises:
-        InvalidConfig: names the field and the numbers.
+    longest: the model's maximum length; the default is that, but at most DEFAULT_MAX_LENGTH. Raises InvalidConfig with
+    the field and the numbers.
     """
     configured = config.limits
     rows = configured.max_sequences or DEFAULT_MAX_SEQUENCES

@@ -49,8 +49,7 @@ def check_config(config: RuntimeConfig) -> None:
     with problems.collecting():
         _check_compiled(config, config.parallelism.tensor)
     for key in config.override_neuron_config:
-        with problems.collecting():
-            raise InvalidConfig(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
+        problems.add(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
     problems.check()
 
 
@@ -82,7 +81,7 @@ def prepare(model_dir: Path, num_ranks: int = 1) -> ReadAhead:
 
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
-    """See `CompilingPackage.compiler`."""
+    """See `BackendPackage.compiler`."""
     return torch_compiler(config, model_dir)
 
 

@@ -81,7 +81,7 @@ class TorchBackend:
     ) -> None:
         self._decoder = decoder
         self._cache = cache
-        self._limits = limits
+        self.limits = limits
         self._mirror = SlotMirror(limits)
         self._prompts = PromptTargets(limits.max_rows)
         self._sampler = HostSampler(self._mirror.tokens, limits.vocabulary_size)
@@ -89,24 +89,19 @@ class TorchBackend:
         self._running: deque[tuple[int, Future[_TorchStep]]] = deque()
         self._finished: dict[int, Future[StepOutput]] = {}
 
-    @property
-    def limits(self) -> BackendLimits:
-        return self._limits
-
     def warm_up(self, progress: ProgressCallback) -> list[StepTime]:
         """Run a prefill and a decode step, which selects kernels and allocates scratch memory.
 
-        Raises:
-            InvalidModel: the logits are not finite.
+        Raises InvalidModel if the logits are not finite.
         """
         progress("warming up", 0.0)
-        length = min(8, self._limits.max_model_length - 1)
+        length = min(8, self.limits.max_model_length - 1)
         added = Added(
             slot=0,
             token_ids=(0,) * length,
             num_prompt_tokens=length,
             sampling=Sampling(temperature=0.0),
-            blocks=tuple(range(-(-(length + 1) // self._limits.block_size))),
+            blocks=tuple(range(-(-(length + 1) // self.limits.block_size))),
         )
         prompt = Rows((0,), (0,), (length,), (NO_TOKEN,), (KNOWN,), (True,))
         decode = Rows((0,), (length,), (1,), (NO_TOKEN,), (KNOWN,), (True,))
@@ -180,7 +175,7 @@ class TorchBackend:
         if not targets:
             return ()
         counts = self._prompts.num_logprobs[rows.slots]
-        at_once = max(1, LOGITS_AT_ONCE // self._limits.vocabulary_size)
+        at_once = max(1, LOGITS_AT_ONCE // self.limits.vocabulary_size)
         per_row: list[tuple[TokenLogprobs, ...]] = [()] * len(rows.slots)
         for row, tokens in targets:
             of_row: list[TokenLogprobs] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -92,30 +92,12 @@ class Reads(NamedTuple):
     prompts: tuple[PromptPart, ...]
 
 
-class CachePlan(Protocol):
-    """Where the tokens of a step are written in `cache`, and what they attend to."""
-
-    @property
-    def cache(self) -> KVCache: ...
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """`[tokens]`, as `write_line` and `write_offset`."""
-
-    @property
-    def write_line(self) -> torch.Tensor: ...
-
-    @property
-    def write_offset(self) -> torch.Tensor: ...
-
-    @property
-    def reads(self) -> tuple[Reads, ...]:
-        """Per layer; layers with equal windows share one."""
-
-
 @dataclass(frozen=True)
 class StepPlan:
-    """The `CachePlan` of a step of these rows."""
+    """Where the tokens of these rows are written in `cache`, and what they attend to.
+
+    positions, write_line, write_offset: `[tokens]`.
+    """
 
     cache: KVCache
     rows: StepRows
@@ -125,8 +107,21 @@ class StepPlan:
 
     @cached_property
     def reads(self) -> tuple[Reads, ...]:
-        """Made on demand: a compiled step does not need it."""
+        """Per layer; layers with equal windows share one. Made on demand: a compiled step does not need it."""
         return self.cache.plan_reads(self.rows)
+
+
+class TracedPlan(NamedTuple):
+    """The same of traced tensors."""
+
+    cache: KVCache
+    positions: torch.Tensor
+    write_line: torch.Tensor
+    write_offset: torch.Tensor
+    reads: tuple[Reads, ...]
+
+
+CachePlan = StepPlan | TracedPlan
 
 
 class KVCache:

@@ -73,8 +73,7 @@ class Decoder:
     def forward(self, token_ids: torch.Tensor, plan: CachePlan) -> torch.Tensor:
         """Feed `token_ids` `[tokens]`, storing their keys and values.
 
-        Returns:
-            Hidden states after the last norm, `[tokens, hidden size]`.
+        Returns the hidden states after the last norm, `[tokens, hidden size]`.
         """
         config, weights, ranks = self.config, self.weights, self._ranks
         num_rotated = config.num_heads + config.num_kv_heads

@@ -18,7 +18,7 @@ from pathlib import Path
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config
 from neuron_runtime.backend.torch.choices import block_size_of, dtype_of
 from neuron_runtime.backend.torch.compiled_steps import PROCESSOR, STEPS, StepGraph, cxx
-from neuron_runtime.backend_protocol import CompileUnit, Needs
+from neuron_runtime.backend_protocol import Compiler, CompileUnit, Needs
 from neuron_runtime.checkpoint import read_whole_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -29,7 +29,7 @@ SOURCES = ("compiled_steps", "step_module", "artifact", "decoder", "attention", 
 """The modules that make a graph."""
 
 
-class TorchCompiler:
+class TorchCompiler(Compiler):
     """See `backend_protocol.Compiler`."""
 
     def __init__(self, model: DecoderConfig, dtype: str, block_size: int) -> None:
@@ -44,9 +44,6 @@ class TorchCompiler:
             libraries={"torch": version("torch")},
             target={"processor": PROCESSOR},
         )
-
-    def ready_made(self, given: Path | None) -> None:
-        return None
 
     def tools(self) -> Mapping[str, str]:
         return {"c++": _version_of(cxx())}
@@ -69,7 +66,7 @@ class TorchCompiler:
 
 
 def torch_compiler(config: RuntimeConfig, model_dir: Path) -> TorchCompiler:
-    """See `CompilingPackage.compiler`."""
+    """See `BackendPackage.compiler`."""
     if platform.machine() != "x86_64":
         raise InvalidConfig("$.compile", f"is for processors of {PROCESSOR}, not {platform.machine()}: leave it out")
     checkpoint = read_whole_checkpoint(model_dir)

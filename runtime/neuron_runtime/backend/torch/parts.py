@@ -71,21 +71,11 @@ def parts_of(model: DecoderConfig, rank: int, size: int) -> Mapping[str, TensorP
     tokens = tokens_of(model, rank, size)
     # A bias after a sum over ranks must be added once.
     once = WHOLE if rank == 0 else ELSEWHERE
+    by_rows = {"q": nth(0, query), "k": keys, "v": keys, "gate": nth(0, inner), "up": nth(0, inner)}
     return {
-        "embed_tokens.weight": TensorPart(0, tokens.start, tokens.stop),
-        "lm_head.weight": TensorPart(0, tokens.start, tokens.stop),
-        "q_proj.weight": nth(0, query),
-        "q_proj.bias": nth(0, query),
-        "k_proj.weight": keys,
-        "k_proj.bias": keys,
-        "v_proj.weight": keys,
-        "v_proj.bias": keys,
+        **dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), TensorPart(0, tokens.start, tokens.stop)),
+        **{f"{name}_proj.{kind}": part for name, part in by_rows.items() for kind in ("weight", "bias")},
         "o_proj.weight": nth(1, query),
-        "o_proj.bias": once,
-        "gate_proj.weight": nth(0, inner),
-        "gate_proj.bias": nth(0, inner),
-        "up_proj.weight": nth(0, inner),
-        "up_proj.bias": nth(0, inner),
         "down_proj.weight": nth(1, inner),
-        "down_proj.bias": once,
+        **dict.fromkeys(("o_proj.bias", "down_proj.bias"), once),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -21,40 +21,30 @@ MEETING = timedelta(minutes=10)
 LONGEST = timedelta(days=1)
 
 
-class Ranks(Protocol):
-    """What the decoder needs of the other ranks. Every rank makes the same calls in the same order."""
+class Ranks:
+    """What the decoder needs of the other ranks; here there are none. Every rank makes the same calls in the same
+    order."""
 
-    rank: int
-    size: int
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, the same bits on each."""
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, columns]` of all ranks side by side, in the order of ranks."""
-
-    def least(self, value: int) -> int:
-        """The smallest of all ranks' values."""
-
-
-class Alone:
     rank = 0
     size = 1
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, the same bits on each."""
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, columns]` of all ranks side by side, in the order of ranks."""
         return x
 
     def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
         return value
 
 
-ALONE = Alone()
+ALONE = Ranks()
 
 
-class Gloo:
+class Gloo(Ranks):
     """Half precision is added up in float32, once, so that ranks do not add rounding errors of their own."""
 
     def __init__(self, place: Rank) -> None:

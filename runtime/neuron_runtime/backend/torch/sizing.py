@@ -1,10 +1,7 @@
 """Derives the limits of the torch backend from configuration, model shape and free memory, or refuses with the numbers.
 
-Called once by the loader before weights are read. Pure: the caller passes the free memory.
-
-Defaults: 8 sequences; 512 tokens per step; the slot layout, or blocks of 16 if the configuration sets a block size, a
-number of blocks or prefix caching; the model's maximum length with room for all sequences at that length, or less if
-memory is short.
+Called once by the loader before weights are read. Pure: the caller passes the free memory. By default the length is the
+model's maximum with room for all sequences at that length, or less if memory is short.
 """
 
 from __future__ import annotations
@@ -13,11 +10,10 @@ import math
 from dataclasses import dataclass
 
 from neuron_runtime.backend.host_sampling.likeliest import ROWS_AT_ONCE
-from neuron_runtime.backend.host_sampling.sampler import MAX_LOGPROBS
 from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
 from neuron_runtime.backend.torch.choices import block_size_of
 from neuron_runtime.config import RuntimeConfig
-from neuron_runtime.core import BackendLimits, grammar_bytes
+from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, grammar_bytes
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.host import FreeMemory, gib
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as trees
 
 from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
-from neuron_runtime.backend.torch.cache import DecodePart, KVCache, Reads, StepPlan, additive, lazy_zeros
+from neuron_runtime.backend.torch.cache import DecodePart, KVCache, Reads, StepPlan, TracedPlan, additive, lazy_zeros
 from neuron_runtime.backend.torch.decoder import Decoder, read_weights
 from neuron_runtime.backend.torch.linear import Packed
 
@@ -113,7 +113,7 @@ class DecodeStep(nn.Module):
         dtype = inputs.keys[0].dtype
         parts = dict(zip(windows, (_decode_part(seen, dtype) for seen in inputs.seen), strict=True))
         columns = None if self._blocks else [inputs.seen[windows.index(window)].columns for window in model.windows]
-        plan = _GraphPlan(
+        plan = TracedPlan(
             _GraphCache(model.windows, inputs.keys, inputs.values, columns),
             inputs.positions,
             inputs.write_line,
@@ -121,16 +121,6 @@ class DecodeStep(nn.Module):
             tuple(Reads(parts[window], ()) for window in model.windows),
         )
         return decoder.forward(inputs.token_ids, plan)
-
-
-class _GraphPlan(NamedTuple):
-    """A `cache.CachePlan` of traced tensors."""
-
-    cache: KVCache
-    positions: torch.Tensor
-    write_line: torch.Tensor
-    write_offset: torch.Tensor
-    reads: tuple[Reads, ...]
 
 
 class _GraphCache(KVCache):

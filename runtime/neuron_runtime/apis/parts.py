@@ -1,0 +1,49 @@
+"""What the bodies of all APIs read in the same way: texts of parts, and fields that a type requires."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from neuron_runtime.errors import InvalidRequest
+
+
+class Part(Protocol):
+    """A part of a message, a block or an item."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def text(self) -> str | None: ...
+
+
+def texts_of(content: str | Sequence[Part], at: str, types: Sequence[str] = ("text",)) -> str | list[str]:
+    """Content that must be a text, or parts of these types. Raises InvalidRequest."""
+    if isinstance(content, str):
+        return content
+    return [text_of(part, f"{at}[{number}]", types) for number, part in enumerate(content)]
+
+
+def text_of(part: Part, at: str, types: Sequence[str] = ("text",)) -> str:
+    """The text of a part that must be of one of these types. Raises InvalidRequest."""
+    if part.type not in types:
+        known = " or ".join(f"`{one}`" for one in types)
+        message = f"`{at}.type` must be {known}, got `{part.type}`: other types are not supported yet"
+        raise InvalidRequest(message, field=f"{at}.type")
+    if part.text is None:
+        raise missing("text", at)
+    return part.text
+
+
+def required(part: msgspec.Struct, name: str, at: str) -> str:
+    """A field that the type of a part requires. Raises InvalidRequest."""
+    value: str | None = getattr(part, name)
+    if value is None:
+        raise missing(name, at)
+    return value
+
+
+def missing(name: str, at: str) -> InvalidRequest:
+    return InvalidRequest(f"`{at}.{name}` is missing", field=f"{at}.{name}")
