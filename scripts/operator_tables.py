@@ -152,7 +152,7 @@ def shown(value: Any) -> str:
 def reasons(condition: Condition) -> str:
     """The reasons of one condition by weight as a paragraph, reserved ones last."""
     declared = [reason for reason in Reason if condition in reason.row.conditions]
-    given = (f"[`{reason}`]({Path(reason.link).name})" for reason in declared if reason.row.means)
+    given = (f"[`{reason}`]({Path(TROUBLESHOOTING).name}#{reason.lower()})" for reason in declared if reason.row.means)
     reserved = (f"`{reason}` (reserved)" for reason in declared if not reason.row.means)
     return paragraph((*given, *reserved))
 

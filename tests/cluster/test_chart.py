@@ -30,13 +30,13 @@ from helpers.operator_rights import (
 from helpers.operators import BY_KIND, Namespace, client_of, eventually, operating, served
 from helpers.rendered_cases import FILES, render
 from neuron_operator.api import names
+from neuron_operator.api.model import ObjectStore
 from neuron_operator.read.world import (
     CaBundle,
     ClaimTemplate,
     GroupSettings,
     JobSettings,
     KeyRef,
-    ObjectStore,
 )
 from neuron_operator.render.pods import serving_pod_template
 from neuron_operator.run import settings
@@ -464,7 +464,7 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     )
     assert seen.models.ca_bundle == CaBundle(config_map=KeyRef("private-ca", "ca.crt"))
     assert seen.models.storage.weights.pvc_template == ClaimTemplate(storage_class_name="efs", size="1Ti")
-    assert seen.models.storage.artifacts.object_store == ObjectStore("s3://bucket/artifacts")
+    assert seen.models.storage.artifacts.object_store == ObjectStore(uri="s3://bucket/artifacts")
     assert seen.models.storage.keep_days == 7
     assert seen.models.provisionable.instance_types == ("inf2.8xlarge", "trn2.48xlarge")
     assert seen.models.runtime_upgrade == "Rolling"

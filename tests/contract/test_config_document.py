@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from helpers.operator_worlds import FACTS, SETTINGS, SPEC, body
 from neuron_operator.api import names
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.model import Serving
+from neuron_operator.api.model import Claim, ObjectStore, Serving
 from neuron_operator.decide.pin import pin
 from neuron_operator.place.catalog import FAMILIES
-from neuron_operator.place.target import Target
+from neuron_operator.place.planner import choose
 from neuron_operator.read.records import Facts
-from neuron_operator.read.world import ClaimFolder, ObjectStore, Place, StorageSettings
+from neuron_operator.read.world import Place, StorageSettings
 from neuron_operator.render import config_document as operator
 from neuron_operator.render.jobs import compile_jobs, fetch_job, resolve_job
 from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
@@ -31,6 +31,12 @@ from neuron_runtime.backend.simulated.options import limits_of, read_options
 from neuron_runtime.commands.command_line import build_parser
 
 KNOWN = msgspec.convert(FACTS, Facts)
+ON_TRN2 = {
+    "model": SPEC["model"],
+    "parallelism": {"tensor": 3},
+    "podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "trn2.48xlarge"}}},
+}
+TRN2 = choose(parse(body(ON_TRN2)), KNOWN, SETTINGS, None).chosen
 LIMITS = {
     "maxModelLength": "max_model_length",
     "maxSequences": "max_sequences",
@@ -108,8 +114,7 @@ def test_operator_and_runtime_agree_on_what_a_compiled_artifact_depends_on(
     on_device = {"contextBuckets": [128, 512], "sampling": "Device"} if backend == "nxdi" else {}
     spec = {**SPEC, "engine": engine, "serving": serving | on_device, "rollout": {"drainDelaySeconds": delay}}
     model = parse(body(spec))
-    target = Target(FAMILIES["trn2"], 2, 4, 3) if backend == "nxdi" else None
-    document = operator.config_document(model, KNOWN, target)
+    document = operator.config_document(model, KNOWN, TRN2 if backend == "nxdi" else None)
     part = runtime.parse_config(operator.to_json(operator.compiled_part(document)).encode())
     assert part == compiled_part(runtime.parse_config(operator.to_json(document).encode()))
 
@@ -117,7 +122,7 @@ def test_operator_and_runtime_agree_on_what_a_compiled_artifact_depends_on(
 def test_the_document_tells_a_compiler_without_devices_what_it_compiles_for() -> None:
     serving = {"contextBuckets": [128, 512], "tokenGenerationBuckets": [512], "sampling": "DeviceWithLogits"}
     model = parse(body({**SPEC, "engine": {"backend": "nxdi"}, "serving": serving}))
-    document = operator.config_document(model, KNOWN, Target(FAMILIES["trn2"], 2, 4, 3))
+    document = operator.config_document(model, KNOWN, TRN2)
     config = runtime.parse_config(operator.to_json(document).encode())
     assert (config.backend, config.compile, config.sampling) == ("nxdi", True, "DeviceWithLogits")
     assert (config.parallelism.tensor, config.accelerator.logical_neuron_core) == (3, 2)
@@ -209,7 +214,7 @@ def test_choices_and_bounds_of_the_manifest_match_the_runtime() -> None:
 
 COMPILED = {"backend": "torch", "compile": "Enabled"}
 PLACES = {
-    "claims": Place(persistent_volume_claim=ClaimFolder(claim_name="kept")),
+    "claims": Place(persistent_volume_claim=Claim(claim_name="kept")),
     "stores": Place(object_store=ObjectStore(uri="s3://models/kept")),
 }
 
@@ -247,9 +252,9 @@ def test_the_runtime_parses_the_rendered_command_of_a_replica(arguments: tuple[s
 def test_the_runtime_parses_the_rendered_commands_of_a_compiled_model(weights: str | None, artifacts: str) -> None:
     places = StorageSettings(PLACES[weights] if weights else Place(), PLACES[artifacts])
     using, model = replace(SETTINGS, storage=places), parse(body({**SPEC, "engine": COMPILED}))
-    pinned = pin(model, KNOWN, using, 1).pinned
-    (job, *_) = compile_jobs(model, using, pinned)
-    for template in (pinned.template, job["spec"]["template"], resolve_job(model, using)["spec"]["template"]):
+    revision = pin(model, KNOWN, using, 1)
+    (job, *_) = compile_jobs(model, using, revision)
+    for template in (revision.template, job["spec"]["template"], resolve_job(model, using)["spec"]["template"]):
         parsed = build_parser().parse_args(command_of(template))
         assert parsed.record.as_posix() == names.TERMINATION_LOG
     assert parsed.run.__module__.endswith("inspect")

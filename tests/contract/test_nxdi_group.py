@@ -14,6 +14,7 @@ from helpers.nxdi import fake_nxdi, installed
 from helpers.operator_worlds import FACTS, SETTINGS, body
 from neuron_operator.api import names
 from neuron_operator.api.manifest import parse
+from neuron_operator.api.model import ObjectStore
 from neuron_operator.decide.pin import pin
 from neuron_operator.read.objects import dig, items
 from neuron_operator.read.records import Facts
@@ -21,7 +22,6 @@ from neuron_operator.read.world import (
     FreeDevices,
     GroupSettings,
     Object,
-    ObjectStore,
     Place,
     Provisionable,
     StorageSettings,
@@ -55,7 +55,7 @@ def group() -> tuple[Object, Object, Object]:
     leader = group_owner(model, revision, Attempt(0, 1, {}), GroupSettings(), is_room_known=True)
     live = {**leader, "metadata": {**leader["metadata"], "uid": "u"}}
     followers = next(one for one in rest_of(model, live) if one["kind"] == "StatefulSet")
-    return compile_jobs(model, USING, revision.pinned)[0], leader, followers
+    return compile_jobs(model, USING, revision)[0], leader, followers
 
 
 def container(workload: Object) -> Object:

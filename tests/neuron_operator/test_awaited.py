@@ -10,7 +10,7 @@ import pytest
 
 from helpers.operator_worlds import NOW, SETTINGS, find, fresh, job_pod, resolved_world, serving_pod, settle
 from neuron_operator.api import names
-from neuron_operator.api.needs import Exists
+from neuron_operator.api.reasons import Exists
 from neuron_operator.decide.course import AWAITED_SECONDS, MIN_RECHECK_SECONDS, decide
 from neuron_operator.read.world import Decision, Object, World
 

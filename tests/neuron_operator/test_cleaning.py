@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from helpers.operator_worlds import RESULTS, SETTINGS, SPEC, body, carried_out, fresh, patched, resolved_world, settle
+from neuron_operator.api.model import Claim, ObjectStore
 from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import name_of, owners_of
 from neuron_operator.read.world import (
-    ClaimFolder,
     ClaimTemplate,
     Decision,
     JobSettings,
     Object,
-    ObjectStore,
     Place,
     Settings,
     StorageSettings,
@@ -25,7 +24,7 @@ from neuron_operator.read.world import (
 )
 from neuron_operator.render import cleaning
 
-CLAIM = Place(persistent_volume_claim=ClaimFolder(claim_name="models", sub_path="weights"))
+CLAIM = Place(persistent_volume_claim=Claim(claim_name="models", sub_path="weights"))
 OTHER = {"name": "other", "uid": "uid-other"}
 
 
@@ -102,7 +101,7 @@ def test_a_claim_is_cleaned_daily_away_from_neuron_nodes() -> None:
     [
         SETTINGS,
         storing(keep_days=0),
-        storing(Place(object_store=ObjectStore("s3://bucket/weights"))),
+        storing(Place(object_store=ObjectStore(uri="s3://bucket/weights"))),
     ],
 )
 def test_nothing_is_cleaned_in_pods_in_buckets_or_if_everything_is_kept(using: Settings) -> None:
@@ -115,7 +114,7 @@ def test_the_operators_own_claim_is_cleaned_too() -> None:
 
 
 def test_artifacts_in_a_claim_are_cleaned_by_their_own_command() -> None:
-    artifacts = Place(persistent_volume_claim=ClaimFolder(claim_name="compiled"))
+    artifacts = Place(persistent_volume_claim=Claim(claim_name="compiled"))
     using = storing(Place(), artifacts=artifacts)
     world, _ = resolved_world(using, spec={**SPEC, "engine": {"backend": "torch", "compile": "Enabled"}})
     compiled = keeper(
@@ -133,7 +132,7 @@ def test_models_that_use_one_claim_share_its_cronjob_whatever_else_they_want() -
     jobs = {"resources": {"limits": {"memory": "9Gi"}}}
     two = cleaner(using, spec={**SPEC, "model": {"uri": "hf://acme/other"}, "jobs": jobs}, **OTHER)
     assert (name_of(one), one["spec"]) == (name_of(two), two["spec"])
-    elsewhere = cleaner(storing(Place(persistent_volume_claim=ClaimFolder(claim_name="more"))))
+    elsewhere = cleaner(storing(Place(persistent_volume_claim=Claim(claim_name="more"))))
     assert name_of(elsewhere) != name_of(one)
 
 

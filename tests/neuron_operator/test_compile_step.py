@@ -33,16 +33,15 @@ from helpers.operator_worlds import (
     stored,
 )
 from neuron_operator.api.manifest import parse
+from neuron_operator.api.model import Claim, ObjectStore
 from neuron_operator.decide.course import decide
 from neuron_operator.decide.pin import pin
 from neuron_operator.read.objects import labels_of, name_of
 from neuron_operator.read.records import Facts
 from neuron_operator.read.world import (
-    ClaimFolder,
     Decision,
     JobSettings,
     Object,
-    ObjectStore,
     Place,
     Settings,
     StorageSettings,
@@ -50,7 +49,7 @@ from neuron_operator.read.world import (
 )
 from neuron_operator.render.jobs import compile_jobs as render_compile_jobs
 
-PLACE = Place(persistent_volume_claim=ClaimFolder(claim_name="compiled", sub_path="models"))
+PLACE = Place(persistent_volume_claim=Claim(claim_name="compiled", sub_path="models"))
 USING = replace(
     SETTINGS, compile_image="registry.example/compiler:1", storage=StorageSettings(weights=Place(), artifacts=PLACE)
 )
@@ -204,8 +203,8 @@ def test_the_compiler_reads_the_model_where_it_is_and_has_credentials_only_to_do
     source = {"uri": "hf://acme/tiny", "credentialsSecretRef": {"name": "token"}}
     model = parse(body({**SPEC, "model": source}))
     using = replace(USING, storage=StorageSettings(weights=weights, artifacts=PLACE))
-    pinned = pin(model, msgspec.convert(FACTS, Facts), using, 1).pinned
-    container = container_of(render_compile_jobs(model, using, pinned)[0])
+    revision = pin(model, msgspec.convert(FACTS, Facts), using, 1)
+    container = container_of(render_compile_jobs(model, using, revision)[0])
     assert folder in " ".join(container["command"])
     assert ("HF_TOKEN" in {variable["name"] for variable in container["env"]}) == has_token
     mounts = {mount["name"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
@@ -432,7 +431,7 @@ def test_a_replica_without_its_artifact_has_it_compiled_again() -> None:
 
 
 def test_while_weights_are_fetched_again_the_artifact_stays_kept() -> None:
-    weights = Place(persistent_volume_claim=ClaimFolder(claim_name="weights"))
+    weights = Place(persistent_volume_claim=Claim(claim_name="weights"))
     using = replace(USING, storage=StorageSettings(weights=weights, artifacts=PLACE))
     world, _ = stepped(*settle(fresh(spec=SPEC), using), using)
     lost = tuple(found for found in world.shared if not name_of(found).startswith("weights-"))

@@ -37,12 +37,11 @@ from helpers.operator_worlds import (
     unscheduled_pod,
 )
 from neuron_operator.api import names
-from neuron_operator.api.needs import Need
-from neuron_operator.api.reasons import CONDITIONS
+from neuron_operator.api.model import Claim
+from neuron_operator.api.reasons import CONDITIONS, Need
 from neuron_operator.decide.course import MIN_RECHECK_SECONDS, RECHECK_SECONDS, decide
 from neuron_operator.read.revision import from_object
 from neuron_operator.read.world import (
-    ClaimFolder,
     Decision,
     FreeDevices,
     JobSettings,
@@ -686,7 +685,7 @@ POD_STATES = st.sampled_from(
 )
 COMPILED = {"backend": "torch", "compile": "Enabled"}
 STORING = replace(
-    SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=ClaimFolder(claim_name="compiled")))
+    SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=Claim(claim_name="compiled")))
 )
 EDITS = st.fixed_dictionaries(
     {},

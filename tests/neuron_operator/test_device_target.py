@@ -25,16 +25,16 @@ from helpers.operator_worlds import (
 from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.needs import Need
+from neuron_operator.api.model import Claim
+from neuron_operator.api.reasons import Need
 from neuron_operator.decide.course import decide
-from neuron_operator.place.planner import choose
-from neuron_operator.place.target import Target
+from neuron_operator.place.planner import Choice, choose
 from neuron_operator.read.objects import items
 from neuron_operator.read.records import Facts
-from neuron_operator.read.world import ClaimFolder, FreeDevices, NodeDevices, Object, Place, StorageSettings
+from neuron_operator.read.world import FreeDevices, NodeDevices, Object, Place, StorageSettings
 
 USING = replace(
-    SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=ClaimFolder(claim_name="compiled")))
+    SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=Claim(claim_name="compiled")))
 )
 KNOWN = msgspec.convert(FACTS | {"numHeads": 8}, Facts)
 
@@ -48,9 +48,9 @@ def cluster(*types: str) -> FreeDevices:
     )
 
 
-def target(free: FreeDevices | None = None, facts: Facts = KNOWN, **spec: Any) -> Target:
+def chosen(free: FreeDevices | None = None, facts: Facts = KNOWN, **spec: Any) -> Choice:
     model = parse(body({"model": {"uri": "hf://acme/tiny"}, **spec}))
-    return choose(model, facts, replace(USING, device_mode="PluginWithExtension"), free).target
+    return choose(model, facts, replace(USING, device_mode="PluginWithExtension"), free)
 
 
 def on(instance_type: str) -> dict[str, Any]:
@@ -69,20 +69,21 @@ def on(instance_type: str) -> dict[str, Any]:
     ],
 )
 def test_all_cores_of_the_devices_are_used_by_default(spec: dict[str, Any], found: tuple[Any, ...]) -> None:
-    made = target(**spec)
-    assert (made.family.name, made.logical_core, made.cores, made.tensor) == found
+    made = chosen(**spec)
+    best = made.chosen
+    assert (best.site.family.name, best.logical_core, best.cores, best.tensor) == found
     assert made.node_rule is None
 
 
 def test_a_degree_that_is_not_documented_or_does_not_divide_the_heads_is_not_chosen() -> None:
     six_heads = msgspec.convert(FACTS, Facts)
-    assert target(facts=six_heads, **on("trn2.48xlarge")).tensor == 2
-    assert target(facts=six_heads, **on("trn2.48xlarge"), parallelism={"tensor": 3}).tensor == 3
+    assert chosen(facts=six_heads, **on("trn2.48xlarge")).chosen.tensor == 2
+    assert chosen(facts=six_heads, **on("trn2.48xlarge"), parallelism={"tensor": 3}).chosen.tensor == 3
 
 
 def test_without_a_named_type_the_nodes_of_the_cluster_tell_the_family() -> None:
-    made = target(cluster("inf2.24xlarge", "inf2.new", "m5.large", ""))
-    assert made.family.name == "inf2"
+    made = chosen(cluster("inf2.24xlarge", "inf2.new", "m5.large", ""))
+    assert made.chosen.site.family.name == "inf2"
     assert made.node_rule is not None
     types = made.node_rule["values"]
     assert {"inf2.24xlarge", "inf2.48xlarge", "inf2.new"} <= set(types)
@@ -91,7 +92,7 @@ def test_without_a_named_type_the_nodes_of_the_cluster_tell_the_family() -> None
     pool = NodeDevices("x", 1, 1, 0, 0, {names.INSTANCE_TYPE_LABEL: "trn2.48xlarge", "pool": "x"})
     nodes = cluster("inf2.24xlarge").nodes
     assert nodes is not None
-    assert target(FreeDevices((*nodes, pool)), **selected).family.name == "trn2"
+    assert chosen(FreeDevices((*nodes, pool)), **selected).chosen.site.family.name == "trn2"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_what_cannot_be_compiled_for_is_refused_with_the_numbers(
     free: FreeDevices | None, spec: dict[str, Any], kind: type[OperatorError], says: str
 ) -> None:
     with pytest.raises(kind) as caught:
-        target(free, **spec)
+        chosen(free, **spec)
     assert says in str(caught.value)
 
 

@@ -28,7 +28,7 @@ from helpers.operator_worlds import (
     successful_pod,
 )
 from neuron_operator.api import names
-from neuron_operator.api.needs import Need
+from neuron_operator.api.reasons import Need
 from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import items, name_of, owners_of
 from neuron_operator.read.world import Decision, Object, Settings, World

@@ -26,7 +26,7 @@ from helpers.operator_worlds import (
 )
 from helpers.rendered_cases import Plain
 from neuron_operator.api import names
-from neuron_operator.api.needs import Need
+from neuron_operator.api.reasons import Need
 from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import name_of
 from neuron_operator.read.world import Decision, FreeDevices, GroupSettings, NodeDevices, Object, World

@@ -32,7 +32,7 @@ def test_an_invalid_manifest_is_refused_naming_the_field(case: dict[str, Any]) -
 
 @pytest.mark.parametrize("changes", REFUSED["accepted"], ids=str)
 def test_explicit_defaults_are_accepted(changes: dict[str, Any]) -> None:
-    assert parse(body(spec_with(changes))).backend == "torch"
+    assert parse(body(spec_with(changes))).spec.backend == "torch"
 
 
 @pytest.mark.parametrize("case", REFUSED["names"], ids=lambda case: case["name"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers import virtual_time
-from neuron_operator.api.needs import Exists
+from neuron_operator.api.reasons import Exists
 from neuron_operator.cluster.client import (
     EVENTS,
     NODES,

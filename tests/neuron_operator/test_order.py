@@ -24,12 +24,13 @@ from helpers.operator_worlds import (
     successful_pod,
 )
 from neuron_operator.api import names
+from neuron_operator.api.model import Claim
 from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import labels_of, name_of, owners_of
-from neuron_operator.read.world import ClaimFolder, Object, Place, Settings, StorageSettings, World
+from neuron_operator.read.world import Object, Place, Settings, StorageSettings, World
 
 USING = replace(
-    SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=ClaimFolder(claim_name="compiled")))
+    SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=Claim(claim_name="compiled")))
 )
 COMPILED_SPEC = {**SPEC, "engine": {"backend": "torch", "compile": "Enabled"}}
 STEPS_DONE = ("Accepted", "ModelResolved", "Placed", "WeightsReady", "Compiled")

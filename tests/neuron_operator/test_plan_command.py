@@ -62,7 +62,7 @@ def test_it_prints_the_summary_of_the_status_and_the_arithmetic(
         "total          15.0 GB\n  may be used    16.3 GB",
         "cheapest          1 Neuron device of inf2.8xlarge, about $1.97 per hour",
         "runner-up         1 Neuron device of trn2.3xlarge: 16 sequences of 4096 tokens, about $2.23 per hour "
-        "(a node to add); 14% dearer\n",
+        "(a node to add)\n",
         "one size smaller  none",
         "one size larger   1 Neuron device of trn2.3xlarge: 16 sequences of 4096 tokens",
         "1 Neuron device of inf2.xlarge  loading takes 32.9 GB of host memory, and a node has 14.8 GB",

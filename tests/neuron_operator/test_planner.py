@@ -21,7 +21,7 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.api.manifest import parse
 from neuron_operator.api.reasons import Reason
-from neuron_operator.place.catalog import INSTANCE_TYPES, NOTHING_TOLD
+from neuron_operator.place.catalog import INSTANCE_TYPES
 from neuron_operator.place.planner import Choice, Held, Supply, choose
 from neuron_operator.place.sizes import legal_sizes
 from neuron_operator.read.objects import number_of
@@ -56,12 +56,12 @@ def chosen(
     *nodes: NodeDevices,
     mode: DeviceMode = "PluginWithExtension",
     max_nodes: int = 1,
-    families: Mapping[str, str] = NOTHING_TOLD,
+    families: Mapping[str, str] | None = None,
     **spec: Any,
 ) -> Choice:
     groups = GroupSettings(max_nodes=max_nodes)
     using = replace(
-        SETTINGS, device_mode=mode, provisionable=Provisionable(types), groups=groups, device_families=families
+        SETTINGS, device_mode=mode, provisionable=Provisionable(types), groups=groups, device_families=families or {}
     )
     return choose(parse(body({"model": {"uri": "hf://acme/tiny"}, **spec})), facts, using, FreeDevices(nodes))
 
@@ -78,8 +78,8 @@ def test_the_cheapest_type_that_fits_is_chosen_and_the_next_is_named() -> None:
     problems = {option.site.name: option.problem for option in choice.others}
     assert problems.keys() == {"inf2.xlarge", "trn1.2xlarge"}
     assert all("host memory" in problem for problem in problems.values())
-    assert "inf2.xlarge" not in choice.target.instance_types
-    assert {"inf2.8xlarge", "inf2.48xlarge"} <= set(choice.target.instance_types)
+    assert "inf2.xlarge" not in choice.instance_types
+    assert {"inf2.8xlarge", "inf2.48xlarge"} <= set(choice.instance_types)
 
 
 def test_a_node_that_is_there_comes_before_one_to_buy_and_that_before_one_that_is_taken() -> None:
@@ -183,7 +183,7 @@ def test_the_types_of_hyperpod_are_those_that_they_are_named_after() -> None:
     assert named.chosen.site.is_wired
     assert outcome(chosen(LLAMA, (), node("ml.trn1.32xlarge", 16)))[1] == "ml.trn1.32xlarge"
     assert chosen(LLAMA, ("ml.trn1.32xlarge",)).chosen.site.name == "ml.trn1.32xlarge"
-    rule = chosen(LLAMA, ("trn1.32xlarge",)).target.node_rule
+    rule = chosen(LLAMA, ("trn1.32xlarge",)).node_rule
     assert rule is not None
     assert {"trn1.32xlarge", "ml.trn1.32xlarge"} <= set(rule["values"])
 
@@ -197,14 +197,14 @@ def test_an_administrator_can_name_the_family_of_any_type() -> None:
     with pytest.raises(Unplaceable, match=r"node -16 has no label node.kubernetes.io/instance-type: give it one"):
         chosen(LLAMA, (), replace(lab, name="-16", labels={}))
     told = chosen(LLAMA, (), lab, families={"lab-1": "trn1"})
-    assert (told.chosen.site.name, told.target.family.name) == ("lab-1", "trn1")
-    assert "lab-1" in told.target.instance_types
+    assert (told.chosen.site.name, told.chosen.site.family.name) == ("lab-1", "trn1")
+    assert "lab-1" in told.instance_types
 
 
 def test_a_type_that_the_table_lacks_is_used_by_what_its_node_offers() -> None:
     choice = chosen(LARGE, (), node("trn2.new", 4), mode="Plugin")
     assert outcome(choice) == (4, "trn2.new", 16, 16, 4096)
-    assert "trn2.new" in choice.target.instance_types
+    assert "trn2.new" in choice.instance_types
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_what_the_manifest_sets_is_kept_and_the_rest_follows(spec: dict[str, Any
 def test_the_plan_is_in_the_configuration_document() -> None:
     model = parse(body({"model": {"uri": "hf://acme/tiny"}, "serving": {"prefixCaching": "Enabled"}}))
     using = replace(SETTINGS, provisionable=Provisionable(("trn2.3xlarge",)))
-    document = config_document(model, LLAMA, choose(model, LLAMA, using, NONE).target)
+    document = config_document(model, LLAMA, choose(model, LLAMA, using, NONE).chosen)
     assert document["parallelism"] == {"tensor": 4}
     assert document["limits"] == {"maxModelLength": 4096, "maxSequences": 16, "blockSize": 32, "numBlocks": 2048}
 
@@ -260,7 +260,7 @@ def test_a_node_has_the_memory_and_cpus_that_the_manifest_requests(
     assert choice.chosen.site.name == site
     assert problem in "; ".join(option.problem for option in choice.others)
     left_out = {option.site.name for option in choice.others}
-    assert not left_out & set(choice.target.instance_types)
+    assert not left_out & set(choice.instance_types)
 
 
 @pytest.mark.parametrize(
@@ -270,16 +270,10 @@ def test_quantities_are_read_as_kubernetes_reads_them(quantity: str | int) -> No
     assert number_of(quantity) == pytest.approx(float(parse_quantity(quantity)))
 
 
-def test_the_runner_up_is_told_why_it_is_not_chosen() -> None:
-    cheaper = chosen(LLAMA, ("trn2.3xlarge", "inf2.8xlarge"))
-    assert cheaper.why_not == "; 14% dearer"
-    there = chosen(LLAMA, ("trn2.3xlarge",), node("inf2.8xlarge", 1))
-    assert there.why_not == "; the chosen one is free now"
+def test_of_two_equally_cheap_places_both_are_named() -> None:
     tied = chosen(LLAMA, (), node("inf2.24xlarge", 6), node("inf2.48xlarge", 12))
     assert tied.chosen.words == "1 Neuron device of inf2.24xlarge"
-    assert tied.why == "as cheap as 1 Neuron device of inf2.48xlarge, which is on a dearer node"
-    assert tied.why_not == "; as cheap, but is on a dearer node"
-    assert chosen(LLAMA, ("inf2.8xlarge",)).why_not == ""
+    assert tied.why == "as cheap as 1 Neuron device of inf2.48xlarge"
 
 
 def attempt(facts: Facts, types: tuple[str, ...], **given: Any) -> Choice | OperatorError:
@@ -333,7 +327,7 @@ def test_several_nodes_are_chosen_only_where_fewer_do_not_hold_the_model_and_the
     assert outcome(choice) == (16, "trn1.32xlarge", 64, 16, 4096)
     assert choice.chosen.words == "16 Neuron devices on each of 2 nodes of trn1.32xlarge"
     assert choice.chosen.cost == 2 * INSTANCE_TYPES["trn1.32xlarge"].price
-    assert (choice.placement.devices, choice.placement.nodes, choice.target.cores) == (16, 2, 64)
+    assert (choice.placement.devices, choice.placement.nodes, choice.chosen.cores) == (16, 2, 64)
     assert chosen(LARGE, ("trn1.32xlarge",), max_nodes=64).placement.nodes == 1
     one = chosen(packed(235), ("trn1.32xlarge", "trn2.48xlarge"), max_nodes=64)
     assert (one.chosen.site.name, one.placement.nodes) == ("trn2.48xlarge", 1)

@@ -31,7 +31,7 @@ from helpers.operator_worlds import (
 )
 from helpers.operator_worlds import settle as at_rest
 from neuron_operator.api import names
-from neuron_operator.api.needs import Need
+from neuron_operator.api.reasons import Need
 from neuron_operator.decide.course import decide
 from neuron_operator.read.world import Decision, FreeDevices, NodeDevices, Object, World
 

@@ -179,8 +179,9 @@ def test_the_table_of_types_agrees_with_itself() -> None:
         assert kind.price > 0
         assert kind.vcpus >= 4
         assert kind.host_memory > kind.devices * GIB
-        assert set(kind.plain_devices) <= set(kind.extension_devices)
-        cores = {kind.cores_per_device * count for count in kind.extension_devices}
+        devices = kind.sizes("PluginWithExtension", in_cores=False)
+        assert set(kind.sizes("Plugin", in_cores=False)) <= set(devices)
+        cores = {kind.cores_per_device * count for count in devices}
         assert kind.family.degrees[0] == 1
         assert max(kind.family.degrees) <= max(other.cores for other in INSTANCE_TYPES.values())
         assert any(degree in cores for degree in kind.family.degrees)

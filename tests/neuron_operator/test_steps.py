@@ -30,13 +30,14 @@ from helpers.operator_worlds import (
 from neuron_operator.api import names
 from neuron_operator.api.errors import FieldNotSupported
 from neuron_operator.api.manifest import parse
+from neuron_operator.api.model import Claim
 from neuron_operator.api.reasons import CONDITIONS, Finding, Reason, met, unmet
 from neuron_operator.decide.course import decide
 from neuron_operator.decide.pin import pin
 from neuron_operator.decide.steps import STEPS, Known, Step, Task
 from neuron_operator.read.objects import name_of
 from neuron_operator.read.records import Facts, Record
-from neuron_operator.read.world import ClaimFolder, Decision, JobSettings, Object, Place, StorageSettings, World
+from neuron_operator.read.world import Decision, JobSettings, Object, Place, StorageSettings, World
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.jobs import check_job, compile_jobs, fetch_job, resolve_job
 from neuron_operator.render.objects import shared
@@ -227,7 +228,7 @@ def test_autoscalers_do_not_move_jobs_that_take_long() -> None:
     def of(job: Object) -> Object:
         return job["spec"]["template"]["metadata"].get("annotations", {})
 
-    place, facts = Place(persistent_volume_claim=ClaimFolder("w")), msgspec.convert(FACTS, Facts)
+    place, facts = Place(persistent_volume_claim=Claim(claim_name="w")), msgspec.convert(FACTS, Facts)
     assert of(fetch_job(plain, SETTINGS, place, facts, "image")).items() >= annotations.items()
     assert of(fetch_job(model, SETTINGS, place, facts, "image")).items() >= {**annotations, **other}.items()
     assert not annotations.keys() & of(resolve_job(plain, SETTINGS)).keys()
@@ -253,13 +254,13 @@ def test_the_chart_may_name_another_architecture_for_jobs() -> None:
 
 
 def test_jobs_run_where_their_image_does_and_the_long_ones_away_from_devices() -> None:
-    claim = Place(persistent_volume_claim=ClaimFolder(claim_name="models"))
+    claim = Place(persistent_volume_claim=Claim(claim_name="models"))
     using = replace(SETTINGS, storage=StorageSettings(weights=claim, artifacts=claim))
     model = parse(body({**SPEC, "accelerator": {"type": "CPU"}, "engine": {"backend": "torch", "compile": "Enabled"}}))
     facts = msgspec.convert(FACTS, Facts)
     revision = pin(model, facts, using, 1)
     (compiling, *_), (cleaner, *_) = (
-        compile_jobs(model, using, revision.pinned),
+        compile_jobs(model, using, revision),
         cleaners(model, using, [revision], []),
     )
     resolving, checking = resolve_job(model, using), check_job(model, using, revision)

@@ -36,8 +36,7 @@ from helpers.operator_worlds import (
 )
 from neuron_operator.api.errors import Unplaceable
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.needs import LogOf, Need
-from neuron_operator.api.reasons import CONDITIONS, Finding, Reason
+from neuron_operator.api.reasons import CONDITIONS, Finding, LogOf, Need, Reason
 from neuron_operator.decide.course import PROGRESS_SECONDS, decide
 from neuron_operator.place.catalog import INSTANCE_TYPES
 from neuron_operator.place.sizes import place
@@ -371,9 +370,7 @@ def test_a_pod_is_kept_off_exactly_the_known_nodes_that_would_refuse_its_size(ac
     (resource, count), *_ = accelerator.items()
     using = replace(SETTINGS, device_mode=mode)
     granting = {
-        name
-        for name, kind in INSTANCE_TYPES.items()
-        if count in getattr(kind, f"{'plain' if mode == 'Plugin' else 'extension'}_{resource}")
+        name for name, kind in INSTANCE_TYPES.items() if count in kind.sizes(mode, in_cores=resource == "cores")
     }
     if not granting:
         return

@@ -1,22 +1,15 @@
-"""The operator's errors: each class says who must act. Raised by the pure middle and by the client.
+"""The operator's errors. Raised by the pure middle and by the client.
 
-OperatorError
-├── InvalidSpec          the user: condition Accepted with the field; no retry until an edit
-│   ├── FieldNotSupported    the same, with the cure
-│   ├── NotEnabled           the same, with the chart value
-│   ├── StorageNotConfigured the same, or an administrator, with the chart value
-│   └── Refusals             several of them
-├── Unplaceable          the user: condition Placed with the numbers
-└── ClusterFault         time or an admin: back-off per key if `retriable`, else a condition
-    └── TermOver         this replica: it stops writing until it leads again
+Who must act on an InvalidSpec or Unplaceable is the user: it becomes a condition, and nothing is tried again until an
+edit. On a ClusterFault time or an admin must: there is back-off per key if it is retriable, else a condition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
-from neuron_operator.api.needs import Need
-from neuron_operator.api.reasons import Reason
+from neuron_operator.api.reasons import Need, Reason
 
 MAX_REFUSAL = 900
 """Characters of all refusals of a manifest together: a condition's message holds them and a note."""
@@ -29,40 +22,17 @@ class OperatorError(Exception):
 class InvalidSpec(OperatorError):
     """The manifest is invalid at `field`, a path such as `spec.model.uri`."""
 
-    reason = Reason.INVALID_SPEC
-
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, reason: Reason = Reason.INVALID_SPEC) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.reason = reason
 
 
 class FieldNotSupported(InvalidSpec):
     """The manifest sets a value that this version does not support; `cure` says what to write instead."""
 
-    reason = Reason.FIELD_NOT_SUPPORTED
-
     def __init__(self, field: str, value: str, cure: str) -> None:
-        super().__init__(field, f"{value} is not supported by this version; {cure}")
-        self.cure = cure
-
-
-class StorageNotConfigured(InvalidSpec):
-    """Neither manifest nor chart says where compiled artifacts are kept."""
-
-    reason = Reason.STORAGE_NOT_CONFIGURED
-
-    def __init__(self) -> None:
-        cure = "set it, or the chart value storage.artifacts, for example storage.artifacts.pvcTemplate.size=10Gi"
-        super().__init__("spec.storage.artifacts", f"a compiled model needs a place for its artifact; {cure}")
-
-
-class NotEnabled(InvalidSpec):
-    """The manifest sets a value that this installation does not allow; `cure` names the chart value."""
-
-    reason = Reason.FIELD_NOT_SUPPORTED
-
-    def __init__(self, field: str, value: str, cure: str) -> None:
-        super().__init__(field, f"{value} is not enabled in this installation; {cure}")
+        super().__init__(field, f"{value} is not supported by this version; {cure}", Reason.FIELD_NOT_SUPPORTED)
 
 
 class Refusals(InvalidSpec):
@@ -70,17 +40,14 @@ class Refusals(InvalidSpec):
 
     def __init__(self, refusals: Sequence[InvalidSpec]) -> None:
         OperatorError.__init__(self, _listed([str(refusal) for refusal in refusals]))
-        self.refusals = tuple(refusals)
         self.field = refusals[0].field
         self.reason = refusals[0].reason
 
 
 def _listed(messages: Sequence[str]) -> str:
     """The messages as sentences of one line, at least one and as many as fit, and the number of the others."""
-    shown, length = 1, len(messages[0])
-    while shown < len(messages) and length + len(messages[shown]) + 2 <= MAX_REFUSAL:
-        length += len(messages[shown]) + 2
-        shown += 1
+    lengths = accumulate(len(message) + 2 for message in messages)
+    shown = max(1, sum(length - 2 <= MAX_REFUSAL for length in lengths))
     more = [f"{len(messages) - shown} more are refused"] if shown < len(messages) else []
     return ". ".join([*messages[:shown], *more])
 

@@ -38,10 +38,8 @@ def parse(body: Mapping[str, Any]) -> NeuronModel:
         FieldNotSupported: names a valid field that this version does not support, and the cure.
         Refusals: several fields are invalid, or valid and not supported.
     """
-    metadata = body.get("metadata")
-    metadata = metadata if isinstance(metadata, Mapping) else {}
-    annotations = metadata.get("annotations")
-    annotations = annotations if isinstance(annotations, Mapping) else {}
+    metadata = _mapping(body.get("metadata"))
+    annotations = _mapping(metadata.get("annotations"))
     num_bytes, spec = weighed(body)
     if num_bytes > MAX_SPEC_BYTES:
         text = f"is {num_bytes} bytes as JSON, at most {MAX_SPEC_BYTES} are allowed"
@@ -82,17 +80,17 @@ def _parsed(read: bytes) -> NeuronModel:
 
 def is_paused(body: Mapping[str, Any]) -> bool:
     """Whether the pause annotation is set; also works for invalid specs."""
-    metadata = body.get("metadata")
-    annotations = metadata.get("annotations") if isinstance(metadata, Mapping) else None
-    return isinstance(annotations, Mapping) and annotations.get(names.PAUSED_ANNOTATION) == "true"
+    return _mapping(_mapping(body.get("metadata")).get("annotations")).get(names.PAUSED_ANNOTATION) == "true"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _refuse(*refusals: InvalidSpec) -> None:
     """Raises all refusals, if there are any."""
-    if len(refusals) > 1:
-        raise Refusals(refusals)
-    for only in refusals:
-        raise only
+    if refusals:
+        raise refusals[0] if len(refusals) == 1 else Refusals(refusals)
 
 
 def _invalid_name(name: object) -> Iterator[InvalidSpec]:

@@ -315,7 +315,7 @@ class EnvVar(SpecPart, frozen=True):
         Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"),
         Rule(
             "is reserved for the operator; set HF_TOKEN with model.credentialsSecretRef",
-            lambda name: not names.is_reserved_env(name),
+            lambda name: not name.startswith(names.RESERVED_ENV_PREFIX) and name not in names.RESERVED_ENV,
             f"!self.startsWith('{names.RESERVED_ENV_PREFIX}') && !(self in {sorted(names.RESERVED_ENV)})",
         ),
     ]
@@ -685,14 +685,6 @@ class NeuronModel:
     )
     """See the module of this name."""
 
-    @property
-    def backend(self) -> str:
-        return self.spec.backend
-
     @cached_property
     def uri(self) -> ParsedUri:
         return ParsedUri.parse(self.spec.model.uri)
-
-    @property
-    def is_compiled(self) -> bool:
-        return self.spec.is_compiled

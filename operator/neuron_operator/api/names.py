@@ -187,8 +187,8 @@ def revision_name(model: str, revision: str) -> str:
     return _derived(model, f"-{revision}")
 
 
-def config_name(model: str, content_hash: str) -> str:
-    return _derived(model, f"-config-{content_hash}")
+def config_name(model: str, document: object) -> str:
+    return _derived(model, f"-config-{digest(document)}")
 
 
 def group_name(model: str, replica: int, revision: str, attempt: int) -> str:
@@ -249,7 +249,3 @@ def members_selector(model: str) -> dict[str, object]:
 def selector_string(selector: Mapping[str, str]) -> str:
     """The format of the scale subresource."""
     return ",".join(f"{key}={value}" for key, value in sorted(selector.items()))
-
-
-def is_reserved_env(name: str) -> bool:
-    return name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIX)

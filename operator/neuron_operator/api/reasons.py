@@ -1,37 +1,23 @@
-"""Conditions in their order, the closed set of reasons, and the Finding that carries one.
+"""Conditions in their order, the closed set of reasons, and the Finding that carries one, with what could change it.
 
-Used by `why`, `steps`, `decide` and `status`, and by `make generate` for the tables of reasons in
-docs/neuronmodel.md. It reads no objects.
+Used by whoever explains a condition, and by `make generate` for the tables in the docs. It reads no objects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal, Self
+from enum import Enum, StrEnum
+from typing import Literal, Self, get_args
 
-from neuron_operator.api.needs import Needed
+Normal = Literal["Accepted", "ModelResolved", "Placed", "WeightsReady", "Compiled", "Available", "UpToDate"]
+Abnormal = Literal["Reconciling", "Stalled"]
+Condition = Literal[Normal, "Ready", Abnormal]
 
-Condition = Literal[
-    "Accepted",
-    "ModelResolved",
-    "Placed",
-    "WeightsReady",
-    "Compiled",
-    "Available",
-    "UpToDate",
-    "Ready",
-    "Reconciling",
-    "Stalled",
-]
-
-CONDITIONS: tuple[Condition, ...] = (
-    *("Accepted", "ModelResolved", "Placed", "WeightsReady", "Compiled", "Available", "UpToDate"),
-)
+CONDITIONS: tuple[Condition, ...] = get_args(Normal)
 """In the order in which a model becomes ready. `Ready` repeats the first one that is not true."""
 
-ABNORMAL: tuple[Condition, ...] = ("Reconciling", "Stalled")
+ABNORMAL: tuple[Condition, ...] = get_args(Abnormal)
 """Present only while true, at most one of them, as kstatus (Flux, kpt, Argo CD's rules for it) expects."""
 
 SHOWN: tuple[Condition, ...] = (*CONDITIONS, "Ready", *ABNORMAL)
@@ -46,12 +32,12 @@ class Row:
     """One reason why a condition is not true."""
 
     name: str
-    conditions: tuple[Condition, ...]
-    """In the order of CONDITIONS."""
     means: str = ""
     """For the documentation, in Markdown. Empty: reserved, no code gives this reason yet."""
     do: str = ""
     """The cure, in Markdown, with a link to more details."""
+    conditions: tuple[Condition, ...] = ("Available",)
+    """In the order of CONDITIONS."""
     passing: bool = False
     """Progress or an intended state: its Event is Normal. All others are Warnings."""
     exit_codes: tuple[int, ...] = ()
@@ -80,92 +66,86 @@ class Reason(StrEnum):
         reason.weight = len(cls.__members__)
         return reason
 
-    @property
-    def link(self) -> str:
-        """Its section in the documentation."""
-        return f"{TROUBLESHOOTING}#{self.lower()}"
-
     # The spec or the cluster has to change.
     INVALID_SPEC = Row(
         "InvalidSpec",
-        ("Accepted",),
         "A field is wrong; the message starts with its path. Also: `maxModelLength` exceeds the model's maximum, or "
         "the API server rejects an object, which the message names",
         "Edit the field; of a rejected object, what the message quotes, or delete an object that was edited by hand. "
         "The operator tries again, at most 30 s apart",
+        conditions=("Accepted",),
         final=True,
     )
     FIELD_NOT_SUPPORTED = Row(
         "FieldNotSupported",
-        ("Accepted",),
         "The field is valid, but this version does not support it",
         "Follow the message, see [unsupported fields](#unsupported-fields)",
+        conditions=("Accepted",),
         final=True,
     )
     NAME_CONFLICT = Row(
         "NameConflict",
-        ("Accepted",),
         "A Service (or another child object) with this name exists and belongs to another owner. The operator does not "
         "change it",
         "Rename the model, or delete the other object. The operator tries again, at most 30 s apart. For an object of "
         "a deleted model, wait: garbage collection removes it",
+        conditions=("Accepted",),
         final=True,
     )
     ADMISSION_DENIED = Row(
         "AdmissionDenied",
-        ("Accepted", "Available"),
         "An admission policy, a webhook, a LimitRange or a missing class refuses an object (`Accepted`) or the pods "
         "(`Available`); the message quotes the API server",
         "Follow the message; see [troubleshooting](troubleshooting.md#a-refused-object). The operator tries again, "
         "at most 30 s apart",
+        conditions=("Accepted", "Available"),
         final=True,
     )
     OPERATOR_FORBIDDEN = Row(
         "OperatorForbidden",
-        ("Accepted",),
         "The operator lacks a permission (403)",
         "Run `helm upgrade`, which grants the permissions, or add the namespace to `watchNamespaces`. The operator "
         "tries again, at most 30 s apart; no restart is needed",
+        conditions=("Accepted",),
         final=True,
     )
     WRITE_FAILED = Row(
         "WriteFailed",
-        ("Accepted",),
         "A write of the operator has failed for more than five seconds: an admission webhook does not answer, the API "
         "server reports an internal error or has too much to do (429), or objects of a deleted model still exist",
         "Repair what the message quotes. The operator retries, at most a minute apart",
+        conditions=("Accepted",),
     )
     CONTESTED = Row(
         "Contested",
-        ("Accepted",),
         "Somebody else undoes what the operator writes: a policy that changes images or tolerations, an autoscaler of "
         "the Deployment, a second operator for the same namespace. The message has object, field, wanted and found. "
         "Replicas serve on",
         "Set the field in the manifest or in the chart's values to what the policy makes it, exempt the object, scale "
         "the NeuronModel instead of its Deployment, or give each operator its own `watchNamespaces`. After five writes "
         "the operator writes again after half a minute, at last every ten minutes",
+        conditions=("Accepted",),
     )
     STORAGE_NOT_CONFIGURED = Row(
         "StorageNotConfigured",
-        ("Accepted",),
         "The model is to be compiled, but neither manifest nor chart says where its artifact is kept",
         "Set `storage.artifacts` in the manifest or in the chart's values, see [storage](storage.md)",
+        conditions=("Accepted",),
         final=True,
     )
     MODEL_TOO_LARGE = Row(
         "ModelTooLarge",
-        ("Placed",),
         "By [the estimate](sizing.md#the-arithmetic), no allowed number of devices holds the model; the message says "
         "what is missing, and what would hold it",
         "Allow such nodes, or list their type in the chart value `provisionable.instanceTypes`. Or allow "
         "[several nodes](groups.md) for one replica: `parallelism.nodes`, or the chart value `groups.maxNodes`. Or set "
         "a shorter `serving.maxModelLength` or fewer `serving.maxSequences`. If devices, length and sequences are all "
         "set, they are tried",
+        conditions=("Placed",),
         final=True,
     )
     TOPOLOGY_IMPOSSIBLE = Row(
         "TopologyImpossible",
-        ("Placed",),
         "No known instance type, or no node that the model may use, grants this number of devices or cores to one pod; "
         "the message lists the legal sizes. Or the model is compiled for its devices, and none are known: the cluster "
         "has no node with them. Or a node is set up with logical cores of another size than the model is compiled for; "
@@ -173,6 +153,7 @@ class Reason(StrEnum):
         "Choose a [legal size](#devices-and-cores), or add a node of a type that grants it. Or name the instance type "
         "in `podTemplate.spec.nodeSelector`, or in the chart value `provisionable.instanceTypes`. For logical cores, "
         "see [troubleshooting](troubleshooting.md#devices-that-do-not-fit)",
+        conditions=("Placed",),
         exit_codes=(36,),
         final=True,
     )
@@ -180,42 +161,37 @@ class Reason(StrEnum):
     # Pods cannot be created, or do not get their resources.
     POD_SECURITY_DENIED = Row(
         "PodSecurityDenied",
-        ("Available",),
         "The namespace's Pod Security level refuses the pods",
         "The operator's pods pass `restricted`; check `podTemplate`",
     )
     QUOTA_EXCEEDED = Row(
         "QuotaExceeded",
-        ("Accepted", "Available"),
         "A ResourceQuota refuses an object, such as the Service (`Accepted`), or the pods (`Available`)",
         "Raise the quota, or request less. A quota of memory or CPU demands `podTemplate.spec.resources`",
+        conditions=("Accepted", "Available"),
     )
     ALLOCATION_REJECTED = Row(
         "AllocationRejected",
-        ("Available",),
         "The kubelet refused the pod after scheduling (`UnexpectedAdmissionError`), usually because the device plugin "
         "cannot allocate these devices together. The operator tries again after 10 s, then ever more rarely",
         "Choose a size that the node grants, or restart the device plugin's pod there; see "
         "[troubleshooting](troubleshooting.md#unexpectedadmissionerror)",
     )
-    DEVICES_NOT_ADJACENT = Row("DevicesNotAdjacent", ("Available",), exit_codes=(35,))
+    DEVICES_NOT_ADJACENT = Row("DevicesNotAdjacent", exit_codes=(35,))
     DRIVER_INCOMPATIBLE = Row(
         "DriverIncompatible",
-        ("Available",),
         "The Neuron driver or runtime of the node does not fit the image, or the compiled graphs",
         "Update the driver of the nodes, or use the image of their Neuron SDK",
         exit_codes=(34,),
     )
     DEVICE_FAILED = Row(
         "DeviceFailed",
-        ("Available",),
         "The device or the computation failed again after the engine was restarted in place",
         "Read the log; check the node's events for a faulty device",
         exit_codes=(32, 33),
     )
     DEVICE_OUT_OF_MEMORY = Row(
         "DeviceOutOfMemory",
-        ("Available",),
         "Not enough memory for this model; the message has the arithmetic",
         "Give the pod more memory (with torch: `podTemplate.spec.resources`) or lower the limits; see "
         "[troubleshooting](troubleshooting.md#not-enough-memory)",
@@ -223,7 +199,6 @@ class Reason(StrEnum):
     )
     DEVICE_HELD = Row(
         "DeviceHeld",
-        ("Available",),
         "The NeuronCores of the pod stayed taken by another process for two minutes; or the pod was granted fewer than "
         "the model is compiled for (the message has both numbers)",
         "Find what else uses the devices of the node (`neuron-ls`): a process outside of Kubernetes, or a pod that has "
@@ -232,7 +207,6 @@ class Reason(StrEnum):
     )
     RESTART_BUDGET_EXHAUSTED = Row(
         "RestartBudgetExhausted",
-        ("Available",),
         "The engine ended again after three restarts within ten minutes. Or a group of pods failed more often in a row "
         "than the chart value `groups.maxRestarts` allows; it is not started again by itself",
         "See the last cause in the message; for a group, then edit the spec or set the `refresh` annotation, see "
@@ -241,7 +215,6 @@ class Reason(StrEnum):
     )
     ARTIFACT_MISSING = Row(
         "ArtifactMissing",
-        ("Available",),
         "A pod finds no compiled artifact of its configuration in the store, or a damaged one; the message names the "
         "fields that differ from the nearest artifact, or the damaged file",
         "Wait: the operator has the model compiled again. If it recurs, see that pods and Jobs use the same store, "
@@ -251,7 +224,6 @@ class Reason(StrEnum):
     )
     GROUP_INCOMPLETE = Row(
         "GroupIncomplete",
-        ("Available",),
         "A process of a replica that has several ended or was silent for too long, or it runs something else than the "
         "others, so that the whole replica ended. A group on several nodes is started again",
         "Read the message: it names the process, its node and the cause; if it recurs, check that node and the network "
@@ -260,127 +232,125 @@ class Reason(StrEnum):
     )
     IMAGE_PULL = Row(
         "ImagePull",
-        ("ModelResolved", "WeightsReady", "Compiled", "Available", "UpToDate"),
         "The image of a replica or of a step's Job cannot be pulled; the message quotes the registry",
         "Check address, tag and `imagePullSecrets`. The kubelet tries again, at most five minutes apart",
+        conditions=("ModelResolved", "WeightsReady", "Compiled", "Available", "UpToDate"),
     )
     SECRET_NOT_FOUND = Row(
         "SecretNotFound",
-        ("ModelResolved", "WeightsReady", "Compiled", "Available"),
         "A Secret, or a key in it, does not exist: of `engine.env` (`WeightsReady`), of `serving.apiKeySecretRef` "
         "(`Available`), or of the chart values `jobs.env` and `caBundle` (the condition of the Job that needs it)",
         "Run `kubectl create secret generic NAME --from-file=KEY`; the pods then start by themselves. Or set "
         "`optional: true` in `engine.env`",
+        conditions=("ModelResolved", "WeightsReady", "Compiled", "Available"),
     )
 
     CONFIG_MAP_NOT_FOUND = Row(
         "ConfigMapNotFound",
-        ("ModelResolved", "WeightsReady", "Compiled", "Available"),
         "A ConfigMap, or a key in it, does not exist: of `engine.env`, of the chart values `jobs.env` and `caBundle`, "
         "or of something that others added to the pod",
         "Create it; the pods then start by themselves. Or set `optional: true` in `engine.env`",
+        conditions=("ModelResolved", "WeightsReady", "Compiled", "Available"),
     )
 
     # The runtime ended with a named reason.
     MODEL_NOT_FOUND = Row(
         "ModelNotFound",
-        ("ModelResolved",),
         "The repository, revision or folder does not exist, or is private and no token was given",
         "Check spelling and revision; give a token. The operator retries every ten minutes and after each edit. See "
         "[troubleshooting](troubleshooting.md#the-model-cannot-be-read)",
+        conditions=("ModelResolved",),
         exit_codes=(10,),
         final=True,
     )
     WEIGHTS_UNAUTHORIZED = Row(
         "WeightsUnauthorized",
-        ("ModelResolved", "WeightsReady", "Compiled"),
         "The hub or store refused the credentials, or the model is gated. As `WeightsReady`: a pod that fetches the "
         "weights was refused; as `Compiled`: the Job that compiles, by the model's source or by the store of artifacts",
         "Accept the model's terms on its page; put a token or keys with read access into the Secret",
+        conditions=("ModelResolved", "WeightsReady", "Compiled"),
         exit_codes=(11,),
         final=True,
     )
     UNSUPPORTED_ARCHITECTURE = Row(
         "UnsupportedArchitecture",
-        ("ModelResolved",),
         "This version does not support the model's architecture or a feature of it; the message lists what is "
         "supported",
         "Choose another model or a newer version",
+        conditions=("ModelResolved",),
         exit_codes=(12,),
         final=True,
     )
     INVALID_MODEL = Row(
         "InvalidModel",
-        ("ModelResolved",),
         "Files are missing, malformed, truncated or inconsistent; the message names the file",
         "Repair the repository or folder",
+        conditions=("ModelResolved",),
         exit_codes=(13,),
         final=True,
     )
     CHECKSUM_MISMATCH = Row(
         "ChecksumMismatch",
-        ("WeightsReady",),
         "The files at the source differ from the pinned ones, or a file of the stored weights is damaged; the message "
         "names it",
         "Set the `refresh` annotation to pin the current files. The operator fetches stored weights again",
+        conditions=("WeightsReady",),
         exit_codes=(14,),
     )
     STORAGE_FULL = Row(
         "StorageFull",
-        ("WeightsReady", "Compiled", "Available"),
         "The weights, or the compiled artifact (`Compiled`), do not fit on the volume or the node's disk; the message "
         "has the bytes needed and free. As `Available` alone: the kubelet evicted a pod because of its disk; the "
         "message quotes it",
         "Make the volume larger or delete what is not needed. Without a volume, use nodes with more ephemeral storage, "
         "or request `ephemeral-storage` in `podTemplate.spec.resources`; see "
         "[troubleshooting](troubleshooting.md#full-disk)",
+        conditions=("WeightsReady", "Compiled", "Available"),
         exit_codes=(15,),
     )
     WEIGHTS_MISSING = Row(
         "WeightsMissing",
-        ("WeightsReady",),
         "The store of weights lacks the model, or does not exist; the message has the store and the digest",
         "Somebody deleted the model: the operator fetches it again. If the message names a bucket, correct the address "
         "of the store",
+        conditions=("WeightsReady",),
         exit_codes=(16,),
     )
     INVALID_ENGINE_CONFIG = Row(
         "InvalidEngineConfig",
-        ("Compiled", "UpToDate"),
         "The runtime refused its configuration; the message names the field. Often limits exceed the memory; the "
         "message then has the arithmetic. As `UpToDate`: it was asked before a replica ended, and the earlier revision "
         "serves on",
         "Correct the field that the message names, or lower `serving.maxModelLength`, `maxSequences` or `numBlocks`, "
         "or give the pod more memory",
+        conditions=("Compiled", "UpToDate"),
         exit_codes=(2,),
         final=True,
     )
     COMPILE_FAILED = Row(
         "CompileFailed",
-        ("Compiled",),
         "The compiler failed; the message has its last lines",
         "Follow the message. Set `engine.compile: Disabled` to serve the model meanwhile",
+        conditions=("Compiled",),
         exit_codes=(21,),
         final=True,
     )
     COMPILE_OUT_OF_MEMORY = Row(
         "CompileOutOfMemory",
-        ("Compiled",),
         "The compiler ran out of memory with four times the estimate, or with the limit that manifest or chart set; "
         "the message has the number",
         "Set `jobs.resources.limits.memory` to more",
+        conditions=("Compiled",),
         exit_codes=(22,),
         final=True,
     )
     EVICTED = Row(
         "Evicted",
-        ("Available",),
         "The kubelet ended a pod because its node ran out of memory or process ids; the message quotes it",
         "Request what the pods need in `podTemplate.spec.resources`",
     )
     CRASH_LOOP = Row(
         "CrashLoop",
-        ("Available",),
         "A container ended without a named reason, or cannot start; the message has the exit code, the last log line "
         "and the number of restarts. If others added the container, the message says so",
         "Run `kubectl logs --previous`",
@@ -389,29 +359,26 @@ class Reason(StrEnum):
     # Time or a cluster administrator may resolve these.
     VOLUME_NOT_BOUND = Row(
         "VolumeNotBound",
-        ("ModelResolved", "WeightsReady", "Compiled", "Available"),
         "A volume of a Job's pod (`ModelResolved`, `WeightsReady`, `Compiled`) or of a serving pod (`Available`) "
         "cannot be mounted or bound, or its claim does not exist",
         "Read the event in the message, or `kubectl describe pvc` of the claim in it. See "
         "[in a cluster](storage.md#in-a-cluster)",
+        conditions=("ModelResolved", "WeightsReady", "Compiled", "Available"),
     )
     NODE_LOST = Row(
         "NodeLost",
-        ("Available",),
         "The pod's node does not answer, or is shutting down. Kubernetes makes a new pod elsewhere 30 s after it has "
         "noticed",
         "Delete the Node if the machine no longer exists; see [troubleshooting](troubleshooting.md#failed-nodes)",
     )
     DEVICE_UNHEALTHY = Row(
         "DeviceUnhealthy",
-        ("Available",),
         "The pod's node reports a fault of its Neuron devices (`NeuronHealth`, `AcceleratedHardwareReady`, or fewer "
         "allocatable devices than the pod holds); the message quotes it",
         "Drain the node, then replace or reboot it; see [troubleshooting](troubleshooting.md#failed-nodes)",
     )
     INSUFFICIENT_NEURON = Row(
         "InsufficientNeuron",
-        ("Available",),
         "The scheduler finds no node with enough free devices; the message has the number needed, the number free and "
         "the nodes",
         "Add nodes, or request fewer replicas or `devices`: all devices of a replica come from one node. See "
@@ -419,98 +386,94 @@ class Reason(StrEnum):
     )
     NO_MATCHING_NODE = Row(
         "NoMatchingNode",
-        ("Available",),
         "The scheduler finds no node for another reason (selector, taint, CPU, memory); the message quotes it",
         "Follow the quoted message; see [troubleshooting](troubleshooting.md#pending-pods)",
     )
     PROBE_FAILING = Row(
         "ProbeFailing",
-        ("Available",),
         "The pod was ready and no longer answers `/health`",
         "Read its log with `kubectl logs`",
     )
-    PROGRESS_DEADLINE_EXCEEDED = Row("ProgressDeadlineExceeded", ("UpToDate",), final=True)
+    PROGRESS_DEADLINE_EXCEEDED = Row("ProgressDeadlineExceeded", conditions=("UpToDate",), final=True)
     ROLLED_BACK = Row(
         "RolledBack",
-        ("UpToDate",),
         "The new revision did not become ready within `rollout.progressDeadlineSeconds`, or its pods ended twice for a "
         "reason that no restart changes: the last one that worked serves until the spec changes. Or nodes refused its "
         "pods: the previous one serves until the next attempt. Or the annotation `neuron-serving.dev/rollback-to` "
         "holds an earlier one",
         "Follow the quoted message and edit the spec; see [rollouts](neuronmodel.md#a-rollout-that-fails) and "
         "[troubleshooting](troubleshooting.md#unexpectedadmissionerror)",
+        conditions=("UpToDate",),
     )
-    WAITING_FOR_CAPACITY = Row("WaitingForCapacity", ("UpToDate",))
+    WAITING_FOR_CAPACITY = Row("WaitingForCapacity", conditions=("UpToDate",))
 
     # Progress.
     NAMESPACE_TERMINATING = Row(
         "NamespaceTerminating",
-        ("Accepted",),
         "The namespace is being deleted, and the model with it",
         "Wait; a finalizer of an object in it may delay this",
+        conditions=("Accepted",),
         passing=True,
     )
-    NODE_PROVISIONING = Row("NodeProvisioning", ("Available",), passing=True)
+    NODE_PROVISIONING = Row("NodeProvisioning", passing=True)
     DRAINING = Row(
         "Draining",
-        ("Available",),
         "A pod finishes its running answers before it ends",
         "Wait, at most for the drain times",
         passing=True,
     )
     RESOLVING = Row(
         "Resolving",
-        ("ModelResolved",),
         "The Job is running (the message ends with the last line of its log), is waiting (the message says for what: "
         "image, node, quota, admission), or had a temporary failure such as an unreachable hub",
         "Read the message. For an unreachable hub, check chart value `jobs.env` (`HF_ENDPOINT`, `HTTPS_PROXY`) and "
         "network policies. See [troubleshooting](troubleshooting.md#resolving-does-not-end)",
+        conditions=("ModelResolved",),
         passing=True,
     )
     FETCHING = Row(
         "Fetching",
-        ("WeightsReady",),
         "The Job that fetches the weights is running (the message shows how far), is waiting (the message says for "
         "what), or had a temporary failure such as an unreachable hub",
         "Read the message; see [storage](storage.md#in-a-cluster) and "
         "[troubleshooting](troubleshooting.md#resolving-does-not-end)",
+        conditions=("WeightsReady",),
         passing=True,
     )
     COMPILING = Row(
         "Compiling",
-        ("Compiled", "UpToDate"),
         "The Job compiles the model, is waiting (the message says for what: image, node, quota, volume), or is "
         "repeated with more memory. As `UpToDate`: the earlier revision serves until the artifact of an edit is there",
         "Wait; the Job's log tells the graph that is being compiled",
+        conditions=("Compiled", "UpToDate"),
         passing=True,
     )
     CHECKING = Row(
         "Checking",
-        ("UpToDate",),
         "A Job asks the runtime whether it accepts the configuration of an edit, before a replica ends, or is waiting "
         "(the message says for what), or ended without an answer",
         "Wait; the earlier revision serves meanwhile",
+        conditions=("UpToDate",),
         passing=True,
     )
     LOADING = Row(
         "Loading",
-        ("Available",),
         "Pods are being created, are starting or are loading the model",
         "Wait; for slow starts see [troubleshooting](troubleshooting.md#slow-start)",
         passing=True,
     )
     ROLLING_OUT = Row(
         "RollingOut",
-        ("UpToDate",),
         "Replicas are being replaced; the message says whether nobody answers meanwhile",
         "Wait; if it does not finish, the message of `Available` says why the new replica is not ready",
+        conditions=("UpToDate",),
         passing=True,
     )
     PAUSED = Row(
         "Paused",
-        ("UpToDate",),
         "The annotation `neuron-serving.dev/paused` holds an edit back",
         "Remove the annotation",
+        conditions=("UpToDate",),
         passing=True,
     )
 
@@ -527,6 +490,34 @@ class Reason(StrEnum):
 _BY_NAME: Mapping[object, Reason] = {str(reason): reason for reason in Reason}
 
 
+class Need(Enum):
+    """Facts that are expensive and therefore read on demand only."""
+
+    FREE_DEVICES = "free devices"
+    EVENTS = "events"
+    """Warnings about this model's Jobs, ReplicaSets and pods."""
+    CLAIM_EVENTS = "events of claims"
+    """All events of the namespace's PersistentVolumeClaims: why one is not bound is no warning in some cases."""
+
+
+@dataclass(frozen=True)
+class LogOf:
+    """A need like the others: the end of the log of a Job's pod. Serving pods have none: theirs may quote requests."""
+
+    pod: str
+
+
+@dataclass(frozen=True)
+class Exists:
+    """A need like the others: whether an object that a pod waits for exists by now. Of a Secret no more is learned."""
+
+    kind: Literal["Secret", "ConfigMap"]
+    name: str
+
+
+Needed = Need | LogOf | Exists
+
+
 @dataclass(frozen=True)
 class Finding:
     """One condition as this pass sees it."""
@@ -537,6 +528,12 @@ class Finding:
     message: str
     needs: frozenset[Needed] = frozenset()
     """Facts that would make the message better."""
+
+    @property
+    def row(self) -> Row:
+        """Of its reason. A condition that is true may have a reason without one."""
+        reason = Reason.named(self.reason)
+        return reason.row if reason else Row(self.reason, conditions=())
 
 
 def met(condition: Condition, message: str, reason: str = "") -> Finding:

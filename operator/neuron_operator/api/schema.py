@@ -7,7 +7,6 @@ list has a merge type, and descriptions are the declared Markdown without links.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -108,15 +107,14 @@ def schema_of(kind: Any) -> Schema:
     schema = _type(core)
     if text := description_of(kind):
         schema["description"] = re.sub(LINK, r"\1", re.sub(REFERENCE, "", text))
-    for bounds in annotations:
-        if isinstance(bounds, Meta):
-            schema |= _bounds(bounds, str(schema.get("type")))
-    for shape in annotations:
-        if isinstance(shape, Shape):
-            schema |= _object(shape.part)
+    for one in annotations:
+        if isinstance(one, Meta):
+            schema |= _bounds(one, str(schema.get("type")))
+        elif isinstance(one, Shape):
+            schema |= _object(one.part)
+        elif isinstance(one, Rule):
+            schema |= one.schema
     rules = [one for one in annotations if isinstance(one, Rule)]
-    for rule in rules:
-        schema |= rule.schema
     if in_cel := [{"rule": rule.cel, "message": rule.message} for rule in rules if rule.cel]:
         schema["x-kubernetes-validations"] = in_cel
     return {key: schema[key] for key in sorted(schema, key=BELOW.__contains__)}
@@ -166,38 +164,8 @@ def _bounds(meta: Meta, kind: str) -> Schema:
     return {key: value for key, value in bounds.items() if value is not None} | dict(meta.extra_json_schema or {})
 
 
-class _Dumper(yaml.SafeDumper):
-    """Short maps of scalars on one line, long texts folded, lists indented."""
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, indentless=False)
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=">" if len(text) > 80 else None)
-
-
-def _map(dumper: yaml.SafeDumper, value: Mapping[str, Any]) -> yaml.Node:
-    node = dumper.represent_mapping("tag:yaml.org,2002:map", value.items())
-    short = not any(isinstance(one, dict | list) for one in value.values()) and len(str(value)) < 120
-    node.flow_style = short and "description" not in value and "default" not in value
-    return node
-
-
-def _list(dumper: yaml.SafeDumper, value: Iterable[Any]) -> yaml.Node:
-    node = dumper.represent_sequence("tag:yaml.org,2002:seq", value)
-    node.flow_style = not any(isinstance(one, dict) for one in value)
-    return node
-
-
-_Dumper.add_representer(str, _text)
-_Dumper.add_representer(dict, _map)
-_Dumper.add_representer(list, _list)
-
-
 def to_yaml() -> str:
     """The committed file."""
-    return (
-        "# Written by `make generate` from neuron_operator/api/model.py. Later versions only add fields.\n"
-        + yaml.dump(definition(), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
-    )
+    head = "# Written by `make generate` from neuron_operator/api/model.py. Later versions only add fields.\n"
+    # None: innermost maps and lists are on one line each.
+    return head + yaml.safe_dump(definition(), sort_keys=False, width=120, allow_unicode=True, default_flow_style=None)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar, TypeVarTuple
 
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.names import RUNTIME_CONTAINER
-from neuron_operator.api.needs import Exists
+from neuron_operator.api.reasons import Exists
 from neuron_operator.cluster.client import (
     CONFIG_MAPS,
     EVENTS,

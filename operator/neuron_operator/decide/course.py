@@ -16,8 +16,7 @@ from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import ArtifactStatus, Status
-from neuron_operator.api.needs import Exists, LogOf, Needed
-from neuron_operator.api.reasons import Finding, Reason, met, unmet
+from neuron_operator.api.reasons import Exists, Finding, LogOf, Needed, Reason, met, unmet
 from neuron_operator.decide import breaker, groups, nudge, pin, rollout
 from neuron_operator.decide.breaker import Allowed
 from neuron_operator.decide.rollout import Setback
@@ -25,7 +24,7 @@ from neuron_operator.decide.sharing import upkeep
 from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, seconds_false, using, walk
 from neuron_operator.place.planner import Held, is_stranded
 from neuron_operator.read.disruption import Pace
-from neuron_operator.read.objects import dig, is_owned, name_of
+from neuron_operator.read.objects import dig, is_owned, kind_of, name_of
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import ConditionView, Observed, observe
 from neuron_operator.read.world import Decision, Object, RefusalCause, Settings, Upgrade, World
@@ -125,8 +124,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
 
 
 def _noting_pause(finding: Finding) -> Finding:
-    reason = Reason.named(finding.reason)
-    if finding.status != "False" or reason is None or not reason.row.passing:
+    if finding.status != "False" or not finding.row.passing:
         return finding
     note = f"; paused: the operator changes nothing until annotation {names.PAUSED_ANNOTATION} is removed"
     return replace(finding, message=finding.message + note)
@@ -300,7 +298,7 @@ def _cleaning(
     """The CronJobs of the claims that the model's revisions use, with all their owners: each of them may apply it."""
     records = (kept.record for kept in observed.keepers.values() if kept.record is not None)
     made = cleaners(model, settings, _kept_revisions(model, observed, wanted), records)
-    live = {child.name: child.live for child in observed.shared if child.kind == "CronJob"}
+    live = {name_of(obj): obj for obj in observed.shared.get("CronJob", ())}
     return tuple(with_owners(obj, live.get(name_of(obj), {})) for obj in made)
 
 
@@ -316,7 +314,7 @@ _MAKE_PODS = frozenset({"Deployment", "StatefulSet", names.LEADER_WORKER_SET, "J
 
 def _independent(desired: Sequence[Object], world: World, observed: Observed) -> Iterator[Object]:
     """What can be written despite the refusals of this pass: no pods while an object that they need does not exist."""
-    existing = {(child.kind, child.name) for child in observed.children}
+    existing = {(kind_of(child), name_of(child)) for child in observed.children}
     lacking = any(r.kind in _NEEDED_BY_PODS and (r.kind, r.name) not in existing for r in world.refusals)
     for obj in _not_refused(desired, world):
         if not (lacking and obj["kind"] in _MAKE_PODS):
@@ -333,7 +331,7 @@ def _claims(
 ) -> Iterator[Object]:
     """The chart's claims that the revisions need and that do not exist. Nobody changes one later: people may enlarge
     it."""
-    existing = {child.name for child in observed.shared if child.kind == "PersistentVolumeClaim"}
+    existing = set(map(name_of, observed.shared.get("PersistentVolumeClaim", ())))
     places = (place for known in revisions if known for place in known.places)
     return (claim for claim in own_claims(model, settings, places) if name_of(claim) not in existing)
 
@@ -400,11 +398,12 @@ def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -
     kept = _kept_revisions(model, observed, wanted)
     needed = {
         "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
-        "ConfigMap": {serving.config_name(model.name, known.pinned.config) for known in kept},
+        "ConfigMap": {names.config_name(model.name, known.pinned.config) for known in kept},
     }
     for child in observed.children:
-        if is_owned(child.live, observed.model.uid) and child.name not in needed.get(child.kind, {child.name}):
-            yield child.live
+        name = name_of(child)
+        if is_owned(child, observed.model.uid) and name not in needed.get(kind_of(child), {name}):
+            yield child
 
 
 def _kept_revisions(model: NeuronModel, observed: Observed, wanted: Revision | None) -> tuple[Revision, ...]:
@@ -438,13 +437,12 @@ def _explain_serving(observed: Observed, course: Course, *, is_paused: bool) -> 
 def _during(rolling: Finding, missing: Finding, served: Revision, observed: Observed) -> Finding:
     """Ready stays at RollingOut while a replica beyond those promised is missing as rollouts have it: it starts, ends,
     or waits for the devices of another that ends."""
-    reason = Reason.named(missing.reason)
-    if missing.condition != "Ready" or reason is None:
+    if missing.condition != "Ready":
         return missing
     until = observed.now - timedelta(seconds=STUCK_SECONDS)
     is_stuck = any(pod.unscheduled is not None and pod.created and pod.created < until for pod in observed.live)
     is_awaiting = any(pod.revision != served.name for pod in observed.live) and not is_stuck
-    if reason.row.passing or (reason is Reason.INSUFFICIENT_NEURON and is_awaiting):
+    if missing.row.passing or (missing.reason == Reason.INSUFFICIENT_NEURON and is_awaiting):
         return replace(missing, reason=rolling.reason, message=f"{rolling.message}; {missing.message}")
     return missing
 
@@ -519,7 +517,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], pag
         error = course.setback.error if course.setback else ""
         failed, history = wanted if error else "", rollout.history_of(observed, course.wanted, current, error)
     groups_now = model.groups if course.num_wanted is None else ()
-    service = next((child for child in observed.children if child.kind == "Service"), None)
+    service = next((child for child in observed.children if kind_of(child) == "Service"), None)
     built: Object = as_json(
         Status(
             observed_generation=model.generation,
@@ -529,7 +527,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], pag
             ready_replicas=num_ready,
             updated_replicas=observed.num_updated(wanted),
             selector=names.selector_string(names.serving_selector(model.name)),
-            url=f"http://{service.name}.{model.namespace}.svc:{names.PORT}" if service else None,
+            url=f"http://{name_of(service)}.{model.namespace}.svc:{names.PORT}" if service else None,
             current_revision=current or None,
             update_revision=wanted or model.update_revision or None,
             failed_revision=failed or None,

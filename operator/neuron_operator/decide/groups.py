@@ -15,8 +15,7 @@ from typing import Literal
 
 from neuron_operator.api import names
 from neuron_operator.api.model_status import MAX_GROUPS, MAX_WORD, GroupStatus
-from neuron_operator.api.needs import Need
-from neuron_operator.api.reasons import Finding, Reason, unmet
+from neuron_operator.api.reasons import Finding, Need, Reason, unmet
 from neuron_operator.place.sizes import describe_free
 from neuron_operator.read.disruption import MAX_UNAVAILABLE
 from neuron_operator.read.objects import dig, instant, printable, text, written
@@ -228,7 +227,7 @@ def _record(group: GroupView, known: GroupStatus | None, observed: Observed, set
         since=known.since if known is not None and is_same and before == state else written(observed.now),
         restarts=restarts,
         members=group.size,
-        ready_members=group.num_present,
+        ready_members=sum(pod.is_running for pod in group.members),
         reason=reason,
         message=message,
     )

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from neuron_operator.api import names
-from neuron_operator.api.errors import InvalidSpec, StorageNotConfigured
+from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import NotPinned, SpecPart, Supported, as_json, fields_of
 from neuron_operator.api.model import BACKENDS, NeuronModel
 from neuron_operator.api.model_status import MAX_GROUPS, MemoryPlan, Plan
+from neuron_operator.api.reasons import Reason
 from neuron_operator.place.planner import Choice, Held, choose
 from neuron_operator.place.sizes import place
 from neuron_operator.place.sizing import Memory
-from neuron_operator.place.target import Target
 from neuron_operator.read.placement import Placement
 from neuron_operator.read.records import Facts
 from neuron_operator.read.remembered import remembered
@@ -29,7 +29,6 @@ from neuron_operator.render.config_document import config_document, ranks_of, sa
 from neuron_operator.render.objects import child
 from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
 from neuron_operator.render.resources import serving_memory, serving_requests
-from neuron_operator.render.serving import config_name
 from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
 
 MAX_BYTES = 2**53
@@ -39,7 +38,7 @@ MAX_BYTES = 2**53
 @remembered
 def spec_hash(model: NeuronModel) -> str:
     """Hash of the part of the spec that pods or placement depend on. Explicit defaults do not change it."""
-    return names.digest([FORMAT, _non_defaults(model.spec, model.backend)])
+    return names.digest([FORMAT, _non_defaults(model.spec, model.spec.backend)])
 
 
 def _non_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
@@ -146,16 +145,15 @@ def pin(
             f"{length} exceeds the model's maximum length of {facts.max_position_embeddings} tokens",
         )
     _check_parallelism(model)
-    choice = choose(model, facts, settings, free, before) if BACKENDS[model.backend].on_device else None
+    choice = choose(model, facts, settings, free, before) if BACKENDS[model.spec.backend].on_device else None
     placement = choice.placement if choice else place(model, settings)
     if placement.nodes > 1 and model.spec.replicas > MAX_GROUPS // 2:
         raise InvalidSpec(
             "spec.replicas", f"{model.spec.replicas} exceeds {MAX_GROUPS // 2}, the limit for models on several nodes"
         )
-    target = choice.target if choice else None
     weights = weights_place(model, settings)
-    compiling = _compiling(model, settings, target)
-    config = config_document(model, facts, target)
+    compiling = _compiling(model, settings, choice)
+    config = config_document(model, facts, choice.chosen if choice else None)
     template = serving_pod_template(
         model,
         placement,
@@ -163,9 +161,9 @@ def pin(
         requests=serving_requests(model, facts, placement.nodes),
         weights=weights,
         artifacts=compiling.artifacts if compiling else None,
-        target=target,
+        choice=choice,
         revision=revision_hash(spec_hash(model), model.refresh, upgrade),
-        config_name=config_name(model.name, config),
+        config_name=names.config_name(model.name, config),
     )
     pinned = Pinned(
         format=FORMAT,
@@ -201,15 +199,19 @@ def _check_parallelism(model: NeuronModel) -> None:
         raise InvalidSpec("spec.accelerator.cores", "a replica on several nodes has whole devices: set devices")
 
 
-def _compiling(model: NeuronModel, settings: Settings, target: Target | None) -> Compiling | None:
-    if not model.is_compiled:
+def _compiling(model: NeuronModel, settings: Settings, choice: Choice | None) -> Compiling | None:
+    if not model.spec.is_compiled:
         return None
     artifacts = artifacts_place(model, settings)
     if artifacts is None and model.spec.names_artifact:
         return None
     if artifacts is None:
-        raise StorageNotConfigured
-    family = target.family.name if target else ""
+        text = (
+            "a compiled model needs a place for its artifact; set it, or the chart value storage.artifacts, for "
+            "example storage.artifacts.pvcTemplate.size=10Gi"
+        )
+        raise InvalidSpec("spec.storage.artifacts", text, Reason.STORAGE_NOT_CONFIGURED)
+    family = choice.chosen.site.family.name if choice else ""
     return Compiling(image=compile_image(model, settings), artifacts=artifacts, family=family)
 
 
@@ -228,27 +230,27 @@ def to_object(model: NeuronModel, revision: Revision) -> Object:
 
 def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice | None) -> Plan:
     serving = model.spec.serving
-    target = choice.target if choice else None
-    load, memory = (target.load, target.memory) if target else (None, None)
-    instance_type = target.site if target else placement.instance_type
-    how = f"with backend {model.backend}{f', {target.words}' if target else ''}"
+    option = choice.chosen if choice else None
+    load = option.load if option else None
+    instance_type = option.site.name if option else placement.instance_type
+    how = f"with backend {model.spec.backend}{f', {option.shares}' if option else ''}"
     where = f" on {placement.instance_type}" if placement.instance_type else ""
     return Plan(
         instance_type=instance_type or None,
         devices=placement.devices,
         cores=placement.cores or None,
-        tensor=target.tensor if target else ranks_of(model),
+        tensor=option.tensor if option else ranks_of(model),
         nodes=placement.nodes,
         max_model_length=load.length if load else serving.max_model_length,
         max_sequences=load.sequences if load else serving.max_sequences,
         block_size=(load and load.block_size) or serving.block_size,
         num_blocks=(load and load.num_blocks) or serving.num_blocks,
-        backend=model.backend,
+        backend=model.spec.backend,
         dtype=(serving.dtype or facts.dtype)[:64],
         sampling=sampling_mode(model)[:64],
-        memory=_memory_plan(memory) if memory else None,
+        memory=_memory_plan(option.memory) if option else None,
         host_bytes=min(serving_memory(model, facts, placement.nodes), MAX_BYTES),
-        summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.backend].does} "
+        summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.spec.backend].does} "
         f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
         + (f"; {choice.arithmetic}" if choice else ""),
     )

@@ -17,8 +17,7 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import MAX_HISTORY, MAX_WORD, PastRevision
-from neuron_operator.api.needs import Need
-from neuron_operator.api.reasons import Reason
+from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.decide import groups
 from neuron_operator.read.disruption import Pace
 from neuron_operator.read.objects import dig, printable, written

@@ -206,7 +206,7 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
     if record is not None:
         return replace(waiting, desired=(with_owners(keeper(known.model, job, record), live.live),))
     is_lost = live.is_complete and not observed.pods_of(name)
-    is_outdated = not live.is_complete and live.rendered != rendered_hash(job)
+    is_outdated = not live.is_complete and rendered_hash(live.live) != rendered_hash(job)
     is_mended = any(awaited(pod, observed) in observed.existing for pod in observed.pods_of(name))
     if is_lost or is_outdated or is_mended or _is_stuck(live, observed):
         return replace(waiting, stale=(live.live,))
@@ -293,12 +293,12 @@ def _finish_fetch(known: Known) -> tuple[Known, Finding]:
 def _compile_jobs(known: Known) -> tuple[Object, ...]:
     if known.model.spec.names_artifact:
         return ()
-    return compile_jobs(known.model, known.settings, known.pinned.pinned)
+    return compile_jobs(known.model, known.settings, known.pinned)
 
 
 def _finish_compile(known: Known) -> tuple[Known, Finding]:
     artifact = known.artifact
-    if known.model.is_compiled and known.model.spec.names_artifact:
+    if known.model.spec.is_compiled and known.model.spec.names_artifact:
         message = f"replicas load the artifact that {names.ARTIFACT_VARIABLE} of spec.engine.env names, if it fits"
         return known, met("Compiled", message, "NotRequired")
     if artifact is None:

@@ -110,7 +110,7 @@ def run(options: argparse.Namespace, live: tuple[Object, Facts] | None = None) -
         facts = read_facts(options.facts) if options.facts else live[1] if live else inspected(model)
         settings, free = _where(options)
         pinned = pin.pin(model, facts, settings, 1, free=free)
-        choice = choose(model, facts, settings, free) if BACKENDS[model.backend].on_device else None
+        choice = choose(model, facts, settings, free) if BACKENDS[model.spec.backend].on_device else None
     except (InvalidSpec, Unplaceable) as refusal:
         print(f"{refusal.reason}: {refusal}", file=sys.stderr)
         return EXIT_REFUSED
@@ -144,7 +144,7 @@ def inspected(model: NeuronModel) -> Facts:
     program = str(beside) if beside.is_file() else shutil.which("neuron-runtime")
     if program is None:
         raise NoFacts("neuron-runtime is not installed here: pass the facts with --facts FILE")
-    command = [program, "inspect", model.spec.model.uri, "--backend", model.backend, "--json"]
+    command = [program, "inspect", model.spec.model.uri, "--backend", model.spec.backend, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -179,7 +179,7 @@ def objects(body: Object, model: NeuronModel, pinned: Revision, settings: Settin
     """What the operator would create, without owners: these do not exist yet."""
     world = World(body=body, children=(pin.to_object(model, pinned),), pods=(), now=datetime.now(UTC))
     decided = decide(replace(world, body={**body, "status": decide(world, settings, ()).status}), settings, ())
-    for obj in (*compile_jobs(model, settings, pinned.pinned)[:1], *decided.desired):
+    for obj in (*compile_jobs(model, settings, pinned)[:1], *decided.desired):
         metadata = {key: value for key, value in obj["metadata"].items() if key != "ownerReferences"}
         # Through JSON: YAML would refer from one object to a part of another.
         yield msgspec.json.decode(msgspec.json.encode({**obj, "metadata": metadata}))
@@ -198,7 +198,7 @@ def report(pinned: Revision, choice: Choice | None) -> Iterator[str]:
     yield ""
     rows = {
         "cheapest": f"{best.words}, {_costs(best)}",
-        "runner-up": _alternative(choice.runner_up) + choice.why_not,
+        "runner-up": _alternative(choice.runner_up),
         "one size smaller": _alternative(_neighbour(choice, -1)),
         "one size larger": _alternative(_neighbour(choice, 1)),
     }

@@ -1,6 +1,6 @@
 """A table of instance types with Neuron devices: what they have, which shares of it a pod may hold, what they cost.
 
-`placement` plans with it, and `sizing` reads the memory of a core. A type that is missing here is used by its family
+`planner` chooses from it, and `sizing` reads the memory of a core. A type that is missing here is used by its family
 and what its node offers; the kubelet and the scheduler decide.
 
 Sources: the architecture pages of the Neuron documentation (devices, cores, memory), the feature guide of NxD Inference
@@ -13,12 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
-from neuron_operator.api.errors import InvalidSpec
-
-NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
+from neuron_operator.read.world import DeviceMode
 
 GIB = 2**30
 MIB = 2**20
@@ -41,21 +38,6 @@ class Family:
     last_sdk: str
     """Newest Neuron SDK whose images have an NxD Inference that runs on it, as in docs/neuron.md."""
 
-    @property
-    def device_memory(self) -> int:
-        return self.physical_cores * self.core_memory
-
-    def logical_cores(self, chosen: int | None) -> tuple[int, int]:
-        """Physical cores per logical core, and logical cores per device. Raises InvalidSpec for what it does not have.
-
-        chosen: that of the manifest.
-        """
-        logical_core = chosen or self.logical_core
-        if logical_core > self.logical_core:
-            message = f"{self.name} has no logical cores of {chosen} physical ones: remove it"
-            raise InvalidSpec("spec.accelerator.logicalNeuronCore", message)
-        return logical_core, self.physical_cores // logical_core
-
 
 FAMILIES = {
     family.name: family
@@ -72,13 +54,13 @@ HYPERPOD = "ml."
 """SageMaker HyperPod labels its nodes with the name of the type after this."""
 
 
-def family_of(instance_type: str, families: Mapping[str, str] = NOTHING_TOLD) -> Family | None:
+def family_of(instance_type: str, families: Mapping[str, str] | None = None) -> Family | None:
     """By the first word of the type's name, so that new types of a family are known.
 
-    told: families by type, as an administrator names them (the chart value `devices.families`).
+    families: by type, as an administrator names them (the chart value `devices.families`).
     """
     match = re.match("|".join(FAMILIES), instance_type.removeprefix(HYPERPOD))
-    return FAMILIES.get(families.get(instance_type) or (match[0] if match else ""))
+    return FAMILIES.get((families or {}).get(instance_type) or (match[0] if match else ""))
 
 
 def type_named(label: str) -> InstanceType | None:
@@ -89,6 +71,10 @@ def type_named(label: str) -> InstanceType | None:
 def label_values(types: Iterable[str]) -> list[str]:
     """What nodes of these types may have as label, sorted."""
     return sorted({one for name in types for one in (name, *([f"{HYPERPOD}{name}"] if name in INSTANCE_TYPES else []))})
+
+
+TORUS_SETS = (1, 4, 8, 16)
+"""Numbers of devices that are adjacent on a torus."""
 
 
 @dataclass(frozen=True)
@@ -118,35 +104,22 @@ class InstanceType:
 
     @property
     def cores_per_device(self) -> int:
-        return self.family.logical_cores(None)[1]
+        return self.family.physical_cores // self.family.logical_core
 
     @property
     def cores(self) -> int:
         return self.devices * self.cores_per_device
 
-    @property
-    def plain_devices(self) -> tuple[int, ...]:
-        """Device counts that the device plugin grants on its own: one, or all of a node."""
-        return tuple(sorted({1, self.devices}))
-
-    @property
-    def extension_devices(self) -> tuple[int, ...]:
-        """Device counts that are granted with the scheduler extension, which picks adjacent devices."""
-        if self.topology == "torus":
-            return (1, 4, 8, 16)
-        return tuple(range(1, self.devices + 1))
-
-    @property
-    def plain_cores(self) -> tuple[int, ...]:
-        return tuple(sorted({1, self.cores}))
-
-    @property
-    def extension_cores(self) -> tuple[int, ...]:
-        """On a ring any number of cores; on a torus those of one device, or of a legal set of devices."""
-        if self.topology == "ring":
-            return tuple(range(1, self.cores + 1))
-        within = range(1, self.cores_per_device + 1)
-        return tuple(sorted({*within, *(self.cores_per_device * count for count in self.extension_devices)}))
+    def sizes(self, mode: DeviceMode, *, in_cores: bool) -> tuple[int, ...]:
+        """How many devices (or cores) a pod may hold, ascending. The device plugin alone grants one, or all of a node.
+        With the scheduler extension, which picks adjacent devices: on a torus the cores of one device, or whole sets;
+        elsewhere any number."""
+        most, each = (self.cores, self.cores_per_device) if in_cores else (self.devices, 1)
+        if mode == "Plugin":
+            return tuple(sorted({1, most}))
+        if self.topology != "torus":
+            return tuple(range(1, most + 1))
+        return tuple(sorted({*range(1, each + 1), *(each * devices for devices in TORUS_SETS)}))
 
 
 INSTANCE_TYPES = {

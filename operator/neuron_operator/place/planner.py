@@ -21,17 +21,15 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec, Unplaceable
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.api.needs import Need
-from neuron_operator.api.reasons import Reason
+from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.place import sizing
-from neuron_operator.place.catalog import FAMILIES, INSTANCE_TYPES, Family, family_of, type_named
+from neuron_operator.place.catalog import FAMILIES, INSTANCE_TYPES, Family, family_of, label_values, type_named
 from neuron_operator.place.sizes import NAME_THE_TYPE, legal_sizes, place
 from neuron_operator.place.sizing import Cores, Load, Memory, Widths, gb
-from neuron_operator.place.target import Target
 from neuron_operator.read.objects import number_of
-from neuron_operator.read.placement import TOLERATES_NEURON, NodeRules, Placement
+from neuron_operator.read.placement import TOLERATES_NEURON, NodeRules, Placement, counted
 from neuron_operator.read.records import Facts
-from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, NodeDevices, Settings
+from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, NodeDevices, Object, Settings
 
 USUAL_SEQUENCES = (16, 8, 4, 2, 1)
 """The most that fit are chosen, if the manifest sets no number."""
@@ -204,17 +202,8 @@ class Option:
         return self.nodes * self.site.price * (1.0 if self.supply is Supply.TO_BUY else share)
 
     @property
-    def lacks_host_memory(self) -> bool:
-        return 0 < self.site.host_memory < self.host.memory
-
-    @property
-    def lacks_cpus(self) -> bool:
-        """A node keeps some for itself."""
-        return 0 < self.site.vcpus <= self.host.cpus
-
-    @property
     def fits(self) -> bool:
-        return self.memory.fits and not self.lacks_host_memory and not self.lacks_cpus
+        return not self.problem
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -231,6 +220,12 @@ class Option:
         return f"{self.placement.words} of {self.site.name}"
 
     @property
+    def shares(self) -> str:
+        """Among what the model is shared out, for people."""
+        family = self.site.family.name
+        return f"tensor-parallel degree {self.tensor} on {counted(self.cores, 'NeuronCore')} of {family}"
+
+    @property
     def problem(self) -> str:
         """Why it does not fit; empty: it does."""
         if not self.memory.fits:
@@ -239,10 +234,10 @@ class Option:
                 f"each of {used} cores would need {gb(self.memory.total)} (weights {gb(self.memory.weights)}, "
                 f"cache {gb(self.memory.cache)}) for {self.load.words}, and may use {gb(self.memory.limit)}"
             )
-        if self.lacks_host_memory:
+        if 0 < self.site.host_memory < self.host.memory:
             takes = "its pod requests" if self.host.is_requested else "loading takes"
             return f"{takes} {gb(self.host.memory)} of host memory, and a node has {gb(self.site.host_memory)}"
-        if self.lacks_cpus:
+        if 0 < self.site.vcpus <= self.host.cpus:
             return f"its pod requests {self.host.cpus:g} CPUs, and a node has {self.site.vcpus}, of which it keeps some"
         return ""
 
@@ -268,35 +263,16 @@ class Choice:
         return replace(self.chosen.placement, instance_type=self.asked.instance_type)
 
     @property
-    def target(self) -> Target:
-        best = self.chosen
-        return Target(
-            best.site.family,
-            best.logical_core,
-            best.cores,
-            best.tensor,
-            () if self.asked.instance_type else self.instance_types,
-            site=best.site.name,
-            load=best.load,
-            memory=best.memory,
-        )
+    def node_rule(self) -> Object | None:
+        """The node affinity that keeps a pod on what the model is compiled for; None if the manifest names the type."""
+        if self.asked.instance_type:
+            return None
+        return {"key": names.INSTANCE_TYPE_LABEL, "operator": "In", "values": label_values(self.instance_types)}
 
     @property
     def runner_up(self) -> Option | None:
         """The best on another type."""
         return next((option for option in self.fitting if option.site.name != self.chosen.site.name), None)
-
-    @property
-    def why_not(self) -> str:
-        """Why not the runner-up, for people, after its words; empty: there is none, or it was not compared."""
-        second, chosen = self.runner_up, self.chosen
-        if second is None or self.is_kept:
-            return ""
-        if second.supply != chosen.supply:
-            return "; the chosen one " + ("is free now" if chosen.supply is Supply.THERE else "can be added")
-        if round(second.cost, 3) > round(chosen.cost, 3):
-            return f"; {second.cost / chosen.cost - 1:.0%} dearer"
-        return f"; as cheap, but {_tie(second, chosen)}"
 
     @property
     def arithmetic(self) -> str:
@@ -320,17 +296,8 @@ class Choice:
             reason = "is there now" if chosen.supply is Supply.THERE else "can be added"
             return f"chosen because it {reason}, before {second.words}"
         if round(second.cost, 3) == round(chosen.cost, 3):
-            return f"as cheap as {second.words}, which {_tie(second, chosen)}"
+            return f"as cheap as {second.words}"
         return f"cheapest, about {dollars(chosen.cost)} per hour, before {second.words} at {dollars(second.cost)}"
-
-
-def _tie(worse: Option, better: Option) -> str:
-    """What makes one of two equally cheap places the worse one."""
-    if worse.load.sequences < better.load.sequences:
-        return "has less room"
-    if worse.size > better.size:
-        return "has more devices"
-    return "is on a dearer node" if worse.site.price > better.site.price else "is later in the alphabet"
 
 
 def dollars(price: float) -> str:
@@ -352,20 +319,21 @@ def choose(
     """
     asked = place(model, settings)
     if not asked.resources:
-        raise InvalidSpec("spec.engine.backend", f"{model.backend} runs on Neuron devices: set accelerator.type Neuron")
+        text = f"{model.spec.backend} runs on Neuron devices: set accelerator.type Neuron"
+        raise InvalidSpec("spec.engine.backend", text)
     case = _Case(model, facts, settings.device_mode, wishes_of(model, facts), settings.groups.max_nodes)
-    sites = _sites(model, settings, asked, free)
-    case.check(sites)
+    sites = case.compatible(_sites(model, settings, asked, free))
+    case.check_tensor(sites)
     ranked = [tuple(case.options(sites, least, nodes)) for nodes in case.node_counts for least in case.wishes.least]
-    for kept in (True, False) if held else (False,):
+    for before in (held, None) if held else (None,):
         for options in ranked:
-            allowed = (
-                option for option in options if option.fits and not (kept and held and not held.contains(option))
-            )
+            allowed = (one for one in options if one.fits and (before is None or before.contains(one)))
             fitting = tuple(sorted(allowed, key=lambda option: option.order))
             if fitting:
                 rest = tuple(option for option in options if not option.fits)
-                return Choice(asked, _types(fitting[0], settings, free), fitting[0], fitting, rest, is_kept=kept)
+                return Choice(
+                    asked, _types(fitting[0], settings, free), fitting[0], fitting, rest, is_kept=before is not None
+                )
     options = next((options for options in reversed(ranked) if options), ())
     if not options:
         text = f"no node of {', '.join(sorted(site.name for site in sites))} grants {asked.words} to one pod"
@@ -413,35 +381,40 @@ class _Case:
         return tuple(count for count in (2**power for power in range(7)) if count <= self.max_nodes)
 
     @property
+    def in_cores(self) -> bool:
+        """Whether the manifest asks for cores."""
+        return self.model.spec.accelerator.cores is not None
+
+    @property
     def is_all_set(self) -> bool:
         """Whether the manifest sets all that decides how much memory is taken: then it is tried, fit or not."""
         accelerator = self.model.spec.accelerator
         return bool(self.wishes.length and self.wishes.sequences and (accelerator.devices or accelerator.cores))
 
-    def check(self, sites: Iterable[Site]) -> None:
-        """Raises InvalidSpec for numbers that no site can have."""
-        accelerator, wished = self.model.spec.accelerator, self.wishes.tensor
-        refused, most = list[InvalidSpec](), (0, "")
-        for site in sites:
-            try:
-                _, each = site.family.logical_cores(accelerator.logical_neuron_core)
-            except InvalidSpec as error:
-                refused.append(error)
-                continue
-            each_way = ((count, size) for count in self.node_counts for size in self.sizes(site, count))
-            for nodes, size in each_way:
-                in_cores = accelerator.cores is not None
-                held = Placement(devices=size, nodes=nodes).words
-                have = "are" if in_cores else f"are those of {held}, {site.family.name}"
-                most = max(most, (size if in_cores else size * each * nodes, have))
-        cores, have = most
-        if refused and not cores:
-            raise refused[0]
-        if wished is None or not cores:
+    def compatible(self, sites: tuple[Site, ...]) -> tuple[Site, ...]:
+        """The sites that have logical cores as the manifest wants them. Raises InvalidSpec if there are none."""
+        wished = self.model.spec.accelerator.logical_neuron_core or 1
+        having = tuple(site for site in sites if wished <= site.family.logical_core)
+        if sites and not having:
+            message = f"{sites[0].family.name} has no logical cores of {wished} physical ones: remove it"
+            raise InvalidSpec("spec.accelerator.logicalNeuronCore", message)
+        return having
+
+    def check_tensor(self, sites: Iterable[Site]) -> None:
+        """Raises InvalidSpec for a degree that no site can have."""
+        wished = self.wishes.tensor
+        offers = [
+            (self.cores_of(site, size, nodes), site, size, nodes)
+            for site, nodes in product(sites, self.node_counts)
+            for size in self.sizes(site, nodes)
+        ]
+        if wished is None or not offers:
             return
+        cores, site, size, nodes = max(offers, key=lambda offer: offer[0])
         if wished > cores:
-            message = f"{wished} needs {wished} NeuronCores, but {cores} {have}"
-            raise InvalidSpec("spec.parallelism.tensor", message)
+            held = Placement(devices=size, nodes=nodes).words
+            have = "are" if self.in_cores else f"are those of {held}, {site.family.name}"
+            raise InvalidSpec("spec.parallelism.tensor", f"{wished} needs {wished} NeuronCores, but {cores} {have}")
         if self.facts.num_heads % wished:
             fitting = ", ".join(str(d) for d in range(1, cores + 1) if self.facts.num_heads % d == 0)
             message = f"{wished} does not divide the {self.facts.num_heads} attention heads; choose one of {fitting}"
@@ -452,26 +425,31 @@ class _Case:
         say, several nodes are whole ones that have a network for their devices."""
         accelerator = self.model.spec.accelerator
         pinned = accelerator.cores or accelerator.devices
-        legal = legal_sizes(site.name, site.devices, self.mode, in_cores=accelerator.cores is not None)
+        legal = legal_sizes(site.name, site.devices, self.mode, in_cores=self.in_cores)
         if pinned is not None:
             return (pinned,) if not legal or pinned in legal else ()
         if nodes > 1:
             return tuple(size for size in legal if size == site.devices and site.is_wired)
         return legal or (1,)
 
+    def cores_of(self, site: Site, size: int, nodes: int) -> int:
+        """Logical cores of so many devices (or cores) on each of so many nodes."""
+        each = 1 if self.in_cores else site.family.physical_cores // self.logical_core(site)
+        return nodes * size * each
+
+    def logical_core(self, site: Site) -> int:
+        """Physical cores of each."""
+        return self.model.spec.accelerator.logical_neuron_core or site.family.logical_core
+
     def options(self, sites: Iterable[Site], least: tuple[int, int], nodes: int) -> Iterator[Option]:
         """For each site and size, the largest load that fits, or the smallest if none does."""
-        accelerator, host = self.model.spec.accelerator, self.host(nodes)
-        in_cores = accelerator.cores is not None
+        host = self.host(nodes)
         for site in sites:
-            try:
-                logical_core, each = site.family.logical_cores(accelerator.logical_neuron_core)
-            except InvalidSpec:
-                continue
+            logical_core = self.logical_core(site)
             for size in self.sizes(site, nodes):
-                cores = nodes * (size if in_cores else size * each)
+                cores = self.cores_of(site, size, nodes)
                 tried = (
-                    Option(site, size, nodes, in_cores, logical_core, cores, tensor, load, memory, host)
+                    Option(site, size, nodes, self.in_cores, logical_core, cores, tensor, load, memory, host)
                     for load in self.wishes.loads(least, logical_core)
                     for tensor in self.degrees(site.family, logical_core, cores, nodes)
                     for memory in (self.memory(load, Cores(tensor, site.family, logical_core)),)
@@ -565,17 +543,11 @@ class _Case:
 
 def _types(best: Option, settings: Settings, free: FreeDevices | None) -> tuple[str, ...]:
     """All types whose nodes can run what is compiled for this one."""
-    known = {
-        kind.name
-        for kind in INSTANCE_TYPES.values()
-        if kind.family is best.site.family and kind.host_memory >= best.host.memory and kind.vcpus > best.host.cpus
-    }
-    named = {*(node.instance_type for node in (free and free.nodes) or ()), *settings.device_families}
-    others = {
-        kind
-        for kind in named
-        if type_named(kind) is None and family_of(kind, settings.device_families) is best.site.family
-    }
+    family, host, families = best.site.family, best.host, settings.device_families
+    of_family = (kind for kind in INSTANCE_TYPES.values() if kind.family is family)
+    known = {kind.name for kind in of_family if kind.host_memory >= host.memory and kind.vcpus > host.cpus}
+    named = {*(node.instance_type for node in (free and free.nodes) or ()), *families}
+    others = {kind for kind in named if type_named(kind) is None and family_of(kind, families) is family}
     return tuple(sorted(known | others))
 
 

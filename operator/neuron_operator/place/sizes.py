@@ -12,7 +12,7 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import Unplaceable
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.reasons import Reason
-from neuron_operator.place.catalog import INSTANCE_TYPES, InstanceType, label_values, type_named
+from neuron_operator.place.catalog import INSTANCE_TYPES, label_values, type_named
 from neuron_operator.read.placement import NodeRules, Placement
 from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, Object, Settings
 
@@ -20,15 +20,15 @@ from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, Ob
 def place(model: NeuronModel, settings: Settings) -> Placement:
     """The devices or cores of the manifest, or one device. Raises Unplaceable for a size that no node grants."""
     accelerator = model.spec.accelerator
-    instance_type = model.spec.pod_template.spec.node_selector.get(names.INSTANCE_TYPE_LABEL, "")
-    nodes = model.spec.parallelism.nodes or 1
-    if accelerator.type == "CPU":
-        return Placement(instance_type=instance_type, nodes=nodes)
-    if accelerator.cores is not None:
-        placement = Placement(cores=accelerator.cores, instance_type=instance_type, nodes=nodes)
-    else:
-        placement = Placement(devices=accelerator.devices or 1, instance_type=instance_type, nodes=nodes)
-    _check(placement, settings.device_mode)
+    holds_devices = accelerator.type != "CPU" and accelerator.cores is None
+    placement = Placement(
+        devices=(accelerator.devices or 1) if holds_devices else 0,
+        cores=accelerator.cores or 0,
+        instance_type=model.spec.pod_template.spec.node_selector.get(names.INSTANCE_TYPE_LABEL, ""),
+        nodes=model.spec.parallelism.nodes or 1,
+    )
+    if placement.resources:
+        _check(placement, settings.device_mode)
     return placement
 
 
@@ -44,7 +44,7 @@ def legal_sizes(instance_type: str, devices: int, mode: DeviceMode, *, in_cores:
     """
     kind = type_named(instance_type)
     if kind is not None:
-        sizes = _sizes(kind, Placement(cores=1) if in_cores else Placement(devices=1), mode)
+        sizes = kind.sizes(mode, in_cores=in_cores)
         return sizes if in_cores else tuple(size for size in sizes if size <= (devices or kind.devices))
     if in_cores or not devices:
         return ()
@@ -96,37 +96,30 @@ def describe_sizes(free: FreeDevices | None, placement: Placement, rules: NodeRu
 MAX_NODES_SHOWN = 8
 
 
-def _sizes(instance: InstanceType, placement: Placement, mode: DeviceMode) -> tuple[int, ...]:
-    """The legal sizes of an instance type, in the unit of the placement."""
-    if mode == "PluginWithExtension":
-        return instance.extension_cores if placement.cores else instance.extension_devices
-    return instance.plain_cores if placement.cores else instance.plain_devices
-
-
 def _refusing(placement: Placement, mode: DeviceMode) -> tuple[str, ...]:
     """Names of the known instance types that do not grant this size."""
-    count = placement.cores or placement.devices
-    return tuple(sorted(name for name, kind in INSTANCE_TYPES.items() if count not in _sizes(kind, placement, mode)))
+    in_cores = bool(placement.cores)
+    sizes = {name: kind.sizes(mode, in_cores=in_cores) for name, kind in INSTANCE_TYPES.items()}
+    return tuple(sorted(name for name, granted in sizes.items() if placement.size not in granted))
 
 
 def _check(placement: Placement, mode: DeviceMode) -> None:
     """Raises Unplaceable unless the given instance type, or any if none is given, grants the size."""
-    refusing = _refusing(placement, mode)
-    if placement.instance_type:
-        if placement.instance_type in label_values(refusing):
-            types = (placement.instance_type,)
-            raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, _not_a_size(placement, f"{types[0]} grants", types, mode))
-    elif len(refusing) == len(INSTANCE_TYPES):
+    refusing, named = _refusing(placement, mode), placement.instance_type
+    if named in label_values(refusing):
+        raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, _not_a_size(placement, f"{named} grants", (named,), mode))
+    if not named and len(refusing) == len(INSTANCE_TYPES):
         text = _not_a_size(placement, "any known instance type grants", refusing, mode)
         raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text)
 
 
 def _not_a_size(placement: Placement, who_grants: str, types: Iterable[str], mode: DeviceMode) -> str:
-    field = "cores" if placement.cores else "devices"
-    sizes = sorted({size for kind in map(type_named, types) if kind for size in _sizes(kind, placement, mode)})
+    in_cores = bool(placement.cores)
+    field = "cores" if in_cores else "devices"
+    sizes = sorted({size for kind in map(type_named, types) if kind for size in kind.sizes(mode, in_cores=in_cores)})
     hint = "; other sizes need the scheduler extension (chart value devices.mode)" if mode == "Plugin" else ""
     return (
-        f"spec.accelerator.{field}: {placement.cores or placement.devices} is not a size that {who_grants} to one pod; "
+        f"spec.accelerator.{field}: {placement.size} is not a size that {who_grants} to one pod; "
         f"choose one of {_ranges(sizes)}{hint}"
     )
 

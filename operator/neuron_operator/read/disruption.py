@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuron_operator.api.needs import Need
+from neuron_operator.api.reasons import Need
 
 MAX_UNAVAILABLE = 1
 
@@ -23,11 +23,3 @@ class Pace:
     words: str
     """For the condition, before the rollout begins: above all, whether nobody will answer."""
     needs: frozenset[Need] = frozenset()
-
-    @property
-    def max_surge(self) -> int:
-        return 1 if self.surges else 0
-
-    @property
-    def max_unavailable(self) -> int:
-        return 0 if self.surges else MAX_UNAVAILABLE

@@ -38,6 +38,10 @@ def items(value: Any, *path: str) -> list[Mapping[str, Any]]:
     return [item for item in part if isinstance(item, dict)] if isinstance(part, list | tuple) else []
 
 
+def kind_of(value: Any) -> str:
+    return text(value, "kind")
+
+
 def name_of(value: Any) -> str:
     return text(value, "metadata", "name")
 

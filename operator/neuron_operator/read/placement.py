@@ -27,6 +27,11 @@ class Placement:
     """Each with so many devices or cores."""
 
     @property
+    def size(self) -> int:
+        """Devices, or cores if it holds those, of each node."""
+        return self.cores or self.devices
+
+    @property
     def resources(self) -> dict[str, str]:
         """Extended resources of the runtime container; requests and limits must be equal."""
         counts = {names.DEVICE_RESOURCE: self.devices, names.CORE_RESOURCE: self.cores}

@@ -68,6 +68,10 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
     template: dict[str, Any]
     """The pod template of a replica."""
 
+    @property
+    def artifacts(self) -> Place | None:
+        return self.compiling.artifacts if self.compiling else None
+
 
 class Revision(Struct, frozen=True, kw_only=True):
     """A pinned decision with its identity."""
@@ -96,8 +100,7 @@ class Revision(Struct, frozen=True, kw_only=True):
     @property
     def places(self) -> tuple[Place, ...]:
         """What its pods read and Jobs fill."""
-        artifacts = self.pinned.compiling.artifacts if self.pinned.compiling else None
-        return tuple(place for place in (self.pinned.weights, artifacts) if place)
+        return tuple(place for place in (self.pinned.weights, self.pinned.artifacts) if place)
 
     @property
     def placement(self) -> Placement:

@@ -5,16 +5,18 @@ A view has only the fields that are used. Missing and wrongly typed parts read a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
 
 from neuron_operator.api import names
 from neuron_operator.api.model_status import MAX_GROUPS, MAX_HISTORY, MAX_WORD, GroupStatus, PastRevision
-from neuron_operator.api.needs import Exists
+from neuron_operator.api.reasons import Exists
 from neuron_operator.read import revision
 from neuron_operator.read.objects import (
     dig,
@@ -22,10 +24,10 @@ from neuron_operator.read.objects import (
     is_orphan,
     is_owned,
     items,
+    kind_of,
     labels_of,
     name_of,
     owners_of,
-    rendered_hash,
     text,
     whole,
 )
@@ -34,7 +36,6 @@ from neuron_operator.read.records import Record, parse_record
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import FreeDevices, Object, World
 
-View = TypeVar("View")
 Part = TypeVar("Part", PastRevision, GroupStatus)
 
 EVICTED = "Evicted"
@@ -217,36 +218,66 @@ class PodView:
 
 @dataclass(frozen=True)
 class JobView:
-    name: str
-    role: str
-    created: datetime | None
-    is_complete: bool
-    failure: str | None
-    """Message of the condition Failed; None: it has not failed."""
-    rendered: str
-    """Hash of the spec that it was created with."""
-    is_suspended: bool
-    """Others decide when it may start."""
-    expires: bool
-    """It will be deleted some time after its end."""
-    tried: str
-    """When the operator last had its pod tried again; empty: never."""
+    """It is read when it is asked: a pass looks at few of the Jobs of a namespace."""
+
     live: Object
+
+    @property
+    def name(self) -> str:
+        return name_of(self.live)
+
+    @property
+    def role(self) -> str:
+        return text(labels_of(self.live), names.ROLE_LABEL)
+
+    @property
+    def created(self) -> datetime | None:
+        return _created(self.live)
+
+    @cached_property
+    def is_complete(self) -> bool:
+        return _conditions(self.live).get("Complete", _ABSENT).status == "True"
+
+    @cached_property
+    def failure(self) -> str | None:
+        """Message of the condition Failed; None: it has not failed."""
+        failed = _conditions(self.live).get("Failed", _ABSENT)
+        return failed.message if failed.status == "True" else None
 
     @property
     def is_finished(self) -> bool:
         return self.is_complete or self.failure is not None
 
+    @property
+    def is_suspended(self) -> bool:
+        """Others decide when it may start."""
+        return dig(self.live, "spec", "suspend") is True
+
+    @property
+    def expires(self) -> bool:
+        """It will be deleted some time after its end."""
+        return dig(self.live, "spec", "ttlSecondsAfterFinished") is not None
+
+    @property
+    def tried(self) -> str:
+        """When the operator last had its pod tried again; empty: never."""
+        return text(self.live, "metadata", "annotations", names.TRIED_ANNOTATION)
+
 
 @dataclass(frozen=True)
 class KeeperView:
-    """The copied record of a Job."""
+    """The copied record of a Job. It is parsed when it is read: a pass reads few of those in a namespace."""
 
-    name: str
-    created: datetime | None
-    record: Record | None
-    """None: it was damaged."""
     live: Object
+
+    @property
+    def created(self) -> datetime | None:
+        return _created(self.live)
+
+    @cached_property
+    def record(self) -> Record | None:
+        """None: it was damaged."""
+        return parse_record(text(self.live, "data", names.RECORD_KEY))
 
 
 @dataclass(frozen=True)
@@ -290,10 +321,6 @@ class GroupView:
         return any(pod.is_answering and pod.role == names.ROLE_LEADER for pod in self.members)
 
     @property
-    def num_present(self) -> int:
-        return sum(pod.is_running for pod in self.members)
-
-    @property
     def is_placed(self) -> bool:
         """Every member has a node."""
         return sum(bool(pod.node) for pod in self.members) >= self.size
@@ -312,25 +339,18 @@ class NodeView:
 
 
 @dataclass(frozen=True)
-class ChildView:
-    kind: str
-    name: str
-    live: Object
-
-
-@dataclass(frozen=True)
 class Observed:
     """The objects of one pass as views. Children of other owners are left out."""
 
     model: ModelView
-    children: tuple[ChildView, ...]
+    children: tuple[Object, ...]
     deployment: DeploymentView | None
     jobs: Mapping[str, JobView]
     """The shared Jobs, by name."""
     keepers: Mapping[str, KeeperView]
     """Their copied records, by the same names."""
-    shared: tuple[ChildView, ...]
-    """All objects that the models of the namespace share."""
+    shared: Mapping[str, Sequence[Object]]
+    """All objects that the models of the namespace share, by kind."""
     revisions: tuple[Revision, ...]
     replicas: tuple[PodView, ...]
     """The pods that answer, one of each replica, whatever their revision."""
@@ -402,38 +422,15 @@ class Observed:
         return self.now - created if created else timedelta(0)
 
 
-class _Views(Mapping[str, View]):
-    """Views by name, made when they are read: a pass reads few of the objects that a namespace shares."""
-
-    def __init__(self, live: Mapping[str, Object], view: Callable[[Object], View]) -> None:
-        self._live = live
-        self._view = view
-        self._made: dict[str, View] = {}
-
-    def __getitem__(self, name: str) -> View:
-        if name not in self._made:
-            self._made[name] = self._view(self._live[name])
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._live)
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-
 def observe(world: World) -> Observed:
     model = _model(world.body)
-    children = tuple(
-        ChildView(text(child, "kind"), name_of(child), child)
-        for child in world.children
-        if is_owned(child, model.uid) or is_orphan(child)
-    )
-    group_owners = [child.live for child in children if child.kind in LAST_PARTS]
-    written = {(text(child, "kind"), name_of(child)) for child in world.children}
-    shared = tuple(ChildView(text(obj, "kind"), name_of(obj), obj) for obj in world.shared)
+    children = tuple(child for child in world.children if is_owned(child, model.uid) or is_orphan(child))
+    written = {(kind_of(child), name_of(child)) for child in world.children}
+    shared = defaultdict[str, list[Object]](list)
+    for obj in world.shared:
+        shared[kind_of(obj)].append(obj)
     # By UID: pods of a deleted Job may outlive the creation of the next with its name.
-    names_of_jobs = {text(obj.live, "metadata", "uid"): obj.name for obj in shared if obj.kind == "Job"}
+    names_of_jobs = {text(job, "metadata", "uid"): name_of(job) for job in shared["Job"]}
     job_pods: dict[str, tuple[Object, ...]] = {}
     for pod in world.pods:
         job = names_of_jobs.get(_job_of(pod) or "", "")
@@ -442,14 +439,18 @@ def observe(world: World) -> Observed:
     return Observed(
         model=model,
         children=children,
-        deployment=next((_deployment(child.live) for child in children if child.kind == "Deployment"), None),
-        jobs=_Views({obj.name: obj.live for obj in shared if obj.kind == "Job"}, _job),
-        keepers=_Views({obj.name: obj.live for obj in shared if obj.kind == "ConfigMap"}, _keeper),
+        deployment=next((_deployment(child) for child in children if kind_of(child) == "Deployment"), None),
+        jobs={name_of(job): JobView(job) for job in shared["Job"]},
+        keepers={name_of(record): KeeperView(record) for record in shared["ConfigMap"]},
         shared=shared,
         revisions=_revisions(children),
         replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),
         followers=tuple(pod for pod in pods if pod.role == names.ROLE_FOLLOWER),
-        groups=tuple(_group(obj, pods, written) for obj in group_owners if not _is_deleting(obj)),
+        groups=tuple(
+            _group(child, pods, written)
+            for child in children
+            if kind_of(child) in LAST_PARTS and not _is_deleting(child)
+        ),
         job_pods=job_pods,
         warnings=_said(sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)),
         said_of_claims=_said(world.claim_events),
@@ -466,19 +467,16 @@ def _said(events: Iterable[Object]) -> Mapping[str, str]:
     return {text(event, "regarding", "name"): f"{text(event, 'reason')}: {text(event, 'note')}" for event in events}
 
 
-def _revisions(children: Sequence[ChildView]) -> tuple[Revision, ...]:
+def _revisions(children: Sequence[Object]) -> tuple[Revision, ...]:
     """The kept revisions, and the running one if it is no longer kept."""
-
-    def of_kind(kind: str) -> list[Object]:
-        return [child.live for child in children if child.kind == kind]
-
-    revisions = [revision.from_object(keeper) for keeper in of_kind("ControllerRevision")]
-    kept = [known for known in revisions if known is not None]
-    for deployment in of_kind("Deployment"):
-        running = revision.from_running(deployment, of_kind("ConfigMap"))
-        if running is not None and running.name not in {known.name for known in kept}:
-            kept.append(running)
-    return tuple(kept)
+    config_maps = [child for child in children if kind_of(child) == "ConfigMap"]
+    kept = (revision.from_object(child) for child in children if kind_of(child) == "ControllerRevision")
+    running = (revision.from_running(child, config_maps) for child in children if kind_of(child) == "Deployment")
+    by_name: dict[str, Revision] = {}
+    for known in (*kept, *running):
+        if known is not None:
+            by_name.setdefault(known.name, known)
+    return tuple(by_name.values())
 
 
 def _model(body: Object) -> ModelView:
@@ -601,32 +599,6 @@ def _container(name: str, pod: Object) -> ContainerView:
         waiting_reason=text(state, "waiting", "reason"),
         waiting_message=text(state, "waiting", "message"),
         ended=termination,
-    )
-
-
-def _job(job: Object) -> JobView:
-    conditions = _conditions(job)
-    failed = conditions.get("Failed", _ABSENT)
-    return JobView(
-        name=name_of(job),
-        role=text(labels_of(job), names.ROLE_LABEL),
-        created=_created(job),
-        is_complete=conditions.get("Complete", _ABSENT).status == "True",
-        failure=failed.message if failed.status == "True" else None,
-        rendered=rendered_hash(job),
-        is_suspended=dig(job, "spec", "suspend") is True,
-        expires=dig(job, "spec", "ttlSecondsAfterFinished") is not None,
-        tried=text(job, "metadata", "annotations", names.TRIED_ANNOTATION),
-        live=job,
-    )
-
-
-def _keeper(config_map: Object) -> KeeperView:
-    return KeeperView(
-        name=name_of(config_map),
-        created=_created(config_map),
-        record=parse_record(text(config_map, "data", names.RECORD_KEY)),
-        live=config_map,
     )
 
 

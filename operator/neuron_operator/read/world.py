@@ -1,22 +1,10 @@
 """What one pass sees and what it decides: the types between the rim (reconcile, local) and the pure middle (decide).
 
 The rim fills a World from its caches, calls `decide.decide(world, settings)` and executes the Decision. Nothing here
-does I/O or knows a field of a NeuronModel's spec.
+does I/O. Of a NeuronModel's spec it knows the kinds of storage, which the chart has too.
 
-How the rim runs a pass:
-
-1. `decide`; if it `needs` facts that this pass has not read, read them and decide again.
-2. Apply `desired` in order, skipping objects that the live object already contains. A name owned by something else goes
-   and a request that the API server refuses go into `refusals`: decide again, which leaves out that object and what
-   depends on it. A new pass starts with `refusals` empty, so that it notices repairs. Another
-   fault ends the pass, which is tried again; when this has lasted for some seconds, it goes into `refusals`, too.
-3. Make `changes`, and delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
-   If anything was written, look and decide once more, so that one status tells what the writes led to.
-   Then make `moves`, as many as the budget of all models allows, each with its Event.
-4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen. If it
-   did and `follows`, or if step 3 wrote again after the second look, the next pass follows at once. The pass's own
-   writes make none follow.
-5. Create the Events in `announcements` if the status was written; run again within `requeue_after_seconds`.
+A pass decides again with the facts that a Decision `needs` and with the refusals of its writes, until it learns nothing
+new. It writes the status last, so that this never reports a step that did not happen, and then posts the Events.
 """
 
 from __future__ import annotations
@@ -29,9 +17,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct
 
+from neuron_operator.api.model import Claim, EmptyDir, ObjectStore
 from neuron_operator.api.names import INSTANCE_TYPE_LABEL, ZONE_LABEL
-from neuron_operator.api.needs import Exists, Needed
-from neuron_operator.api.reasons import TROUBLESHOOTING
+from neuron_operator.api.reasons import TROUBLESHOOTING, Exists, Needed
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON, as the API server sends it. Never changed in place."""
@@ -231,10 +219,6 @@ class CaBundle(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", 
             raise ValueError("set configMap or secret, not both")
 
 
-class EmptyFolder(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
-    size_limit: str | int | None = None
-
-
 class ClaimTemplate(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True, omit_defaults=True):
     """A claim that the operator makes in each namespace that needs it."""
 
@@ -243,21 +227,12 @@ class ClaimTemplate(Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     size: str | int
 
 
-class ClaimFolder(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
-    claim_name: str
-    sub_path: str = ""
-
-
-class ObjectStore(Struct, frozen=True, forbid_unknown_fields=True):
-    uri: str
-
-
 class Place(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True, omit_defaults=True):
     """Where weights or compiled artifacts are kept: at most one is set. Without any, weights are in each pod."""
 
-    empty_dir: EmptyFolder | None = None
+    empty_dir: EmptyDir | None = None
     pvc_template: ClaimTemplate | None = None
-    persistent_volume_claim: ClaimFolder | None = None
+    persistent_volume_claim: Claim | None = None
     object_store: ObjectStore | None = None
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ are left alone: other namespaces and clusters may use the same bucket. Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
@@ -38,27 +38,19 @@ def cleaners(
     Args:
         records: those that are kept in the namespace. They name everything that a revision of any model needs.
     """
-    places = dict.fromkeys(place for revision in revisions for place in _claims(revision))
+    places = dict.fromkeys(
+        (kept, place)
+        for revision in revisions
+        for kept, place in ((WEIGHTS, revision.pinned.weights), (ARTIFACTS, revision.pinned.artifacts))
+        if place and place.persistent_volume_claim
+    )
     if not settings.storage.keep_days or not places:
         return ()
     # Weights and artifacts may share a folder.
-    named = (key for record in records for key in _keys(record) if _KEY.fullmatch(key))
-    needed = sorted(set(named))
+    known = tuple(records)
+    keys = {one.weights.digest for one in known if one.weights} | {one.artifact.key for one in known if one.artifact}
+    needed = sorted(filter(_KEY.fullmatch, keys))
     return tuple(_cleaner(model, settings, kept, place, needed) for kept, place in places)
-
-
-def _keys(record: Record) -> Iterator[str]:
-    if record.weights:
-        yield record.weights.digest
-    if record.artifact:
-        yield record.artifact.key
-
-
-def _claims(revision: Revision) -> Iterator[tuple[Kept, Place]]:
-    pinned = revision.pinned
-    artifacts = pinned.compiling.artifacts if pinned.compiling else None
-    places = ((WEIGHTS, pinned.weights), (ARTIFACTS, artifacts))
-    return ((kept, place) for kept, place in places if place and place.persistent_volume_claim)
 
 
 def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, needed: list[str]) -> Object:
@@ -72,8 +64,6 @@ def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, n
             image=using.runtime_image,
             command=["neuron-runtime", kept.name, "prune", kept.folder, *arguments],
             access=Access(writing(kept, place).mounts),
-            mounts=(),
-            annotations={},
             resources={"requests": JOB_REQUESTS},
             nodes=nodes,
         )

@@ -15,8 +15,7 @@ import msgspec
 
 from neuron_operator.api.fields import ConfigKey, Supported, as_json, walk
 from neuron_operator.api.model import BACKENDS, ModelSource, NeuronModel, Spec
-from neuron_operator.place.sizing import Load
-from neuron_operator.place.target import Target
+from neuron_operator.place.planner import Option
 from neuron_operator.read.objects import dig
 from neuron_operator.read.records import Facts
 
@@ -32,32 +31,32 @@ COMPILED_PATHS = (
     ),
 )
 """What a compiled artifact depends on; the runtime marks the same fields with `COMPILED`."""
-NO_NAMES = {"servedNames": ["compiled"]}
-"""In a part of a document, which must have names."""
 
 
-def config_document(model: NeuronModel, facts: Facts, target: Target | None = None) -> dict[str, Any]:
+def config_document(model: NeuronModel, facts: Facts, option: Option | None = None) -> dict[str, Any]:
     """The document of one revision: the fields that have a ConfigKey, over the operator's own defaults.
 
-    target: what the model is compiled for, if it runs on devices: the Job that compiles it has none to ask.
+    option: the devices that the model is compiled for, if it runs on some: the Job that compiles it has none to ask.
     """
     document: dict[str, Any] = {
         "version": VERSION,
         "model": {"digest": facts.digest},
         "servedNames": [model.name],
-        "backend": model.backend,
+        "backend": model.spec.backend,
         "dtype": "auto",
         "limits": {},
-        **({"compile": True} if model.is_compiled else {}),
+        **({"compile": True} if model.spec.is_compiled else {}),
     }
-    if target is not None:
-        _put(document, "parallelism.tensor", target.tensor)
-        _put(document, "accelerator.logicalNeuronCore", target.logical_core)
-        _put(document, "limits", _limits(target.load) if target.load else {})
+    if option is not None:
+        _put(document, "parallelism.tensor", option.tensor)
+        _put(document, "accelerator.logicalNeuronCore", option.logical_core)
+        _put(document, "limits", {"maxModelLength": option.load.length, "maxSequences": option.load.sequences})
+        if option.load.block_size:
+            _put(document, "limits", {"blockSize": option.load.block_size, "numBlocks": option.load.num_blocks})
     elif (ranks := ranks_of(model)) > 1:
         _put(document, "parallelism.tensor", ranks)
     for _, one, value in walk(model.spec, "spec"):
-        acted_on = not any(support.is_idle(model.backend) for support in one.annotations(Supported))
+        acted_on = not any(support.is_idle(model.spec.backend) for support in one.annotations(Supported))
         for to in one.annotations(ConfigKey):
             written = to.words.get(value, value) if to.words else value
             if acted_on and written not in (None, {}):
@@ -71,14 +70,9 @@ def ranks_of(model: NeuronModel) -> int:
     return parallelism.tensor or parallelism.nodes or 1
 
 
-def _limits(load: Load) -> dict[str, int]:
-    blocks = {"blockSize": load.block_size, "numBlocks": load.num_blocks} if load.block_size else {}
-    return {"maxModelLength": load.length, "maxSequences": load.sequences, **blocks}
-
-
 def compiled_part(document: Mapping[str, Any]) -> dict[str, Any]:
     """A document without what compiled artifacts do not depend on. Models with an equal part share an artifact."""
-    part: dict[str, Any] = {**NO_NAMES}
+    part: dict[str, Any] = {"servedNames": ["compiled"]}  # a document must have some
     for path in COMPILED_PATHS:
         value = dig(document, *path.split("."))
         if value is not None:
@@ -98,7 +92,7 @@ def _put(document: dict[str, Any], path: str, value: Any) -> None:
 
 def sampling_mode(model: NeuronModel) -> str:
     """Where the runtime will sample tokens."""
-    on_host = model.backend != "simulated" and not BACKENDS[model.backend].on_device
+    on_host = model.spec.backend != "simulated" and not BACKENDS[model.spec.backend].on_device
     return "Host" if on_host else model.spec.serving.sampling or "Device"
 
 

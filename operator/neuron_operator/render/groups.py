@@ -17,7 +17,8 @@ from neuron_operator.api.model import NeuronModel
 from neuron_operator.read.objects import dig, labels_of, name_of, text
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import GroupSettings, Object
-from neuron_operator.render.objects import child, without_empty
+from neuron_operator.render.objects import Mount, child, without_empty
+from neuron_operator.render.pods import READABLE, merged_env, with_terms
 
 
 @dataclass(frozen=True)
@@ -47,26 +48,24 @@ def group_owner(
     template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **own}
     spec = template["spec"]
     spec["nodeSelector"] = {**attempt.labels, **spec.get("nodeSelector", {})}
-    together = () if is_room_known or not revision.placement.resources else _common_labels(settings)
-    spec["affinity"] = _apart(spec.get("affinity") or {}, name, together)
+    is_unknown = revision.placement.resources and not is_room_known
+    together = (names.INSTANCE_TYPE_LABEL, settings.topology_key) if is_unknown else ()
+    spec["affinity"] = _apart(spec.get("affinity") or {}, name, filter(None, together))
     if settings.host_network:
         spec.update(hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet")
-    secret = {"secret": {"secretName": name, "defaultMode": 0o444}}
-    spec["volumes"] = [*spec.get("volumes", ()), {"name": names.GROUP_SECRET_VOLUME, **secret}]
+    source = {"secret": {"secretName": name, "defaultMode": READABLE}}
+    secret = Mount(names.GROUP_SECRET_VOLUME, names.GROUP_SECRET_DIR, source, read_only=True)
+    spec["volumes"] = [*spec.get("volumes", ()), secret.volume]
     container = _runtime(template)
-    mount = {"name": names.GROUP_SECRET_VOLUME, "mountPath": names.GROUP_SECRET_DIR, "readOnly": True}
-    container["volumeMounts"] = [*container.get("volumeMounts", ()), mount]
+    container["volumeMounts"] = [*container.get("volumeMounts", ()), secret.in_container]
     of_index = {"fieldRef": {"fieldPath": f"metadata.labels['{_INDEX_LABELS[settings.controller]}']"}}
-    container["env"] = _with_env(
-        container.get("env", ()),
+    own_env = (
         {"name": names.RANK_VARIABLE, "valueFrom": of_index},
         {"name": names.GROUP_SIZE_VARIABLE, "value": str(size)},
         {"name": names.LEADER_VARIABLE, "value": f"{name}-0.{name}.{model.namespace}.svc"},
-        {
-            "name": names.GROUP_SECRET_VARIABLE,
-            "value": f"{names.GROUP_SECRET_DIR}/{names.GROUP_SECRET_KEY}",
-        },
+        {"name": names.GROUP_SECRET_VARIABLE, "value": f"{names.GROUP_SECRET_DIR}/{names.GROUP_SECRET_KEY}"},
     )
+    container["env"] = merged_env(container.get("env", ()), own_env)
     template["spec"] = without_empty(spec)
     if settings.controller == names.LEADER_WORKER_SET:
         kind, made = names.LEADER_WORKER_SET, _leader_worker_spec(template, size)
@@ -128,12 +127,7 @@ def rest_of(model: NeuronModel, leader: Object) -> tuple[Object, ...]:
     return (
         closed,
         secret,
-        part(
-            "apps/v1",
-            "StatefulSet",
-            names.followers_name(name),
-            spec={**followers, "ordinals": {"start": 1}},
-        ),
+        part("apps/v1", "StatefulSet", names.followers_name(name), spec={**followers, "ordinals": {"start": 1}}),
         part("v1", "Service", name, spec=address),
     )
 
@@ -187,19 +181,9 @@ def follow_command(serve: Iterable[str]) -> list[str]:
 def _apart(affinity: Mapping[str, Any], group: str, together: Iterable[str]) -> Object:
     """Every member on a node of its own, and all on nodes with the same value of these labels."""
     members = {"labelSelector": {"matchLabels": {names.GROUP_LABEL: group}}}
-
-    def with_terms(part: str, keys: Iterable[str]) -> Object:
-        before = affinity.get(part) or {}
-        terms = [{**members, "topologyKey": key} for key in keys]
-        return {**before, names.REQUIRED_AFFINITY: [*(before.get(names.REQUIRED_AFFINITY) or ()), *terms]}
-
-    combined = {**affinity, "podAntiAffinity": with_terms("podAntiAffinity", (names.HOSTNAME_LABEL,))}
-    common = tuple(together)
-    return {**combined, "podAffinity": with_terms("podAffinity", common)} if common else combined
-
-
-def _common_labels(settings: GroupSettings) -> tuple[str, ...]:
-    return (names.INSTANCE_TYPE_LABEL, *((settings.topology_key,) if settings.topology_key else ()))
+    spread = with_terms(affinity, "podAntiAffinity", ({**members, "topologyKey": names.HOSTNAME_LABEL},))
+    common = [{**members, "topologyKey": key} for key in together]
+    return with_terms(spread, "podAffinity", common) if common else spread
 
 
 def _runtime(template: Object) -> dict[str, Any]:
@@ -207,11 +191,6 @@ def _runtime(template: Object) -> dict[str, Any]:
         one for one in template["spec"]["containers"] if one.get("name") == names.RUNTIME_CONTAINER
     )
     return container
-
-
-def _with_env(before: Iterable[Object], *added: Object) -> list[Object]:
-    merged = {variable["name"]: variable for variable in (*before, *added)}
-    return list(merged.values())
 
 
 def _owner(leader: Object) -> Object:

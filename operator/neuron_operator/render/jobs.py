@@ -7,17 +7,18 @@ namespace that need the same. Nothing in it names a model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.read.objects import MAX_OWNERS, items, name_of, owners_of, text
+from neuron_operator.read.objects import MAX_OWNERS, name_of, owners_of, text
 from neuron_operator.read.records import Facts, Record
 from neuron_operator.read.remembered import remembered
-from neuron_operator.read.revision import Compiling, Pinned, Revision
+from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import Object, Place, Settings
 from neuron_operator.render import storage
 from neuron_operator.render.config_document import compiled_part, to_json
@@ -61,21 +62,11 @@ class JobKind:
 
 MEMORY_MULTIPLES = (1, 2, 4)
 
-_CONFIG = Mount(
-    names.CONFIG_VOLUME,
-    names.CONFIG_DIR,
-    {
-        "downwardAPI": {
-            "items": [
-                {
-                    "path": names.CONFIG_KEY,
-                    "fieldRef": {"fieldPath": f"metadata.annotations['{names.CONFIG_ANNOTATION}']"},
-                }
-            ]
-        }
-    },
-    read_only=True,
-)
+_CONFIG_ITEM: Object = {
+    "path": names.CONFIG_KEY,
+    "fieldRef": {"fieldPath": f"metadata.annotations['{names.CONFIG_ANNOTATION}']"},
+}
+_CONFIG = Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, {"downwardAPI": {"items": [_CONFIG_ITEM]}}, read_only=True)
 """The configuration is an annotation, which the kubelet gives the pod as a file: no other object is to be kept."""
 
 RESOLVE = JobKind(names.ROLE_RESOLVE, "facts", 1800, PREFER_NOT_NEURON)
@@ -101,35 +92,34 @@ def fetch_job(model: NeuronModel, settings: Settings, weights: Place, facts: Fac
     return shared_job(model, settings, FETCH, command, access, image=image, requests=fetch_requests(weights, facts))
 
 
-def compile_jobs(model: NeuronModel, settings: Settings, pinned: Pinned) -> tuple[Object, ...]:
+def compile_jobs(model: NeuronModel, settings: Settings, revision: Revision) -> tuple[Object, ...]:
     """Compile the model of a revision without devices: with the estimated memory, then with twice and four times as
     much. Memory that chart or manifest set is not multiplied. Empty: the revision is not compiled."""
-    if pinned.compiling is None:
+    pinned, compiling = revision.pinned, revision.pinned.compiling
+    if compiling is None:
         return ()
-    by_memory: dict[str, Object] = {}
-    for times in MEMORY_MULTIPLES:
-        job = _compile_job(model, settings, pinned, pinned.compiling, times)
-        by_memory.setdefault(memory_of(job), job)
-    return tuple(by_memory.values())
-
-
-def _compile_job(model: NeuronModel, settings: Settings, pinned: Pinned, compiling: Compiling, times: int) -> Object:
     access = storage.compiling(model, pinned.weights, compiling.artifacts)
     config = f"{names.CONFIG_DIR}/{names.CONFIG_KEY}"
     command = ["neuron-runtime", "compile", "--config", config, *access.arguments, "--record", names.TERMINATION_LOG]
-    return shared_job(
-        model,
-        settings,
-        COMPILE,
-        command,
-        access,
-        image=_compiler(model, settings, pinned, compiling),
-        mounts=(_CONFIG,),
-        annotations={names.CONFIG_ANNOTATION: to_json(compiled_part(pinned.config))},
-        env=target_env(compiling.family),
-        requests=compile_requests(model, pinned.facts, times),
-        limited=("memory",),
-    )
+    # The compiler of the installation belongs to its runtime image; a revision with an earlier one keeps its own.
+    is_current = revision.image == runtime_image(model, settings)
+    by_memory: dict[str, Object] = {}
+    for times in MEMORY_MULTIPLES:
+        job = shared_job(
+            model,
+            settings,
+            COMPILE,
+            command,
+            access,
+            image=compile_image(model, settings) if is_current else compiling.image,
+            mounts=(_CONFIG,),
+            annotations={names.CONFIG_ANNOTATION: to_json(compiled_part(pinned.config))},
+            env=target_env(compiling.family),
+            requests=compile_requests(model, pinned.facts, times),
+            limited=("memory",),
+        )
+        by_memory.setdefault(memory_of(job), job)
+    return tuple(by_memory.values())
 
 
 def check_job(model: NeuronModel, settings: Settings, revision: Revision) -> Object:
@@ -148,13 +138,6 @@ def check_job(model: NeuronModel, settings: Settings, revision: Revision) -> Obj
         env=target_env(pinned.compiling.family if pinned.compiling else ""),
         requests=CHECK_REQUESTS,
     )
-
-
-def _compiler(model: NeuronModel, settings: Settings, pinned: Pinned, compiling: Compiling) -> str:
-    """The compiler of the installation belongs to its runtime image; a revision with an earlier one keeps its own."""
-    images = {text(container, "image") for container in items(pinned.template, "spec", "containers")}
-    is_current = runtime_image(model, settings) in images
-    return compile_image(model, settings) if is_current else compiling.image
 
 
 def nodes_for_jobs(settings: Settings, node_affinity: Mapping[str, Any]) -> Object:
@@ -177,8 +160,8 @@ def shared_job(
     access: Access,
     *,
     image: str,
-    mounts: Iterable[Mount] = (),
-    env: Iterable[Object] = (),
+    mounts: Sequence[Mount] = (),
+    env: Sequence[Object] = (),
     annotations: Mapping[str, str] | None = None,
     requests: Requests = JOB_REQUESTS,
     limited: Iterable[str] = (),
@@ -189,39 +172,31 @@ def shared_job(
     Args:
         access: what it reads and writes; the arguments are the caller's to use.
         image: that of the revision, for a step after Place.
-        mounts: further volumes.
-        env: further variables.
         annotations: of its pod.
         requests: CPU and memory, unless chart or manifest say otherwise.
         limited: of them, those that are limits as well.
     """
-    mounts, env = tuple(mounts), tuple(env)
-    resources = {"requests": dict(requests), "limits": {name: requests[name] for name in limited}}
-
-    def template(using: Settings, nodes: Object) -> Object:
-        return step_pod_template(
-            model,
-            using,
-            role=kind.role,
-            image=image,
-            command=command,
-            access=access,
-            mounts=mounts,
-            env=env,
-            annotations=annotations or {},
-            resources=resources,
-            nodes=nodes,
-        )
-
+    template = partial(
+        step_pod_template,
+        model,
+        role=kind.role,
+        image=image,
+        command=command,
+        access=access,
+        mounts=mounts,
+        env=env,
+        annotations=annotations,
+        resources={"requests": dict(requests), "limits": {name: requests[name] for name in limited}},
+    )
     rendered = {
         "backoffLimit": 0,
         "activeDeadlineSeconds": kind.deadline_seconds,
         "podFailurePolicy": {"rules": [_DRAINED]},
-        "template": template(settings, nodes_for_jobs(settings, kind.node_affinity)),
+        "template": template(settings, nodes=nodes_for_jobs(settings, kind.node_affinity)),
     }
     # What a manifest says in the words of the default still wins over the installation.
     own_resources = as_json(model.spec.jobs.resources)
-    name = names.shared_name(kind.prefix, [template(Settings(runtime_image=image), {}), own_resources])
+    name = names.shared_name(kind.prefix, [template(Settings(runtime_image=image), nodes={}), own_resources])
     return shared(
         model,
         "batch/v1",

@@ -12,8 +12,8 @@ from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import ApiKeySecret, NeuronModel, Toleration
 from neuron_operator.place.catalog import INSTANCE_TYPES, label_values, type_named
+from neuron_operator.place.planner import Choice
 from neuron_operator.place.sizes import size_rule
-from neuron_operator.place.target import Target
 from neuron_operator.read.placement import TOLERATES_NEURON, Placement
 from neuron_operator.read.world import DeviceMode, Object, Place, Settings
 from neuron_operator.render.objects import Mount, without_empty
@@ -67,7 +67,7 @@ def serving_pod_template(
     requests: Requests,
     weights: Place,
     artifacts: Place | None,
-    target: Target | None,
+    choice: Choice | None,
     revision: str,
     config_name: str,
 ) -> Object:
@@ -76,7 +76,7 @@ def serving_pod_template(
     Args:
         requests: the default.
         artifacts: where Jobs put the compiled model; None: it is not compiled, or the manifest names it.
-        target: what it is compiled for; None: for the host.
+        choice: the devices that it is computed on; None: it is computed on the host.
     """
     access = loading(model, weights) + loading_artifact(model, artifacts)
     overlay = model.spec.pod_template
@@ -89,25 +89,27 @@ def serving_pod_template(
     }
     if placement.resources:
         own_labels[names.ALLOCATION_LABEL] = names.ALLOCATION_CORES if placement.cores else names.ALLOCATION_DEVICES
-    is_wired = placement.nodes > 1 and target is not None
-    network = _network(target.site) if is_wired and target else {}
-    resources = overlaid(requests, as_json(overlay.spec.resources), _whole({**placement.resources, **network}))
+    wired_to = choice.chosen.site if choice and placement.nodes > 1 else None
+    extended = {**placement.resources, **(_network(wired_to.name) if wired_to else {})}
+    # Of extended resources requests and limits must be equal.
+    whole = {"limits": extended, "requests": extended}
+    resources = overlaid(requests, as_json(overlay.spec.resources), whole)
     mounts = (
         Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, {"configMap": {"name": config_name}}, read_only=True),
-        *(TMP, *access.mounts, *_api_key(api_key), *_ca_bundle(access, settings), *((SHM,) if is_wired else ())),
+        *(TMP, *access.mounts, *_api_key(api_key), *_ca_bundle(access, settings), *((SHM,) if wired_to else ())),
     )
     container = _container(
         model,
         settings,
         image=runtime_image(model, settings),
         command=[*SERVE_COMMAND, *access.arguments, *(API_KEY_FLAG if api_key else ())],
-        env=_merged_env(
+        env=merged_env(
             _download_env(model, access, settings),
             as_json(model.spec.engine.env),
             _credentials(model, access, "hf"),
             (
                 {"name": "HOME", "value": names.TMP_DIR},
-                *target_env(target.family.name if target else ""),
+                *target_env(choice.chosen.site.family.name if choice else ""),
                 {"name": names.RANK_VARIABLE, "value": "0"},
                 {"name": names.GROUP_SIZE_VARIABLE, "value": "1"},
                 {"name": names.LEADER_VARIABLE, "value": "localhost"},
@@ -144,7 +146,7 @@ def serving_pod_template(
                     *as_json(overlay.spec.tolerations),
                     *_soon_off_a_lost_node(overlay.spec.tolerations),
                 ],
-                "affinity": _affinity(_spread(model), placement, _node_rules(placement, target, settings.device_mode)),
+                "affinity": _affinity(_spread(model), placement, _node_rules(placement, choice, settings.device_mode)),
                 "topologySpreadConstraints": as_json(overlay.spec.topology_spread_constraints),
                 "priorityClassName": overlay.spec.priority_class_name,
                 "schedulerName": overlay.spec.scheduler_name
@@ -174,9 +176,9 @@ def step_pod_template(
     image: str,
     command: list[str],
     access: Access,
-    mounts: Iterable[Mount],
+    mounts: Iterable[Mount] = (),
     env: Iterable[Object] = (),
-    annotations: Mapping[str, str],
+    annotations: Mapping[str, str] | None = None,
     resources: Mapping[str, Any],
     nodes: Object,
 ) -> Object:
@@ -190,7 +192,7 @@ def step_pod_template(
         settings,
         image=image,
         command=command,
-        env=_merged_env(
+        env=merged_env(
             _download_env(model, access, settings),
             _credentials(model, access, "hf"),
             ({"name": "HOME", "value": names.TMP_DIR}, *env),
@@ -200,7 +202,7 @@ def step_pod_template(
     )
     own = {names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}
     stays = UNMOVED if role in (names.ROLE_FETCH, names.ROLE_COMPILE) else {}
-    annotations = {**stays, **settings.jobs.annotations, **model.spec.jobs.annotations, **own, **annotations}
+    annotations = {**stays, **settings.jobs.annotations, **model.spec.jobs.annotations, **own, **(annotations or {})}
     labels = {**settings.jobs.labels, **model.spec.jobs.labels, **names.shared_labels(role), names.ROLE_LABEL: role}
     overlay = model.spec.pod_template.spec
     has_claim = any("persistentVolumeClaim" in mount.source for mount in mounts)
@@ -271,10 +273,9 @@ def compile_image(model: NeuronModel, settings: Settings) -> str:
     return model.spec.engine.image or settings.compile_image or settings.runtime_image
 
 
-def target_env(family: str) -> Iterator[Object]:
+def target_env(family: str) -> tuple[Object, ...]:
     """Tells the runtime and its compiler the family of devices, which a container may be unable to see."""
-    if family:
-        yield {"name": names.PLATFORM_VARIABLE, "value": family}
+    return ({"name": names.PLATFORM_VARIABLE, "value": family},) if family else ()
 
 
 def _probe(path: str, *, period: int, failures: int) -> Object:
@@ -286,7 +287,7 @@ def _probe(path: str, *, period: int, failures: int) -> Object:
     }
 
 
-def _merged_env(*layers: Iterable[Object]) -> list[Object]:
+def merged_env(*layers: Iterable[Object]) -> list[Object]:
     """One list with unique names; a later layer replaces a variable in place."""
     merged = {variable["name"]: variable for layer in layers for variable in layer}
     return list(merged.values())
@@ -332,11 +333,6 @@ def _download_env(model: NeuronModel, access: Access, settings: Settings) -> Ite
     yield from settings.jobs.env if access.remotes else ()
 
 
-def _whole(resources: Mapping[str, str]) -> Object:
-    """Extended resources: requests and limits must be equal."""
-    return {"limits": resources, "requests": resources}
-
-
 def _network(instance_type: str) -> Object:
     """The interfaces of a whole node, and the pinned memory that they need."""
     kind = type_named(instance_type)
@@ -368,41 +364,39 @@ def _architecture(model: NeuronModel, placement: Placement) -> Mapping[str, str]
     return {} if placement.resources or is_told else names.AMD64
 
 
-def _node_rules(placement: Placement, target: Target | None, mode: DeviceMode) -> list[Object]:
+def _node_rules(placement: Placement, choice: Choice | None, mode: DeviceMode) -> list[Object]:
     """Devices stay off the nodes for cores, both off the nodes that would refuse the pod's size, and compiled models on
     the devices that they are compiled for."""
     apart = {"key": names.ALLOCATION_LABEL, "operator": "NotIn", "values": [names.ALLOCATION_CORES]}
-    rule = size_rule(placement, mode)
-    family = target.node_rule if target else None
-    return [*([apart] if placement.devices else []), *([rule] if rule else []), *([family] if family else [])]
+    rules = (apart if placement.devices else None, size_rule(placement, mode), choice and choice.node_rule)
+    return [rule for rule in rules if rule]
 
 
-def _affinity(affinity: Mapping[str, Any], placement: Placement, rules: list[Object]) -> Object:
+def _affinity(affinity: Mapping[str, Any], placement: Placement, rules: list[Object]) -> Mapping[str, Any]:
     """The affinity, plus the rules for nodes, plus devices and cores on different nodes: the plugin could
     allocate the same core twice. What holds no device leaves nodes with devices to others if it can."""
-    combined = dict(affinity)
     if placement.cores:
-        term = {
-            "labelSelector": {"matchLabels": {names.ALLOCATION_LABEL: names.ALLOCATION_DEVICES}},
-            "namespaceSelector": {},
-            "topologyKey": names.HOSTNAME_LABEL,
-        }
-        apart = affinity.get("podAntiAffinity") or {}
-        required = [*(apart.get(names.REQUIRED_AFFINITY) or ()), term]
-        combined["podAntiAffinity"] = {**apart, names.REQUIRED_AFFINITY: required}
-    node = affinity.get("nodeAffinity") or {}
+        devices = {"matchLabels": {names.ALLOCATION_LABEL: names.ALLOCATION_DEVICES}}
+        term = {"labelSelector": devices, "namespaceSelector": {}, "topologyKey": names.HOSTNAME_LABEL}
+        affinity = with_terms(affinity, "podAntiAffinity", (term,))
     if not placement.resources:
-        preferred = [*(node.get(names.PREFERRED_AFFINITY) or ()), *NOT_NEURON_IF_POSSIBLE]
-        combined["nodeAffinity"] = {**node, names.PREFERRED_AFFINITY: preferred}
-    elif rules:
-        selector = node.get(names.REQUIRED_AFFINITY) or {}
-        terms = [
-            # An empty term matches no node.
-            {**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *rules]}
-            if any(term.values())
-            else term
-            for term in selector.get("nodeSelectorTerms") or ()
-        ]
-        required_terms = {**selector, "nodeSelectorTerms": terms or [{"matchExpressions": rules}]}
-        combined["nodeAffinity"] = {**node, names.REQUIRED_AFFINITY: required_terms}
-    return combined
+        return with_terms(affinity, "nodeAffinity", NOT_NEURON_IF_POSSIBLE, kind=names.PREFERRED_AFFINITY)
+    if not rules:
+        return affinity
+    node = affinity.get("nodeAffinity") or {}
+    selector = node.get(names.REQUIRED_AFFINITY) or {}
+    terms = [
+        # An empty term matches no node.
+        {**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *rules]} if any(term.values()) else term
+        for term in selector.get("nodeSelectorTerms") or ()
+    ]
+    required = {**selector, "nodeSelectorTerms": terms or [{"matchExpressions": rules}]}
+    return {**affinity, "nodeAffinity": {**node, names.REQUIRED_AFFINITY: required}}
+
+
+def with_terms(
+    affinity: Mapping[str, Any], part: str, terms: Iterable[Object], kind: str = names.REQUIRED_AFFINITY
+) -> Object:
+    """The affinity with these terms besides those in it."""
+    before = affinity.get(part) or {}
+    return {**affinity, part: {**before, kind: [*(before.get(kind) or ()), *terms]}}

@@ -62,9 +62,9 @@ def serving_requests(model: NeuronModel, facts: Facts, nodes: int = 1) -> Reques
     """What a pod of a replica needs to load the model and to answer at about a token per second. CPU: a share for each
     process, and with torch some for reading weights."""
     millicores = 2 * MILLICORES_PER_PROCESS
-    if model.backend == "torch":
+    if model.spec.backend == "torch":
         millicores += 1000 * _weights_bytes(model, facts) // READ_BYTES_PER_CORE
-    elif BACKENDS[model.backend].on_device:
+    elif BACKENDS[model.spec.backend].on_device:
         millicores += MILLICORES_PER_PROCESS
     return {"cpu": f"{_up(millicores, 100)}m", "memory": mebibytes(serving_memory(model, facts, nodes))}
 
@@ -73,10 +73,10 @@ def serving_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> int:
     """Bytes of the processes and of forms of answers, and with the torch backend weights, cache and scratch; with
     devices, weights on their way to them. The cache has room for the manifest's sequences and length (or blocks)."""
     memory = 2 * PROCESS_BYTES + grammar_bytes(model.spec.serving.max_sequences or DEFAULT_SEQUENCES)
-    if model.backend == "torch":
+    if model.spec.backend == "torch":
         weights, cache = _weights_bytes(model, facts), _cache_bytes(model, facts)
         memory += TORCH_BYTES + int((weights + cache) * (1 + SCRATCH_SHARE))
-    elif BACKENDS[model.backend].on_device:
+    elif BACKENDS[model.spec.backend].on_device:
         memory += host_bytes(facts, Widths(weights=width_of(_dtype(model, facts))), nodes)
     else:
         memory += PROCESS_BYTES
@@ -115,7 +115,7 @@ COMPILER_MILLICORES = 1000
 
 def compile_requests(model: NeuronModel, facts: Facts, times: int = 1) -> Requests:
     """What the Job requests that compiles a model: `times` as much memory as estimated."""
-    needs = COMPILER_MEMORY[model.backend]
+    needs = COMPILER_MEMORY[model.spec.backend]
     memory = needs.bytes + needs.per_layer * facts.num_layers + int(needs.per_weight_byte * facts.weights_bytes)
     return {"cpu": f"{COMPILER_MILLICORES}m", "memory": f"{times * _up(memory, 64 * MIB) // MIB}Mi"}
 

@@ -78,13 +78,9 @@ def network_policy(model: NeuronModel, settings: Settings) -> Object:
     return child(model, "networking.k8s.io/v1", "NetworkPolicy", model.name, spec=spec)
 
 
-def config_name(model_name: str, document: dict[str, Any]) -> str:
-    return names.config_name(model_name, names.digest(document))
-
-
 def config_map(model: NeuronModel, document: dict[str, Any]) -> Object:
     """Immutable and named by its content, so that a restarted container has the same configuration."""
-    name, data = config_name(model.name, document), {names.CONFIG_KEY: to_json(document)}
+    name, data = names.config_name(model.name, document), {names.CONFIG_KEY: to_json(document)}
     return child(model, "v1", "ConfigMap", name, immutable=True, data=data)
 
 
@@ -107,7 +103,10 @@ def deployment(model: NeuronModel, revision: Revision, num_replicas: int, pace: 
             "selector": {"matchLabels": names.serving_selector(model.name)},
             "strategy": {
                 "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": pace.max_surge, "maxUnavailable": pace.max_unavailable},
+                "rollingUpdate": {
+                    "maxSurge": 1 if pace.surges else 0,
+                    "maxUnavailable": 0 if pace.surges else MAX_UNAVAILABLE,
+                },
             },
             "template": revision.template,
         },

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from neuron_operator.api import names
-from neuron_operator.api.errors import NotEnabled
+from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.field_types import ParsedUri
-from neuron_operator.api.fields import as_json
-from neuron_operator.api.model import NeuronModel
-from neuron_operator.read.world import ClaimFolder, Object, Place, Settings
+from neuron_operator.api.fields import SpecPart, as_json
+from neuron_operator.api.model import Claim, NeuronModel
+from neuron_operator.api.reasons import Reason
+from neuron_operator.read.world import Object, Place, Settings
 from neuron_operator.render.objects import Mount, without_empty
 
 
@@ -57,31 +58,30 @@ class Access:
 
 def weights_place(model: NeuronModel, settings: Settings) -> Place:
     """Where the model's weights are kept; without a choice of manifest or chart, in each pod."""
-    own = model.spec.storage.weights
-    return _resolved(WEIGHTS, msgspec.convert(as_json(own), Place) if own else settings.storage.weights)
+    return _resolved(WEIGHTS, model.spec.storage.weights, settings.storage.weights)
 
 
 def artifacts_place(model: NeuronModel, settings: Settings) -> Place | None:
     """Where the model's compiled artifacts are kept; None: neither manifest nor chart says."""
-    own = model.spec.storage.artifacts
-    place = _resolved(ARTIFACTS, msgspec.convert(as_json(own), Place) if own else settings.storage.artifacts)
+    place = _resolved(ARTIFACTS, model.spec.storage.artifacts, settings.storage.artifacts)
     return place if place.is_shared else None
 
 
-def _resolved(kept: Kept, place: Place) -> Place:
-    """The place with the operator's own claim by its name."""
-    return Place(persistent_volume_claim=ClaimFolder(claim_name=kept.claim)) if place.pvc_template else place
+def _resolved(kept: Kept, own: SpecPart | None, chosen: Place) -> Place:
+    """The place of the manifest, or else the chart's, with the operator's own claim by its name."""
+    place = msgspec.convert(as_json(own), Place) if own else chosen
+    return Place(persistent_volume_claim=Claim(claim_name=kept.claim)) if place.pvc_template else place
 
 
 def check_source(model: NeuronModel, settings: Settings) -> None:
-    """Raises NotEnabled if pods of this installation cannot read the URI."""
+    """Raises InvalidSpec if pods of this installation cannot read the URI."""
     if model.uri.scheme == "oci" and not settings.storage.image_volumes:
-        raise NotEnabled(
-            "spec.model.uri",
-            "a model in an image",
-            "copy it to a volume and use pvc://claim/path, or set the chart value storage.imageVolumes: true, if the "
-            "cluster can mount images (Kubernetes' feature ImageVolume)",
+        text = (
+            "a model in an image is not enabled in this installation; copy it to a volume and use pvc://claim/path, or "
+            "set the chart value storage.imageVolumes: true, if the cluster can mount images (Kubernetes' feature "
+            "ImageVolume)"
         )
+        raise InvalidSpec("spec.model.uri", text, Reason.FIELD_NOT_SUPPORTED)
 
 
 def source(model: NeuronModel) -> Access:
@@ -131,7 +131,7 @@ def loading_artifact(model: NeuronModel, place: Place | None) -> Access:
     """To load the compiled model, from the place or from where the manifest names it. Replicas never compile."""
     if place is not None:
         return reading(ARTIFACTS, place)
-    return Access(arguments=(ARTIFACTS.miss_flag, "fail")) if model.is_compiled else Access()
+    return Access(arguments=(ARTIFACTS.miss_flag, "fail")) if model.spec.is_compiled else Access()
 
 
 def reading(kept: Kept, place: Place) -> Access:
@@ -146,7 +146,7 @@ def writing(kept: Kept, place: Place) -> Access:
     """To put something into a shared place."""
     folder = (kept.folder_flag, kept.folder)
     if claim := place.persistent_volume_claim:
-        return Access((_claim(kept.name, kept.folder, claim.claim_name, sub_path=claim.sub_path),), folder)
+        return Access((_claim(kept.name, kept.folder, claim.claim_name, sub_path=claim.sub_path or ""),), folder)
     if store := place.object_store:
         remotes = frozenset({ParsedUri.parse(store.uri).scheme})
         return Access((_folder(kept),), (*folder, kept.store_flag, store.uri), remotes)
@@ -165,21 +165,17 @@ def own_claims(model: NeuronModel, settings: Settings, places: Iterable[Place]) 
     used = {place.persistent_volume_claim.claim_name for place in places if place.persistent_volume_claim}
     for kept, chosen in ((WEIGHTS, settings.storage.weights), (ARTIFACTS, settings.storage.artifacts)):
         if chosen.pvc_template is not None and kept.claim in used:
+            labels = names.shared_labels(kept.name)
+            spec = {
+                "accessModes": ["ReadWriteMany"],
+                "storageClassName": chosen.pvc_template.storage_class_name,
+                "resources": {"requests": {"storage": chosen.pvc_template.size}},
+            }
             yield {
                 "apiVersion": "v1",
                 "kind": "PersistentVolumeClaim",
-                "metadata": {
-                    "name": kept.claim,
-                    "namespace": model.namespace,
-                    "labels": names.shared_labels(kept.name),
-                },
-                "spec": without_empty(
-                    {
-                        "accessModes": ["ReadWriteMany"],
-                        "storageClassName": chosen.pvc_template.storage_class_name,
-                        "resources": {"requests": {"storage": chosen.pvc_template.size}},
-                    }
-                ),
+                "metadata": {"name": kept.claim, "namespace": model.namespace, "labels": labels},
+                "spec": without_empty(spec),
             }
 
 

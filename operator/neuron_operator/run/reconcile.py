@@ -18,7 +18,7 @@ from functools import partial
 
 from neuron_operator.api import names
 from neuron_operator.api.errors import ClusterFault, TermOver
-from neuron_operator.api.needs import Exists, LogOf, Need, Needed
+from neuron_operator.api.reasons import Exists, LogOf, Need, Needed
 from neuron_operator.cluster.client import (
     BYTES,
     MAX_OBJECT_BYTES,

@@ -6,8 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from neuron_operator.api import names
-from neuron_operator.api.needs import LogOf, Need
-from neuron_operator.api.reasons import Finding, Reason, unmet
+from neuron_operator.api.reasons import Finding, LogOf, Need, Reason, unmet
 from neuron_operator.read.views import JobView, Observed, PodView, Termination
 from neuron_operator.render.jobs import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
 from neuron_operator.why.pods import (
@@ -69,9 +68,7 @@ def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
 
 def _of_step(waiting: Finding, finding: Finding, prefix: str = "") -> Finding:
     """What is found about a Job's pod, about the step: with that reason if the step's condition can have it."""
-    reason = Reason.named(finding.reason)
-    is_named = reason is not None and waiting.condition in reason.row.conditions
-    shown = finding.reason if is_named else waiting.reason
+    shown = finding.reason if waiting.condition in finding.row.conditions else waiting.reason
     return replace(waiting, reason=shown, message=f"{prefix}{finding.message}", needs=finding.needs)
 
 

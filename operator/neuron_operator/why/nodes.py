@@ -78,12 +78,11 @@ def _holds_unhealthy(pod: PodView, held: int, healthy: int) -> bool:
 
 
 def _reported(node: NodeView) -> Iterator[Signal]:
-    health, hardware = node.conditions.get(NEURON_HEALTH), node.conditions.get(HARDWARE_READY)
-    if health is not None and health.status == "True":
-        yield Signal(Reason.DEVICE_UNHEALTHY, f"reports {NEURON_HEALTH}: {_quoted(health)}")
-    if hardware is not None and hardware.status == "False":
-        text = f"reports {HARDWARE_READY} False: {_quoted(hardware)}"
-        yield Signal(Reason.DEVICE_UNHEALTHY, text)
+    for name, fault in ((NEURON_HEALTH, "True"), (HARDWARE_READY, "False")):
+        condition = node.conditions.get(name)
+        if condition is not None and condition.status == fault:
+            said = name if fault == "True" else f"{name} False"
+            yield Signal(Reason.DEVICE_UNHEALTHY, f"reports {said}: {_quoted(condition)}")
 
 
 def _quoted(condition: ConditionView) -> str:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from neuron_operator.api import names
-from neuron_operator.api.needs import Exists, Need
-from neuron_operator.api.reasons import Finding, Reason, unmet
+from neuron_operator.api.reasons import Exists, Finding, Need, Reason, unmet
 from neuron_operator.place.sizes import describe_free, describe_sizes
 from neuron_operator.read.objects import instant, items, text
 from neuron_operator.read.placement import Placement

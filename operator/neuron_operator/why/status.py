@@ -55,8 +55,7 @@ def announcements(model: ModelView, findings: Sequence[Finding]) -> tuple[Announ
     before = model.conditions.get("Ready")
     if before is not None and (before.status, before.reason) == (ready.status, ready.reason):
         return ()
-    reason = Reason.named(ready.reason)
-    is_trouble = ready.status != "True" and not (reason and reason.row.passing)
+    is_trouble = ready.status != "True" and not ready.row.passing
     return (Announcement("Warning" if is_trouble else "Normal", str(ready.reason), printable(ready.message)),)
 
 
@@ -73,11 +72,9 @@ def _roll_up(findings: Sequence[Finding], missing: Finding | None) -> Finding:
 
 def _abnormal(ready: Finding) -> tuple[Finding, ...]:
     """Stalled if somebody must act, Reconciling if the operator or time can. Neither while an edit is held back."""
-    reason = Reason.named(ready.reason)
-    if ready.status == "True" or reason is Reason.PAUSED:
+    if ready.status == "True" or ready.reason == Reason.PAUSED:
         return ()
-    is_final = reason is not None and reason.row.final
-    return (Finding("Stalled" if is_final else "Reconciling", "True", ready.reason, ready.message),)
+    return (Finding("Stalled" if ready.row.final else "Reconciling", "True", ready.reason, ready.message),)
 
 
 def condition_of(finding: Finding, model: ModelView, now: datetime, page: str) -> model_status.Condition:
