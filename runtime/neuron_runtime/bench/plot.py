@@ -1,4 +1,4 @@
-"""The plot of `bench simulate`: waits and gaps at the rate with the most good requests, and good requests over all rates.
+"""The plot of `bench simulate`: waits and gaps at the best rate, and good requests over all rates.
 
 Called with the flag `--plot`. It needs matplotlib, which is an extra.
 """
