@@ -295,8 +295,13 @@ class _Session:
                 print(f"  API      http://{LOOPBACK}:{port}/v1   (model: {name})")
                 print(f"  metrics  http://{LOOPBACK}:{port}/metrics", flush=True)
             if self.options.ask:
-                with self._holding_lines():
+                self.held = held = list[str]()
+                try:
                     await _ask(session, ports[0], name, self.options.ask)
+                finally:
+                    self.held = None
+                    for line in held:
+                        self._print(line)
         if not self.options.exit:
             print("  Ctrl-C stops it", flush=True)
 
@@ -312,18 +317,6 @@ class _Session:
             self.held.append(line)
         else:
             print(line, file=sys.stderr, flush=True)
-
-    @contextlib.contextmanager
-    def _holding_lines(self) -> Iterator[None]:
-        """Keeps the lines on standard error out of an answer that is being printed."""
-        held: list[str] = []
-        self.held = held
-        try:
-            yield
-        finally:
-            self.held = None
-            for line in held:
-                self._print(line)
 
 
 def _authorization(plan: ContainerPlan) -> dict[str, str]:
