@@ -317,8 +317,11 @@ def _due(known: GroupStatus | None, now: datetime, settings: GroupSettings) -> d
 
 
 def _delayed(known: GroupStatus, due: datetime) -> Finding:
+    reason = Reason.named(known.reason or "")
+    if reason is None or "Available" not in reason.row.conditions:
+        reason = Reason.GROUP_INCOMPLETE
     text = f"group {known.name} ended: {known.message}; the next attempt starts at {due:%Y-%m-%dT%H:%M:%SZ}"
-    return unmet("Available", _reason_of(known), text)
+    return unmet("Available", reason, text)
 
 
 def _exhausted(known: GroupStatus, settings: GroupSettings) -> Finding:
@@ -328,11 +331,6 @@ def _exhausted(known: GroupStatus, settings: GroupSettings) -> Finding:
         f"model is scaled to 0 and back: {known.message}"
     )
     return unmet("Available", Reason.RESTART_BUDGET_EXHAUSTED, text)
-
-
-def _reason_of(known: GroupStatus) -> Reason:
-    reason = Reason.named(known.reason or "")
-    return reason if reason is not None and "Available" in reason.row.conditions else Reason.GROUP_INCOMPLETE
 
 
 def failures(observed: Observed, revision_name: str) -> Iterator[str]:
