@@ -472,6 +472,8 @@ def main() -> int:
     )
     print(f"{len(entries)} answers, {len(expected) + len(others)} questions, {num_parameters:,} parameters", flush=True)
 
+    # A processor without these instructions is ten times as fast in float32.
+    computes_bfloat16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     steps = 0
     weak: list[Dialogue] = []
     for number in range(1, args.epochs + 1):
@@ -482,7 +484,7 @@ def main() -> int:
             for group in optimizer.param_groups:
                 progress = (number - 1 + done / len(grouped)) / args.epochs
                 group["lr"] = learning_rate(progress, args.peak_learning_rate)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=computes_bfloat16):
                 loss = torch.nn.functional.cross_entropy(*answer_logits(model, ids, mask))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]

@@ -470,16 +470,19 @@ async def test_a_rejected_object_is_tried_again_without_a_change(
             await eventually(lambda: namespace.condition("Accepted")[0] == "True")
 
 
-async def test_a_write_that_keeps_failing_is_reported_and_the_others_are_done(
-    server: ApiServer, namespace: Namespace
+async def test_a_write_that_keeps_failing_is_reported_once_and_the_others_are_done(
+    server: ApiServer, namespace: Namespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As when an admission webhook does not answer."""
     text = "Internal error occurred: failed calling webhook budgets.example.com: context deadline exceeded"
     status = {"kind": "Status", "code": 500, "reason": "InternalError", "message": text}
+    attempts = []
 
     def fail(request: web.Request) -> web.Response | None:
-        is_budget = request.method == "POST" and request.path.endswith("/poddisruptionbudgets")
-        return web.json_response(status, status=500) if is_budget else None
+        if request.method != "POST" or not request.path.endswith("/poddisruptionbudgets"):
+            return None
+        attempts.append(request.path)
+        return web.json_response(status, status=500)
 
     async with proxying(server) as proxy, client_of(server, via=proxy.url) as client:
         proxy.answer = fail
@@ -492,6 +495,11 @@ async def test_a_write_that_keeps_failing_is_reported_and_the_others_are_done(
             await eventually(
                 lambda: len(namespace.children()["NetworkPolicy"]) == len(namespace.children()["Job"]) == 1
             )
+            num_before = len(attempts)
+            namespace.wake()
+            await eventually(lambda: len(attempts) >= num_before + 2)
+            logged = [one for one in caplog.messages if "PodDisruptionBudget chat create" in one]
+            assert len(logged) == 1, logged
             proxy.answer = lambda request: None
             namespace.wake()
             await namespace.settle()

@@ -1,4 +1,4 @@
-"""Output of `bench simulate`: tables and JSON."""
+"""Output of `bench simulate`: tables, JSON and plot."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from neuron_runtime.bench import plot
 from neuron_runtime.bench.report import Line, Table
 from neuron_runtime.commands.command_line import main
 
@@ -30,14 +31,32 @@ def test_empty_columns_are_omitted() -> None:
     assert table.text().splitlines() == ["T", "-", "        ours", "device  busy"]
 
 
-@pytest.mark.parametrize(("name", "says"), [("gone/x.json", "does not exist"), ("", "cannot write")])
+@pytest.mark.parametrize(
+    ("flag", "name", "says"),
+    [
+        ("--json", "gone/x.json", "does not exist"),
+        ("--plot", "gone/x.png", "does not exist"),
+        ("--plot", "x.gif", "x.gif must end in .png, .svg or .pdf"),
+        ("--json", "", "cannot write"),
+    ],
+)
 def test_an_impossible_output_is_refused_in_one_line(
-    name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flag: str, name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*SHORT, "--json", str(tmp_path / name)]) == 2
+    assert main([*SHORT, flag, str(tmp_path / name)]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "--json: " in last
+    assert f"{flag}: " in last
     assert says in last
+
+
+def test_a_plot_without_matplotlib_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    assert main([*SHORT, "--plot", "x.png"]) == 2
+    stderr = capsys.readouterr().err
+    assert "pip install matplotlib" in stderr
+    assert stderr.count("\n") == 1  # refused before the simulation
 
 
 def test_parsing_the_commands_imports_nothing_heavy() -> None:

@@ -557,6 +557,16 @@ def test_the_command_writes_identical_json_each_time(tmp_path: Path, capsys: pyt
     assert written(tmp_path, "--seed", "7")["data"] != document["data"]
 
 
+@pytest.mark.parametrize("rates", [["3"], ["2", "4"]])
+def test_the_plot_shows_tails_and_good_requests_over_the_rate(rates: list[str], tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    written(tmp_path, "--plot", str(plot), "--rate", *rates)
+    drawn = plot.read_text()
+    assert drawn.count('<g id="axes_') == 3
+    wide, thin = drawn.index("stroke-width: 5"), drawn.index("stroke: #1f77b4; stroke-width: 1.5")
+    assert wide < thin, "where both are equal, the thin line is above the wide one"
+
+
 def test_our_policy_is_compared_with_those_that_are_asked_for(tmp_path: Path) -> None:
     document = written(tmp_path, "--policy", "vllm-neuron", "prefill-first", "--rate", "2", "4")
     (first, _) = document["data"]["runs"]

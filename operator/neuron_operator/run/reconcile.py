@@ -92,12 +92,15 @@ class Reconciler:
         self._on_demand = OnDemand(self.client)
         self._contained = Contained()
         self._contests = Contests()
+        self._logged: dict[Key, tuple[Refusal, ...]] = {}
+        """The refusals of each model's last pass: one that lasts is logged once."""
 
     async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
         """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
         body = self.caches.model(key)
         if body is None:  # deleted: the garbage collector deletes its children
             self.turns.tell(key, None)
+            self._logged.pop(key, None)
             self.caches.use(key, frozenset())
             return Outcome()
         reports_faults = failing_seconds > PATIENCE_SECONDS
@@ -125,9 +128,9 @@ class Reconciler:
                     await writes.carry_out(decision, body)
             except _Refused as refused:
                 refusal, retry = refused.refusal, refused.retry or retry
-                logger.warning(
-                    "%s/%s: %s: %s %s %s", *key, refusal.why.value, refusal.kind, refusal.name, refusal.message
-                )
+                level = logging.DEBUG if refusal in self._logged.get(key, ()) else logging.WARNING
+                what = refusal.why.value, refusal.kind, refusal.name, refusal.message
+                logger.log(level, "%s/%s: %s: %s %s %s", *key, *what)
                 # The caches contain what this pass wrote so far. `decide` leaves out what was refused.
                 world = replace(self._observe(world, key), refusals=(*world.refusals, refusal))
                 continue
@@ -136,6 +139,7 @@ class Reconciler:
             # Once more, so that one status tells what these writes led to. Only once: others may undo them.
             is_final = True
             world = self._observe(world, key)
+        self._logged[key] = world.refusals
         self.turns.tell(key, decision.upgrade)
         is_more_due = writes.number > num_before
         if decision.status is not None and needs_apply({"status": decision.status}, body, "status"):

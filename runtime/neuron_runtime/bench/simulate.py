@@ -86,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--ttft-target", 2000.0, "MS", "maximum time to first token of a good request", positive=True)
     number("--gap-target", 250.0, "MS", "maximum gap between tokens of a good request", positive=True)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write figures and distributions as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a plot: .png, .svg or .pdf")
 
 
 def add_number(
@@ -123,8 +124,10 @@ def add_number(
 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
-    from neuron_runtime.bench import simulated_tables  # noqa: PLC0415 - brings the engine
+    from neuron_runtime.bench import plot, simulated_tables  # noqa: PLC0415 - bring the engine
 
+    if options.plot is not None:
+        plot.check_plot(options.plot)
     _check(options)
     device = device_of(options)
     shapes = [] if device.plan is None else shapes_of_plan(device.plan)
@@ -134,7 +137,7 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
     tables = [table for one in runs for table in simulated_tables.tables(one, targets, shapes)]
     print("\n\n".join(table.text() for table in tables))
     if options.json is not None:
-        left_out = {"command", "bench", "run", "record", "json", "plan"}
+        left_out = {"command", "bench", "run", "record", "json", "plot", "plan"}
         settings = {name: value for name, value in vars(options).items() if name not in left_out}
         document = {
             "version": REPORT_VERSION,
@@ -145,6 +148,8 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
             "data": {"runs": [simulated_tables.curves(one, targets) for one in runs]},
         }
         write_json(options.json, document)
+    if options.plot is not None:
+        plot.draw(options.plot, runs, targets)
     return record.success("bench", seconds=time.monotonic() - began)
 
 
@@ -208,8 +213,9 @@ def _check_policies(options: argparse.Namespace, device: Device) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise InvalidConfig("--json", f"folder {options.json.parent} does not exist: create it first")
+    for flag, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InvalidConfig(flag, f"folder {path.parent} does not exist: create it first")
     if not 0 <= options.long_share <= 1:
         raise InvalidConfig("--long-share", f"must be from 0 to 1, got {options.long_share:g}")
     for flag in SPANS:
