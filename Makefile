@@ -9,6 +9,8 @@ RIG := PYTHONPATH=tests $(BIN)/python -m cluster.rig
 FAST := not slow and not cluster and not long
 # Two test processes share the machine: each uses one thread.
 TWO := OMP_NUM_THREADS=1
+# By content, so that another checkout is type-checked in seconds.
+export MYPY_CACHE_DIR ?= $(or $(NEURON_SERVING_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/neuron-serving)/mypy
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -48,8 +50,7 @@ IN_ORDER := --dist loadscope --no-loadscope-reorder
 test: cluster-deps  ## run all tests, with a cluster if this machine supports it
 	@$(MAKE) --no-print-directory -j 3 programs clients all-tests
 
-all-tests: setup
-	@$(MAKE) --no-print-directory lint test-neuron-versions
+all-tests: setup lint test-neuron-versions
 	@$(TWO) $(BIN)/pytest -q -n 3 $(IN_ORDER) -m "not long"
 
 test-long: setup cluster-deps  ## run long tests: 100,000 random loads, many examples of each property, the test cluster under faults

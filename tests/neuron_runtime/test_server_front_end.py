@@ -63,8 +63,7 @@ def test_a_killed_front_end_is_replaced_while_the_engine_keeps_its_state(model_d
     with serving(model_dir) as command:
         url, engine, victim = command.until_ready(), command.child(ENGINE), command.child(FRONT_END)
         answer = post(f"{url}/v1/completions", BODY).json()["choices"]
-        before = metric(url, "vllm:generation_tokens_total")
-        assert before == 10
+        assert metric(url, "vllm:generation_tokens_total") == 10
         with contextlib.ExitStack() as opened:
             lost = [opened.enter_context(stream(url)) for _ in range(4)]
             # It does not accept any more; the supervisor's socket still does.
@@ -79,7 +78,8 @@ def test_a_killed_front_end_is_replaced_while_the_engine_keeps_its_state(model_d
         assert command.child(FRONT_END) != victim
         assert alive(engine)
         assert metric(url, "neuron_serving_engine_restarts_total") == 0
-        assert metric(url, "vllm:generation_tokens_total") >= before
+        # Its own counters begin again, as after any restart.
+        assert metric(url, "vllm:generation_tokens_total") == 0
         command.until(lambda: metric(url, "vllm:num_requests_running") == 0)
         hits = metric(url, "vllm:prefix_cache_hits_total")
         assert post(f"{url}/v1/completions", BODY).json()["choices"] == answer
