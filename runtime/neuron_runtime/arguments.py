@@ -17,7 +17,7 @@ import msgspec
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
 from neuron_runtime.console import say
 from neuron_runtime.errors import ConfigProblems, FatalError, InvalidConfig
-from neuron_runtime.flags import absolute, fields_of
+from neuron_runtime.flags import absolute, as_flag, fields_of
 from neuron_runtime.host import DEV, device_nodes
 from neuron_runtime.not_built import Surface, refuse
 
@@ -77,11 +77,6 @@ def config_of(uri: str, arguments: Mapping[str, Any], **more: Any) -> RuntimeCon
         config = parse_config(raw)
     problems.check()
     return config
-
-
-def as_flag(name: str) -> str:
-    """The flag for an argument."""
-    return f"--{name.replace('_', '-')}"
 
 
 def on_this_machine(

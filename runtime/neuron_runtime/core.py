@@ -2,10 +2,6 @@
 
 Used by engine, backends, server and offline class. Plain frozen data with token ids only (text is in `text/`); no
 torch, no I/O, no clock.
-
-While step n runs on the device, the engine schedules step n+1. A row of step n+1 whose sequence also has a row in
-step n cannot know yet where it starts or which token it feeds, so it sets `after = j`: row j of the step in flight
-determines both. Other rows set `start`, and `token` or the sequence's known tokens.
 """
 
 from __future__ import annotations
@@ -197,9 +193,9 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
     start[i]: position of the first token fed; 0 if `after[i]` refers to the step in flight.
     token[i]: the token fed by a one-token row whose id the host knows; NO_TOKEN if the tokens are in the mirror (a
         prompt or a chunk of it) or come from the step in flight.
-    after[i]: the row of the step in flight that determines start and token, else KNOWN. The row then starts where that
-        row ended, and feeds the newest token of the sequence (the sampled one, or, if that row did not sample, the
-        mirror's next known tokens).
+    after[i]: the row of the step in flight that determines start and token, which nobody knows when this step is
+        scheduled; else KNOWN. The row then starts where that row ended, and feeds the newest token of the sequence (the
+        sampled one, or, if that row did not sample, the mirror's next known tokens).
     samples[i]: whether the row's last position is sampled.
     """
 

@@ -62,7 +62,7 @@ class Field:
 
     @property
     def option(self) -> str:
-        return f"--{self.argument.replace('_', '-')}"
+        return as_flag(self.argument)
 
     @property
     def default(self) -> str:
@@ -118,9 +118,14 @@ def add_flags(
             parser.add_argument(*spellings(field.argument), help=meaning, **_form(field, field.flag))
 
 
+def as_flag(name: str) -> str:
+    """The flag for an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
 def spellings(argument: str) -> list[str]:
     """The flag of an argument, and its short one."""
-    return [f"--{argument.replace('_', '-')}", *([SHORT[argument]] if argument in SHORT else [])]
+    return [as_flag(argument), *([SHORT[argument]] if argument in SHORT else [])]
 
 
 def _form(field: Field, flag: Flag) -> dict[str, Any]:

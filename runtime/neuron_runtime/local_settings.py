@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from neuron_runtime.arguments import default_artifacts_dir, default_weights_dir
+from neuron_runtime.flags import as_flag
 from neuron_runtime.uris import store_address
 
 
@@ -36,14 +37,14 @@ class LocalSettings:
     def arguments(self) -> list[str]:
         """The command line that `of` reads."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return [f"--{name.replace('_', '-')}={value}" for name, value in values if value != ""]
+        return [f"{as_flag(name)}={value}" for name, value in values if value != ""]
 
 
 def check_stores(options: argparse.Namespace) -> None:
     """Raises InvalidConfig with the flag of a store that is no address of one."""
-    for flag in ("--weights-store", "--artifacts-store"):
-        if address := getattr(options, flag.removeprefix("--").replace("-", "_"), ""):
-            store_address(address, flag)
+    for name in ("weights_store", "artifacts_store"):
+        if address := getattr(options, name, ""):
+            store_address(address, as_flag(name))
 
 
 def add_local_flags(parser: argparse.ArgumentParser) -> None:

@@ -173,8 +173,8 @@ def operator_text(passes: int, failed: int, leader: int, reason: str | None) -> 
     metrics.passes.labels("failed").inc(failed)
     for _ in range(passes):
         metrics.pass_seconds.observe(0.02)
-        metrics.observe_request("patch", "neuronmodels/status", "200")
-        metrics.observe_watch_start("pods", "watch")
+        metrics.api_requests.labels("patch", "neuronmodels/status", "200").inc()
+        metrics.watch_starts.labels("pods", "watch").inc()
     metrics.leader.set(leader)
     metrics.upgrades.labels("Waiting").set(3)
     is_ready = reason == "Ready"

@@ -60,8 +60,8 @@ def test_a_model_has_a_series_for_each_of_our_conditions_and_its_replicas_until_
 
 def test_requests_watches_and_passes_are_counted_with_their_labels() -> None:
     metrics = Metrics()
-    metrics.observe_request("get", "jobs", "404")
-    metrics.observe_watch_start("pods", "list")
+    metrics.api_requests.labels("get", "jobs", "404").inc()
+    metrics.watch_starts.labels("pods", "list").inc()
     metrics.passes.labels("changed").inc()
     metrics.leader.set(1)
     found = samples(metrics)

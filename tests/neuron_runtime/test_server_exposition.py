@@ -12,8 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.front_end import MODEL, make_model, serving
 from neuron_runtime.processes.control import EngineEnded, EngineStarted
-from neuron_runtime.processes.usage import Processes
-from neuron_runtime.server.metrics import GENERATION_ROUTES, RESPONSE_CODES
+from neuron_runtime.server.metrics import GENERATION_ROUTES, RESPONSE_CODES, process_readings
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +59,8 @@ async def test_responses_are_counted_by_route_and_code_but_not_probes(model_dir:
 
 
 def test_the_front_end_reports_all_processes() -> None:
-    processes = Processes()
-    processes.engine_pid = os.getppid()
-    values = {(family.name, labels): value for family, labels, value in processes.read()}
+    pids = {"supervisor": os.getppid(), "engine": os.getppid(), "front-end": os.getpid()}
+    values = {(family.name, labels): value for family, labels, value in process_readings(pids)}
     assert {labels[0] for _, labels in values} == {"front-end", "supervisor", "engine"}
     own = ("front-end",)
     assert values["process_resident_memory_bytes", own] > 1e6

@@ -14,7 +14,7 @@ from helpers.serve_command import stopped
 from neuron_runtime.errors import BackendFailed, Draining, ExitCode, FatalError, ServingError
 from neuron_runtime.processes.children import Child, describe_exit
 from neuron_runtime.processes.lifeline import Deadline
-from neuron_runtime.processes.restarts import CURED_BY_RESTART, RestartBudget, cured_by_restart
+from neuron_runtime.processes.restarts import CURED_BY_RESTART, RestartBudget
 from neuron_runtime.record import Record, write
 from neuron_runtime.server.gate import Gate
 
@@ -22,7 +22,7 @@ CRASHED = BackendFailed("crashed")
 
 
 def test_three_restarts_in_the_window_are_allowed_and_the_fourth_failure_is_final() -> None:
-    budget = RestartBudget(max_restarts=3, window_seconds=600.0)
+    budget = RestartBudget()
     assert [budget.failure_to_end_with(CRASHED, now) for now in (0.0, 100.0, 599.0)] == [None, None, None]
     error = budget.failure_to_end_with(CRASHED, 599.9)
     assert error is not None
@@ -31,7 +31,7 @@ def test_three_restarts_in_the_window_are_allowed_and_the_fourth_failure_is_fina
 
 
 def test_restarts_before_the_window_are_forgotten() -> None:
-    budget = RestartBudget(max_restarts=3, window_seconds=600.0)
+    budget = RestartBudget()
     assert all(budget.failure_to_end_with(CRASHED, now) is None for now in range(0, 10_000, 200))
 
 
@@ -68,7 +68,7 @@ def test_an_exit_is_classified_by_code_and_record(
     failure = Child("engine process", process, path, Deadline(tmp_path / "deadline")).failure()
     assert type(failure) is error
     assert str(failure) == (named or describe_exit("engine process", code))
-    assert cured_by_restart(failure) is restarts
+    assert (RestartBudget().failure_to_end_with(failure, 0.0) is None) is restarts
 
 
 def test_an_exit_without_a_record_is_described() -> None:

@@ -190,7 +190,7 @@ class OneRequest:
 
     def send(self, message: FromEngine) -> None:
         if isinstance(message, Step):
-            self._stops = any(news.finish_reason for news in message.updates)
+            self._stops = any(news.finish_reason for news in message.events)
 
     def receive(self, wait: bool) -> list[ToEngine]:
         mail, self._mail = self._mail, []
@@ -210,8 +210,7 @@ def test_the_engine_process_knows_warmed_up_shapes_from_the_start(
     package = SimpleNamespace(
         needs_weights=lambda config: False, load_backend=lambda *given, **rank: WarmBackend(LIMITS)
     )
-    for module in (process, loading):
-        monkeypatch.setattr(module, "backend_package", lambda config: package)
+    monkeypatch.setattr(loading, "backend_package", lambda config: package)
     armed = ArmedDeadline()
     asked = Request("1", (5, 6, 7), Sampling(max_tokens=1))
     try:

@@ -15,6 +15,16 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 
 async def run_apart(work: Work) -> None:
     """Run `work` on a loop in another thread, and wait for its end, also when cancelled. Raises what it raises."""
+    await _run(work, lambda job: asyncio.ensure_future(asyncio.to_thread(asyncio.run, job)))
+
+
+async def run_on(loop: asyncio.AbstractEventLoop, work: Work) -> None:
+    """Run `work` on the loop of another thread, and wait for its end, also when cancelled. Raises what it raises."""
+    await _run(work, lambda job: asyncio.wrap_future(asyncio.run_coroutine_threadsafe(job, loop)))
+
+
+async def _run(work: Work, start: Callable[[Coroutine[Any, Any, None]], asyncio.Future[None]]) -> None:
+    """`start` runs a coroutine on another loop."""
     here = asyncio.get_running_loop()
     started: asyncio.Future[Callable[[], object]] = here.create_future()
 
@@ -24,49 +34,13 @@ async def run_apart(work: Work) -> None:
         here.call_soon_threadsafe(started.set_result, partial(loop.call_soon_threadsafe, task.cancel))
         await work()
 
-    ended = asyncio.ensure_future(asyncio.to_thread(asyncio.run, cancellable()))
+    ended = start(cancellable())
     try:
         await asyncio.shield(ended)
     except asyncio.CancelledError:
-        await _cancelled(ended, await started)
+        cancel = await started
+        if not ended.done():
+            cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ended
         raise
-
-
-async def run_on(loop: asyncio.AbstractEventLoop, work: Work) -> None:
-    """Run `work` on the loop of another thread, and wait for its end, also when cancelled. Raises what it raises."""
-    here = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = here.create_future()
-    tasks: list[asyncio.Task[None]] = []
-
-    def report(task: asyncio.Task[None]) -> None:
-        here.call_soon_threadsafe(_end, ended, task)
-
-    def start() -> None:
-        tasks.append(loop.create_task(work()))
-        tasks[0].add_done_callback(report)
-
-    def cancel() -> None:
-        tasks[0].cancel()
-
-    loop.call_soon_threadsafe(start)
-    try:
-        await asyncio.shield(ended)
-    except asyncio.CancelledError:
-        await _cancelled(ended, partial(loop.call_soon_threadsafe, cancel))
-        raise
-
-
-async def _cancelled(ended: asyncio.Future[None], cancel: Callable[[], object]) -> None:
-    if not ended.done():
-        cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await ended
-
-
-def _end(future: asyncio.Future[None], task: asyncio.Task[None]) -> None:
-    if task.cancelled():
-        future.cancel()
-    elif error := task.exception():
-        future.set_exception(error)
-    else:
-        future.set_result(None)

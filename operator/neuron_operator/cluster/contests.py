@@ -63,13 +63,10 @@ def status_of(status: Object) -> Difference:
 
 def difference(desired: Object, live: Object) -> Difference:
     """Why the live object does not contain what is desired."""
-    parts = _difference((), desired, live)
-    if parts is None:
-        return _MORE
-    return Difference(*parts)
+    return _difference((), desired, live) or _MORE
 
 
-def _difference(path: tuple[str, ...], desired: Any, live: Any) -> tuple[tuple[str, ...], Any, Any] | None:
+def _difference(path: tuple[str, ...], desired: Any, live: Any) -> Difference | None:
     if isinstance(desired, dict):
         parts = [(name, value, live.get(name) if isinstance(live, dict) else None) for name, value in desired.items()]
     elif isinstance(desired, list | tuple) and isinstance(live, list) and len(desired) <= len(live):
@@ -79,10 +76,10 @@ def _difference(path: tuple[str, ...], desired: Any, live: Any) -> tuple[tuple[s
         elif len(desired) == len(live):
             parts = [(str(number), *pair) for number, pair in enumerate(zip(desired, live, strict=True))]
         else:
-            return path, desired, live
+            return Difference(path, desired, live)
     else:
         is_same = quantity(desired) == quantity(live) or (live is None and not desired)
-        return None if is_same else (path, desired, live)
+        return None if is_same else Difference(path, desired, live)
     return next((deeper for part in parts if (deeper := _difference((*path, part[0]), *part[1:])) is not None), None)
 
 

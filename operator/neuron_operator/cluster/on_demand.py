@@ -64,7 +64,7 @@ class _Kept(Generic[*Wanted, Value]):
         self._read = read
         self._slots: dict[tuple[*Wanted], _Slot[Value]] = {}
 
-    async def get(self, *key: *Wanted) -> Value:
+    async def __call__(self, *key: *Wanted) -> Value:
         now = asyncio.get_running_loop().time()
         for old, slot in list(self._slots.items()):
             if not slot.lock.locked() and slot.kept is not None and slot.kept[0] < now:
@@ -82,32 +82,23 @@ class OnDemand:
 
     def __init__(self, cluster: Client) -> None:
         self._cluster = cluster
-        self._free = _Kept(self._read_free)
-        self._events = _Kept(self._list_events)
-        self._logs = _Kept(self._read_log)
-        self._existing = _Kept(self._look_for)
-
-    async def free_devices(self) -> FreeDevices:
+        self.free_devices = _Kept(self._read_free)
         """For every node with Neuron devices: allocatable minus requested."""
-        return await self._free.get()
+        self.log = _Kept(self._read_log)
+        """The end of the log of a pod's runtime container; empty if it cannot be read."""
+        self.exists = _Kept(self._look_for)
+        """Whether a Secret or ConfigMap does; False if nobody says."""
+        self._events = _Kept(self._list_events)
 
     async def events(self, key: Key, children: Iterable[Object], pods: Iterable[Object]) -> tuple[Object, ...]:
         """Warnings about a model's Jobs, ReplicaSets and pods, newest last. The models of a namespace share a list."""
         names = {(obj["kind"], key_of_model(obj)[1]) for obj in (*children, *pods)}
-        events_here = await self._events.get(key[0], "type=Warning", EVENTS_SECONDS)
+        events_here = await self._events(key[0], "type=Warning", EVENTS_SECONDS)
         return tuple(event for event in events_here if _concerns(event, names))
 
     async def claim_events(self, namespace: str) -> tuple[Object, ...]:
         """What is said about the namespace's claims, newest last."""
-        return await self._events.get(namespace, "regarding.kind=PersistentVolumeClaim", CLAIM_EVENTS_SECONDS)
-
-    async def log(self, namespace: str, pod: str) -> str:
-        """The end of the log of a pod's runtime container; empty if it cannot be read."""
-        return await self._logs.get(namespace, pod)
-
-    async def exists(self, namespace: str, need: Exists) -> bool:
-        """Whether a Secret or ConfigMap does; False if nobody says."""
-        return await self._existing.get(namespace, need)
+        return await self._events(namespace, "regarding.kind=PersistentVolumeClaim", CLAIM_EVENTS_SECONDS)
 
     async def _look_for(self, namespace: str, need: Exists) -> tuple[bool, float]:
         """The operator may not read Secrets. It asks whether it could create one of that name, without creating it."""

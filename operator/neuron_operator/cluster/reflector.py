@@ -428,16 +428,8 @@ class Caches:
         self._failed_nodes: dict[str, NodeView] = {}
         """As they were when they last woke a model."""
         if None in namespaces:  # the right to watch nodes is one for the whole cluster
-            nodes = Reflector(
-                client,
-                NODES,
-                None,
-                key_of=key_of_model,
-                wake=self._wake_replicas_of,
-                trim=trimmed_node,
-                count_start=count_start,
-            )
-            self._caches[NODES] = (nodes,)
+            of_nodes = partial(reflect, label_selector="", key_of=key_of_model, wake=self._wake_replicas_of)
+            self._caches[NODES] = (of_nodes(NODES, None, trim=trimmed_node),)
 
     async def run(self) -> None:
         """Keep all of them up to date until cancelled. Raises Forbidden if one may not be listed."""

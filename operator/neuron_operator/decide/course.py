@@ -114,7 +114,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
     return replace(
         course.decision,
         status=whole_status,
-        follows=not course.is_told or _differs(whole_status, world.body),
+        follows=not course.is_told or any(whole_status.get(n) != dig(world.body, "status", n) for n in _DECIDING),
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
         needs=frozenset[Needed](course.pace.needs if course.pace else ()).union(
             course.groups.needs if course.groups else (), *(f.needs for f in findings)
@@ -204,12 +204,14 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     earlier = (name for known in _kept_revisions(model, observed, pinned) for name in known.shared)
     kept = (name for name in earlier if name in observed.keepers)  # a Job that still works for one works for nothing
     shared = upkeep(model, observed, done, frozenset((*kept, *map(name_of, cleaning))), world.used_by_others)
+    # May get new pods.
+    attempted = {served.name, allowed.revision.name} if served and allowed and model.spec.replicas else set()
     delete = (
         *done.stale,
         *shared.delete,
         *(grouped.end if grouped else ()),
         *(pod.live for pod in observed.live if not pod.group and awaited(pod, observed) in observed.existing),
-        *(pod.live for pod in breaker.surplus(observed, _attempted(model, served, allowed)) if not pod.group),
+        *(pod.live for pod in breaker.surplus(observed, attempted) if not pod.group),
         *(_unneeded(model, observed, pinned) if is_settled else ()),
     )
     upgrade: Upgrade | None = "Running" if moves else "Waiting"
@@ -353,11 +355,6 @@ def _is_told(observed: Observed, done: Walk, wanted: Revision) -> bool:
 
 _ROLLS = frozenset({"UpToDate", Reason.ROLLING_OUT, Reason.ROLLED_BACK})
 """Reasons of `UpToDate` that do not come from a step."""
-
-
-def _attempted(model: NeuronModel, served: Revision | None, allowed: Allowed | None) -> set[str]:
-    """Names of the revisions that may get new pods."""
-    return {served.name, allowed.revision.name} if served and allowed and model.spec.replicas else set()
 
 
 def _workload(
@@ -545,10 +542,6 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], pag
 _DECIDING = ("currentRevision", "updateRevision", "failedRevision", "retryKey", "history", "groups")
 """Fields of the status that decisions read. Of the conditions they only read what `_is_told` asks for, and since when
 one is false, which for a new one is now."""
-
-
-def _differs(new_status: Object, body: Object) -> bool:
-    return any(new_status.get(name) != dig(body, "status", name) for name in _DECIDING)
 
 
 def _artifacts(observed: Observed, course: Course) -> Iterator[ArtifactStatus]:

@@ -214,7 +214,8 @@ def _record(group: GroupView, known: GroupStatus | None, observed: Observed, set
     reason, message = (known.reason, known.message) if known is not None else (None, None)
     end = _end(group, observed, settings)
     if end is not None:
-        state, reason, message = end.state, str(end.reason), printable(end.message)[:MAX_WORD]
+        state, cause, said = end
+        reason, message = str(cause), printable(said)[:MAX_WORD]
     if state == "Failed":
         since = instant(known.since) if known is not None and before == "Serving" else None
         restarts = 1 if since is not None and observed.now - since >= RECOVERED else restarts + 1
@@ -233,32 +234,25 @@ def _record(group: GroupView, known: GroupStatus | None, observed: Observed, set
     )
 
 
-@dataclass(frozen=True)
-class End:
-    state: State
-    reason: Reason
-    message: str
-
-
-def _end(group: GroupView, observed: Observed, settings: GroupSettings) -> End | None:
-    """What has happened to one member happens to all. The member that failed itself is named, not those that then
-    ended because of it."""
+def _end(group: GroupView, observed: Observed, settings: GroupSettings) -> tuple[State, Reason, str] | None:
+    """State, reason and message of a group that ends: what has happened to one member happens to all. The member that
+    failed itself is named, not those that then ended because of it."""
     revision = next((known for known in observed.revisions if known.name == group.revision), None)
     broken = [pod for pod in group.members if pod.has_failed or pod.container.num_restarts or pod.container.ended]
     leaving = [pod for pod in group.members if pod.is_deleting]
     for pod in leaving:
         signal = nodes.signal_of(pod, observed)
         if signal is not None:
-            return End("Left", signal.reason, f"member {pod.name} left node {pod.node}, which {signal.said}")
+            return "Left", signal.reason, f"member {pod.name} left node {pod.node}, which {signal.said}"
     if broken and revision is not None:
         first = min(broken, key=_blame)
         found_end = explain_pod(first, observed, revision.placement)
         reason = Reason.named(found_end.reason) or Reason.GROUP_INCOMPLETE
         others = f"; {len(broken)} of {group.size} members ended" if len(broken) > 1 else ""
-        return End("Failed", reason, f"on node {first.node}, {found_end.message}{others}")
+        return "Failed", reason, f"on node {first.node}, {found_end.message}{others}"
     if leaving:
         pod = leaving[0]
-        return End("Left", Reason.DRAINING, f"member {pod.name} on node {pod.node} was evicted or deleted")
+        return "Left", Reason.DRAINING, f"member {pod.name} on node {pod.node} was evicted or deleted"
     if group.is_placed or group.created is None or observed.now < group.created + _patience(group, settings):
         return None
     waiting = [pod for pod in group.members if not pod.node]
@@ -269,9 +263,9 @@ def _end(group: GroupView, observed: Observed, settings: GroupSettings) -> End |
         why = Reason.named(refused.reason) if refused else None
         if refused is None or why is None or why is Reason.LOADING:
             return None
-        return End("Released", why, f"{text}; {refused.message}")
+        return "Released", why, f"{text}; {refused.message}"
     text += f"; {waiting[0].name}: {waiting[0].unscheduled or ''}"
-    return End("Released", Reason.INSUFFICIENT_NEURON if waiting[0].requests else Reason.NO_MATCHING_NODE, text)
+    return "Released", Reason.INSUFFICIENT_NEURON if waiting[0].requests else Reason.NO_MATCHING_NODE, text
 
 
 def _refused(group: GroupView, observed: Observed) -> Finding | None:
@@ -323,8 +317,11 @@ def _due(known: GroupStatus | None, now: datetime, settings: GroupSettings) -> d
 
 
 def _delayed(known: GroupStatus, due: datetime) -> Finding:
+    reason = Reason.named(known.reason or "")
+    if reason is None or "Available" not in reason.row.conditions:
+        reason = Reason.GROUP_INCOMPLETE
     text = f"group {known.name} ended: {known.message}; the next attempt starts at {due:%Y-%m-%dT%H:%M:%SZ}"
-    return unmet("Available", _reason_of(known), text)
+    return unmet("Available", reason, text)
 
 
 def _exhausted(known: GroupStatus, settings: GroupSettings) -> Finding:
@@ -334,11 +331,6 @@ def _exhausted(known: GroupStatus, settings: GroupSettings) -> Finding:
         f"model is scaled to 0 and back: {known.message}"
     )
     return unmet("Available", Reason.RESTART_BUDGET_EXHAUSTED, text)
-
-
-def _reason_of(known: GroupStatus) -> Reason:
-    reason = Reason.named(known.reason or "")
-    return reason if reason is not None and "Available" in reason.row.conditions else Reason.GROUP_INCOMPLETE
 
 
 def failures(observed: Observed, revision_name: str) -> Iterator[str]:

@@ -40,29 +40,24 @@ def upkeep(
         and not _is_over(child, observed)
         and not (_is_alone(model, child) and name_of(child) in used_by_others)
     ]
+    joined, left = owner_reference(model), {"$patch": "delete", "uid": model.uid}
     known = uses | used_by_others
     orphans = [child for child in others if name_of(child) not in known and is_orphan(child)]
     return Decision(
         changes=(
-            *(_joined(model, child) for child in others if name_of(child) in lasting and _has_room(child)),
-            *(_left(model, child) for child in let_go if not _is_alone(model, child)),
+            *(_owned(child, joined) for child in others if name_of(child) in lasting and _has_room(child)),
+            *(_owned(child, left) for child in let_go if not _is_alone(model, child)),
             *_expiries((observed.jobs[name_of(child)] for child in ours if kind_of(child) == "Job"), done, waiting),
         ),
         # An orphan is what its last owners left at the same time, if the operator ended between that and its deletion.
-        delete=tuple(
-            child for child in (*(f for f in let_go if _is_alone(model, f)), *orphans, *_held(ours, observed))
-        ),
+        delete=(*(child for child in let_go if _is_alone(model, child)), *orphans, *_held(ours, observed)),
         uses=uses,
     )
 
 
-def _joined(model: NeuronModel, child: Object) -> Change:
-    return Change(child, {"metadata": {"ownerReferences": [owner_reference(model)]}}, unchanged=False)
-
-
-def _left(model: NeuronModel, child: Object) -> Change:
-    gone = {"$patch": "delete", "uid": model.uid}
-    return Change(child, {"metadata": {"ownerReferences": [gone]}}, unchanged=False)
+def _owned(child: Object, owner: Object) -> Change:
+    """One owner joins, or leaves."""
+    return Change(child, {"metadata": {"ownerReferences": [owner]}}, unchanged=False)
 
 
 def _is_alone(model: NeuronModel, child: Object) -> bool:

@@ -83,17 +83,16 @@ class Kubectl:
         """
         namespace, name = text(model, "metadata", "namespace"), name_of(model)
         key = self._api_key(model, namespace)
-        service = name
         if key is None:
             with tempfile.TemporaryDirectory(prefix="kubectl-neuron-") as folder:
                 socket = str(Path(folder) / "proxy")  # not a port: every user of this machine could act with it
                 async with self._running("proxy", f"--unix-socket={socket}", say="Starting to serve"):
-                    path = f"/api/v1/namespaces/{namespace}/services/{service}:{names.PORT_NAME}/proxy"
+                    path = f"/api/v1/namespaces/{namespace}/services/{name}:{names.PORT_NAME}/proxy"
                     connector = aiohttp.UnixConnector(socket, limit=0)
                     async with aiohttp.ClientSession(connector=connector, timeout=ANSWER_TIMEOUTS) as session:
                         yield Address(session, f"http://localhost{path}", "the API server's proxy")
             return
-        target = (f"service/{service}", f":{names.PORT}", "--namespace", namespace, "--address", "127.0.0.1")
+        target = (f"service/{name}", f":{names.PORT}", "--namespace", namespace, "--address", "127.0.0.1")
         async with self._running("port-forward", *target, say="Forwarding from") as line:
             port = line.partition("127.0.0.1:")[2].partition(" ")[0]
             headers = {"Authorization": f"Bearer {key}"}

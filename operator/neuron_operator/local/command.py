@@ -290,13 +290,19 @@ class _Session:
         plans = [pod.process.plan for pod in machine.running if pod.process.ready and pod.process.plan.ports]
         ports = [port for plan in plans for port in plan.ports.values()]
         async with aiohttp.ClientSession(headers=_authorization(plans[0])) as session:
-            name = await _served_name(session, ports[0])
+            async with session.get(f"http://{LOOPBACK}:{ports[0]}/v1/models") as response:
+                name = str((await response.json())["data"][0]["id"])
             for port in ports:
                 print(f"  API      http://{LOOPBACK}:{port}/v1   (model: {name})")
                 print(f"  metrics  http://{LOOPBACK}:{port}/metrics", flush=True)
             if self.options.ask:
-                with self._holding_lines():
+                self.held = held = list[str]()
+                try:
                     await _ask(session, ports[0], name, self.options.ask)
+                finally:
+                    self.held = None
+                    for line in held:
+                        self._print(line)
         if not self.options.exit:
             print("  Ctrl-C stops it", flush=True)
 
@@ -313,18 +319,6 @@ class _Session:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    @contextlib.contextmanager
-    def _holding_lines(self) -> Iterator[None]:
-        """Keeps the lines on standard error out of an answer that is being printed."""
-        held: list[str] = []
-        self.held = held
-        try:
-            yield
-        finally:
-            self.held = None
-            for line in held:
-                self._print(line)
-
 
 def _authorization(plan: ContainerPlan) -> dict[str, str]:
     """The headers for a pod with API keys: its first key."""
@@ -332,11 +326,6 @@ def _authorization(plan: ContainerPlan) -> dict[str, str]:
     lines = (line.strip() for text in files for line in text.splitlines())
     key = next(filter(None, lines), None)
     return {} if key is None else {"Authorization": f"Bearer {key}"}
-
-
-async def _served_name(session: aiohttp.ClientSession, port: int) -> str:
-    async with session.get(f"http://{LOOPBACK}:{port}/v1/models") as response:
-        return str((await response.json())["data"][0]["id"])
 
 
 async def _ask(session: aiohttp.ClientSession, port: int, model: str, question: str) -> None:

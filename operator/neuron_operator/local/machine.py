@@ -223,13 +223,8 @@ class Machine:
 
     def _port_of(self, replica: str, inside: int) -> int:
         """For a port of a pod. Groups of the same replica, which follow each other, have the same ones."""
-        if not replica:
-            return self._take_port()
-        if (replica, inside) not in self._kept_ports:
-            self._kept_ports[replica, inside] = self._take_port()
-        return self._kept_ports[replica, inside]
-
-    def _take_port(self) -> int:
+        if replica and (kept := self._kept_ports.get((replica, inside))):
+            return kept
         port = self._next_port
         self._next_port += 1
         with socket.socket() as probe:
@@ -238,6 +233,8 @@ class Machine:
                 probe.bind((LOOPBACK, port))
             except OSError as error:
                 raise CannotRunHere(f"port {port} is in use: choose another with --port") from error
+        if replica:
+            self._kept_ports[replica, inside] = port
         return port
 
     # --- status, as a cluster's controllers write it

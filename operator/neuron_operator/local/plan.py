@@ -192,15 +192,13 @@ def report(pinned: Revision, choice: Choice | None) -> Iterator[str]:
         needs = gb(pinned.pinned.plan.host_bytes or 0)
         yield f"computed on the host, so nothing is planned: a pod needs about {needs} and takes what memory is free"
         return
-    best = choice.chosen
+    best, second = choice.chosen, choice.runner_up
     yield ""
     yield from _table(best)
     yield ""
     rows = {
         "cheapest": f"{best.words}, {_costs(best)}",
-        "runner-up": _alternative(choice.runner_up),
-        "one size smaller": _alternative(_neighbour(choice, -1)),
-        "one size larger": _alternative(_neighbour(choice, 1)),
+        "runner-up": f"{second.words}: {second.load.words}, {_costs(second)}" if second else "none",
     }
     yield from _aligned(rows)
     if choice.others:
@@ -226,12 +224,6 @@ def _table(option: Option) -> Iterator[str]:
     yield f"  {'Neuron SDK':<12}{option.site.family.last_sdk:>10}  or older"
 
 
-def _alternative(option: Option | None) -> str:
-    if option is None:
-        return "none"
-    return f"{option.words}: {option.problem or f'{option.load.words}, {_costs(option)}'}"
-
-
 def _costs(option: Option) -> str:
     where = {
         Supply.THERE: "free on a node of the cluster",
@@ -239,19 +231,6 @@ def _costs(option: Option) -> str:
         Supply.TAKEN: "on a node, but held by other pods",
     }
     return f"about {dollars(option.cost)} per hour ({where[option.supply]})"
-
-
-def _neighbour(choice: Choice, step: int) -> Option | None:
-    """The option with the next more or less device memory than the chosen one."""
-
-    def size(option: Option) -> int:
-        return option.cores * option.logical_core * option.site.family.core_memory
-
-    best = size(choice.chosen)
-    beyond = [option for option in (*choice.fitting, *choice.others) if (size(option) - best) * step > 0]
-    if not beyond:
-        return None
-    return min(beyond, key=lambda option: (abs(size(option) - best), not option.fits, option.order))
 
 
 def _aligned(rows: dict[str, str]) -> Iterator[str]:

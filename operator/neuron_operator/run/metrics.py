@@ -65,12 +65,6 @@ class Metrics:
             registry=self.registry,
         )
 
-    def observe_request(self, verb: str, resource: str, code: str) -> None:
-        self.api_requests.labels(verb, resource, code).inc()
-
-    def observe_watch_start(self, resource: str, how: str) -> None:
-        self.watch_starts.labels(resource, how).inc()
-
     def report_models(self, models: Callable[[], Iterable[Object]]) -> None:
         """Describe `models` at each scrape. A deleted model has no series."""
         self.registry.register(_Models(models))

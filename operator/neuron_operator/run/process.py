@@ -25,7 +25,7 @@ from aiohttp import web
 
 from neuron_operator.api.errors import ClusterFault, OperatorError
 from neuron_operator.api.names import LEADER_WORKER_SET
-from neuron_operator.cluster.apart import run_apart, run_on
+from neuron_operator.cluster.apart import Work, run_apart, run_on
 from neuron_operator.cluster.client import (
     CHILDREN,
     LEADER_WORKER_SETS,
@@ -88,9 +88,10 @@ class Operator:
             settings.watch_namespaces or (None,),
             wake=self.wake,
             children=(*CHILDREN, *((LEADER_WORKER_SETS,) if _makes_sets(settings) else ())),
-            count_start=metrics.observe_watch_start,
+            count_start=lambda plural, how: metrics.watch_starts.labels(plural, how).inc(),
         )
-        self._lease = self._lease_of(self.client)
+        self._lease: LeaderLease
+        """Once the caches are filled."""
         self.turns = Turns(self.wake)
         self._reconciler = Reconciler(
             self.client,
@@ -126,28 +127,22 @@ class Operator:
             tasks.create_task(self.caches.run(), name="caches")
             await self.caches.wait_synced()
             if self.connect_lease is None:
-                await self._lease.run(self._work)
+                await self._lead(self.client, self._work)
             else:
                 await run_apart(partial(self._lead_apart, self.connect_lease, asyncio.get_running_loop()))
 
     async def _lead_apart(self, connect_lease: Connect, loop: asyncio.AbstractEventLoop) -> None:
         """On the thread of the Lease; the work is done on `loop`."""
         async with connect_lease() as cluster:
-            self._lease = self._lease_of(cluster)
-            await self._lease.run(lambda: run_on(loop, self._work))
+            await self._lead(cluster, lambda: run_on(loop, self._work))
+
+    async def _lead(self, cluster: Client, work: Work) -> None:
+        settings, identity = self.settings, f"{self.settings.identity}_{uuid.uuid4().hex[:8]}"
+        self._lease = LeaderLease(cluster, settings.namespace, settings.lease_name, identity, timings=settings.lease)
+        await self._lease.run(work)
 
     def _check_term(self) -> None:
         self._lease.check_term()
-
-    def _lease_of(self, cluster: Client) -> LeaderLease:
-        settings = self.settings
-        return LeaderLease(
-            cluster,
-            settings.namespace,
-            settings.lease_name,
-            f"{settings.identity}_{uuid.uuid4().hex[:8]}",
-            timings=settings.lease,
-        )
 
     async def _work(self) -> None:
         # Half of the workers: those of the others find a free one at once, however long the passes of one take.
@@ -283,7 +278,7 @@ def _listener(host: str, port: int) -> socket.socket:
 async def run(settings: RunSettings) -> None:
     """Run one replica until SIGTERM or SIGINT. Raises OperatorError or OSError (port in use), possibly in a group."""
     metrics = Metrics()
-    connected = partial(connect, settings.kubeconfig, observe=metrics.observe_request)
+    connected = partial(connect, settings.kubeconfig, observe=lambda *key: metrics.api_requests.labels(*key).inc())
     async with connected() as cluster:
         watched = await check_installed(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
         refused = frozenset(settings.watch_namespaces) - set(watched)

@@ -90,8 +90,8 @@ class Reconciler:
 
     def __post_init__(self) -> None:
         self._on_demand = OnDemand(self.client)
-        self._contained = Contained()
-        self._contests = Contests()
+        self.contained = Contained()
+        self.contests = Contests()
         self._logged: dict[Key, tuple[Refusal, ...]] = {}
         """The refusals of each model's last pass: one that lasts is logged once."""
 
@@ -103,15 +103,12 @@ class Reconciler:
             self._logged.pop(key, None)
             self.caches.use(key, frozenset())
             return Outcome()
-        reports_faults = failing_seconds > PATIENCE_SECONDS
-        writes = _Writes(
-            self.client, self.caches, key, self.check_term, self._contained, self._contests, reports_faults
-        )
+        writes = _Writes(self, key, reports_faults=failing_seconds > PATIENCE_SECONDS)
         retry: ClusterFault | None = None
         world = self._observe(World(body=body, children=(), pods=(), now=self.now()), key)
         for job in world.shared:
             if job["kind"] == "Job" and items(job, "status", "conditions"):
-                _forget_job(self._contests, job)  # it ended: the next one is another attempt
+                _forget_job(self.contests, job)  # it ended: the next one is another attempt
         read: frozenset[Needed] = frozenset()
         is_final = False
         while True:
@@ -186,12 +183,8 @@ class Reconciler:
 class _Writes:
     """The writes of one pass, counted; each can be repeated safely."""
 
-    client: Client
-    caches: Caches
+    by: Reconciler
     key: Key
-    check_term: Callable[[], None]
-    contained: Contained
-    contests: Contests
     reports_faults: bool
     """A fault that a retry may cure does not end the pass either."""
     number: int = 0
@@ -199,13 +192,13 @@ class _Writes:
 
     def _next(self) -> Client:
         """For one write. Raises TermOver; time may have passed since the last one, when this process was frozen."""
-        self.check_term()
+        self.by.check_term()
         self.number += 1
-        return self.client
+        return self.by.client
 
     def _observe_written(self, resource: Resource, written: Object) -> None:
         self.written.add(version_of(written))
-        self.caches.observe_written(resource, written)
+        self.by.caches.observe_written(resource, written)
 
     async def carry_out(self, decision: Decision, body: Object) -> None:
         """Raises _Refused at the first write that the next decision must know of."""
@@ -222,10 +215,10 @@ class _Writes:
         if resource is SECRETS:
             desired = {**desired, "stringData": {names.GROUP_SECRET_KEY: secrets.token_hex(SECRET_BYTES)}}
         refusal = partial(Refusal, kind=resource.kind, name=metadata["name"])
-        live = self.caches.find(resource, metadata["namespace"], metadata["name"])
+        live = self.by.caches.find(resource, metadata["namespace"], metadata["name"])
         try:
             if live is None:
-                if resource.kind == "Job" and (words := self.contests.check(_made_by(body, desired), DELETED)):
+                if resource.kind == "Job" and (words := self.by.contests.check(_made_by(body, desired), DELETED)):
                     raise _Refused(refusal(RefusalCause.UNDONE, message=words))
                 live = await self._create_or_look(resource, desired, body)
             if resource is SECRETS:
@@ -240,13 +233,15 @@ class _Writes:
             if resource.kind in _NEVER_EDITED:
                 return
             if is_shared(desired) and resource.kind in _CREATED_ONCE:
-                await self._relabel(live, desired)
+                # Its labels are repaired; its owners change by `Decision.changes`, its content never.
+                if not (labels := labels_of(desired)).items() <= labels_of(live).items():
+                    await self.change(Change(live, {"metadata": {"labels": dict(labels)}}))
                 return
-            if not self.contained.needs_apply(desired, live):
-                if words := self.contests.still(_key_of(desired)):
+            if not self.by.contained.needs_apply(desired, live):
+                if words := self.by.contests.still(_key_of(desired)):
                     raise _Refused(refusal(RefusalCause.UNDONE, message=words))
                 return
-            if words := self.contests.enter(_key_of(desired), difference(desired, live)):
+            if words := self.by.contests.enter(_key_of(desired), difference(desired, live)):
                 raise _Refused(refusal(RefusalCause.UNDONE, message=words))
             self._observe_written(resource, await self._apply(resource, desired, live))
         except (Terminating, Forbidden, Invalid) as fault:
@@ -257,13 +252,6 @@ class _Writes:
             if not self.reports_faults:
                 raise
             raise _Refused(refusal(RefusalCause.FAILED, message=str(fault)), retry=fault) from fault
-
-    async def _relabel(self, live: Object, desired: Object) -> None:
-        """Repair the labels of a shared Job, record or claim, and nothing else: its owners change by
-        `Decision.changes`, its content never."""
-        labels = labels_of(desired)
-        if not labels.items() <= labels_of(live).items():
-            await self.change(Change(live, {"metadata": {"labels": dict(labels)}}))
 
     async def _apply(self, resource: Resource, desired: Object, live: Object) -> Object:
         try:
@@ -281,10 +269,10 @@ class _Writes:
             if resource is SECRETS:
                 return desired
             metadata = desired["metadata"]
-            return await self.client.get(resource, metadata["namespace"], metadata["name"])
+            return await self.by.client.get(resource, metadata["namespace"], metadata["name"])
         self._observe_written(resource, live)
         if resource.kind == "Job":  # which other models may have created at the same time
-            self.contests.wrote(_made_by(body, live), DELETED, live["metadata"]["uid"])
+            self.by.contests.wrote(_made_by(body, live), DELETED, live["metadata"]["uid"])
         return live
 
     async def change(self, change: Change) -> None:
@@ -297,7 +285,7 @@ class _Writes:
         except Forbidden as fault:
             raise _Refused(Refusal(RefusalCause.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
         self._observe_written(resource, written)
-        is_used = name_of(live) in self.caches.used_by_others(self.key)
+        is_used = name_of(live) in self.by.caches.used_by_others(self.key)
         if not change.unchanged and is_orphan(written) and not is_used:
             await self.delete(written)  # its other owners left at the same time, and nobody is woken
 
@@ -305,7 +293,7 @@ class _Writes:
         resource = resource_of(live)
         if "deletionTimestamp" in live["metadata"]:
             return
-        _forget_job(self.contests, live)
+        _forget_job(self.by.contests, live)
         try:
             # Another model may become an owner of a shared object at any time.
             await self._next().delete(resource, live, unchanged=is_shared(live) and resource is not PODS)
@@ -315,13 +303,13 @@ class _Writes:
             raise _Refused(Refusal(RefusalCause.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
 
     async def status(self, body: Object, status: Object) -> None:
-        if words := self.contests.enter(_key_of(body), status_of(status)):
+        if words := self.by.contests.enter(_key_of(body), status_of(status)):
             logger.warning("%s: %s", "/".join(_key_of(body)), words)
             return
         try:
             written = await self._next().apply_status(NEURON_MODELS, body, status)
         except NotFound:  # perhaps while kopf's watch was lost: then nobody else says so
-            self.caches.forget(body)
+            self.by.caches.forget(body)
             return
         self._observe_written(NEURON_MODELS, written)
 

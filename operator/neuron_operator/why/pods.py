@@ -64,7 +64,8 @@ def explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Findi
     since = pod.container.running_since
     if pod.container.is_ready:
         return _explain_unready(pod)
-    if _was_ready_since(pod, instant(since)):
+    started, changed = instant(since), pod.readiness_changed
+    if started is not None and changed is not None and changed > started:  # it was ready once
         text = f"pod {pod.name} has been running since {since} but does not answer /health"
         return unmet("Available", Reason.PROBE_FAILING, text)
     return unmet("Available", Reason.LOADING, f"pod {pod.name} has been loading the model since {since}")
@@ -178,12 +179,6 @@ def _not_ours(container: ContainerView) -> str:
         f"container {container.name} is not the operator's: a person or an admission webhook added it; repair or "
         "remove it there"
     )
-
-
-def _was_ready_since(pod: PodView, started: datetime | None) -> bool:
-    """Whether it was ready since its container started."""
-    changed = pod.readiness_changed
-    return changed is not None and started is not None and changed > started
 
 
 def _is_node_lost(pod: PodView) -> bool:

@@ -33,8 +33,6 @@ CONFIG_FILE = "config.json"
 """The configuration of all children, in their common folder."""
 FRONT_END_DEADLINE = "front-end"
 """The name of the front end's deadline in that folder."""
-MIN_CHECKS = 2
-"""A process hangs if this many checks in a row find it overdue; one is not enough after a freeze of the machine."""
 STOP_SECONDS = 10.0
 """Time that a child has to exit, in addition to a drain."""
 
@@ -47,8 +45,6 @@ class Child:
     process: subprocess.Popen[bytes]
     record_path: Path
     deadline: Deadline
-    num_overdue: int = 0
-    """Consecutive checks that found it overdue."""
 
     @property
     def lives(self) -> bool:
@@ -56,10 +52,8 @@ class Child:
 
     def kill_if_hung(self) -> None:
         """Call this periodically."""
-        overdue = self.deadline.overdue_seconds
-        self.num_overdue = self.num_overdue + 1 if overdue and self.lives else 0
-        if self.num_overdue >= MIN_CHECKS:
-            say(f"the {self.name} hangs ({overdue:.0f} s over its limit): stopping it")
+        if self.lives and self.deadline.hangs():
+            say(f"the {self.name} hangs ({self.deadline.overdue_seconds:.0f} s over its limit): stopping it")
             # Its fault handler prints where it hangs, even while the GIL is held.
             self.process.send_signal(signal.SIGABRT)
             self.resume()

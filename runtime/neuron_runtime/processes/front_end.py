@@ -33,7 +33,6 @@ from neuron_runtime.processes import control
 from neuron_runtime.processes.children import FRONT_END_DEADLINE, FRONT_END_MODULE, begun, child_parser
 from neuron_runtime.processes.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
 from neuron_runtime.processes.lifeline import Deadline
-from neuron_runtime.processes.usage import Processes
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
 from neuron_runtime.server.app import build_app
@@ -43,7 +42,7 @@ from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import ExchangeCounter
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
-from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
+from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics, process_readings
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 from neuron_runtime.text.tool_calls import TOOL_PARSERS, ToolFormat, recognized
@@ -116,8 +115,8 @@ class FrontEnd:
             run_dir, self.metrics, on_model=self._model_found, on_ready=self._engine_ready, on_broken=self._fail
         )
         self._edge = Edge(config.server, api_key_file, (ExchangeCounter(self.metrics),))
-        self._processes = Processes()
-        self.metrics.read_at_scrape(self._processes.read)
+        self._pids: dict[str, int | None] = {"supervisor": os.getppid(), "engine": None, "front-end": os.getpid()}
+        self.metrics.read_at_scrape(lambda: process_readings(self._pids))
         self.metrics.read_at_scrape(lambda: [(LOG_LINES_LOST, (), self._edge.num_log_lines_lost)])
         self._deadline = Deadline(run_dir / FRONT_END_DEADLINE)
         self._url = url
@@ -191,10 +190,10 @@ class FrontEnd:
             match control.decode_line(raw):
                 case EngineStarted(incarnation, num_predecessors, pid, began):
                     self._ready, self._began = None, began
-                    self._processes.engine_pid = pid
+                    self._pids["engine"] = pid
                     self.client.engine_started(incarnation, num_predecessors)
                 case EngineEnded(message):
-                    self._processes.engine_pid = None
+                    self._pids["engine"] = None
                     self.client.engine_ended(message)
                 case EngineStalled(message):
                     self.client.engine_stalled(message)

@@ -1,7 +1,7 @@
 """A process's place in its group: what `serve`, `follow` and the processes of ranks need to take part.
 
-`Leading` surrounds rank 0's work, `Following` that of
-every other rank: both meet the others, tell them how they end, and learn why the others did.
+`Leading` surrounds rank 0's work, `Following` that of every other rank: both meet the others, tell them how they end,
+and learn why the others did.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ from neuron_runtime.distributed.wire import Facts, Keys
 from neuron_runtime.engine.backends import backend_package, compiles
 from neuron_runtime.errors import ExitCode, FatalError, ServingError
 from neuron_runtime.processes.lifeline import Deadline
+
+Control = TypeVar("Control", LeaderControl, MemberControl)
 
 WAITING = "waiting for the other ranks"
 
@@ -66,8 +68,29 @@ def facts_of(config: RuntimeConfig, model_dir: Path) -> Facts:
     )
 
 
-class Leading:
-    """Rank 0's part in a group, as a context: its end is the end of the group.
+class _Part(Generic[Control]):
+    """A rank's part in a group, as a context. At its end it tells the others why the rank ends, and raises a better
+    reason for its error, if another rank gives one."""
+
+    _control: Control
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None or isinstance(error, ServingError):
+            failure: ServingError | None = error
+        else:
+            failure = FatalError(ExitCode.DEVICE_FAILED, f"{type(error).__name__}: {error}")
+        if isinstance(failure, FatalError) and failure.exit_code == ExitCode.GROUP_MEMBER_LOST:
+            failure = self._control.cause_of(failure)
+        self._control.finish(failure)
+        if failure is not None and failure is not error and isinstance(error, ServingError):
+            raise failure from error
+
+
+class Leading(_Part[LeaderControl]):
+    """Rank 0's part: its end is the end of the group.
 
     on_end: another rank ended the group with this error. Called on another thread, because this one may wait for a
     device that never answers; it ends the process.
@@ -94,12 +117,6 @@ class Leading:
 
     def replicated(self, backend: Backend) -> ReplicatedBackend:
         return ReplicatedBackend(backend, self._channel, self._control)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _leave(self._control, error)
 
 
 class NoGroup:
@@ -128,8 +145,8 @@ def leading(layout: Layout, config: RuntimeConfig, model_dir: Path, on_end: OnEn
     return Leading(layout, facts_of(config, model_dir), on_end, drain)
 
 
-class Following:
-    """Any other rank's part in a group, as a context. on_end: see `Leading`."""
+class Following(_Part[MemberControl]):
+    """Any other rank's part. on_end: see `Leading`."""
 
     def __init__(self, layout: Layout, rank: int, facts: Facts, on_end: OnEnd) -> None:
         self._layout = layout
@@ -148,22 +165,3 @@ class Following:
         """Repeat rank 0's steps on a backend that has warmed up, until the work is done. Raises why it ended."""
         self._control.loaded(wire.fingerprint(backend.limits))
         follow(backend, self._receiver, self._control, idle)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _leave(self._control, error)
-
-
-def _leave(control: LeaderControl | MemberControl, error: BaseException | None) -> None:
-    """Tell the others why this rank ends. Raises a better reason for its error, if another rank gives one."""
-    if error is None or isinstance(error, ServingError):
-        failure: ServingError | None = error
-    else:
-        failure = FatalError(ExitCode.DEVICE_FAILED, f"{type(error).__name__}: {error}")
-    if isinstance(failure, FatalError) and failure.exit_code == ExitCode.GROUP_MEMBER_LOST:
-        failure = control.cause_of(failure)
-    control.finish(failure)
-    if failure is not None and failure is not error and isinstance(error, ServingError):
-        raise failure from error

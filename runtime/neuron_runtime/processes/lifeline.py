@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+MIN_CHECKS = 2
+"""A process hangs if this many checks in a row find it overdue; one is not enough after a freeze of the machine."""
 _TIMES = struct.Struct("=dd")
 
 
@@ -41,6 +43,7 @@ class Deadline:
             # On a full disk this fails; a hole in the file would kill the process when it writes (SIGBUS).
             os.posix_fallocate(file.fileno(), 0, _TIMES.size)
             self._memory = mmap.mmap(file.fileno(), _TIMES.size)
+        self._num_overdue = 0
 
     def set(self, seconds: float, usual_seconds: float | None = None) -> None:
         """Set the deadline to this long from now; after `usual_seconds` the process is late."""
@@ -60,6 +63,11 @@ class Deadline:
     def overdue_seconds(self) -> float:
         """Time since the deadline; 0 if there is none or it has not passed."""
         return self._seconds_since(1)
+
+    def hangs(self) -> bool:
+        """Whether the process that sets it does. Call this periodically."""
+        self._num_overdue = self._num_overdue + 1 if self.overdue_seconds else 0
+        return self._num_overdue >= MIN_CHECKS
 
     def _seconds_since(self, which: int) -> float:
         then = _TIMES.unpack_from(self._memory, 0)[which]

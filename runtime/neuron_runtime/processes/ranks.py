@@ -13,29 +13,12 @@ from neuron_runtime.console import say
 from neuron_runtime.distributed.layout import Layout
 from neuron_runtime.errors import ExitCode, FatalError, ServingError
 from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.processes.children import MIN_CHECKS, RANK_MODULE, STOP_SECONDS, Child, Failures, start_child
+from neuron_runtime.processes.children import RANK_MODULE, STOP_SECONDS, Child, Failures, start_child
 from neuron_runtime.processes.lifeline import Deadline
 
 SETTLE_SECONDS = 4.0
 """After one process of a group has ended, the others have this long to say why before they are killed."""
 TICK_SECONDS = 0.05
-
-
-class _Silence:
-    """Whether the thread of a rank that speaks to the others runs: if it does not, the process is frozen."""
-
-    def __init__(self, path: Path) -> None:
-        self._lifeline = Deadline(path)
-        self._num_overdue = 0
-
-    @property
-    def is_frozen(self) -> bool:
-        """Call this periodically: one look is not enough after a freeze of the machine."""
-        self._num_overdue = self._num_overdue + 1 if self._lifeline.overdue_seconds else 0
-        return self._num_overdue >= MIN_CHECKS
-
-    def close(self) -> None:
-        self._lifeline.close()
 
 
 class NodeRanks:
@@ -59,7 +42,8 @@ class NodeRanks:
             if engine is None or rank > 0
         }
         self._all = self._started if engine is None or not ranks else {0: engine, **self._started}
-        self._silences = {rank: _Silence(layout.lifeline(rank)) for rank in ranks}
+        self._lifelines = {rank: Deadline(layout.lifeline(rank)) for rank in ranks}
+        """Set by the thread of each that speaks to the others: if that does not run, the process is frozen."""
         self._frozen: dict[int, FatalError] = {}
 
     @property
@@ -76,8 +60,8 @@ class NodeRanks:
         """Call this periodically."""
         for child in self._started.values():
             child.kill_if_hung()
-        for rank, silence in self._silences.items():
-            if silence.is_frozen and self._all[rank].lives:
+        for rank, lifeline in self._lifelines.items():
+            if lifeline.hangs() and self._all[rank].lives:
                 message = f"{self._layout.named(rank)}: silent for {self._layout.silence_seconds:g} s"
                 self._frozen[rank] = FatalError(ExitCode.GROUP_MEMBER_LOST, message)
                 say(f"{message}: killing it")
@@ -115,5 +99,5 @@ class NodeRanks:
             child.process.kill()
             child.process.wait()
             child.close()
-        for silence in self._silences.values():
-            silence.close()
+        for lifeline in self._lifelines.values():
+            lifeline.close()

@@ -11,7 +11,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
@@ -71,12 +70,6 @@ class Watch(Protocol):
     def set(self, seconds: float, usual_seconds: float) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _TimedStep:
-    graph: str
-    began: float
-
-
 class WatchedBackend:
     """A backend that sets a deadline before every call: the sum of the limits of all steps in flight.
 
@@ -94,7 +87,8 @@ class WatchedBackend:
         self._watch = watch
         self._step_limits = step_limits or StepLimits(max_seconds=backend.limits.max_step_seconds)
         self._clock = clock
-        self._in_flight: deque[_TimedStep] = deque()
+        self._in_flight: deque[tuple[str, float]] = deque()
+        """The graph of each step, and when it was launched."""
         self._last_end = clock()
 
     @property
@@ -112,7 +106,7 @@ class WatchedBackend:
         return self._backend.graph(batch)
 
     def launch(self, batch: Batch) -> None:
-        self._in_flight.append(_TimedStep(self._backend.graph(batch), self._clock()))
+        self._in_flight.append((self._backend.graph(batch), self._clock()))
         self._arm()
         self._backend.launch(batch)
 
@@ -122,8 +116,8 @@ class WatchedBackend:
     def collect(self, step: int) -> StepOutput:
         self._arm()
         output = self._backend.collect(step)
-        launched, now = self._in_flight.popleft(), self._clock()
-        self._step_limits.observe(launched.graph, now - max(launched.began, self._last_end))
+        (graph, began), now = self._in_flight.popleft(), self._clock()
+        self._step_limits.observe(graph, now - max(began, self._last_end))
         self._last_end = now
         self._arm()
         return output
@@ -132,7 +126,7 @@ class WatchedBackend:
         self._backend.close()
 
     def _arm(self) -> None:
-        seconds = sum(self._step_limits.seconds(launched.graph) for launched in self._in_flight)
-        usual_seconds = sum(self._step_limits.usual_seconds(launched.graph) for launched in self._in_flight)
+        seconds = sum(self._step_limits.seconds(graph) for graph, _ in self._in_flight)
+        usual_seconds = sum(self._step_limits.usual_seconds(graph) for graph, _ in self._in_flight)
         # With nothing in flight, the deadline covers the host's work on the last output.
         self._watch.set(max(seconds, self._step_limits.min_seconds), usual_seconds + LATE_SECONDS)

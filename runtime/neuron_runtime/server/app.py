@@ -67,7 +67,7 @@ from neuron_runtime.server.objects import (
 )
 from neuron_runtime.server.openapi import Operation, application
 from neuron_runtime.server.responding import GenerationResponse
-from neuron_runtime.server.wire import error_answer, failure_answer, parse_body
+from neuron_runtime.server.wire import error_response, failure_response, parse_body
 
 Made = TypeVar("Made")
 
@@ -376,13 +376,11 @@ def _json(value: msgspec.Struct, status: int = 200) -> Response:
 
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    exchange = exchange_of(request.scope)
-    exchange.error = error
-    status, body, headers = error_answer(error, exchange)
-    if status in (408, 413):
+    response = error_response(error, exchange_of(request.scope))
+    if response.status_code in (408, 413):
         # The rest of the body will not be read.
-        headers = {**headers, "connection": "close"}
-    return Response(body, status, headers, media_type="application/json")
+        response.headers["connection"] = "close"
+    return response
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -392,7 +390,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         return Response(status_code=204, headers=error.headers)
     message = f"{request.method} {request.url.path}: {error.detail}"
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return _failed(request, Failure.of(error.status_code, kind, message, headers=error.headers))
+    failure = Failure.of(error.status_code, kind, message, headers=error.headers)
+    return failure_response(failure, exchange_of(request.scope))
 
 
 async def _client_left(request: Request, error: Exception) -> Response:
@@ -401,9 +400,5 @@ async def _client_left(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return _failed(request, Failure.of(500, "internal_error", "internal error; see the log of this process"))
-
-
-def _failed(request: Request, failure: Failure) -> Response:
-    status, body, headers = failure_answer(failure, exchange_of(request.scope))
-    return Response(body, status, headers, media_type="application/json")
+    failure = Failure.of(500, "internal_error", "internal error; see the log of this process")
+    return failure_response(failure, exchange_of(request.scope))

@@ -1,6 +1,6 @@
 """API keys: read from a file, compared in constant time, reloaded when the file changes.
 
-The outermost layer of the front end requires a key for every request except to open paths, before it reads the body.
+`server.edge` requires a key for every request except to open paths.
 Only digests of keys are stored; keys never appear in a log, error, record or configuration document.
 """
 
@@ -13,22 +13,15 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from neuron_runtime.console import say
-from neuron_runtime.errors import InvalidConfig, Unauthorized
-from neuron_runtime.server.exchange import OPEN_PATHS, Exchange, exchange_of
-from neuron_runtime.server.wire import error_answer
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.server.exchange import OPEN_PATHS
 
 FILE_FLAG, KEY_FLAG = "--api-key-file", "--api-key"
 KEYS_NAME = "api-keys"
 MAX_FILE_BYTES = 64 * 1024
 MAX_KEYS = 256
-MAX_DROPPED_BYTES = 1024 * 1024
-"""The connection of a refused request stays open if its unread body is at most this long."""
 CHECK_SECONDS = 1.0
 """Minimum interval between checks of the file, which requests trigger."""
 DOCUMENTATION = ("/openapi.json", "/docs")
@@ -126,44 +119,6 @@ class ApiKeys:
 def needs_key(path: str) -> bool:
     """Whether requests to this path need a key."""
     return path not in OPEN_PATHS and path not in DOCUMENTATION and not path.startswith("/docs/")
-
-
-class Guard:
-    """An ASGI layer that answers requests without a valid key with 401, before it reads their body."""
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Browsers send OPTIONS without credentials.
-        if needs_key(scope["path"]) and scope["method"] != "OPTIONS":
-            exchange = exchange_of(scope)
-            # Anthropic's clients send their key in a header of its own.
-            presented = _bearer(exchange.headers.get(b"authorization", b"")) or exchange.headers.get(b"x-api-key", b"")
-            exchange.key = self._keys.number_of(presented) if presented else None
-            if exchange.key is None:
-                exchange.error = Unauthorized(bool(presented))
-                await _refuse(exchange.error, exchange, send)
-                return
-        await self._app(scope, receive, send)
-
-
-async def _refuse(error: Unauthorized, exchange: Exchange, send: Send) -> None:
-    status, body, more = error_answer(error, exchange)
-    headers = exchange.headers
-    if b"transfer-encoding" in headers or int(headers.get(b"content-length", b"0")) > MAX_DROPPED_BYTES:
-        more = {**more, "connection": "close"}
-    fields = {"content-type": "application/json", "content-length": str(len(body)), **more}
-    raw = [(name.encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def _bearer(authorization: bytes) -> bytes:
-    """The token of an Authorization header; empty for other schemes."""
-    scheme, _, token = authorization.partition(b" ")
-    return token.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _digest(key: bytes) -> bytes:

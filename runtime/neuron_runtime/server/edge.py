@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from neuron_runtime.config import TRACES_ENDPOINT, ServerOptions, check_url
+from neuron_runtime.errors import Unauthorized
 from neuron_runtime.server.access_log import AccessLog, LineWriter
-from neuron_runtime.server.auth import ApiKeys, Guard
-from neuron_runtime.server.exchange import Exchanges, Observer
+from neuron_runtime.server.auth import ApiKeys, needs_key
+from neuron_runtime.server.exchange import Exchanges, Observer, exchange_of
+from neuron_runtime.server.wire import error_response
+
+MAX_DROPPED_BYTES = 1024 * 1024
+"""The connection of a refused request stays open if its unread body is at most this long."""
 
 
 class Edge:
@@ -69,3 +74,33 @@ class Edge:
         """Flush the log and the traces; takes a few seconds at most."""
         for close in self._to_close:
             close()
+
+
+class Guard:
+    """An ASGI layer that answers requests without a valid key with 401, before it reads their body."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Browsers send OPTIONS without credentials.
+        if needs_key(scope["path"]) and scope["method"] != "OPTIONS":
+            exchange = exchange_of(scope)
+            headers = exchange.headers
+            # Anthropic's clients send their key in a header of its own.
+            presented = _bearer(headers.get(b"authorization", b"")) or headers.get(b"x-api-key", b"")
+            exchange.key = self._keys.number_of(presented) if presented else None
+            if exchange.key is None:
+                response = error_response(Unauthorized(bool(presented)), exchange)
+                if b"transfer-encoding" in headers or int(headers.get(b"content-length", b"0")) > MAX_DROPPED_BYTES:
+                    response.headers["connection"] = "close"
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _bearer(authorization: bytes) -> bytes:
+    """The token of an Authorization header; empty for other schemes."""
+    scheme, _, token = authorization.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""

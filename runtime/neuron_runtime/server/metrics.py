@@ -7,12 +7,13 @@ start with `neuron_serving_`. The front end updates one `Metrics`, and the route
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import sub
 from typing import Any, Literal
 
 from prometheus_client import generate_latest
+from prometheus_client.process_collector import ProcessCollector
 
 from neuron_runtime.core import BackendLimits, FinishReason, GraphUse, StepKind
 from neuron_runtime.engine.messages import Step
@@ -291,6 +292,7 @@ PROCESS = (
     _process_gauge("process_start_time_seconds", "Start, in Unix time.", use="restarts"),
 )
 """As in the library, by process: supervisor, engine, front-end."""
+_PROCESS_BY_NAME = {family.name: family for family in PROCESS}
 
 CORE_MEMORY = (
     _engine_gauge(
@@ -323,6 +325,14 @@ NO_BUCKET = "none"
 
 Update = tuple[Callable[[float], None], Callable[[Any], float]]
 """Adds to a series, and reads what to add from a step or graph."""
+
+
+def process_readings(pids: Mapping[str, int | None]) -> Iterator[Reading]:
+    """CPU time, memory and files of processes; nothing of one that has exited, and nothing without `/proc`."""
+    for name, pid in pids.items():
+        metrics = () if pid is None else ProcessCollector(pid=partial(int, pid), registry=None).collect()
+        for sample in (sample for metric in metrics for sample in metric.samples):
+            yield _PROCESS_BY_NAME[sample.name], (name,), sample.value
 
 
 class Metrics:

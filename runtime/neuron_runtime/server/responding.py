@@ -17,7 +17,7 @@ from neuron_runtime.errors import ServingError
 from neuron_runtime.server.exchange import exchange_of
 from neuron_runtime.server.generation import LiveGeneration
 from neuron_runtime.server.http_protocol import body_writer
-from neuron_runtime.server.wire import error_answer
+from neuron_runtime.server.wire import error_response
 
 MANY_TOKENS = 256
 """Responses with log-probabilities of more tokens are formatted on a thread."""
@@ -41,9 +41,9 @@ class GenerationResponse(Response):
         watch = asyncio.create_task(self._watch(receive))
         try:
             with self._running:
-                await (self._stream(scope, send) if self._generation.ask.stream else self._whole(send))
+                await (self._stream if self._generation.ask.stream else self._whole)(scope, receive, send)
         except ServingError as error:
-            await self._fail(error, scope, send)
+            await self._fail(error, scope, receive, send)
         except ClientGone:
             return
         finally:
@@ -55,13 +55,14 @@ class GenerationResponse(Response):
             pass
         self._generation.fail(ClientGone())
 
-    async def _stream(self, scope: Scope, send: Send) -> None:
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
         await generation.begin()
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         writer, body = self._writer, body_writer(scope)
         body.begin()
-        await self._begin(200, headers, send)
+        self._begun = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
         def show(pieces: list[Piece]) -> bool:
             if not body.writable:
@@ -74,7 +75,7 @@ class GenerationResponse(Response):
         body.write(writer.end())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _whole(self, send: Send) -> None:
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
         answers = [Answer() for _ in generation.choices]
 
@@ -90,23 +91,13 @@ class GenerationResponse(Response):
             body = await asyncio.to_thread(self._writer.whole, answers)
         else:
             body = self._writer.whole(answers)
-        await self._begin(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await Response(body, media_type="application/json")(scope, receive, send)
 
-    async def _fail(self, error: ServingError, scope: Scope, send: Send) -> None:
-        exchange = exchange_of(scope)
-        exchange.error = error
-        if self._begun:
-            # The status was sent.
-            body_writer(scope).write(self._writer.failure(error))
-            body = b""
-        else:
-            status, body, headers = error_answer(error, exchange)
-            headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
-            await self._begin(status, headers, send)
-        await send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def _begin(self, status: int, headers: dict[str, str], send: Send) -> None:
-        self._begun = True
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": raw})
+    async def _fail(self, error: ServingError, scope: Scope, receive: Receive, send: Send) -> None:
+        response = error_response(error, exchange_of(scope))
+        if not self._begun:
+            await response(scope, receive, send)
+            return
+        # The status was sent.
+        body_writer(scope).write(self._writer.failure(error))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+from starlette.responses import Response
 
 from neuron_runtime.apis.anthropic.errors import ANTHROPIC
 from neuron_runtime.apis.failures import ErrorFormat, Failure, failure_of
@@ -36,12 +37,13 @@ def error_format(path: str) -> ErrorFormat:
     return ANTHROPIC if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/") else OPENAI
 
 
-def error_answer(error: ServingError, exchange: Exchange) -> tuple[int, bytes, dict[str, str]]:
-    """Status, body and headers of the response for an error."""
-    return failure_answer(failure_of(error), exchange)
+def error_response(error: ServingError, exchange: Exchange) -> Response:
+    """The response for an error, which becomes the outcome of the exchange."""
+    exchange.error = error
+    return failure_response(failure_of(error), exchange)
 
 
-def failure_answer(failure: Failure, exchange: Exchange) -> tuple[int, bytes, dict[str, str]]:
-    """The same for a failure."""
+def failure_response(failure: Failure, exchange: Exchange) -> Response:
     chosen = error_format(exchange.path)
-    return chosen.status(failure.status), chosen.body(failure, exchange.request_id), dict(failure.headers)
+    body = chosen.body(failure, exchange.request_id)
+    return Response(body, chosen.status(failure.status), failure.headers, media_type="application/json")

@@ -37,8 +37,6 @@ from neuron_runtime.checkpoint import (
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.uris import FolderModel, HubModel, ImageModel, ModelInPlace, S3Model, parse_uri
-from neuron_runtime.weights.disk import writing
-from neuron_runtime.weights.journal import Journal
 from neuron_runtime.weights.selection import (
     graph_files,
     is_part,
@@ -48,7 +46,7 @@ from neuron_runtime.weights.selection import (
 )
 from neuron_runtime.weights.source import Attempts, Listing, Source, read_all
 from neuron_runtime.weights.store import KEY, MODELS, Entry, EntryKind, Manifest, Store, StoredFile, WaitingLine
-from neuron_runtime.weights.transfer import TOOLS, Amount, Tools, Transfer
+from neuron_runtime.weights.transfer import TOOLS, Amount, Tools, copying
 
 if TYPE_CHECKING:
     from neuron_runtime.weights.remote import RemoteStore
@@ -368,15 +366,8 @@ def _copy(
 ) -> tuple[Manifest, int]:
     """Copy the files of a model, the small ones first: the index among them names the others."""
     folder, uri = work / "files", attempts.source.uri
-    with writing(work):
-        journal = Journal(work / "journal", listing.digest)
-
-    def transfer(names: list[str], report: Callable[[Amount], None]) -> tuple[dict[str, str], int]:
-        copy = Transfer(attempts, listing, names, folder=folder, journal=journal, tools=tools)
-        return copy.run(report), copy.amount.read_bytes
-
-    with contextlib.closing(journal):
-        sums, read_bytes = transfer(sorted(filter(is_small, listing.files)), lambda amount: None)
+    with copying(attempts, listing, work, tools) as copy:
+        sums, read_bytes = copy(sorted(filter(is_small, listing.files)), lambda amount: None)
         with _naming(folder, uri):
             read_config(folder)
             check(folder)
@@ -386,7 +377,7 @@ def _copy(
                 advice = advice_without_safetensors(listing.files.keys())
                 raise InvalidModel(f"{folder / INDEX_FILE} is missing: {advice}")
         if with_weights:
-            more, more_bytes = transfer(weights + graph_files(listing.files), report)
+            more, more_bytes = copy(weights + graph_files(listing.files), report)
             sums, read_bytes = sums | more, read_bytes + more_bytes
             with _naming(folder, uri):
                 read_checkpoint(folder)

@@ -30,11 +30,10 @@ from s3transfer.subscribers import BaseSubscriber
 
 from neuron_runtime.console import say
 from neuron_runtime.uris import S3Model, store_address
-from neuron_runtime.weights.disk import read_blocks, writing
+from neuron_runtime.weights.disk import read_blocks
 from neuron_runtime.weights.hashing import FileHash
-from neuron_runtime.weights.journal import Journal
 from neuron_runtime.weights.s3 import S3Place, S3Source
-from neuron_runtime.weights.source import Attempts, Check, Listing, SourceFile, read_all
+from neuron_runtime.weights.source import Attempts, Check, Listing, Source, SourceFile, read_all
 from neuron_runtime.weights.store import (
     ABANDONED_SECONDS,
     DAY_SECONDS,
@@ -56,7 +55,7 @@ from neuron_runtime.weights.store import (
     check_manifest,
     parse_manifest,
 )
-from neuron_runtime.weights.transfer import TOOLS, Amount, Tools, Transfer
+from neuron_runtime.weights.transfer import TOOLS, Amount, Tools, copying
 
 RIGHTS = (
     "listing the bucket, and reading, writing and deleting its objects (s3:ListBucket, s3:GetObject, s3:PutObject, "
@@ -106,11 +105,6 @@ class RemoteObject:
     etag: str
     written: float
     """Seconds since 1970."""
-
-    @property
-    def content(self) -> str:
-        """Its folder."""
-        return self.name.rpartition("/")[0].partition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -214,18 +208,8 @@ class RemoteStore:
                 return sound
             files = tuple(file for file in manifest.files if wanted(file.name))
             listing = Listing(entry.manifest.content, entry.files)
-            source = _EntrySource(self._place, self._below(f"{key}/{entry.manifest.content}"), entry, self.kind)
-            with writing(work):
-                journal = Journal(work / "journal", listing.digest)
-            with contextlib.closing(journal):
-                Transfer(
-                    Attempts(source, self._tools.sleep),
-                    listing,
-                    [file.name for file in files],
-                    folder=work / "files",
-                    journal=journal,
-                    tools=self._tools,
-                ).run(report)
+            with copying(self._attempts_of(entry), listing, work, self._tools) as copy:
+                copy([file.name for file in files], report)
             return store.publish(into, work, msgspec.structs.replace(manifest, files=files))
 
     def upload(self, entry: Entry, report: Callable[[Amount], None]) -> None:
@@ -330,39 +314,23 @@ class RemoteStore:
             if key.partition("-")[0] in kept and _used(items) is not None and not dry_run:
                 self._attempts(partial(self._mark, key))
         for key, items in folders.items():
-            used = _used(items)
-            is_kept = key.partition("-")[0] in kept
-            if used is not None and not is_kept and now() - used >= unused_seconds:
-                num_bytes = sum(item.num_bytes for item in items)
-                if not dry_run:
-                    # Somebody may have found it since.
-                    used_since = _used(list(self.objects(f"{key}/")))
-                    if used_since is None or now() - used_since < unused_seconds:
-                        continue
-                    self.discard(key)
-                yield Pruned(key, num_bytes, f"unused for {(now() - used) / DAY_SECONDS:.0f} days")
+            num_bytes, used = sum(item.num_bytes for item in items), _used(items)
+            if used is None:
+                # Files of an entry that nobody finds.
+                if now() - max(item.written for item in items) >= ABANDONED_SECONDS:
+                    if not dry_run:
+                        self.delete(f"{key}/{item.name}" for item in items)
+                    yield Pruned(key, num_bytes, "abandoned upload")
                 continue
-            yield from self._prune_abandoned(key, items, dry_run=dry_run, now=now)
-
-    def _prune_abandoned(
-        self, key: str, items: list[RemoteObject], *, dry_run: bool, now: Callable[[], float]
-    ) -> Iterator[Pruned]:
-        """Files of an entry that nobody finds, if nothing was written for its key for a day."""
-        if now() - max(item.written for item in items) < ABANDONED_SECONDS:
-            return
-        content = ""
-        if _used(items) is not None:
-            if len({item.content for item in items}) <= 2:  # that of the entry, and "" for its manifest
-                return
-            try:
-                manifest = self._manifest(key)
-            except Damaged:
-                return
-            content = "" if manifest is None else manifest.content
-        left_over = [item for item in items if item.content != content and (item.content or not content)]
-        if not dry_run:
-            self.delete(f"{key}/{item.name}" for item in left_over)
-        yield Pruned(key, sum(item.num_bytes for item in left_over), "abandoned upload")
+            if key.partition("-")[0] in kept or now() - used < unused_seconds:
+                continue
+            if not dry_run:
+                # Somebody may have found it since.
+                used_since = _used(self.objects(f"{key}/"))
+                if used_since is None or now() - used_since < unused_seconds:
+                    continue
+                self.discard(key)
+            yield Pruned(key, num_bytes, f"unused for {(now() - used) / DAY_SECONDS:.0f} days")
 
     def _folders(self) -> dict[str, list[RemoteObject]]:
         """The objects of each key."""
@@ -374,9 +342,8 @@ class RemoteStore:
 
     def _compare(self, entry: RemoteEntry, progress: Callable[[int], None]) -> list[str]:
         """What is wrong with the contents of the files of an entry."""
-        source = _EntrySource(self._place, self._below(f"{entry.key}/{entry.manifest.content}"), entry, self.kind)
-        attempts, listing = Attempts(source, self._tools.sleep), Listing(entry.manifest.content, entry.files)
-        chunk_bytes = self._tools.limits.chunk_bytes
+        attempts, listing = self._attempts_of(entry), Listing(entry.manifest.content, entry.files)
+        source, chunk_bytes = attempts.source, self._tools.limits.chunk_bytes
 
         def difference(name: str) -> str:
             file = entry.files[name]
@@ -390,6 +357,11 @@ class RemoteStore:
         with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="verify") as pool:
             compared = zip(entry.files, pool.map(difference, entry.files), strict=True)
             return [f"{name}: {what}" for name, what in compared if what]
+
+    def _attempts_of(self, entry: RemoteEntry) -> Attempts[Source]:
+        """Reads the files of an entry."""
+        model = S3Model(self._model.bucket, self._key(f"{entry.key}/{entry.manifest.content}"))
+        return Attempts(_EntrySource(self._place, model, entry, self.kind), self._tools.sleep)
 
     def _mark(self, key: str) -> None:
         """Note that an entry is used now. Makes one attempt and raises the errors of the client library."""
@@ -488,9 +460,6 @@ class RemoteStore:
 
     def _key(self, name: str) -> str:
         return f"{self._model.prefix}/{name}" if self._model.prefix else name
-
-    def _below(self, folder: str) -> S3Model:
-        return S3Model(self._model.bucket, self._key(folder))
 
 
 class _EntrySource(S3Source):

@@ -103,6 +103,23 @@ class Tools:
 TOOLS = Tools()
 
 
+@contextlib.contextmanager
+def copying(
+    attempts: Attempts[Source], listing: Listing, work: Path, tools: Tools
+) -> Iterator[Callable[[Sequence[str], Callable[[Amount], None]], tuple[dict[str, str], int]]]:
+    """A function that copies files with these names to `work/files`. It returns the sha256 of each, and the number of
+    bytes read from the source: what a killed process has copied is not read again. Errors as of `Transfer.run`."""
+    with writing(work):
+        journal = Journal(work / "journal", listing.digest)
+
+    def copy(names: Sequence[str], report: Callable[[Amount], None]) -> tuple[dict[str, str], int]:
+        transfer = Transfer(attempts, listing, names, folder=work / "files", journal=journal, tools=tools)
+        return transfer.run(report), transfer.amount.read_bytes
+
+    with contextlib.closing(journal):
+        yield copy
+
+
 class _Stopped(Exception):
     """Another thread failed, or the caller gave up."""
 
