@@ -183,6 +183,24 @@ async def test_a_disconnected_stream_with_a_pipelined_request_frees_its_row(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_client_that_sends_no_more_gets_its_whole_answer(served: Serving, stream: bool) -> None:
+    served.backend.paced = True
+    body = {"prompt": "a core", "max_tokens": 5, "ignore_eos": True, "stream": stream}
+    reader, writer = await ask(served, post(body))
+    await served.until_metric("vllm:num_requests_running", 1)
+    writer.write_eof()
+    # Longer than the first checks whether it has left.
+    await asyncio.sleep(0.1)
+    served.unpace()
+    answer = await reader.read()  # until the server closes it
+    writer.close()
+    assert b"HTTP/1.1 200 OK" in answer
+    assert (b"data: [DONE]" if stream else b'"completion_tokens":5') in answer
+    # Where nothing was sent yet, the interim response tells whether the client has left.
+    assert stream or answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
 async def test_a_stream_over_http_1_0_has_no_chunks(served: Serving) -> None:
     body = {"prompt": "a core", "max_tokens": 3, "ignore_eos": True, "stream": True}
     for stream in (True, False):
@@ -198,6 +216,26 @@ async def test_a_stream_over_http_1_0_has_no_chunks(served: Serving) -> None:
             assert events[-1] == "data: [DONE]"
         else:
             assert json.loads(rest)["usage"]["completion_tokens"] == 3
+
+
+async def test_pipelined_requests_of_a_client_that_sends_no_more_are_answered(served: Serving) -> None:
+    reader, writer = await ask(served, post({"prompt": "a core", "max_tokens": 3}) + GET + b"\r\n")
+    writer.write_eof()
+    answer = await reader.read()
+    writer.close()
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", GET, post({"prompt": "a core"})[:-5], GET + b"\r\n"], ids=["nothing", "head", "body", "answered"]
+)
+async def test_the_connection_closes_if_no_answer_is_due_when_the_client_sends_no_more(
+    served: Serving, sent: bytes
+) -> None:
+    reader, writer = await ask(served, sent)
+    writer.write_eof()
+    assert (await reader.read()).count(b"HTTP/1.1 ") == sent.endswith(b"\r\n\r\n")
+    writer.close()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

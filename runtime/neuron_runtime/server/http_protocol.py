@@ -8,6 +8,7 @@ number of pipelined requests. The routes limit bodies.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -25,6 +26,11 @@ WRITE_BUFFER_BYTES = 16 * 1024
 """Write buffer for a slow client; when it is full, the text of further tokens is collected into one event."""
 HEAD_SECONDS = 75.0
 """Time limit of a head, from the connection or the first byte of the request."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LEFT_SECONDS = 0.01, 1.0
+"""Time until the first check whether a client that sends no more has left, and the longest time between checks."""
+TCP_CLOSED = 7
+"""The state of a connection that the peer has reset, in the kernel's `struct tcp_info`."""
 MAX_PIPELINED = 64
 """Maximum number of pipelined requests; more close the connection."""
 
@@ -106,6 +112,30 @@ class BoundedProtocol(HttpToolsProtocol):
             answered.disconnected = True
             answered.message_event.set()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether to keep the connection: a client that sends no more may still read (RFC 9112, section 9.6).
+
+        A client that has left looks the same until something is sent to it, which its system refuses with a reset. The
+        next part of a stream is such a thing. Before a response, it is an interim one, which clients skip.
+        """
+        answered = self._answered
+        if answered is None or answered.response_complete or self.cycle.more_body or not _can_interim(answered):
+            return False
+        self.cycle.keep_alive = False
+        if not answered.response_started:
+            self.transport.write(CONTINUE)
+        self._check_left(LEFT_SECONDS[0])
+        return True
+
+    def _check_left(self, seconds: float) -> None:
+        if self.transport.is_closing():
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSED:
+            self.transport.abort()
+        else:
+            self.loop.call_later(seconds, self._check_left, min(2 * seconds, LEFT_SECONDS[1]))
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -209,3 +239,8 @@ class BoundedProtocol(HttpToolsProtocol):
         head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (status, phrase, len(body)) + body)
         self.transport.close()
+
+
+def _can_interim(cycle: RequestResponseCycle) -> bool:
+    """Whether the client understands interim responses, and the system reports resets."""
+    return cycle.scope["http_version"] == "1.1" and hasattr(socket, "TCP_INFO")
