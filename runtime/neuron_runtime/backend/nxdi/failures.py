@@ -112,7 +112,7 @@ def classified(error: BaseException, *, in_group: bool = False) -> ServingError:
         code = BY_NAME["NRT_LOAD_NOT_ENOUGH_NC"]
     if code is None:
         return FatalError(ExitCode.DEVICE_FAILED, shown)
-    cure = ": replace the node" if code.exit_code == _NODE else ""
+    cure = ": replace the node" if code.exit_code == ExitCode.DEVICE_FAILED_NODE else ""
     exit_code = ExitCode.GROUP_MEMBER_LOST if in_group and code.name in WITHOUT_OTHERS else code.exit_code
     return FatalError(exit_code, f"{code.meaning}{cure} ({code.name}, {code.number}): {shown}")
 
