@@ -72,7 +72,7 @@ def test_a_follower_ends_when_the_whole_leader_is_killed() -> None:
     with nodes(simulated(), 2) as group:
         group.commands[0].process.kill()
         assert group.wait() == [-signal.SIGKILL, int(ExitCode.GROUP_MEMBER_LOST)]
-        assert "GroupIncomplete: rank 0: closed its connection" in group.commands[1].text
+        assert "GroupIncomplete: rank 0 (node 0): closed its connection" in group.commands[1].text
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])

@@ -71,7 +71,7 @@ def test_both_sides_of_a_cut_link_end_by_themselves(link: Link) -> None:
         assert "error" in stream.end()
         assert group.wait() == [int(ExitCode.GROUP_MEMBER_LOST)] * 2
         assert "rank 1 (node 1): silent for " in group.commands[0].text
-        assert "rank 0: silent for " in group.commands[1].text
+        assert "rank 0 (node 0): silent for " in group.commands[1].text
 
 
 def test_ranks_inside_a_collective_end_too_when_the_link_is_cut(link: Link) -> None:
