@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import json
 import threading
 import time
@@ -14,12 +13,14 @@ import urllib.error
 import uuid
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 import pytest
 import yaml
+from kopf._cogs.clients.auth import APIContext
 from kubernetes.aio.client import Configuration
 
 from cluster.rig.machine import WAIT_SECONDS, wait_until
@@ -345,11 +346,18 @@ def _abort_closing_connections() -> None:
             transport.abort()
 
 
-def _open_sessions() -> list[aiohttp.ClientSession]:
-    """The sessions of this event loop that kopf leaves open if it is stopped while it logs in or begins a request."""
-    loop = asyncio.get_running_loop()
-    sessions = (one for one in gc.get_objects() if type(one) is aiohttp.ClientSession)
-    return [session for session in sessions if session._loop is loop and not session.closed]
+_SESSIONS: ContextVar[list[aiohttp.ClientSession]] = ContextVar("the sessions of the kopf that this task belongs to")
+_begin_context = APIContext.__init__
+
+
+def _remember_session(context: APIContext, *arguments: Any) -> None:
+    """Kopf leaves a session open if it is stopped while it logs in or begins a request."""
+    _begin_context(context, *arguments)
+    if (sessions := _SESSIONS.get(None)) is not None:
+        sessions.append(context.session)
+
+
+APIContext.__init__ = _remember_session
 
 
 @contextlib.asynccontextmanager
@@ -391,6 +399,8 @@ async def delivering(
             await asyncio.sleep(0.02)
 
     async def run() -> None:
+        sessions: list[aiohttp.ClientSession] = []
+        _SESSIONS.set(sessions)
         try:
             await run_kopf(
                 wait,
@@ -402,7 +412,7 @@ async def delivering(
                 silence_seconds=silence_seconds,
             )
         finally:
-            for session in _open_sessions():
+            for session in sessions:
                 await session.close()
             _abort_closing_connections()
             await asyncio.sleep(0)
