@@ -107,6 +107,17 @@ def frequencies(shape: Shape) -> torch.Tensor:
     return rates * keep + rates / scaling["factor"] * (1 - keep)
 
 
+def linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Summed in float32 and rounded once, as on a device. A CPU without half precision is ten times as slow at it."""
+    wide = F.linear(values.float(), weight.float(), None if bias is None else bias.float())
+    return wide.to(values.dtype)
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """As `linear`."""
+    return (left.float() @ right.float()).to(left.dtype)
+
+
 class Decoder:
     def __init__(self, shape: Shape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
         self.shape = shape
@@ -126,7 +137,7 @@ class Decoder:
         return self._weights[name] * scaled.to(values.dtype)
 
     def _linear(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(values, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+        return linear(values, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
     def _heads(self, values: torch.Tensor, name: str, norm: str) -> torch.Tensor:
         rows, width, _ = values.shape
@@ -168,8 +179,8 @@ class Decoder:
                 key = torch.cat((before[number][0], key), dim=2)
                 value = torch.cat((before[number][1], value), dim=2)
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-            scores = (query @ key.transpose(2, 3)).float() / math.sqrt(shape.head_size) + unseen
-            seen = scores.softmax(-1).to(self.dtype) @ value
+            scores = product(query, key.transpose(2, 3)).float() / math.sqrt(shape.head_size) + unseen
+            seen = product(scores.softmax(-1).to(self.dtype), value)
             hidden = hidden + self._linear(seen.transpose(1, 2).reshape(rows, width, -1), f"{attention}.o_proj")
             normed = self._norm(hidden, f"{prefix}.post_attention_layernorm.weight")
             gate = F.silu(self._linear(normed, f"{prefix}.mlp.gate_proj"))
@@ -179,4 +190,4 @@ class Decoder:
         return self._norm(hidden, "norm.weight"), new
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self._weights["lm_head.weight"]).float()
+        return linear(hidden, self._weights["lm_head.weight"]).float()
