@@ -182,11 +182,11 @@ MUTANTS = [
         "a_request_computes_the_awaited_prefix_when_its_producer_leaves",
     ),
     (
-        "bounds:stream_gap_bound",
+        "loop:stream_gap_bound",
         left_out("max_consecutive_prefills"),
         "the_bound_on_the_gap_is_reached",
     ),
-    ("bounds:stream_gap_bound", forced("mixes_phases", True), "the_bound_on_the_gap_is_reached"),
+    ("loop:stream_gap_bound", forced("mixes_phases", True), "the_bound_on_the_gap_is_reached"),
     ("loop:Engine.add", without("_applied_at"), "the_bound_on_the_gap_is_reached"),
     ("loop:Engine.abort", without("_guide_of"), "an_abort_forgets_the_guide"),
     (
