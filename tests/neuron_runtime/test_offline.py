@@ -509,6 +509,7 @@ PLACE = {
     "type": "object",
     "properties": {"place": {"enum": ["node", "device"]}, "cores": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["place", "cores"],
+    "additionalProperties": False,
 }
 
 
