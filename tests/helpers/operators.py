@@ -357,7 +357,7 @@ def _remember_session(context: APIContext, *arguments: Any) -> None:
         sessions.append(context.session)
 
 
-APIContext.__init__ = _remember_session
+APIContext.__init__ = _remember_session  # type: ignore[assignment, method-assign]
 
 
 @contextlib.asynccontextmanager
