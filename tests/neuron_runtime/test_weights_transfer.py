@@ -112,16 +112,21 @@ class TestKilled:
         assert faults.sent_bytes[other.name] == 0
 
     def test_two_processes_download_once(self, endpoint: str, faults: FileFaults, model: Path, tmp_path: Path) -> None:
-        faults.bytes_per_second = 3e6
-        both = [start_fetch(MODEL, tmp_path / "store", {"HF_ENDPOINT": endpoint}) for _ in range(2)]
-        outputs = [process.communicate(timeout=60) for process in both]
-        assert [process.returncode for process in both] == [0, 0]
-        folders = {out.split()[1] for out, _ in outputs}
-        assert len(folders) == 1
-        assert contents(Path(folders.pop())) == contents(model)
+        faults.bytes_per_second = 1e5
+        first = start_fetch(MODEL, tmp_path / "store", {"HF_ENDPOINT": endpoint})
+        while not faults.num_sent_bytes:
+            assert first.poll() is None
+            time.sleep(0.01)
+        second = start_fetch(MODEL, tmp_path / "store", {"HF_ENDPOINT": endpoint})
+        assert second.stderr is not None
+        assert any("waiting for another process" in line for line in second.stderr)
+        faults.bytes_per_second = 0
+        outputs = [process.communicate(timeout=60)[0].split() for process in (first, second)]
+        assert [process.returncode for process in (first, second)] == [0, 0]
+        assert outputs[0][1] == outputs[1][1]
+        assert contents(Path(outputs[0][1])) == contents(model)
+        assert [int(read_bytes) for read_bytes, *_ in outputs] == [size(model), 0]
         assert faults.num_sent_bytes == size(model)
-        assert sorted(int(out.split()[0]) for out, _ in outputs) == [0, size(model)]
-        assert any("waiting for another process" in err for _, err in outputs)
 
     def test_a_reader_never_sees_a_part_of_a_model(
         self, endpoint: str, faults: FileFaults, model: Path, tmp_path: Path
