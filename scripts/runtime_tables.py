@@ -14,7 +14,7 @@ from markdown_table import table
 from neuron_runtime import not_built
 from neuron_runtime.arguments import BY_ARGUMENT, FIELDS, LLM_ARGUMENTS
 from neuron_runtime.commands import serve
-from neuron_runtime.flags import Field
+from neuron_runtime.flags import Field, as_flag
 from request_tables import paragraph, with_notes
 
 
@@ -31,17 +31,17 @@ def command_flags() -> str:
 def refused_flags() -> str:
     """The flags of vLLM that are refused as a paragraph, with the values that are accepted and the cure in brackets."""
     refused = (row for row in not_built.rows(not_built.Surface.FLAG) if row.has_effect)
-    return paragraph(with_notes(f"`{serve.flag_of(row)}`", _accepted(row), row) for row in refused)
+    return paragraph(with_notes(f"`{as_flag(row.name)}`", _accepted(row), row) for row in refused)
 
 
 def ignored_flags() -> str:
     """The flags of vLLM that are accepted without effect, as a paragraph."""
     rows = (row for row in not_built.rows(not_built.Surface.FLAG) if not row.has_effect)
-    return paragraph(f"`{serve.flag_of(row)}`" for row in rows)
+    return paragraph(f"`{as_flag(row.name)}`" for row in rows)
 
 
 def _accepted(row: not_built.NotBuilt) -> tuple[str, ...]:
-    values = (f"--no-{serve.flag_of(row)[2:]}",) if row.is_switch else row.neutral
+    values = (f"--no-{as_flag(row.name)[2:]}",) if row.is_switch else row.neutral
     return tuple(f"`{value}`" for value in values if value != "")
 
 

@@ -79,6 +79,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
     seconds: float = 0.0
 
 
+Result = ModelFacts | StoredWeights | StoredArtifact
+"""What a command that succeeded leaves behind, if anything."""
+
+
 def failure(command: str, error: ServingError, seconds: float = 0.0) -> Record:
     """Errors without an exit code (temporary ones) get the general exit code and no reason."""
     named = error.exit_code if isinstance(error, FatalError) else None
@@ -93,20 +97,14 @@ def failure(command: str, error: ServingError, seconds: float = 0.0) -> Record:
     )
 
 
-def success(
-    command: str,
-    facts: ModelFacts | None = None,
-    seconds: float = 0.0,
-    weights: StoredWeights | None = None,
-    artifact: StoredArtifact | None = None,
-) -> Record:
+def success(command: str, result: Result | None = None, seconds: float = 0.0) -> Record:
     return Record(
         version=RECORD_VERSION,
         command=command,
         ok=True,
-        facts=facts,
-        weights=weights,
-        artifact=artifact,
+        facts=result if isinstance(result, ModelFacts) else None,
+        weights=result if isinstance(result, StoredWeights) else None,
+        artifact=result if isinstance(result, StoredArtifact) else None,
         seconds=round(seconds, 3),
     )
 

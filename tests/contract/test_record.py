@@ -47,7 +47,7 @@ def test_the_operator_reads_the_facts_that_the_runtime_wrote(facts: runtime.Mode
 
 @given(st.builds(runtime.StoredWeights, digest=st.text(max_size=80), bytes=COUNT, read_bytes=COUNT))
 def test_the_operator_reads_what_fetch_stored(weights: runtime.StoredWeights) -> None:
-    read = parse_record(runtime.encode(runtime.success("fetch", weights=weights)).decode())
+    read = parse_record(runtime.encode(runtime.success("fetch", weights)).decode())
     assert read is not None
     assert msgspec.to_builtins(read.weights) == msgspec.to_builtins(weights)
 
@@ -63,7 +63,7 @@ def test_the_operator_reads_what_fetch_stored(weights: runtime.StoredWeights) ->
     )
 )
 def test_the_operator_reads_what_compile_stored(artifact: runtime.StoredArtifact) -> None:
-    read = parse_record(runtime.encode(runtime.success("compile", artifact=artifact)).decode())
+    read = parse_record(runtime.encode(runtime.success("compile", artifact)).decode())
     assert read is not None
     assert msgspec.to_builtins(read.artifact) == msgspec.to_builtins(artifact)
 

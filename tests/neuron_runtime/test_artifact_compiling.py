@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,14 +50,6 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setenv(SEEN, str(tmp_path / "seen"))
     return tmp_path / "seen"
-
-
-@pytest.fixture(autouse=True)
-def default_signals() -> Iterator[None]:
-    """`compile` handles SIGTERM; this process must not."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -37,14 +35,6 @@ def quiet(stage: str, share: float) -> None:
 
 def unseen(amount: Amount) -> None:
     pass
-
-
-@pytest.fixture(autouse=True)
-def default_signals() -> Iterator[None]:
-    """`compile` handles SIGTERM; this process must not."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

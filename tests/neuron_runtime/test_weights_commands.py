@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -44,14 +43,6 @@ def model(shelf: Shelf) -> Path:
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
-
-
-@pytest.fixture(autouse=True)
-def default_signals() -> Iterator[None]:
-    """`fetch` handles SIGTERM; this process must not."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def fetch(store: Path, *more: str) -> tuple[int, record.Record]:

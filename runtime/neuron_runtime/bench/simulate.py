@@ -1,8 +1,7 @@
 """`neuron-runtime bench simulate`: predicts the capacity of a deployment, in virtual time.
 
-Builds traffic and a device from the flags, runs our policy and those of other engines, and compares them. Uses
-`traffic`, `device`, `simulation` and, for the report, `simulated_tables`. Every start of `neuron-runtime` reads these
-flags, so the module is cheap to import.
+Runs our policy and those of other engines on traffic and a device that the flags describe, and compares them. Every
+start of `neuron-runtime` reads these flags, so the module is cheap to import.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_runtime import record
 from neuron_runtime.bench.device import Device, add_device_arguments, device_of, value_of
 from neuron_runtime.bench.planned import shapes_of_plan
 from neuron_runtime.bench.traffic import Traffic, conversations
@@ -123,7 +121,7 @@ def add_number(
     parser.add_argument(flag, type=read, nargs=nargs, default=default, metavar=metavar, help=meaning + shown)
 
 
-def run(options: argparse.Namespace, began: float) -> record.Record:
+def run(options: argparse.Namespace) -> None:
     from neuron_runtime.bench import plot, simulated_tables  # noqa: PLC0415 - bring the engine
 
     if options.plot is not None:
@@ -150,7 +148,6 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
         write_json(options.json, document)
     if options.plot is not None:
         plot.draw(options.plot, runs, targets)
-    return record.success("bench", seconds=time.monotonic() - began)
 
 
 def group_seconds(num_ranks: int) -> float:

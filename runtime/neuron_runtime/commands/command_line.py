@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NoReturn
 
 from neuron_runtime import record
@@ -53,15 +52,19 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     began = time.monotonic()
-    command: Callable[[argparse.Namespace, float], record.Record] = options.run
+    run: Callable[[argparse.Namespace], record.Result | None] = options.run
     try:
-        outcome = command(options, began)
+        result = run(options)
+        command = "check" if getattr(options, "check", False) else options.command
+        outcome = record.success(command, result, time.monotonic() - began)
     except ServingError as error:
         outcome = record.failure(options.command, error, time.monotonic() - began)
-    if not outcome.ok:
         say(f"{outcome.reason}: {outcome.message}" if outcome.reason else outcome.message)
     if options.record is not None and (outcome.command != "serve" or not outcome.ok):
-        _write(outcome, options.record)
+        try:
+            record.write(outcome, options.record)
+        except OSError as error:
+            say(f"cannot write the record to {options.record}: {error.strerror}")
     return outcome.exit_code
 
 
@@ -80,10 +83,3 @@ def _with_dashes(argument: str) -> str:
 
 
 _FLAG = re.compile(r"--[a-z_-]+")
-
-
-def _write(outcome: record.Record, path: Path) -> None:
-    try:
-        record.write(outcome, path)
-    except OSError as error:
-        say(f"cannot write the record to {path}: {error.strerror}")

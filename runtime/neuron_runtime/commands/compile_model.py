@@ -7,10 +7,8 @@ and run again at any time; see `artifacts.compiling`.
 from __future__ import annotations
 
 import argparse
-import signal
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -42,11 +40,9 @@ def is_compiled(field: Field) -> bool:
     return COMPILED in field.annotations and field.path != "compile"
 
 
-def run(options: argparse.Namespace, began: float) -> record.Record:
-    # As the first process of a container, this one would otherwise ignore SIGTERM.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def run(options: argparse.Namespace) -> record.StoredArtifact:
     check_stores(options)
-    with naming(FLAG_NAMES) if options.config is None else nullcontext():
+    with naming(FLAG_NAMES if options.config is None else {}):
         config = msgspec.structs.replace(configuration(options), compile=True)
         check_backend(config)
         progress = StageLines()
@@ -59,14 +55,13 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
     if reused:
         say(f"artifact {entry.key}: nothing to compile")
     print(entry.folder)
-    stored = record.StoredArtifact(
+    return record.StoredArtifact(
         key=entry.key,
         bytes=entry.manifest.num_bytes,
         seconds=artifact.seconds,
         reused=reused,
         peak_bytes=artifact.peak_bytes,
     )
-    return record.success("compile", seconds=time.monotonic() - began, artifact=stored)
 
 
 @contextmanager

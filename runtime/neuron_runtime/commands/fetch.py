@@ -7,7 +7,6 @@ The store is a folder or a prefix in S3. Prints where the model is. May be kille
 from __future__ import annotations
 
 import argparse
-import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -46,24 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace, began: float) -> record.Record:
-    # As the first process of a container, this one would otherwise ignore SIGTERM.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def run(options: argparse.Namespace) -> record.StoredWeights:
+    began = time.monotonic()
     uri = model_uri(options.uri)
     parse_uri(uri, "URI")
-    entry = _to_remote(uri, options) if "://" in options.store else _to_folder(uri, options)
-    seconds = time.monotonic() - began
+    if "://" in options.store:
+        entry = _to_remote(uri, options)
+    else:
+        entry = fetch(uri, Store(Path(options.store)), _shown(uri), options.digest)
     if entry.read_bytes:
-        say(f"{uri}: {bytes_text(entry.num_bytes)} in {seconds_text(seconds)}")
+        say(f"{uri}: {bytes_text(entry.num_bytes)} in {seconds_text(time.monotonic() - began)}")
     else:
         say(f"{uri}: {bytes_text(entry.num_bytes)}, nothing to fetch")
     print(entry.address)
-    stored = record.StoredWeights(digest=entry.digest, bytes=entry.num_bytes, read_bytes=entry.read_bytes)
-    return record.success("fetch", seconds=seconds, weights=stored)
-
-
-def _to_folder(uri: str, options: argparse.Namespace) -> Fetched:
-    return fetch(uri, Store(Path(options.store)), _shown(uri), options.digest)
+    return record.StoredWeights(digest=entry.digest, bytes=entry.num_bytes, read_bytes=entry.read_bytes)
 
 
 def _to_remote(uri: str, options: argparse.Namespace) -> Fetched:

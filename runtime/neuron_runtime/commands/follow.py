@@ -7,13 +7,12 @@ goes on, and the leader is asked to end the group in good order.
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 import msgspec
 
 from neuron_runtime import record
-from neuron_runtime.config import RuntimeConfig, load_config
+from neuron_runtime.config import load_config
 from neuron_runtime.console import say
 from neuron_runtime.distributed.layout import layout_for
 from neuron_runtime.engine.backends import check_backend
@@ -31,16 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace, began: float) -> record.Record:
-    """Raises ServingError with the reason for which the group ended."""
+def run(options: argparse.Namespace) -> None:
+    """Returns when the leader says that the work is done. Raises ServingError with the reason for another end."""
     config = load_config(options.config)
     check_backend(config)
-    follow(config, LocalSettings.of(options))
-    return record.success("follow", seconds=time.monotonic() - began)
-
-
-def follow(config: RuntimeConfig, settings: LocalSettings) -> None:
-    """Returns when the leader says that the work is done. Raises ServingError."""
+    settings = LocalSettings.of(options)
     layout, signals = layout_for(config, leads=False), Signals()
     with made_run_dir() as run_dir:
         (run_dir / CONFIG_FILE).write_bytes(msgspec.json.encode(config))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 
 from neuron_runtime import record
 from neuron_runtime.arguments import model_uri
@@ -13,9 +12,8 @@ from neuron_runtime.uris import FORMS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("uri", metavar="URI", help=FORMS)
-    backends = sorted(PACKAGES)
     parser.add_argument(
-        "--backend", choices=backends, default="", help="The backend that must support it; default: any"
+        "--backend", choices=sorted(PACKAGES), default="", help="The backend that must support it; default: any"
     )
     parser.add_argument(
         "--application-class",
@@ -28,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace, began: float) -> record.Record:
+def run(options: argparse.Namespace) -> record.ModelFacts:
     from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model  # noqa: PLC0415 - brings the backends
 
     facts = inspect_model(model_uri(options.uri), options.backend, options.application_class)
     print(facts_as_json(facts) if options.json else facts_as_text(options.uri, facts))
-    return record.success("inspect", facts, time.monotonic() - began)
+    return facts

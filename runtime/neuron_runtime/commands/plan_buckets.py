@@ -5,9 +5,7 @@ memory and compile time. Needs no device and compiles nothing; reads config.json
 from __future__ import annotations
 
 import argparse
-import time
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 
 from neuron_runtime import record
@@ -39,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace, began: float) -> record.Record:
+def run(options: argparse.Namespace) -> None:
     lengths = read_lengths(options.prompt_lengths) if options.prompt_lengths else ()
-    with naming(FLAG_NAMES) if options.config is None else nullcontext():
+    with naming(FLAG_NAMES if options.config is None else {}):
         config = configuration(options, check=planning_package)
         package = planning_package(config)
         with described(config.model, options.weights_dir, options.weights_store, with_weights=False) as (folder, _):
@@ -50,7 +48,6 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
         print(line)
     if options.json is not None:
         write_json(options.json, plan.document())
-    return record.success("plan-buckets", seconds=time.monotonic() - began)
 
 
 def read_lengths(path: Path) -> tuple[tuple[int, float], ...]:

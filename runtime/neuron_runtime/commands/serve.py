@@ -10,7 +10,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from neuron_runtime.console import StageLines, say
 from neuron_runtime.distributed.layout import layout_for
 from neuron_runtime.engine.backends import backend_package, check_backend
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
-from neuron_runtime.flags import Field, add_flags, json_or_text, spellings
+from neuron_runtime.flags import Field, add_flags, as_flag, json_or_text, spellings
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
 from neuron_runtime.not_built import Surface
 from neuron_runtime.processes.run_dir import made_run_dir
@@ -102,22 +101,24 @@ def add_model_flags(parser: argparse.ArgumentParser, wanted: Callable[[Field], b
         model.add_argument(*spellings(row.name), help=argparse.SUPPRESS, **form)
 
 
-def run(options: argparse.Namespace, began: float) -> record.Record:
+def run(options: argparse.Namespace) -> None:
     """Serve until a signal, or only check. Raises ServingError if serving is impossible."""
+    began = time.monotonic()
     config = configuration(options)
     settings = LocalSettings.of(options)
+    names = FLAG_NAMES if options.config is None else {}
     if options.check:
-        with naming(FLAG_NAMES) if options.config is None else nullcontext():
+        with naming(names):
             check(config, settings)
         say(f"{config.model.uri} can be served with this configuration")
-        return record.success("check", seconds=time.monotonic() - began)
+        return
     layout = layout_for(config, leads=True)
     # Removed from the environment, so that children do not inherit it.
     variable = os.environ.pop(API_KEY_VARIABLE, None)
     keys = tuple(options.api_key or ([variable] if variable and options.api_key_file is None else ()))
     check_keys(options.api_key_file, keys)
     with (
-        naming(FLAG_NAMES) if options.config is None else nullcontext(),
+        naming(names),
         listen(options.host, options.port, config.server.client_stall_seconds) as listener,
         made_run_dir() as run_dir,
     ):
@@ -133,7 +134,6 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
             api_key_file=api_key_file(options.api_key_file, keys, run_dir),
         )
         supervisor.run()
-    return record.success("serve", seconds=time.monotonic() - began)
 
 
 def check(config: RuntimeConfig, settings: LocalSettings) -> None:
@@ -148,17 +148,17 @@ def check(config: RuntimeConfig, settings: LocalSettings) -> None:
     load_text(folder, config.text)
 
 
-def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], object] | None = None) -> RuntimeConfig:
+def configuration(
+    options: argparse.Namespace, check: Callable[[RuntimeConfig], object] = check_backend
+) -> RuntimeConfig:
     """The document from `--config` or from flags. Raises InvalidConfig with the flags.
 
     Args:
         check: raises what is wrong; by default that this machine can run the backend, which accepts the document.
     """
-
-    check = check or check_backend
     problems = ConfigProblems()
     for row in not_built.rows(Surface.FLAG):
-        value, flag = getattr(options, row.name), flag_of(row)
+        value, flag = getattr(options, row.name), as_flag(row.name)
         with problems.collecting():
             not_built.refuse(Surface.FLAG, row.name, value, at=flag)
         if value is not None and not row.has_effect:
@@ -185,7 +185,3 @@ def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], 
                 check(config)
     problems.check()
     return config
-
-
-def flag_of(row: not_built.NotBuilt) -> str:
-    return spellings(row.name)[0]

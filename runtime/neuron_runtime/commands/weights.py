@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,19 +30,17 @@ DEFAULT_UNUSED_DAYS = 30.0
 class Contents:
     """What a store holds, in the words of the commands."""
 
-    name: str
-    """The name of the command."""
     kind: EntryKind
     made: str
     key: str
 
 
-WEIGHTS = Contents("weights", MODELS, "fetched", "DIGEST")
-ARTIFACTS = Contents("artifacts", artifacts.ARTIFACTS, "compiled", "KEY")
+WEIGHTS = Contents(MODELS, "fetched", "DIGEST")
+ARTIFACTS = Contents(artifacts.ARTIFACTS, "compiled", "KEY")
 
 
 def add_commands(parser: argparse.ArgumentParser, contents: Contents = WEIGHTS) -> None:
-    commands = parser.add_subparsers(dest=contents.name, required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="task", required=True, metavar="COMMAND")
     noun, work, made = contents.kind.noun, contents.kind.work, contents.made
 
     def add(name: str, run: Callable[[argparse.Namespace, AnyStore], None], meaning: str) -> argparse.ArgumentParser:
@@ -71,14 +68,10 @@ def add_commands(parser: argparse.ArgumentParser, contents: Contents = WEIGHTS) 
     parser.set_defaults(run=run, contents=contents)
 
 
-def run(options: argparse.Namespace, began: float) -> record.Record:
-    contents: Contents = options.contents
-    options.look_after(options, _opened(options.store, contents.kind))
-    return record.success(contents.name, seconds=time.monotonic() - began)
-
-
-def _opened(address: str, kind: EntryKind) -> AnyStore:
-    return open_remote(address, "DIR", kind) if "://" in address else Store(Path(address), kind)
+def run(options: argparse.Namespace) -> None:
+    address, kind = options.store, options.contents.kind
+    store: AnyStore = open_remote(address, "DIR", kind) if "://" in address else Store(Path(address), kind)
+    options.look_after(options, store)
 
 
 def _ls(options: argparse.Namespace, store: AnyStore) -> None:
