@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -71,7 +72,10 @@ _MEMORY_FILES = {
 
 def free_memory(root: Path = ROOT) -> FreeMemory:
     """The least of what the machine and each memory limit leave."""
-    limits = [FreeMemory(_meminfo(root / "proc/meminfo"))]
+    machine = _counts(root / "proc/meminfo")
+    if "MemAvailable:" not in machine:
+        raise OSError(f"{root / 'proc/meminfo'} has no line MemAvailable")
+    limits = [FreeMemory(machine["MemAvailable:"] * 1024)]
     for kind, group in _groups(root, "memory"):
         names = _MEMORY_FILES[kind]
         maximum, used = _number(group / names.limit), _number(group / names.usage)
@@ -126,6 +130,16 @@ def session_bytes(session: int) -> int:
     return total
 
 
+def how_it_ended(return_code: int) -> str:
+    """What became of a process, in words, by its code in `subprocess`."""
+    if return_code >= 0:
+        return f"exited with code {return_code}"
+    try:
+        return f"was killed by {signal.Signals(-return_code).name}"
+    except ValueError:
+        return f"was killed by signal {-return_code}"
+
+
 def device_nodes(dev: Path = DEV) -> list[Path]:
     """The nodes `/dev/neuron0`, `/dev/neuron1`, ... in order of their numbers."""
     nodes = [node for node in dev.glob("neuron*") if re.fullmatch(r"neuron\d+", node.name)]
@@ -163,13 +177,6 @@ def _upwards(top: str, mount: Path, path: str) -> Iterator[Path]:
 def _unescaped(text: str) -> str:
     """mountinfo writes spaces and the like in octal."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
-
-
-def _meminfo(path: Path) -> int:
-    counts = _counts(path)
-    if "MemAvailable:" not in counts:
-        raise OSError(f"{path} has no line MemAvailable")
-    return counts["MemAvailable:"] * 1024
 
 
 def _number(path: Path) -> int | None:

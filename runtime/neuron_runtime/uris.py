@@ -34,7 +34,11 @@ class S3Model:
     prefix: str
 
     def __str__(self) -> str:
-        return f"s3://{self.bucket}/{self.prefix}"
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def key(self, name: str) -> str:
+        """The key of an object with this name below the prefix."""
+        return f"{self.prefix}/{name}" if self.prefix else name
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def publish(store: Store, cover: Mapping[str, Any], graphs: Mapping[str, bytes],
     store.prepare()
     key = key_of(cover)
     document = msgspec.json.encode(Artifact(cover=dict(cover), tools={}, graphs=(), seconds=1.0, peak_bytes=1))
-    with store.lock(key, lambda: None) as work:
+    with store.lock(key, "artifact") as work:
         files = []
         for name, raw in {**graphs, DOCUMENT: document}.items():
             path = work / "files" / name

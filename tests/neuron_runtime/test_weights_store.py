@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights import store as store_module
 from neuron_runtime.weights.fetching import fetch
@@ -39,14 +38,10 @@ def quiet(amount: Amount) -> None:
     """A report that nobody reads."""
 
 
-def nothing() -> None:
-    """A waiting callback."""
-
-
 def publish(store: Store, key: str, files: dict[str, bytes] | None = None) -> Entry:
     files = FILES if files is None else files
     store.prepare()
-    with store.lock(key, nothing) as work:
+    with store.lock(key, "model") as work:
         for name, raw in files.items():
             (work / "files" / name).write_bytes(raw)
         listed = tuple(StoredFile(name, len(raw), hashlib.sha256(raw).hexdigest()) for name, raw in files.items())
@@ -163,7 +158,7 @@ class TestEntries:
 
         monkeypatch.setattr(fcntl, "flock", no_locks)
         store.prepare()
-        with store.lock(ONE, nothing) as mine:
+        with store.lock(ONE, "model") as mine:
             other = publish(store, ONE)
             assert mine != store.folder / ".partial" / ONE
             for name, raw in FILES.items():
@@ -174,18 +169,18 @@ class TestEntries:
     def test_a_held_key_makes_others_wait(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(store_module, "WAIT_SECONDS", 0.001)
         store.prepare()
-        with store.lock(ONE, nothing):
+        with store.lock(ONE, "model"):
 
             class Waited(Exception):
                 pass
 
-            def waiting() -> None:
-                say("waits")
-                raise Waited
+            def say(line: str) -> None:
+                raise Waited(line)
 
-            with pytest.raises(Waited), store.lock(ONE, waiting):
-                pass
-            with store.lock(TWO, waiting):
+            monkeypatch.setattr(store_module, "say", say)
+            with pytest.raises(Waited, match="chat: waiting for another process that makes it"):
+                store.lock(ONE, "chat", "makes it").__enter__()
+            with store.lock(TWO, "chat"):
                 pass
 
 
@@ -246,19 +241,19 @@ class TestPrune:
 
     def test_an_entry_that_is_being_replaced_is_left_alone(self, store: Store) -> None:
         age(publish(store, ONE).folder, 10)
-        with store.lock(ONE, nothing):
+        with store.lock(ONE, "model"):
             assert self.names(store.prune([], DAY_SECONDS, dry_run=False)) == []
 
     def test_downloads_are_deleted_a_day_after_their_last_write(self, store: Store) -> None:
         store.prepare()
         for key in (ONE, TWO, THREE):
-            with store.lock(key, nothing) as work:
+            with store.lock(key, "model") as work:
                 (work / "files" / "model.safetensors").write_bytes(b"part")
         for key in (ONE, TWO):
             for path in (store.folder / ".partial" / key).rglob("*"):
                 age(path, 2)
             age(store.folder / ".partial" / key, 2)
-        with store.lock(TWO, nothing):
+        with store.lock(TWO, "model"):
             age(store.folder / ".partial" / TWO, 2)
             age(store.folder / ".partial" / TWO / "files", 2)
             assert self.names(store.prune([], DAY_SECONDS, dry_run=True)) == [f".partial/{ONE}", f".partial/{TWO}"]
@@ -326,7 +321,7 @@ class TestPrune:
         lock.mkdir() if planted == "folder" else os.mkfifo(lock)
         assert self.names(store.prune([], 0, dry_run=False)) == [TWO]
         assert f"{lock} is not a regular file: delete it" in capsys.readouterr().err
-        with pytest.raises(FatalError, match="is not a regular file: delete it"), store.lock(ONE, lambda: None):
+        with pytest.raises(FatalError, match="is not a regular file: delete it"), store.lock(ONE, "model"):
             pass
 
     def test_a_folder_that_does_not_exist_is_reported(self, tmp_path: Path) -> None:

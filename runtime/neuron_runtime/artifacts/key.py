@@ -46,7 +46,6 @@ def covered(backend: str, digest: str, needs: Needs) -> dict[str, Any]:
 
 
 def key_of(cover: Mapping[str, Any]) -> str:
-    """sha256 of the canonical JSON."""
     return hashlib.sha256(msgspec.json.encode(cover, order="deterministic")).hexdigest()
 
 

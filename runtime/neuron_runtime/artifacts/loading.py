@@ -41,7 +41,6 @@ ARTIFACT_VARIABLE = "NEURON_COMPILED_ARTIFACTS"
 
 
 def given_folder() -> Path | None:
-    """The folder of one artifact, named by the environment."""
     value = os.environ.get(ARTIFACT_VARIABLE)
     return Path(os.path.realpath(value)) if value else None
 

@@ -75,10 +75,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Message = Began | Made | Ended | Failed
 
 
-def encode_line(message: Message) -> bytes:
-    return msgspec.json.encode(message) + b"\n"
-
-
 class Lines:
     """Puts messages together from what was read."""
 
@@ -92,7 +88,6 @@ class Lines:
 
 
 def compile_graphs(compiler: Compiler, folder: Path, send: Callable[[Message], None]) -> Ended:
-    """Compile every graph into the folder."""
     tools, graphs = dict(compiler.tools()), compiler.graphs()
     done: list[CompiledGraph] = []
     count = sum(len(graph.parts) or 1 for graph in graphs)
@@ -170,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.set_inheritable(options.messages_fd, False)
 
     def send(message: Message) -> None:
-        os.write(options.messages_fd, encode_line(message))
+        os.write(options.messages_fd, msgspec.json.encode(message) + b"\n")
 
     try:
         package = cast(BackendPackage, importlib.import_module(options.package))

@@ -21,7 +21,7 @@ import msgspec
 
 from neuron_runtime.console import say
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, ServingError
-from neuron_runtime.host import LIMIT_OF_A_POD, gib, memory_limit, num_oom_kills
+from neuron_runtime.host import LIMIT_OF_A_POD, gib, how_it_ended, memory_limit, num_oom_kills
 from neuron_runtime.processes.lifeline import Deadline, die_with_parent
 from neuron_runtime.record import GENERAL_FAILURE, Record
 
@@ -175,14 +175,8 @@ class Failures:
 
 def describe_exit(name: str, return_code: int) -> str:
     """A message for a process that exited without a record."""
-    if return_code >= 0:
-        return f"the {name} exited with code {return_code}"
-    try:
-        killer = signal.Signals(-return_code).name
-    except ValueError:
-        killer = f"signal {-return_code}"
-    hint = " (often because the machine ran out of memory)" if killer == "SIGKILL" else ""
-    return f"the {name} was killed by {killer}{hint}"
+    hint = " (often because the machine ran out of memory)" if return_code == -signal.SIGKILL else ""
+    return f"the {name} {how_it_ended(return_code)}{hint}"
 
 
 def out_of_memory(name: str, limit_bytes: int | None) -> FatalError:

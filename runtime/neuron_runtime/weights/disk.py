@@ -67,14 +67,9 @@ def write_all(fd: int, data: memoryview, position: int) -> None:
 
 def read_blocks(path: Path, begin: int, end: int, buffer: bytearray) -> Iterator[memoryview]:
     """Bytes of a regular file through one buffer; fewer if it is shorter. Raises OSError."""
-    fd = open_file(path, os.O_RDONLY)
-    try:
-        view = memoryview(buffer)
-        while begin < end:
-            num_read = os.preadv(fd, [view[: end - begin]], begin)
-            if not num_read:
-                return
+    view = memoryview(buffer)
+    with open(open_file(path, os.O_RDONLY), "rb", buffering=0) as file:
+        file.seek(begin)
+        while begin < end and (num_read := file.readinto(view[: end - begin])):
             yield view[:num_read]
             begin += num_read
-    finally:
-        os.close(fd)

@@ -45,7 +45,7 @@ from neuron_runtime.weights.selection import (
     weight_files,
 )
 from neuron_runtime.weights.source import Attempts, Listing, Source, read_all
-from neuron_runtime.weights.store import KEY, MODELS, Entry, EntryKind, Manifest, Store, StoredFile, WaitingLine
+from neuron_runtime.weights.store import KEY, MODELS, Entry, EntryKind, Manifest, Store, StoredFile
 from neuron_runtime.weights.transfer import TOOLS, Amount, Tools, copying
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def fetch(
         return _fetched(entry, check)
     key = listing.digest + suffix
     store.prepare()
-    with store.lock(key, WaitingLine(uri)) as work:
+    with store.lock(key, uri) as work:
         if entry := store.sound(key, replace=True):
             return _fetched(entry, check)
         manifest, read_bytes = _copy(

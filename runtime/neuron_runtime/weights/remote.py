@@ -50,7 +50,6 @@ from neuron_runtime.weights.store import (
     Pruned,
     Store,
     StoredFile,
-    WaitingLine,
     check_key,
     check_manifest,
     parse_manifest,
@@ -130,10 +129,10 @@ class RemoteStore:
         tools: Tools = TOOLS,
     ) -> None:
         self._model = store_address(uri, field)
-        self.address = str(self._model).rstrip("/")
+        self.address = str(self._model)
         self.kind = kind
         self._tools = tools
-        self._place = S3Place(self.address, rights=RIGHTS, missing=kind.missing)
+        self._place = S3Place(self._model, rights=RIGHTS, missing=kind.missing)
         self._attempts = Attempts(self._place, tools.sleep)
 
     def uri_of(self, key: str) -> str:
@@ -203,7 +202,7 @@ class RemoteStore:
         manifest = entry.manifest.local
         check_manifest(manifest, self.uri_of(key), self.kind)
         store.prepare()
-        with store.lock(into, WaitingLine(self.uri_of(key))) as work:
+        with store.lock(into, self.uri_of(key)) as work:
             if sound := store.sound(into, replace=True):
                 return sound
             files = tuple(file for file in manifest.files if wanted(file.name))
@@ -257,17 +256,17 @@ class RemoteStore:
         pages: list[Any] = self._attempts(
             lambda: list(
                 self._place.client.get_paginator("list_objects_v2").paginate(
-                    Bucket=self._model.bucket, Prefix=self._key(folder)
+                    Bucket=self._model.bucket, Prefix=self._model.key(folder)
                 )
             )
         )
         for item in [item for page in pages for item in page.get("Contents", [])]:
-            key, _, name = item["Key"].removeprefix(self._key("")).partition("/")
+            key, _, name = item["Key"].removeprefix(self._model.key("")).partition("/")
             yield RemoteObject(key, name, item["Size"], item["ETag"].strip('"'), item["LastModified"].timestamp())
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, if they exist. Names are relative to the store."""
-        keys = [{"Key": self._key(name)} for name in names]
+        keys = [{"Key": self._model.key(name)} for name in names]
         for begin in range(0, len(keys), MAX_DELETED):
             self._attempts(partial(self._delete, keys[begin : begin + MAX_DELETED]))
 
@@ -333,7 +332,6 @@ class RemoteStore:
             yield Pruned(key, num_bytes, f"unused for {(now() - used) / DAY_SECONDS:.0f} days")
 
     def _folders(self) -> dict[str, list[RemoteObject]]:
-        """The objects of each key."""
         folders: dict[str, list[RemoteObject]] = {}
         for item in self.objects(""):
             if KEY.fullmatch(item.key):
@@ -359,18 +357,17 @@ class RemoteStore:
             return [f"{name}: {what}" for name, what in compared if what]
 
     def _attempts_of(self, entry: RemoteEntry) -> Attempts[Source]:
-        """Reads the files of an entry."""
-        model = S3Model(self._model.bucket, self._key(f"{entry.key}/{entry.manifest.content}"))
+        model = S3Model(self._model.bucket, self._model.key(f"{entry.key}/{entry.manifest.content}"))
         return Attempts(_EntrySource(self._place, model, entry, self.kind), self._tools.sleep)
 
     def _mark(self, key: str) -> None:
         """Note that an entry is used now. Makes one attempt and raises the errors of the client library."""
-        self._place.client.put_object(Bucket=self._model.bucket, Key=self._key(f"{key}/{USED}"), Body=b"")
+        self._place.client.put_object(**self._place.at(f"{key}/{USED}"), Body=b"")
 
     def _manifest(self, key: str) -> RemoteManifest | None:
         def read() -> bytes | None:
             try:
-                answer = self._place.client.get_object(Bucket=self._model.bucket, Key=self._key(f"{key}/{MANIFEST}"))
+                answer = self._place.client.get_object(**self._place.at(f"{key}/{MANIFEST}"))
             except self._place.client.exceptions.NoSuchKey:
                 return None
             raw: bytes = answer["Body"].read(MAX_MANIFEST_BYTES)
@@ -385,8 +382,7 @@ class RemoteStore:
         def put() -> bool:
             try:
                 self._place.client.put_object(
-                    Bucket=self._model.bucket,
-                    Key=self._key(f"{key}/{MANIFEST}"),
+                    **self._place.at(f"{key}/{MANIFEST}"),
                     Body=msgspec.json.format(msgspec.json.encode(manifest)),
                     ContentType="application/json",
                     IfNoneMatch="*",
@@ -411,9 +407,7 @@ class RemoteStore:
     def _stated(self, folder: str, file: RemoteFile) -> str:
         """The CRC-32 that S3 states of an object, "" if it states none of the whole object."""
         head = self._attempts(
-            lambda: self._place.client.head_object(
-                Bucket=self._model.bucket, Key=self._key(f"{folder}/{file.name}"), ChecksumMode="ENABLED"
-            )
+            lambda: self._place.client.head_object(**self._place.at(f"{folder}/{file.name}"), ChecksumMode="ENABLED")
         )
         text = head.get("ChecksumCRC32", "")
         return "" if not text or "-" in text else base64.b64decode(text).hex()
@@ -421,7 +415,7 @@ class RemoteStore:
     def _send(
         self, source: Path, folder: str, files: list[RemoteFile], total_bytes: int, report: Callable[[Amount], None]
     ) -> None:
-        place = S3Place(self.address, rights=RIGHTS, missing=self.kind.missing, num_attempts=NUM_ATTEMPTS)
+        place = S3Place(self._model, rights=RIGHTS, missing=self.kind.missing, num_attempts=NUM_ATTEMPTS)
         config = TransferConfig(
             multipart_threshold=PART_BYTES,
             multipart_chunksize=PART_BYTES,
@@ -437,7 +431,7 @@ class RemoteStore:
                     manager.upload(
                         str(source / file.name),
                         self._model.bucket,
-                        self._key(f"{folder}/{file.name}"),
+                        self._model.key(f"{folder}/{file.name}"),
                         extra_args={"ChecksumCRC32": base64.b64encode(bytes.fromhex(file.crc32)).decode()},
                         subscribers=[sent],
                     )
@@ -457,9 +451,6 @@ class RemoteStore:
         # The library repeats parts; this repeats an upload that failed for good, once.
         Attempts(place, self._tools.sleep, pauses=(1.0,))(send)
         report(Amount(total_bytes, total_bytes, total_bytes))
-
-    def _key(self, name: str) -> str:
-        return f"{self._model.prefix}/{name}" if self._model.prefix else name
 
 
 class _EntrySource(S3Source):

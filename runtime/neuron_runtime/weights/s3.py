@@ -67,7 +67,10 @@ _REFUSED = frozenset({
     "InvalidAccessKeyId", "InvalidIdentityToken", "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch",
     "TokenRefreshRequired", "UnauthorizedAccess",
 })  # fmt: skip
-
+_UNREADABLE = {
+    "InvalidObjectState": "an object is archived; restore it to a storage class that can be read at once",
+    "NoSuchBucket": "the bucket does not exist; check the spelling",
+}
 _TEMPORARY = (ConnectionError, HTTPClientError, IncompleteReadError, MetadataRetrievalError)
 READ_RIGHTS = "listing the bucket and reading its objects (s3:ListBucket, s3:GetObject)"
 
@@ -89,14 +92,15 @@ class S3Place:
 
     def __init__(
         self,
-        uri: str,
+        model: S3Model,
         client: Any = None,
         *,
         rights: str = READ_RIGHTS,
         missing: ExitCode = ExitCode.MODEL_NOT_FOUND,
         num_attempts: int = 1,
     ) -> None:
-        self.uri = uri
+        self.uri = str(model)
+        self.model = model
         self._rights = rights
         self._missing = missing
         self._anonymous = False
@@ -120,6 +124,10 @@ class S3Place:
             return session.client("s3", region_name=session.region_name or DEFAULT_REGION, config=config)
         except (BotoCoreError, ValueError) as error:
             raise InvalidConfig("AWS_*", f"{one_line(error)}; correct the environment") from error
+
+    def at(self, name: str) -> dict[str, str]:
+        """An object below the URI, as arguments of the client."""
+        return {"Bucket": self.model.bucket, "Key": self.model.key(name)}
 
     @property
     def place(self) -> str:
@@ -151,13 +159,10 @@ class S3Place:
             return FatalError(self._missing, f"{where}: the bucket is not in region {used}; {cure}")
         if status == 412 or code in ("PreconditionFailed", "InvalidRange"):
             return changed(self.uri, "an object")
-        if code == "InvalidObjectState":
-            message = f"{where}: an object is archived; restore it to a storage class that can be read at once"
-            return FatalError(self._missing, message)
+        if code in _UNREADABLE:
+            return FatalError(self._missing, f"{where}: {_UNREADABLE[code]}")
         if code == "NotImplemented":
             return InvalidConfig("AWS_ENDPOINT_URL", f"{where}: the store lacks a feature of S3: {one_line(refused)}")
-        if code == "NoSuchBucket":
-            return FatalError(self._missing, f"{where}: the bucket does not exist; check the spelling")
         if code in _REFUSED or status in (401, 403):
             with_what = "anonymous access" if self._anonymous else "these credentials"
             message = f"{where}: the store refused {with_what} ({code or status}); {self._give}"
@@ -172,12 +177,8 @@ class S3Place:
 class S3Source(S3Place):
     """The objects below one prefix. The digest is a hash of the names, sizes and ETags of model files."""
 
-    def __init__(self, model: S3Model, client: Any = None, *, missing: ExitCode = ExitCode.MODEL_NOT_FOUND) -> None:
-        super().__init__(str(model), client, missing=missing)
-        self._model = model
-
     def listing(self, digest: str = "") -> Listing:
-        prefix = f"{self._model.prefix}/" if self._model.prefix else ""
+        prefix = self.model.key("")
         files: dict[str, SourceFile] = {}
         pages = list(self._pages(prefix))
         templates = f"{prefix}{TEMPLATES_FOLDER}/"
@@ -197,7 +198,7 @@ class S3Source(S3Place):
     def _pages(self, prefix: str) -> Iterable[Mapping[str, Any]]:
         """What is directly below a prefix."""
         pages: Iterable[Mapping[str, Any]] = self.client.get_paginator("list_objects_v2").paginate(
-            Bucket=self._model.bucket, Prefix=prefix, Delimiter="/"
+            Bucket=self.model.bucket, Prefix=prefix, Delimiter="/"
         )
         return pages
 
@@ -227,10 +228,7 @@ class S3Source(S3Place):
     @contextmanager
     def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
         answer = self.client.get_object(
-            Bucket=self._model.bucket,
-            Key=self._key(file),
-            Range=f"bytes={begin}-{end - 1}",
-            IfMatch=f'"{file.version}"',
+            **self.at(file.name), Range=f"bytes={begin}-{end - 1}", IfMatch=f'"{file.version}"'
         )
         with closing(answer["Body"]) as body:
             status = answer["ResponseMetadata"]["HTTPStatusCode"]
@@ -238,13 +236,8 @@ class S3Source(S3Place):
             yield body.iter_chunks(BLOCK_BYTES)
 
     def _head(self, file: SourceFile, **more: Any) -> Mapping[str, Any]:
-        head: Mapping[str, Any] = self.client.head_object(
-            Bucket=self._model.bucket, Key=self._key(file), IfMatch=f'"{file.version}"', **more
-        )
+        head: Mapping[str, Any] = self.client.head_object(**self.at(file.name), IfMatch=f'"{file.version}"', **more)
         return head
-
-    def _key(self, file: SourceFile) -> str:
-        return f"{self._model.prefix}/{file.name}" if self._model.prefix else file.name
 
 
 def _digest(files: Mapping[str, SourceFile]) -> str:

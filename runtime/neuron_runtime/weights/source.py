@@ -1,6 +1,6 @@
 """The border to places that models come from: what a source lists, how it is read, and what its failures mean.
 
-`hub` and `s3` implement `Source`; `transfer` and `outlines` use it. A source makes single attempts; `Attempts` repeats
+`hub` and `s3` implement `Source`; `transfer` and `fetching` use it. A source makes single attempts; `Attempts` repeats
 them. It knows neither the local disk nor which files of a model are needed.
 """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -44,8 +45,8 @@ DAY_SECONDS = 86_400.0
 ABANDONED_SECONDS = DAY_SECONDS
 """A partial download without a write for so long is pruned."""
 WAIT_SECONDS = 1.0
-WAITING_SECONDS = 10.0
-"""Interval of lines about another process that has a lock."""
+"""Interval of looks at the lock of another process."""
+LOOKS_PER_LINE = 10
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
@@ -145,10 +146,9 @@ class Entry:
             progress: called with the number of bytes just read.
             large_bytes: contents of larger files are not read; None: of all files.
         """
-        wrong = []
         buffer = bytearray(2**20)
         names = {file.name for file in self.manifest.files} | {MANIFEST}
-        wrong += [f"{name} is not in the manifest" for name in sorted(names_below(self.folder) - names)]
+        wrong = [f"{name} is not in the manifest" for name in sorted(names_below(self.folder) - names)]
         for file in self.manifest.files:
             if large_bytes is not None and file.bytes > large_bytes:
                 continue
@@ -202,20 +202,6 @@ def check_manifest(manifest: Manifest, where: Path | str, kind: EntryKind) -> No
     """Raises Damaged, naming `where`, if this cannot be the manifest of an entry. Names of files come from it."""
     if manifest.version != MANIFEST_VERSION or not all(kind.accepts(file.name) for file in manifest.files):
         raise Damaged(where, "its manifest is not of this version", kind)
-
-
-class WaitingLine:
-    """Says now and then that another process has the lock of a key."""
-
-    def __init__(self, title: str, does: str = "fetches it") -> None:
-        self._line = f"{title}: waiting for another process that {does} into this store"
-        self._said: float | None = None
-
-    def __call__(self) -> None:
-        now = time.monotonic()
-        if self._said is None or now - self._said >= WAITING_SECONDS:
-            self._said = now
-            say(self._line)
 
 
 @dataclass(frozen=True)
@@ -290,18 +276,22 @@ class Store:
                 make_folder(self.folder / name)
 
     @contextmanager
-    def lock(self, key: str, waiting: Callable[[], None]) -> Iterator[Path]:
+    def lock(self, key: str, title: str, does: str = "fetches it") -> Iterator[Path]:
         """Hold the key, and yield the folder for its download.
 
-        The lock ends with the process, however that ends. `waiting` is called once a second while another one has it.
-        Where the file system has no locks, the folder is nobody else's, so a killed download starts again.
+        The lock ends with the process, however that ends. Where the file system has no locks, the folder is nobody
+        else's, so a killed download starts again.
+
+        title, does: of what, and what its holder does, in the line about waiting.
         """
         check_key(key)
         fd = self._open_lock(key)
         try:
             with writing(self.folder):
+                looks = itertools.count()
                 while (locked := _locked(fd)) is False:
-                    waiting()
+                    if next(looks) % LOOKS_PER_LINE == 0:
+                        say(f"{title}: waiting for another process that {does} into this store")
                     time.sleep(WAIT_SECONDS)
                 work = self.folder / PARTIAL / (key if locked else f"{key}.{uuid.uuid4().hex}")
                 make_folder(work)
@@ -319,12 +309,9 @@ class Store:
                 (files / left_over).unlink()
             (files / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
             for name in (*names, MANIFEST):
-                fd = open_file(files / name, os.O_RDONLY)
-                try:
-                    os.fchmod(fd, 0o644)
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                with open(open_file(files / name, os.O_RDONLY), "rb") as file:
+                    os.fchmod(file.fileno(), 0o644)
+                    os.fsync(file)
             for folder in {(files / name).parent for name in names} | {files}:
                 folder.chmod(0o755)
                 sync_folder(folder)

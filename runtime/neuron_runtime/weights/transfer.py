@@ -87,7 +87,6 @@ def chunks_of(sizes: Sequence[int], limits: TransferLimits) -> Iterator[Chunk]:
 
 
 def free_bytes(folder: Path) -> int:
-    """That the file system of a folder has left."""
     return shutil.disk_usage(folder).free
 
 
@@ -141,11 +140,8 @@ class _Target:
 
     def create(self) -> None:
         make_folder(self.path.parent)
-        fd = open_file(self.path, os.O_RDWR | os.O_CREAT)
-        try:
-            os.ftruncate(fd, self.file.num_bytes)
-        finally:
-            os.close(fd)
+        with open(open_file(self.path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+            file.truncate(self.file.num_bytes)
 
     def settled(self, chunk: Chunk, check: Callable[[], Check | None], buffer: bytearray) -> str:
         """Note that a chunk is on the disk, and hash as far as chunks follow one another.
@@ -179,11 +175,8 @@ class _Target:
         if difference:
             self.path.unlink(missing_ok=True)
         else:
-            fd = open_file(self.path, os.O_RDWR)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            with open(open_file(self.path, os.O_RDWR), "r+b") as file:
+                os.fsync(file)
             self.sha256 = contents.sha256
         return difference
 
