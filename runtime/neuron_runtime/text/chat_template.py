@@ -1,8 +1,7 @@
 """Chat templates: messages in, prompt text out. Compiled once per model, rendered for every chat request.
 
-The environment is that of `apply_chat_template` in transformers, for which published templates are written: a sandbox,
-trimmed blocks, loop controls, `raise_exception`, `strftime_now`, `tojson` without HTML escapes. A test compares the
-output of both. It is built here because importing transformers imports torch, which the front end must not.
+The environment is that of `apply_chat_template` in transformers, for which published templates are written. It is built
+here because importing transformers imports torch, which the front end must not.
 """
 
 from __future__ import annotations

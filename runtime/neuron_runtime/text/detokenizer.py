@@ -1,7 +1,6 @@
 """Incremental detokenizer: converts the ids of a stream to pieces of text without incomplete characters.
 
 One per stream, in the front end and in the offline class. The concatenated pieces are the text of all ids.
-`text.stop_strings` processes them next.
 
 `tokenizers.decoders.DecodeStream` is not used: it never emits a tail of invalid bytes, repeats an incomplete character
 at the end of the prompt (both tested in `test_text_detokenizer.py`), and takes twice the time per token for byte-level

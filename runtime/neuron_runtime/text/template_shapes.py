@@ -77,10 +77,7 @@ def shapes_of(render: Render, names_developer: bool) -> Shapes:
         "tool": (([_ASKED, call], []), ([_ASKED, call], [_ANSWER, _ASKED])),
     }
     content = {role: _common(forms(role, place) for place in at) for role, at in places.items()}
-    first_roles = {
-        "system": role_of("system", _FIRST, "developer"),
-        "developer": role_of("developer", _FIRST, "system"),
-    }
+    first_roles = {asked: role_of(asked, _FIRST, other) for asked, other in _INSTRUCTING.items()}
     two = [{"role": role, "content": text} for role, text in zip(first_roles.values(), _TEXTS, strict=True)]
     two_parts = [{**one, "content": [_part(one["content"])]} for one in two]
     return Shapes(
@@ -88,10 +85,7 @@ def shapes_of(render: Render, names_developer: bool) -> Shapes:
         parts=frozenset(role for role, taken in content.items() if "parts" in taken),
         only_parts=frozenset(role for role, taken in content.items() if "part" in taken and "text" not in taken),
         first_roles=first_roles,
-        later_roles={
-            "system": role_of("system", _LATER, "developer", "user"),
-            "developer": role_of("developer", _LATER, "system", "user"),
-        },
+        later_roles={asked: role_of(asked, _LATER, other, "user") for asked, other in _INSTRUCTING.items()},
         joins_instructions=not any(_shown(render([*one, _ASKED], None), _TEXTS) for one in (two, two_parts)),
         empty_content=empty,
         argument_objects=as_object,
@@ -103,6 +97,8 @@ def shapes_of(render: Render, names_developer: bool) -> Shapes:
 _Place = tuple[Messages, Messages]
 """The messages before and after the one that is tried."""
 
+_INSTRUCTING = {"system": "developer", "developer": "system"}
+"""The roles of instructions, each with the one to take its place."""
 _TEXTS = ("neuron-probe", "neuron-second")
 _KEYS = ("neuron-key", "neuron-other")
 _PRINTED = "neuron-printed"

@@ -2,7 +2,6 @@
 
 Loaded once by the front end (and by the offline class). It uses the `tokenizers` library directly, which starts in a
 tenth of a second; transformers, which imports torch, is imported only for a model without `tokenizer.json`.
-`text.detokenizer` turns streams of ids into text.
 """
 
 from __future__ import annotations

@@ -148,29 +148,34 @@ class _Text:
             yield MORE
 
 
-# --- JSON ---
+# --- Values ---
 
-_IN_STRING, _BETWEEN = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
+_IN_STRING = re.compile(r"""["'\\]""")
+_JSON, _PYTHON = re.compile(r'["{}\[\]]'), re.compile(r"""["'()\[\]{}]""")
 _AFTER_SCALAR = re.compile(r"[\s,\]}]")
 
 
 def _value(text: _Text) -> Iterator[str | _Wait]:
-    """The text of a JSON value, as it arrives; only strings and brackets are looked at.
-
-    Raises:
-        _NotACall: the text ended.
-    """
+    """The text of a JSON value, as it arrives. Raises _NotACall if the text ended."""
     yield from text.skip_spaces()
-    depth, quoted, at = 0, False, 0
-    if text.rest[:1] not in ('"', "{", "["):
-        while not (end := _AFTER_SCALAR.search(text.rest)):
-            if text.ended:
-                raise _NotACall
-            yield MORE
-        yield text.take(end.start())
+    if text.rest[:1] in ('"', "{", "["):
+        yield from _nested(text, _JSON)
         return
+    while not (end := _AFTER_SCALAR.search(text.rest)):
+        if text.ended:
+            raise _NotACall
+        yield MORE
+    yield text.take(end.start())
+
+
+def _nested(text: _Text, marks: re.Pattern[str]) -> Iterator[str | _Wait]:
+    """The text of a string, or of brackets with what is in them, as it arrives. Raises _NotACall if the text ended.
+
+    marks: the quotation marks and brackets; outside of strings, nothing else is looked at.
+    """
+    depth, quote, at = 0, "", 0
     while True:
-        match = (_IN_STRING if quoted else _BETWEEN).search(text.rest, at)
+        match = (_IN_STRING if quote else marks).search(text.rest, at)
         if match is None or (match[0] == "\\" and match.end() == len(text.rest)):
             yield text.take(len(text.rest) if match is None else match.start())
             if text.ended:
@@ -178,17 +183,14 @@ def _value(text: _Text) -> Iterator[str | _Wait]:
             at = 0
             yield MORE
             continue
-        at = match.end()
-        match match[0]:
-            case "\\":
-                at += 1
-            case '"':
-                quoted = not quoted
-            case "{" | "[":
-                depth += 1
-            case _:
-                depth -= 1
-        if depth <= 0 and not quoted:
+        at, character = match.end(), match[0]
+        if character == "\\":
+            at += 1
+        elif quote or character in "\"'":
+            quote = "" if quote == character else quote or character
+        else:
+            depth += 1 if character in "([{" else -1
+        if depth <= 0 and not quote:
             yield text.take(at)
             return
 
@@ -264,7 +266,7 @@ def _call_object(text: _Text, *, only_known: bool = False) -> _Events:
                 else:
                     yield event
         else:
-            yield from _drop(_value(text))
+            yield from _collect(_value(text))
         yield from text.skip_spaces()
         if not (yield from text.has(",")):
             yield from text.expect("}")
@@ -282,10 +284,6 @@ def _another(text: _Text, *marks: str) -> Generator[_Wait, None, bool]:
         if (yield from text.has(mark)):
             return True
     return text.rest.startswith("{")
-
-
-def _drop(parts: Iterable[str | _Wait]) -> Iterator[_Wait]:
-    yield from (MORE for part in parts if part is MORE)
 
 
 # --- Formats ---
@@ -432,9 +430,6 @@ def _deepseek(*, has_type: bool) -> Callable[[_Text], _Events]:
     return read
 
 
-_PYTHON_TEXT, _PYTHON = re.compile(r"""["'\\]"""), re.compile(r"""["'()\[\]{}]""")
-
-
 def _pythonic(text: _Text) -> _Events:
     yield from text.skip_spaces()
     if (yield from text.has("<|python_start|>")):
@@ -446,7 +441,7 @@ def _pythonic(text: _Text) -> _Events:
         name = (yield from text.before("(", "[", "]", "{", ",", '"', "'")).strip()
         if name not in text.names or not text.rest.startswith("("):
             raise _NotACall
-        calls.append((name, _keywords((yield from _parentheses(text)))))
+        calls.append((name, _keywords((yield from _collect(_nested(text, _PYTHON))))))
         yield from text.skip_spaces()
         if not (yield from text.has(",")):
             yield from text.expect("]")
@@ -457,29 +452,6 @@ def _pythonic(text: _Text) -> _Events:
         yield _Arguments(arguments)
     yield from text.skip_spaces()
     yield from text.has("<|python_end|>")
-
-
-def _parentheses(text: _Text) -> Generator[_Wait, None, str]:
-    """Take the text in parentheses, with them. Raises _NotACall."""
-    depth, quote, at = 0, "", 0
-    while True:
-        match = (_PYTHON_TEXT if quote else _PYTHON).search(text.rest, at)
-        if match is None or (match[0] == "\\" and match.end() == len(text.rest)):
-            if text.ended:
-                raise _NotACall
-            at = len(text.rest) if match is None else match.start()
-            yield MORE
-            continue
-        at = match.end()
-        character = match[0]
-        if character == "\\":
-            at += 1
-        elif quote or character in "\"'":
-            quote = "" if quote == character else quote or character
-        else:
-            depth += 1 if character in "([{" else -1
-            if not depth:
-                return text.take(at)
 
 
 _PYTHON_WORDS = {"true": True, "false": False, "null": None}
