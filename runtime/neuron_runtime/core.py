@@ -351,14 +351,6 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False, array_like=True):
     first: First | None = None
 
     @property
-    def num_cached_tokens(self) -> int:
-        return self.first.num_cached_tokens if self.first else 0
-
-    @property
-    def queue_seconds(self) -> float | None:
-        return self.first.queue_seconds if self.first else None
-
-    @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         return self.first.prompt_logprobs if self.first else ()
 
@@ -513,7 +505,6 @@ class BackendLimits:
         return self.longest_prompt >= max_length - 1
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks for this many tokens."""
         return -(-num_tokens // self.block_size)
 
 

@@ -157,9 +157,8 @@ class Run:
             assert name not in self.aborted, f"{name} was aborted and got another event"
             assert event.token_ids, f"{name} got an event without tokens"
             assert (event.first is None) == bool(self.tokens[name])
-            assert event.first or not (event.num_cached_tokens or event.prompt_logprobs), "reported twice"
             if event.first:
-                self.cached[name] = event.num_cached_tokens
+                self.cached[name] = event.first.num_cached_tokens
                 reported = [entry.token_id for entry in event.prompt_logprobs]
                 assert reported == (self.prompts[name][1:] if name in self.prompts else []), name
             self.tokens[name] += event.token_ids

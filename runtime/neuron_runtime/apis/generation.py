@@ -160,7 +160,7 @@ class Generation:
         choice = self.choices[piece.index]
         before = choice.num_tokens
         if event.first is not None:
-            choice.num_cached_tokens = event.num_cached_tokens
+            choice.num_cached_tokens = event.first.num_cached_tokens
         piece.text += choice.feed(event.token_ids, event.finish_reason)
         if choice.reasoning:
             piece.reasoning += choice.reasoning

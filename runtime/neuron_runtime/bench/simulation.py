@@ -103,7 +103,6 @@ class Outcome:
     num_tokens: int
     """Output tokens of all requests in the period."""
     busy_share: float
-    """Share of the period in which the device was busy."""
     shapes: dict[Shape, ShapeUse]
     """Uses in the whole run, including warm-up."""
     num_preemptions: int
@@ -115,7 +114,6 @@ class Outcome:
         return sum(one.ttft <= ttft_target and one.worst_gap <= gap_target for one in self.requests)
 
     def goodput(self, ttft_target: float, gap_target: float) -> float:
-        """Good requests per second."""
         return self.num_good(ttft_target, gap_target) / self.seconds
 
     @property
@@ -240,7 +238,7 @@ class Simulation:
         request = talk.request
         assert request is not None
         if event.first:
-            request.first, request.num_cached = now, event.num_cached_tokens
+            request.first, request.num_cached = now, event.first.num_cached_tokens
         else:
             request.worst_gap = max(request.worst_gap, now - request.last)
             if talk.measured:

@@ -91,6 +91,8 @@ class _Control(ABC):
         """Those that this member hears, by rank. Only the thread writes it."""
         self._next_beat = 0.0
         self._last_turn = time.monotonic()
+        self._deadline = self._last_turn + layout.join_seconds
+        """Of the meeting."""
         self._thread = threading.Thread(target=self._run, name="group", daemon=True)
 
     def start(self) -> None:
@@ -215,7 +217,6 @@ class LeaderControl(_Control):
         self._welcome = Welcome(self.group, *addresses)
         self._on_leaving = on_leaving
         self._welcomed = False
-        self._deadline = time.monotonic() + layout.join_seconds
         self._others = range(1, layout.size)
         self.keys.guard(self._socket)
         self._socket.router_mandatory = True
@@ -241,25 +242,22 @@ class LeaderControl(_Control):
             message = wire.decode_to_leader(frame)
         except wire.BadFrame as error:
             raise disagrees(f"rank {identity.decode(errors='replace')[:20]}: {error}") from error
+        if isinstance(message, Hello):
+            self._greet(message, now)
+            return
+        rank, group = message.rank, message.group
+        if group != self.group or rank not in self._peers:
+            text = "the leader of the group was started anew"
+            self._send(rank, Farewell(0, group, int(ExitCode.GROUP_MEMBER_LOST), text))
+            return
+        self._peers[rank].heard = now
         match message:
-            case Hello():
-                self._greet(message, now)
-            case Beat(rank, group) | Loaded(rank, group) | Leaving(rank, group) | Farewell(rank, group):
-                if group != self.group or rank not in self._peers:
-                    text = "the leader of the group was started anew"
-                    self._send(rank, Farewell(0, group, int(ExitCode.GROUP_MEMBER_LOST), text))
-                    return
-                self._peers[rank].heard = now
-                self._hear(message)
-
-    def _hear(self, message: wire.ToLeader) -> None:
-        match message:
-            case Loaded(rank, _, limits):
+            case Loaded(limits=limits):
                 self._peers[rank].limits = limits
                 self._notify()
-            case Leaving(rank):
+            case Leaving():
                 self._on_leaving(f"{self.layout.named(rank)} must leave")
-            case Farewell(rank, _, code, text):
+            case Farewell(_, _, code, text):
                 raise FatalError(_code_for_others(code), f"{self.layout.named(rank)}: {text}")
 
     def _greet(self, hello: Hello, now: float) -> None:
@@ -330,7 +328,6 @@ class MemberControl(_Control):
         self.done = False
         """Whether the leader said that the work is done."""
         self._leader = self._peers[0] = _Peer(time.monotonic())
-        self._deadline = self._leader.heard + layout.join_seconds
         self._must_leave = False
         self._waiting: list[Loaded | Leaving] = []
         self.keys.unlock(self._socket)

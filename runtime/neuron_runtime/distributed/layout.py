@@ -75,15 +75,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def own_ranks(self) -> range:
-        """Ranks of this node."""
         return range(self.node * self.per_node, (self.node + 1) * self.per_node)
-
-    def node_of(self, rank: int) -> int:
-        return rank // self.per_node
 
     def named(self, rank: int) -> str:
         """A rank, for people."""
-        return f"rank {rank} (node {self.node_of(rank)})" if self.num_nodes > 1 else f"rank {rank}"
+        return f"rank {rank} (node {rank // self.per_node})" if self.num_nodes > 1 else f"rank {rank}"
 
     @property
     def wire(self) -> str:

@@ -103,11 +103,11 @@ class LiveGeneration(Generation):
         if not num_tokens and event.first is None:
             return
         now = time.monotonic()
-        if event.queue_seconds is not None:
+        if event.first is not None:
             choice.first_token_at = now
-            choice.queue_seconds = event.queue_seconds
+            choice.queue_seconds = event.first.queue_seconds
             self._metrics.first_token(
-                now - choice.arrived, event.queue_seconds, choice.num_prompt_tokens, choice.num_cached_tokens
+                now - choice.arrived, event.first.queue_seconds, choice.num_prompt_tokens, choice.num_cached_tokens
             )
             self._metrics.tokens(num_tokens, None)
         else:
