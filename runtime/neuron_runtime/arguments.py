@@ -219,13 +219,11 @@ def model_uri(model: str) -> str:
 
 
 def default_weights_dir() -> Path:
-    """Default folder of downloads."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "neuron-serving", "weights")
 
 
 def default_artifacts_dir() -> Path:
-    """Default folder of compiled models."""
     return default_weights_dir().with_name("artifacts")
 
 

@@ -74,14 +74,10 @@ class TensorInfo:
         return self.end - self.begin
 
     @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def num_parameters(self) -> int:
         """MXFP4 packs two into each byte of `..._blocks`, with their scales beside them."""
         packed = next((count for end, count in MXFP4.items() if self.dtype == "U8" and self.name.endswith(end)), 1)
-        return packed * self.num_elements
+        return packed * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +140,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             continue
         tensors.update((t.name, t) for t in entries if weight_map is None or weight_map.get(t.name) == file)
     if weight_map is not None and (missing := sorted(weight_map.keys() - tensors.keys())):
-        name = missing[0]
+        name, num_more = missing[0], len(missing) - 1
         raise InvalidModel(
             f"{folder / weight_map[name]}: {INDEX_FILE} lists tensor {name} in this file, but it is missing"
-            f"{_and_more(missing)}"
+            + (f" (and {num_more} more)" if num_more else "")
         )
     return Checkpoint(folder, config, tensors, digest.hexdigest(), is_sharded)
 
@@ -329,7 +325,6 @@ def _read_config(folder: Path) -> bytes:
 
 
 def _names(folder: Path) -> set[str]:
-    """Names of the files in a model's folder."""
     return {path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("weights/*"))}
 
 
@@ -359,10 +354,6 @@ def _json_object(raw: bytes, source: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidModel(f"{source}: must be a JSON object, got {type(value).__name__}")
     return value
-
-
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:

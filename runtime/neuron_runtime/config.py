@@ -1,8 +1,7 @@
 """`RuntimeConfig`: the JSON document that the operator passes to the runtime, or `arguments.py` builds from flags.
 
-It configures what to serve; local settings (weights folder, port, record file) are flags of the command. Each field is
-declared only here: type, bounds, description, default and flag. The parser, the flags of `serve`, the arguments of
-`LLM` and the tables of the docs (`make generate`) are derived from it.
+It configures what to serve; local settings (weights folder, port, record file) are flags of the command. The parser,
+the flags of `serve`, the arguments of `LLM` and the tables of the docs (`make generate`) are derived from its fields.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 MAX_BUCKETS = 32
-Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_BUCKETS)]
-"""Compiled sizes, ascending; empty: chosen by the backend."""
-
-LimitFlag = partial(Flag, default="chosen at startup")
+QueueFlag = partial(Flag, default="chosen at startup")
+LimitFlag = partial(QueueFlag, llm=True)
 DeviceFlag = partial(Flag, default="chosen by the backend")
 SizesFlag = partial(DeviceFlag, llm=True, metavar="N,N,...", read=numbers)
 
@@ -48,6 +45,9 @@ COMPILED = object()
 
 ON_DEVICE = object()
 """Marks a field that only backends with a compiled device have; the others refuse it. See `backend/fields.py`."""
+
+Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_BUCKETS), COMPILED, ON_DEVICE]
+"""Compiled sizes, ascending; empty: chosen by the backend."""
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
@@ -71,21 +71,13 @@ class ModelSource(Document, frozen=True, kw_only=True):
 class EngineLimits(Document, frozen=True, kw_only=True):
     """Zero: chosen at startup from the model and the free memory."""
 
-    max_model_length: Annotated[
-        Limit, "Maximum tokens of prompt plus output", LimitFlag("max_model_len", llm=True), COMPILED
-    ] = 0
-    max_sequences: Annotated[
-        Limit, "Maximum number of running requests", LimitFlag("max_num_seqs", llm=True), COMPILED
-    ] = 0
-    max_step_tokens: Annotated[
-        Limit, "Maximum tokens per step", LimitFlag("max_num_batched_tokens", llm=True), COMPILED
-    ] = 0
-    block_size: Annotated[Limit, "Tokens per block of the KV cache", LimitFlag(llm=True), COMPILED] = 0
-    num_blocks: Annotated[
-        Limit, "Number of blocks of the KV cache", LimitFlag("num_gpu_blocks_override", llm=True), COMPILED
-    ] = 0
-    max_queued_requests: Annotated[Limit, "Maximum number of waiting requests; more get 429", LimitFlag()] = 0
-    max_queued_tokens: Annotated[Limit, "Maximum prompt tokens of waiting requests; more get 429", LimitFlag()] = 0
+    max_model_length: Annotated[Limit, "Maximum tokens of prompt plus output", LimitFlag("max_model_len"), COMPILED] = 0
+    max_sequences: Annotated[Limit, "Maximum number of running requests", LimitFlag("max_num_seqs"), COMPILED] = 0
+    max_step_tokens: Annotated[Limit, "Maximum tokens per step", LimitFlag("max_num_batched_tokens"), COMPILED] = 0
+    block_size: Annotated[Limit, "Tokens per block of the KV cache", LimitFlag(), COMPILED] = 0
+    num_blocks: Annotated[Limit, "Number of blocks of the KV cache", LimitFlag("num_gpu_blocks_override"), COMPILED] = 0
+    max_queued_requests: Annotated[Limit, "Maximum number of waiting requests; more get 429", QueueFlag()] = 0
+    max_queued_tokens: Annotated[Limit, "Maximum prompt tokens of waiting requests; more get 429", QueueFlag()] = 0
 
 
 class Parallelism(Document, frozen=True, kw_only=True):
@@ -112,27 +104,15 @@ class Accelerator(Document, frozen=True, kw_only=True):
 class Buckets(Document, frozen=True, kw_only=True):
     """Compiled sizes of a backend with fixed shapes, each list in ascending order."""
 
-    context: Annotated[Sizes, "Prompt lengths to compile", SizesFlag("context_buckets"), COMPILED, ON_DEVICE] = ()
+    context: Annotated[Sizes, "Prompt lengths to compile", SizesFlag("context_buckets")] = ()
     token_generation: Annotated[
-        Sizes,
-        "Context lengths to compile token generation for",
-        SizesFlag("token_generation_buckets"),
-        COMPILED,
-        ON_DEVICE,
+        Sizes, "Context lengths to compile token generation for", SizesFlag("token_generation_buckets")
     ] = ()
     prefix: Annotated[
-        Sizes,
-        "Lengths of cached prefixes to compile, with layout `blocks`",
-        SizesFlag("prefix_buckets"),
-        COMPILED,
-        ON_DEVICE,
+        Sizes, "Lengths of cached prefixes to compile, with layout `blocks`", SizesFlag("prefix_buckets")
     ] = ()
     sequences: Annotated[
-        Sizes,
-        "Numbers of running requests to compile token generation for",
-        SizesFlag("sequence_buckets"),
-        COMPILED,
-        ON_DEVICE,
+        Sizes, "Numbers of running requests to compile token generation for", SizesFlag("sequence_buckets")
     ] = ()
 
 

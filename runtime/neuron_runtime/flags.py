@@ -1,8 +1,7 @@
 """Derives command-line flags and arguments from the fields of a configuration Struct.
 
 A field is `name: Annotated[type, Meta(ge=...), "Description", Flag(...)] = default`. `fields_of` reads these
-declarations; argparse flags, argument names and the tables of the docs are derived from its result. Independent of a
-particular configuration.
+declarations; argparse flags, argument names and the tables of the docs are derived from its result.
 """
 
 from __future__ import annotations
@@ -119,7 +118,6 @@ def add_flags(
 
 
 def as_flag(name: str) -> str:
-    """The flag for an argument."""
     return f"--{name.replace('_', '-')}"
 
 

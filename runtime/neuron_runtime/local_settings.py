@@ -65,12 +65,10 @@ def add_local_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights_flags(parser: argparse.ArgumentParser) -> None:
-    """Where models are."""
     _add_places(parser, "weights", default_weights_dir(), "models", "fetched")
 
 
 def add_artifact_flags(parser: argparse.ArgumentParser) -> None:
-    """Where compiled models are."""
     also = ", what is compiled is copied there"
     _add_places(parser, "artifacts", default_artifacts_dir(), "compiled models", "compiled", also=also)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from neuron_runtime.errors import InvalidConfig, InvalidRequest, ServingError
+from neuron_runtime.errors import InvalidConfig, InvalidRequest
 
 LEAVE_OUT = "leave it out"
 
@@ -201,9 +201,7 @@ ROWS = (
     *_without_effect(_FLAG, "guided_decoding_backend uvicorn_log_level"),
 )
 
-_ROWS: dict[str, dict[Surface, NotBuilt]] = {}
-for _row in ROWS:
-    _ROWS.setdefault(_row.name, {}).update(dict.fromkeys(_row.where, _row))
+_ROWS = {(row.name, where): row for row in ROWS for where in row.where}
 _SUBJECTS = {
     Surface.LLM: "{value!r}",
     Surface.FLAG: "{value!r}",
@@ -233,16 +231,12 @@ def refuse(
         InvalidRequest: for a body, a message or a sampling parameter.
         InvalidConfig: for an argument, a flag or a model URI.
     """
-    surfaces = _ROWS.get(name)
-    row = None if surfaces is None else surfaces.get(where)
+    row = _ROWS.get((name, where))
     if row is not None and not row.accepts(value) and others.get(row.unless) != "none":
         at = name if at is None else at
         subject = _SUBJECTS.get(where, "`{at}`").format(name=name, value=value, at=at)
-        raise _error(where, at, f"{subject} is not supported yet: {row.cure}")
+        message = f"{subject} is not supported yet: {row.cure}"
+        if where in Surface.LLM | Surface.FLAG:
+            raise InvalidConfig(at, message)
+        raise InvalidRequest(message, field=at)
     return row is not None
-
-
-def _error(where: Surface, at: str, message: str) -> ServingError:
-    if where in Surface.LLM | Surface.FLAG:
-        return InvalidConfig(at, message)
-    return InvalidRequest(message, field=at)

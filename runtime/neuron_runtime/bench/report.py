@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -38,15 +38,7 @@ class Table:
         return aligned(self.title, head, lines, len(self.columns))
 
     def plain(self) -> dict[str, Any]:
-        rows = [
-            {
-                "name": row.name,
-                "values": dict(zip(self.columns, row.values, strict=True)),
-                "unit": row.unit,
-                "note": row.note,
-            }
-            for row in self.rows
-        ]
+        rows = [asdict(row) | {"values": dict(zip(self.columns, row.values, strict=True))} for row in self.rows]
         return {"title": self.title, "rows": rows}
 
 
