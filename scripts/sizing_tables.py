@@ -98,8 +98,8 @@ def memory(one: dict[str, Any]) -> Memory:
 def _cell(option: Option | None) -> str:
     if option is None:
         return "-"
-    load = option.load
-    return f"{option.placement.size} of {option.site.name}, TP {option.tensor}, {_load_words(load)}, {_memory(option.memory)}"
+    held = f"{option.placement.size} of {option.site.name}"
+    return f"{held}, TP {option.tensor}, {_load_words(option.load)}, {_memory(option.memory)}"
 
 
 def _memory(found: Memory) -> str:
