@@ -220,8 +220,7 @@ class WatchEvent(msgspec.Struct, frozen=True):
 
     @property
     def object(self) -> Object:
-        decoded: Object = msgspec.json.decode(self.encoded)
-        return bounded(decoded, memoryview(self.encoded).nbytes)
+        return bounded(msgspec.json.decode(self.encoded), memoryview(self.encoded).nbytes)
 
 
 # What the kubernetes package raises for a malformed kubeconfig.

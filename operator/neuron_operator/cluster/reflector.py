@@ -147,11 +147,8 @@ class _Kept:
         return obj
 
 
-@lru_cache(maxsize=256)
-def _decoded(encoded: bytes) -> Object:
-    """The passes over the models of a namespace read the same objects again and again."""
-    obj: Object = msgspec.json.decode(encoded)
-    return obj
+_decoded = lru_cache(maxsize=256)(msgspec.json.decode)
+"""The passes over the models of a namespace read the same objects again and again."""
 
 
 @dataclass(eq=False)

@@ -130,12 +130,10 @@ def serving_pod_template(
         ),
         "spec": without_empty(
             {
-                **_pod_frame(model, settings),
+                **_pod_frame(model, settings, container, mounts),
                 "serviceAccountName": overlay.spec.service_account_name or names.service_account_name(model.name),
                 "securityContext": {**POD_SECURITY, **as_json(overlay.spec.security_context)},
                 "terminationGracePeriodSeconds": rollout.drain_delay_seconds + rollout.drain_seconds + RELEASE_SECONDS,
-                "containers": [container],
-                "volumes": [mount.volume for mount in mounts],
                 "nodeSelector": {
                     **_architecture(model, placement),
                     **overlay.spec.node_selector,
@@ -210,12 +208,10 @@ def step_pod_template(
         "metadata": without_empty({"labels": labels, "annotations": annotations}),
         "spec": without_empty(
             {
-                **_pod_frame(model, settings),
+                **_pod_frame(model, settings, container, mounts),
                 "serviceAccountName": overlay.service_account_name,
                 "restartPolicy": "Never",
                 "securityContext": {**POD_SECURITY, **(as_json(overlay.security_context) if has_claim else {})},
-                "containers": [container],
-                "volumes": [mount.volume for mount in mounts],
                 "tolerations": [*settings.jobs.tolerations, *SOON_OFF_A_LOST_NODE],
                 **nodes,
             }
@@ -223,7 +219,7 @@ def step_pod_template(
     }
 
 
-def _pod_frame(model: NeuronModel, settings: Settings) -> Object:
+def _pod_frame(model: NeuronModel, settings: Settings, container: Object, mounts: Iterable[Mount]) -> Object:
     overlay = model.spec.pod_template.spec
     pull_secrets = dict.fromkeys(
         (*settings.image_pull_secrets, *(secret.name for secret in overlay.image_pull_secrets))
@@ -232,6 +228,8 @@ def _pod_frame(model: NeuronModel, settings: Settings) -> Object:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "imagePullSecrets": [{"name": name} for name in pull_secrets],
+        "containers": [container],
+        "volumes": [mount.volume for mount in mounts],
     }
 
 
