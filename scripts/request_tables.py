@@ -11,9 +11,10 @@ import msgspec
 
 from markdown_table import table
 from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
+from neuron_runtime.core import SAMPLING_MODES
 from neuron_runtime.not_built import LEAVE_OUT, NotBuilt, Surface, rows
 from neuron_runtime.offline import SamplingParams
-from neuron_runtime.requests.parameters import MODES, Parameter, parameters_of
+from neuron_runtime.requests.parameters import Parameter, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
 
 
@@ -104,8 +105,8 @@ def settings() -> str:
 def sampling_modes() -> str:
     """Where each sampling parameter is computed in each mode."""
     return table(
-        ("Parameter", *(f"`{mode}`" for mode in MODES)),
-        ((name, *(row.where(mode).value for mode in MODES)) for name, row in _sampling()),
+        ("Parameter", *(f"`{mode}`" for mode in SAMPLING_MODES)),
+        ((name, *(row.where(mode).value for mode in SAMPLING_MODES)) for name, row in _sampling()),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import pairwise
-from typing import Annotated, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
@@ -365,6 +365,9 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 TokenFeedback = Literal["device", "same rows", "host"]
 
+SamplingMode = Literal["Device", "DeviceWithLogits", "Host"]
+SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
+
 
 class PrefillBucket(NamedTuple):
     """One compiled size of a prefill row: a row of at most `fits` tokens computes `computes`, padding included."""
@@ -415,7 +418,7 @@ class BackendLimits:
     """A new sequence must take the lowest free slot (batch buckets need compact slots)."""
     shares_prefixes: bool = False
     """Sequences with an equal prefix may share its blocks."""
-    sampling: Literal["Device", "DeviceWithLogits", "Host"] = "Host"
+    sampling: SamplingMode = "Host"
     vocabulary_size: int = 0
     """Token ids are below this; 0: unknown."""
     max_top_k: int = 0

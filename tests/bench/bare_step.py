@@ -98,14 +98,8 @@ class BareDecoder:
         model = decoder_config(checkpoint.config)
         dtype = DTYPES[stored_dtype(checkpoint)]
         self._decoder: Decoder | CompiledDecoder = load_decoder(checkpoint, model, dtype, lambda stage, share: None)
-        self._cache = KVCache.empty(
-            windows=model.windows,
-            num_lines=num_lines,
-            num_kv_heads=model.num_kv_heads,
-            line_length=line_length,
-            head_dim=model.head_dim,
-            dtype=dtype,
-        )
+        shape = (num_lines, model.num_kv_heads, line_length, model.head_dim)
+        self._cache = KVCache.empty(model.windows, shape, dtype)
 
     def compiled(self, artifact: Path) -> Self:
         """The same weights and cache with compiled steps."""

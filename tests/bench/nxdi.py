@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from helpers.random_model import model_config, write_random_model
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import limits_of
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
-from neuron_runtime.backend.nxdi.library import NxdApplication, application
+from neuron_runtime.backend.nxdi.library import application
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline
 from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, constant
@@ -63,15 +63,15 @@ class Cost:
 class TimedSteps(NxdiBackend):
     """Two threads and a device on one timeline."""
 
-    def __init__(self, made: NxdApplication, settings: Settings, limits: BackendLimits, library: Any) -> None:
+    def __init__(self, made: Any, settings: Settings, limits: BackendLimits, library: Any) -> None:
         super().__init__(made, settings, limits)
         self.clock = CpuClock()
         """Of the engine's thread."""
         self.timeline = Timeline()
         self.thread_seconds = 0.0
         self._thread_clock: CpuClock | None = None
-        self._forward, self._made, self._library = made.forward, made, library
-        self._application = Timed(self.forward)
+        self._made, self._library = made, library
+        self._application = self.forward
         self._ends: list[float] = []
         self._begins_at: dict[int, float] = {}
         self._done_at: dict[int, float] = {}
@@ -87,7 +87,7 @@ class TimedSteps(NxdiBackend):
 
     def _run(self, job: Any) -> Any:
         clock = self._thread_clock = self._thread_clock or CpuClock()
-        number = job.step.batch.step
+        number = job[0].batch.step
         clock.sleep_until(self._begins_at.pop(number))
         began = time.thread_time()
         self._inside = 0.0
@@ -101,32 +101,16 @@ class TimedSteps(NxdiBackend):
         clock = self._thread_clock
         assert clock is not None
         began, steps = time.thread_time(), self._library.COUNTS.steps
-        output = self._forward(**arguments)
+        output = self._made(**arguments)
         spent = time.thread_time() - began
         self._inside += spent
         now = clock.now() - spent
         for _ in range(self._library.COUNTS.steps - steps):
             self._ends.append(self.timeline.run(now, STEP_MILLISECONDS / 1000))
-        ahead = getattr(self._made._application, "prior_outputs", None) is not None
+        ahead = getattr(self._made, "prior_outputs", None) is not None
         clock._waited -= spent
         clock.sleep_until(self._ends[-2 if ahead else -1])
         return output
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """See `settings.Application`."""
-
-    forward: Callable[..., Any]
-
-    def compile(self, folder: Path) -> None:
-        raise NotImplementedError
-
-    def load(self, folder: Path, cores: range | None = None) -> None:
-        raise NotImplementedError
-
-    def memory(self) -> None:
-        return None
 
 
 @contextmanager
@@ -152,8 +136,9 @@ def loaded(rows: int, layout: str, asynchronous: bool) -> Iterator[TimedSteps]:
         write_random_model(folder, model)
         settings = settings_of(config, model, Target(PLATFORMS["trn2"], 2, 1))
         made = application(settings, folder)
-        made.compile(Path(temporary) / "artifact")
-        made.load(Path(temporary) / "artifact")
+        artifact = str(Path(temporary) / "artifact")
+        made.compile(artifact)
+        made.load(artifact, skip_warmup=True)
         backend = TimedSteps(made, settings, limits_of(settings, 600.0), library)
         yield backend
         backend.close()

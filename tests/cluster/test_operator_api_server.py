@@ -747,17 +747,24 @@ async def test_a_model_that_is_deleted_and_made_again_often_contests_nothing(
     server: ApiServer, namespace: Namespace
 ) -> None:
     """Its Jobs go with it."""
+
+    def has_job() -> bool:
+        namespace.collect_garbage()
+        uid = namespace.model()["metadata"]["uid"]
+        return any(job["metadata"]["ownerReferences"][0]["uid"] == uid for job in namespace.list(BY_KIND["Job"]))
+
+    def is_accepted() -> bool:
+        namespace.collect_garbage()
+        return namespace.condition("Accepted")[0] == "True"
+
     async with client_of(server) as client, operating(client, only(namespace)):
         for _ in range(NUM_AT_ONCE + 2):
             namespace.put_model()
-            await eventually(lambda: namespace.children()["Job"], about=namespace.model)
+            await eventually(has_job, about=namespace.model)
             namespace.delete(NEURON_MODELS, "chat")
-            for kind, children in namespace.children().items():  # as the garbage collector does
-                for child in children:
-                    namespace.delete(BY_KIND[kind], child)
         namespace.put_model()
-        await eventually(lambda: namespace.children()["Job"], about=namespace.model)
-        await eventually(lambda: namespace.condition("Accepted")[0] == "True", about=namespace.model)
+        await eventually(has_job, about=namespace.model)
+        await eventually(is_accepted, about=namespace.model)
 
 
 async def test_unneeded_children_are_deleted(server: ApiServer, namespace: Namespace) -> None:

@@ -218,15 +218,15 @@ class Run:
             (Phase.DECODE, running.decoding),
         ):
             assert all(s.phase is phase for s in sequences)
-        assert not any(s.slot >= 0 or s.blocks or s.in_flight for s in scheduler.waiting)
+        assert not any(s.slot >= 0 or s.blocks or s.in_flight is not None for s in scheduler.waiting)
         assert running.prefilling == sorted(running.prefilling, key=lambda s: s.order)
         assert running.decoding == sorted(running.decoding, key=lambda s: s.slot)
         newest = {id(s): (step.batch, row) for step in scheduler.scheduled for row, s in enumerate(step.sequences)}
         for s in scheduler._live.values():
             batch, row = newest.get(id(s), (None, 0))
             assert (s.in_flight is None) == (batch is None)
-            if batch and s.in_flight:
-                assert (s.in_flight.step, s.row, s.samples) == (batch.step, row, batch.rows.samples[row])
+            if batch:
+                assert (s.in_flight, s.row, s.samples) == (batch.step, row, batch.rows.samples[row])
 
     def check_cache(self) -> None:
         """Checks that every findable block has the content of its key and that no step in flight writes to it."""

@@ -58,12 +58,5 @@ def markov_backend(table: torch.Tensor, **changes: Any) -> TorchBackend:
         **changes,
     }
     limits = BackendLimits(**given)
-    cache = KVCache.empty(
-        windows=(None,),
-        num_lines=limits.num_blocks,
-        num_kv_heads=1,
-        line_length=limits.block_size,
-        head_dim=1,
-        dtype=torch.float32,
-    )
+    cache = KVCache.empty((None,), (limits.num_blocks, 1, limits.block_size, 1), torch.float32)
     return TorchBackend(MarkovDecoder(table), cache, limits)  # type: ignore[arg-type]

@@ -72,6 +72,6 @@ def settings_for(model: Model, **document: Any) -> Settings:
 def backend_for(model: Model, settings: Settings, folder: Path) -> NxdiBackend:
     """Compiled into `folder` and loaded."""
     made = application(settings, model.folder)
-    made.compile(folder)
-    made.load(folder)
+    made.compile(str(folder))
+    made.load(str(folder), skip_warmup=True)
     return NxdiBackend(made, settings, limits_of(settings, 600.0))

@@ -11,7 +11,6 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +61,7 @@ def next_token(context: Sequence[int], parameters: Sequence[float], vocabulary_s
 
 @dataclass
 class TokenApplication:
-    """See `library.NxdApplication`."""
+    """See `backend.Application`."""
 
     settings: Settings
     calls: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -80,16 +79,7 @@ class TokenApplication:
         )
         self.cache = [[NOTHING] * length for _ in range(num_lines)]
 
-    def compile(self, folder: Path) -> None:
-        raise NotImplementedError
-
-    def load(self, folder: Path) -> None:
-        raise NotImplementedError
-
-    def memory(self) -> None:
-        return None
-
-    def forward(self, **given: torch.Tensor) -> Any:
+    def __call__(self, **given: torch.Tensor) -> Any:
         self.calls.append({name: tensor.clone() for name, tensor in given.items()})
         if len(self.calls) - 1 == self.fails_at:
             raise RuntimeError("nrt_execute failed: status 1005")

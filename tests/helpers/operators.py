@@ -155,6 +155,16 @@ class Namespace:
         """Names by kind."""
         return {resource.kind: [item["metadata"]["name"] for item in self.list(resource)] for resource in CHILDREN}
 
+    def collect_garbage(self) -> None:
+        """Plays the garbage collector: deletes children of models that are gone. A pass that was at work when its model
+        was deleted may still create some, so call this until nothing is wrong any more."""
+        uids = {model["metadata"]["uid"] for model in self.list(NEURON_MODELS)}
+        for resource in CHILDREN:
+            for child in self.list(resource):
+                owners = {owner["uid"] for owner in child["metadata"].get("ownerReferences", ())}
+                if owners and not owners & uids:
+                    self.delete(resource, child["metadata"]["name"])
+
     def list_all(self) -> Any:
         """Children, and the statuses of the models."""
         return self.children(), {m["metadata"]["name"]: m.get("status") for m in self.list(NEURON_MODELS)}

@@ -40,15 +40,8 @@ def load_decoder_and_cache(
     decoder = load_decoder(checkpoint, model, torch.float32, lambda what, share: None, ranks)
     line_length = max_length if layout == "slots" else 8
     lines = np.random.default_rng(3).permutation(rows * max_length // line_length).reshape(rows, -1)
-    cache = KVCache.empty(
-        windows=model.windows,
-        num_lines=lines.size,
-        num_kv_heads=decoder.config.num_kv_heads,
-        line_length=line_length,
-        head_dim=model.head_dim,
-        dtype=torch.float32,
-    )
-    return decoder, cache, lines
+    shape = (lines.size, decoder.config.num_kv_heads, line_length, model.head_dim)
+    return decoder, KVCache.empty(model.windows, shape, torch.float32), lines
 
 
 @torch.inference_mode()

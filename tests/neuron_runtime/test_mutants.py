@@ -116,7 +116,7 @@ MUTANTS = [
     (f"{SCHEDULER}.apply", forced("finished", True, nth=0), "the_row_of_an_ended_request_is_discarded"),
     (
         "sequence:Sequence.accept",
-        forced("_min_length", True),
+        forced("min_tokens", True),
         "a_stop_token_before_min_tokens_does_not_end_the_answer",
     ),
     ("sequence:Sequence.accept", unsliced("STOP"), "an_answer_ends_at_the_first_stop_token_in_a_row_of_several"),

@@ -226,7 +226,7 @@ def test_llama_4_runs_by_the_class_of_its_text_because_the_registered_one_wants_
     config.save_pretrained(folder)
     settings = settings_of(config_of(folder), read_config(folder), Target(PLATFORMS["trn2"], 2, 1))
     with library_of(version):
-        assert type(application(settings, folder)._application).__name__ == "NeuronLlama4TextForCausalLM"
+        assert type(application(settings, folder)).__name__ == "NeuronLlama4TextForCausalLM"
 
 
 @on_the_fake

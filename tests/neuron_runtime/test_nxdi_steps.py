@@ -77,10 +77,10 @@ class SlowApplication(TokenApplication):
         super().__init__(settings_of(**changes))
         self.entered, self.allowed = threading.Semaphore(0), threading.Semaphore(0)
 
-    def forward(self, **given: torch.Tensor) -> Any:
+    def __call__(self, **given: torch.Tensor) -> Any:
         self.entered.release()
         assert self.allowed.acquire(timeout=10)
-        return super().forward(**given)
+        return super().__call__(**given)
 
 
 def test_the_next_step_is_launched_while_forward_blocks_and_gets_its_token_from_the_step_before() -> None:

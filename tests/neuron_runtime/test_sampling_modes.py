@@ -10,11 +10,11 @@ import pytest
 from helpers.guides import FORM
 from helpers.host_rows import is_of_host
 from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
-from neuron_runtime.core import ACTS, Acts, BackendLimits, Sampling, acts_of, needs_host
+from neuron_runtime.core import ACTS, SAMPLING_MODES, Acts, BackendLimits, Sampling, acts_of, needs_host
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import is_neutral
 from neuron_runtime.requests.conversion import typed
-from neuron_runtime.requests.parameters import MODES, Where, check_parameter_served, check_served, parameters_of
+from neuron_runtime.requests.parameters import Where, check_parameter_served, check_served, parameters_of
 from neuron_runtime.requests.sampling_fields import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
@@ -91,14 +91,14 @@ def test_zero_tokens_are_allowed_only_with_echo() -> None:
     assert (error.field, str(error)) == ("max_tokens", "`max_tokens` must be at least 1 without `echo`, got 0")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SAMPLING_MODES)
 @pytest.mark.parametrize(("body", "name"), SAMPLING)
 def test_neutral_values_are_accepted_in_every_mode(body: Any, name: str, mode: str) -> None:
     for value in (None, *parameters_of(body)[name].neutral):
         check_served(body_with(body, name, value), limits(mode, max_logprobs=0, reports_prompt_logprobs=False))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SAMPLING_MODES)
 @pytest.mark.parametrize(("body", "name"), SAMPLING)
 def test_an_unsupported_value_is_refused_naming_the_modes_that_support_it(body: Any, name: str, mode: str) -> None:
     row = parameters_of(body)[name]
@@ -109,7 +109,7 @@ def test_an_unsupported_value_is_refused_naming_the_modes_that_support_it(body: 
     setattr(changed, name, 0.5)
     error = refusal(check_served, changed, limits(mode))
     assert error.field == name
-    for other in MODES:
+    for other in SAMPLING_MODES:
         assert (f"`{other}`" in str(error)) == (row.where(other) is not Where.REFUSED)
 
 

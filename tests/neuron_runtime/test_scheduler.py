@@ -15,7 +15,6 @@ from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, FinishReason, PrefillBucket, Request, StepKind, StepOutput
 from neuron_runtime.engine import prefix_cache
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.engine.pool import Pool
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.errors import BackendFailed
 
@@ -755,7 +754,7 @@ def test_steps_are_numbered_consecutively() -> None:
 
 
 def test_a_pool_allocates_the_lowest_numbers_and_tracks_holders() -> None:
-    pool = Pool(5)
+    pool = prefix_cache.PrefixCache(5)
     assert pool.take(3) == [0, 1, 2]
     pool.give_back([1])
     assert pool.take(2) == [1, 3]

@@ -15,8 +15,9 @@ from helpers.front_end import LIMITS, Serving, serving
 from helpers.tool_templates import HERMES, tool
 from neuron_runtime.apis.openai.body import ChatBody, CompletionBody
 from neuron_runtime.config import TextOptions
+from neuron_runtime.core import SAMPLING_MODES
 from neuron_runtime.not_built import is_neutral
-from neuron_runtime.requests.parameters import MODES, Where, parameters_of
+from neuron_runtime.requests.parameters import Where, parameters_of
 
 ROWS = parameters_of(ChatBody) | parameters_of(CompletionBody)
 PARAMETERS = {name: row for name, row in ROWS.items() if row.acts}
@@ -66,7 +67,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("model"), max_length=1024)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=MODES)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SAMPLING_MODES)
 async def served(model_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[Serving]:
     limits = replace(LIMITS, max_model_length=1024, max_step_tokens=1024, num_blocks=256, sampling=request.param)
     limits = replace(limits, reports_prompt_logprobs=request.param == "Host")
@@ -114,7 +115,7 @@ async def test_the_server_accepts_and_refuses_as_the_table_declares(served: Serv
     # Chat requests logprobs with two fields; either one stands for both.
     assert error["param"] in ({name} if name != "top_logprobs" else {"logprobs", "top_logprobs"})
     assert f"is not supported with {mode} sampling" in error["message"]
-    for other in MODES:
+    for other in SAMPLING_MODES:
         assert (f"`{other}`" in error["message"]) == (parameter.where(other) is not Where.REFUSED)
 
 

@@ -31,12 +31,22 @@ from neuron_runtime.backend.simulated.device import (
     first_number,
     token_at,
 )
-from neuron_runtime.backend.simulated.options import MAX_TOP_K, MODES, Options, limits_of, read_options, step_times
+from neuron_runtime.backend.simulated.options import MAX_TOP_K, Options, limits_of, read_options, step_times
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, PhaseTimes, StepTimes, constant, milliseconds
 from neuron_runtime.backend_protocol import IllegalBatch, StepTime
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
-from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput, TokenEvent, needs_host
+from neuron_runtime.core import (
+    SAMPLING_MODES,
+    BackendLimits,
+    Batch,
+    Late,
+    Request,
+    Sampling,
+    StepOutput,
+    TokenEvent,
+    needs_host,
+)
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import InvalidConfig
 
@@ -148,7 +158,7 @@ def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
         token_feedback=draw(st.sampled_from(("device", "same rows", "host"))),
         prefill_buckets=draw(st.sampled_from(((), (largest,), (2, largest)))),
     )
-    mode = draw(st.sampled_from(MODES))
+    mode = draw(st.sampled_from(SAMPLING_MODES))
     requests = []
     for number in range(draw(st.integers(1, 7))):
         num_prompt = draw(st.integers(1, length // 2))
@@ -485,7 +495,7 @@ def test_limits_are_derived_from_the_model(model: Path) -> None:
     assert backend.limits.max_model_length <= 4096
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SAMPLING_MODES)
 def test_the_mode_decides_what_a_simulated_device_samples(model: Path, mode: Any) -> None:
     limits = load_backend(model, config(sampling=mode), lambda stage, share: None).limits
     on_host = mode == "Host"

@@ -96,9 +96,7 @@ def test_a_half_precision_model_stays_close_to_float32(architecture: str, dtype:
     checkpoint = read_checkpoint(folder)
     model = decoder_config(checkpoint.config)
     decoder = load_decoder(checkpoint, model, dtype, lambda what, share: None)
-    cache = KVCache.empty(
-        windows=model.windows, num_lines=4, num_kv_heads=2, line_length=MAX_LENGTH, head_dim=16, dtype=dtype
-    )
+    cache = KVCache.empty(model.windows, (4, 2, MAX_LENGTH, 16), dtype)
     tokens = random_sequences(30, 30)
     steps = [[(0, 0, 20), (1, 0, 20)], *[[(0, i, i + 1), (1, i, i + 1)] for i in range(20, 30)]]
     found = feed(decoder, cache, np.arange(4).reshape(4, 1), steps, tokens)

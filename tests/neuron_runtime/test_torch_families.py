@@ -107,14 +107,7 @@ def test_a_window_changes_only_logits_after_it(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("layout", "line_length"), [("slots", 1024), ("blocks", 16)])
 def test_decoding_past_a_window_reads_only_the_window(layout: str, line_length: int) -> None:
     lines = np.arange(4 * 1024 // line_length).reshape(4, -1)
-    cache = KVCache.empty(
-        windows=(None, 64),
-        num_lines=lines.size,
-        num_kv_heads=1,
-        line_length=line_length,
-        head_dim=2,
-        dtype=torch.float32,
-    )
+    cache = KVCache.empty((None, 64), (lines.size, 1, line_length, 2), torch.float32)
     rows = StepRows(start=np.array([900, 910, 1000]), num_tokens=np.ones(3, dtype=np.int64), lines=lines[:3])
     full, near = (reads.decode for reads in cache.plan(rows).reads)
     assert full is not None

@@ -1,7 +1,7 @@
 """The mirror of the slots, fed by batches alone: tokens and cache blocks of each slot, and a step's rows as arrays.
 
-Used by the backends that compute; the simulated one needs less. It refuses batches that violate the contract. It knows
-no graph, no cache and no sampling. State lies in arrays, so that a step over many rows costs a few array operations.
+Used by the backends that compute; refuses batches that violate the contract. State lies in arrays, so that a step over
+many rows costs a few array operations.
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ class FedRows(NamedTuple):
     """Each row feeds the next token of the same decode row of the step before, and no slot has changed hands."""
 
 
-def no_rows() -> FedRows:
-    none = np.zeros(0, dtype=np.int64)
-    return FedRows(none, none, none, none, none, none.astype(bool), 0)
-
-
 class SlotMirror:
     """A caller asks for the rows of a batch (`resolve`), which changes nothing, and then applies it (`apply`)."""
 
@@ -52,7 +47,8 @@ class SlotMirror:
         self._num_blocks: IntArray = np.zeros(num_slots, dtype=np.int64)
         self._capacity: IntArray = np.zeros(num_slots, dtype=np.int64)
         """Tokens that fit the blocks and the model's length."""
-        self._previous = no_rows()
+        none = np.zeros(0, dtype=np.int64)
+        self._previous = FedRows(none, none, none, none, none, none.astype(bool), num_decodes=0)
         """Rows of the batch applied last."""
         self._repeatable: Rows | None = None
         """The same as they came, if all are decode rows."""

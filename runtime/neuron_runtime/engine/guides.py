@@ -1,8 +1,7 @@
 """The seam between the engine and whatever knows the forms of answers: which tokens keep to a form.
 
 The engine asks for a guide when a request with a form arrives, tells it the tokens that were accepted, and asks for
-masks while a step runs. `grammars/` implements it. Guides know no rows and no slots, so a preempted sequence keeps its
-own.
+masks while a step runs. Guides know no rows and no slots, so a preempted sequence keeps its own.
 """
 
 from __future__ import annotations

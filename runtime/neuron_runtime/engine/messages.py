@@ -1,8 +1,7 @@
 """The protocol between the engine process and a front end: messages, encoding and sockets.
 
-A front end sends requests and aborts, and announces when it replaces another one. The engine sends its start-up
-progress, then **one message per step**. Refusals go ahead of the step. The encoding is msgpack, validated against these
-types on receipt. Both ends run on one machine from one installation, so there is no version.
+The engine sends its start-up progress, then **one message per step**. The encoding is msgpack, validated against these
+types on receipt; both ends run on one machine from one installation, so there is no version.
 """
 
 from __future__ import annotations

@@ -38,13 +38,6 @@ class Pool:
             self._holders[number] = 1
         return numbers
 
-    def share(self, numbers: Iterable[int]) -> None:
-        """Add a holder to each of these numbers, which must be in use."""
-        for number in numbers:
-            if not self._holders[number]:
-                raise ValueError(f"{number} is free and cannot be shared")
-            self._holders[number] += 1
-
     def give_back(self, numbers: Iterable[int]) -> None:
         """Remove a holder from each; a number without holders is free. Raises ValueError for a free number."""
         for number in numbers:

@@ -98,14 +98,12 @@ class PrefixCache(Pool):
         return Prefix(blocks, num_coming, sum(block in self._idle for block in blocks))
 
     def share(self, numbers: Iterable[int]) -> None:
-        """Add a holder to each; the blocks may be idle."""
-        numbers = list(numbers)
+        """Add a holder to each, which must be in use or idle."""
         for number in numbers:
-            if number in self._idle:
-                del self._idle[number]
-                self._holders[number] += 1
-            else:
-                super().share((number,))
+            if not self._holders[number] and number not in self._idle:
+                raise ValueError(f"{number} is free and cannot be shared")
+            self._idle.pop(number, None)
+            self._holders[number] += 1
 
     def expect(self, keys: Iterable[bytes], blocks: Iterable[int], order: Order) -> None:
         """The sequence with this order is about to compute these blocks."""

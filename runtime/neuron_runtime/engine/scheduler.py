@@ -1,9 +1,8 @@
 """The scheduler: decides which sequences take part in each step, with how many tokens, in which slots and blocks.
 
 Called by `engine.loop`: `schedule` creates the next batch while the previous step still runs, `apply` processes the
-output of a step. Knows token ids and `BackendLimits`; no text, device, clock or thread. The requirements of the
-strictest backends apply to all: decode steps have every live row in slot order, and the lowest free slot is assigned
-first.
+output of a step. The requirements of the strictest backends apply to all: decode steps have every live row in slot
+order, and the lowest free slot is assigned first.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from neuron_runtime.core import (
 )
 from neuron_runtime.engine.blocks import BlockManager
 from neuron_runtime.engine.running import RunningSet, WaitingQueue, by_order, by_slot
-from neuron_runtime.engine.sequence import InFlight, Phase, Sequence
+from neuron_runtime.engine.sequence import Phase, Sequence
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import BackendFailed
 
@@ -76,8 +75,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that can run within the limits."""
         order = (request.priority, self._num_arrivals)
-        self._newest = sequence = Sequence(request, order, self.limits.block_size, self._newest)
-        sequence.needs_host = needs_host(request.sampling, self.limits)
+        on_host = needs_host(request.sampling, self.limits)
+        self._newest = sequence = Sequence(request, order, self.limits.block_size, self._newest, on_host)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         self.waiting.insert_in_order(sequence)
@@ -205,12 +204,11 @@ class Scheduler:
         self._consecutive_prefills = self._consecutive_prefills + 1 if decoders_wait else 0
         sequences = decoders + [s for s, _ in prefills]
         rows = self._rows(decoders, prefills, sequences)
-        sampling, silent = InFlight(step, True), InFlight(step, False)
         for row, sequence in enumerate(decoders):
-            sequence.in_flight, sequence.row = sampling, row
+            sequence.in_flight, sequence.row, sequence.samples = step, row, True
             sequence.num_scheduled_tokens += 1
         for row, (sequence, count) in enumerate(prefills, num_decode):
-            sequence.in_flight, sequence.row = sampling if rows.samples[row] else silent, row
+            sequence.in_flight, sequence.row, sequence.samples = step, row, rows.samples[row]
             sequence.num_scheduled_tokens += count
             if sequence.num_unscheduled_tokens == 1:
                 self.running.finish_prefill(sequence)
@@ -262,9 +260,8 @@ class Scheduler:
         for i, (sequence, num_tokens, sampled) in enumerate(
             zip(sequences, batch.rows.num_tokens, output.token_ids, strict=True)
         ):
-            newest = sequence.in_flight
-            if newest is not None and newest.step == step:
-                sequence.in_flight = None
+            if sequence.in_flight == step:
+                sequence.in_flight, sequence.samples = None, False
             sequence.num_computed_tokens += num_tokens
             if len(sampled) > 1:
                 sequence.num_computed_tokens += len(sampled) - 1

@@ -1,10 +1,8 @@
 """Tries forms in a process of its own, within limits of processor time and memory.
 
-Some forms would keep the library busy for ever, or take gigabytes: joined patterns, for example. No limit of the
-library stops those while it compiles. So `Checker` has a child do it first, and the system ends the child at its
-limits. What it has compiled it also follows for a while, because other limits of the library act on a later token, when
-an answer has begun. Called by `guides` on a thread. As a command it is that child: a form per line in, a grammar or a
-refusal out.
+Some forms, such as joined patterns, would keep the library busy for ever or take gigabytes, and none of its limits acts
+while it compiles. So `Checker`, which `guides` calls on a thread, has a child compile them first, and the system ends
+the child at its limits; as a command this module is that child: a form per line in, a grammar or a refusal out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Guides by llguidance: the engine's `Guides` for a model.
 
-Forms are compiled on threads, tried first in a process with limits (`checker`), and kept by their content. A guide is a
-copy of the compiled form that follows one answer. Masks are made on the engine's thread, for all rows of a step
-together.
+Forms are compiled on threads, tried first in a process with limits (`checker`), and kept by their content. Masks are
+made on the engine's thread, for all rows of a step together.
 """
 
 from __future__ import annotations
@@ -130,9 +129,8 @@ class GrammarGuides:
                 if token < end:
                     bits[at, token // 8] |= 1 << token % 8
             if guide.matcher.is_error() or not bits[at].any():
+                bits[at] = 0xFF
                 failed.append(at)
-        for at in failed:
-            bits[at] = 0xFF
         return Masks(bits.reshape(-1).data, failed)
 
     def close(self) -> None:

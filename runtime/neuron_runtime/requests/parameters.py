@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from neuron_runtime.core import ACTS, Acts, BackendLimits
+from neuron_runtime.core import ACTS, SAMPLING_MODES, Acts, BackendLimits
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import is_neutral
 
@@ -29,8 +29,6 @@ class Where(Enum):
     REFUSED = "refused"
 
 
-MODES = ("Device", "DeviceWithLogits", "Host")
-
 _BY_HOST_ONLY = (Where.REFUSED, Where.HOST, Where.HOST)
 _WHERE: dict[Acts | None, tuple[Where, Where, Where]] = {
     Acts.DEVICE: (Where.DEVICE, Where.DEVICE, Where.HOST),
@@ -39,7 +37,7 @@ _WHERE: dict[Acts | None, tuple[Where, Where, Where]] = {
     Acts.PROMPT: (Where.REFUSED, Where.REFUSED, Where.HOST),
     Acts.TOKENS: (Where.HOST, Where.HOST, Where.HOST),
 }
-"""What acts on a parameter in each of MODES."""
+"""What acts on a parameter in each of SAMPLING_MODES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Parameter:
 
     def where(self, mode: str) -> Where:
         """Raises KeyError if it does not affect sampling."""
-        return _WHERE[self.acts][MODES.index(mode)]
+        return _WHERE[self.acts][SAMPLING_MODES.index(mode)]
 
     def check(self, name: str, value: Any) -> None:
         """Raises InvalidRequest for a value outside the range."""
@@ -135,7 +133,7 @@ def check_served(options: msgspec.Struct, limits: BackendLimits, names: Names = 
 def check_parameter_served(name: str, row: Parameter, limits: BackendLimits) -> None:
     """The same for one parameter; `name` is its name in the error."""
     if row.where(limits.sampling) is Where.REFUSED:
-        serving = " or ".join(f"`{mode}`" for mode in MODES if row.where(mode) is not Where.REFUSED)
+        serving = " or ".join(f"`{mode}`" for mode in SAMPLING_MODES if row.where(mode) is not Where.REFUSED)
         message = f"`{name}` is not supported with {limits.sampling} sampling, it needs {serving}: leave it out"
         raise InvalidRequest(message, field=name)
     if row.acts is Acts.PROMPT and not limits.reports_prompt_logprobs:

@@ -11,12 +11,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from neuron_runtime.apis.objects import Count, Created, ModelName, Positive, TokenId
+from neuron_runtime.core import SamplingMode
 
 
 class ModelSampling(msgspec.Struct, kw_only=True):
     """Where and how the model's tokens are sampled."""
 
-    mode: Annotated[Literal["Device", "DeviceWithLogits", "Host"], "The sampling mode."]
+    mode: Annotated[SamplingMode, "The sampling mode."]
     max_top_k: Annotated[
         Count, "The device samples from at most this many likeliest tokens, also if `top_k` is not set; 0: from all."
     ]

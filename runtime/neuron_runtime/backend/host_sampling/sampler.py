@@ -19,12 +19,22 @@ from neuron_runtime.backend.host_sampling.drawing import IntArray, SamplingTable
 from neuron_runtime.backend.host_sampling.likeliest import Scores
 from neuron_runtime.core import Added, TokenLogprobs
 
+PerRow = tuple[tuple[TokenLogprobs, ...], ...]
+"""One tuple per row of a batch; empty when no row requests any."""
+
 
 class Chosen(NamedTuple):
     """The tokens of some rows, int64, and the log-probabilities of each that requests them; empty if none does."""
 
     tokens: IntArray
     logprobs: list[TokenLogprobs | None]
+
+    def per_row(self, rows: IntArray, num_rows: int) -> PerRow:
+        """The log-probabilities for a batch of `num_rows`, of which these tokens are those of `rows`."""
+        if not self.logprobs:
+            return ()
+        of_row = dict(zip(rows.tolist(), self.logprobs, strict=True))
+        return tuple((one,) if (one := of_row.get(row)) else () for row in range(num_rows))
 
 
 class HostSampler:

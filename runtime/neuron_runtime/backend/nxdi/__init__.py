@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from neuron_runtime.artifacts.loading import given_folder
 from neuron_runtime.backend.nxdi import library
@@ -17,16 +16,12 @@ from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, find_target
 from neuron_runtime.backend.nxdi.foreign import holds_weights, within
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.graphs import NxdiCompiler
-from neuron_runtime.backend.nxdi.models import IMPORT_PATH
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
 from neuron_runtime.backend.nxdi.settings import settings_of
-from neuron_runtime.backend_protocol import ONE_RANK, Rank
+from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.checkpoint import read_config
+from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from neuron_runtime.backend_protocol import Backend, Compiler, ProgressCallback
-    from neuron_runtime.config import RuntimeConfig
 
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
@@ -46,14 +41,12 @@ def compiler_reads_weights(config: RuntimeConfig) -> bool:
 def check_config(config: RuntimeConfig) -> None:
     """Raises InvalidConfig for settings that this backend does not support with any model, or a missing library."""
     library.check_installed()
-    private = IMPORT_PATH.fullmatch(config.application_class) is not None
-    read_override(config.override_neuron_config, "", private=private)
+    read_override(config.override_neuron_config, config.application_class)
 
 
 def check_model(model_dir: Path, config: RuntimeConfig) -> None:
     """Raises what `settings_of` does, if this machine says for which platform. Graphs that others compiled may decide
     what the configuration leaves open, so they are compared with it only when they are loaded."""
-
     if given_folder() is not None or within(model_dir):
         return
     try:

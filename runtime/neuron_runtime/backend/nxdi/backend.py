@@ -1,8 +1,8 @@
 """`NxdiBackend`: the Backend protocol over an application of NxD Inference.
 
-Created by `load_backend`, called by `engine.loop`. `forward()` blocks, so it is called on a thread of the backend: the
-engine schedules the next step and builds its inputs while the device works. A row that waits for the step in flight
-gets its token on that thread. After an exception the state of the device is unknown, and nothing runs on it again.
+Called by `engine.loop`. The application blocks, so it is called on a thread of the backend: the engine schedules the
+next step and builds its inputs while the device works. After an exception the state of the device is unknown, and
+nothing runs on it again.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from neuron_runtime.backend.host_sampling.sampler import Chosen, HostSampler
-from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, name_of, span_that_takes
+from neuron_runtime.backend.host_sampling.sampler import Chosen, HostSampler, PerRow
+from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, span_that_takes
 from neuron_runtime.backend.nxdi.failures import classified
 from neuron_runtime.backend.nxdi.inputs import Call, Inputs
+from neuron_runtime.backend.nxdi.library import device_memory
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray
+from neuron_runtime.backend.warming import lone_step, timed
 from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime
 from neuron_runtime.core import (
-    KNOWN,
     NO_TOKEN,
     Added,
     BackendLimits,
@@ -33,31 +34,21 @@ from neuron_runtime.core import (
     DeviceMemory,
     GraphUse,
     Late,
-    Rows,
-    Sampling,
     StepOutput,
-    TokenLogprobs,
+    name_of_step,
     needs_host,
 )
 from neuron_runtime.errors import ExitCode, FatalError
 
+Application = Callable[..., Any]
+"""A loaded model of NxD Inference. A call blocks, and returns its output object; it has only keywords, because
+positions differ between versions."""
+
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-PerRow = tuple[tuple[TokenLogprobs, ...], ...]
 
 MEMORY_SECONDS = 5.0
 """How often the Neuron runtime is asked for its memory."""
-
-NUM_WARM_UPS = 2
-"""Runs of each graph; only the last one is timed."""
-
-
-class Application(Protocol):
-    """What the backend needs of a loaded model; see `library.NxdApplication`."""
-
-    def forward(self, **arguments: torch.Tensor) -> Any: ...
-
-    def memory(self) -> DeviceMemory | None: ...
 
 
 class _Step(NamedTuple):
@@ -140,15 +131,12 @@ class HostRows:
         self._sampler.add(added)
         self.of_host[added.slot] = self._limits.sampling == "Host" or needs_host(added.sampling, self._limits)
 
-    def choose(
-        self,
-        logits: torch.Tensor,
-        slots: IntArray,
-        positions: IntArray,
-        masks: Mapping[int, memoryview] | None,
-    ) -> Chosen:
-        """See `HostSampler.choose`."""
-        chosen = self._sampler.choose(logits, slots, positions, masks)
+    def choose(self, step: _Step, rows: IntArray, logits: list[torch.Tensor], late: Late | None) -> Chosen:
+        """Choose the tokens of these rows of a step, whose logits the calls returned."""
+        slots, positions = step.rows.slots[rows], step.rows.ends[rows]
+        masks = late.of_rows(rows.tolist()) if late else None
+        of_rows = logits[0] if len(logits) == 1 else torch.cat(logits)
+        chosen = self._sampler.choose(of_rows, slots, positions, masks)
         self._tokens[slots, positions] = chosen.tokens
         return chosen
 
@@ -178,20 +166,12 @@ class NxdiBackend:
     def warm_up(self, progress: ProgressCallback) -> list[StepTime]:
         """Run every graph. No sequence exists yet, and one overwrites the keys and values that it finds before it reads
         them."""
-        batches = list(warm_up_batches(self._settings))
-        times: list[StepTime] = []
-        for at, batch in enumerate(batches):
-            progress("warming up", at / len(batches))
-            for _ in range(NUM_WARM_UPS):
-                seconds = self._run_alone(batch).device_seconds
-                self._run_alone(Batch(step=batch.step, rows=Rows(), released=batch.rows.slot))
-            times.append((batch, seconds))
-        progress("warming up", 1.0)
+        times = timed(self, list(warm_up_steps(self._settings, self.limits)), progress)
         self._memory_due = 0.0  # so that the first request's step reports it
         return times
 
     def graph(self, batch: Batch) -> str:
-        return name_of(self._inputs.graphs(batch))
+        return name_of_step(graph.name for graph in self._inputs.graphs(batch))
 
     def launch(self, batch: Batch) -> None:
         self._launched.append(_Step(batch, *self._inputs.apply(batch)))
@@ -228,11 +208,6 @@ class NxdiBackend:
         """Cores stay taken until the process ends."""
         self._thread.close()
 
-    def _run_alone(self, batch: Batch) -> StepOutput:
-        self.launch(batch)
-        self.sample(batch.step, None)
-        return self.collect(batch.step)
-
     # On the backend's thread
 
     def _run(self, job: tuple[_Step, Late | None]) -> _Done:
@@ -261,7 +236,7 @@ class NxdiBackend:
         for call in step.calls:
             call.feed(self._tokens)
             began = time.perf_counter()
-            output = self._application.forward(**call.arguments)
+            output = self._application(**call.arguments)
             seconds += time.perf_counter() - began
             if on_device:
                 tokens[call.rows] = output.tokens.numpy()[call.places]
@@ -269,8 +244,11 @@ class NxdiBackend:
                 logits.append(_rows_of(output.logits, call.places[chosen]))
                 logits_of.append(call.rows[chosen])
         logprobs: PerRow = ()
-        if logits_of:
-            logprobs = self._choose(step, logits, np.concatenate(logits_of), late, tokens)
+        if self._host is not None and logits_of:
+            rows_of_host = np.concatenate(logits_of)
+            sampled = self._host.choose(step, rows_of_host, logits, late)
+            tokens[rows_of_host] = sampled.tokens
+            logprobs = sampled.per_row(rows_of_host, len(tokens))
         self._check(tokens)
         tokens[~rows.samples] = NO_TOKEN
         self._tokens = tokens
@@ -280,23 +258,7 @@ class NxdiBackend:
         if time.monotonic() < self._memory_due:
             return None
         self._memory_due = time.monotonic() + MEMORY_SECONDS
-        return self._application.memory()
-
-    def _choose(
-        self, step: _Step, logits: list[torch.Tensor], rows: IntArray, late: Late | None, tokens: IntArray
-    ) -> PerRow:
-        """Choose the tokens of rows that the host samples."""
-        assert self._host is not None
-        masks = late.of_rows(rows.tolist()) if late else None
-        of_rows = logits[0] if len(logits) == 1 else torch.cat(logits)
-        chosen = self._host.choose(of_rows, step.rows.slots[rows], step.rows.ends[rows], masks)
-        tokens[rows] = chosen.tokens
-        if not chosen.logprobs:
-            return ()
-        per_row: list[tuple[TokenLogprobs, ...]] = [()] * len(tokens)
-        for row, one in zip(rows.tolist(), chosen.logprobs, strict=True):
-            per_row[row] = (one,) if one else ()
-        return tuple(per_row)
+        return device_memory()
 
     def _check(self, tokens: IntArray) -> None:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._settings.vocabulary_size:
@@ -315,22 +277,10 @@ def _rows_of(logits: torch.Tensor, places: IntArray) -> torch.Tensor:
     return flat[torch.from_numpy(places)]
 
 
-def warm_up_batches(settings: Settings) -> Iterator[Batch]:
-    """A step for each graph that a call takes, with one sequence that did not exist before."""
-    slots = settings.layout == "slots"
-    for number, graph in enumerate(all_graphs(settings)):
-        span = span_that_takes(settings, graph)
-        if span is None:
-            continue
-        start, end = span
-        decodes = isinstance(graph, Decode)
-        slot = graph.num_computed_tokens - 1 if decodes and slots else 0
-        added = Added(
-            slot=slot,
-            token_ids=(0,) * end,
-            num_prompt_tokens=end,
-            sampling=Sampling(temperature=0.0),
-            blocks=(slot,) if slots else tuple(range(-(-end // settings.block_size))),
-        )
-        rows = Rows((slot,), (start,), (end - start,), (NO_TOKEN,), (KNOWN,), (True,))
-        yield Batch(step=-1 - number, rows=rows, num_prefills=0 if decodes else 1, added=(added,))
+def warm_up_steps(settings: Settings, limits: BackendLimits) -> Iterator[Batch]:
+    """A step for each graph that a call takes."""
+    for graph in all_graphs(settings):
+        if span := span_that_takes(settings, graph):
+            decodes = isinstance(graph, Decode)
+            slot = graph.num_computed_tokens - 1 if decodes and settings.layout == "slots" else 0
+            yield lone_step(limits, slot, *span, decodes=decodes)

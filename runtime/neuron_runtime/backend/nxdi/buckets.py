@@ -6,11 +6,11 @@ Called by the backend for names, times and padding of steps, and by whoever plan
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from neuron_runtime.backend.nxdi.settings import RECOMPUTED, Settings
-from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket, name_of_step
+from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket
 
 LOOKAHEAD = 2
 """In asynchronous mode, a decode step this close below the end of a bucket runs alone, in the next larger bucket."""
@@ -53,16 +53,17 @@ class Decode(NamedTuple):
 Graph = Prefill | Decode
 
 
-def name_of(graphs: Iterable[Graph]) -> str:
-    """Name of a step that runs these graphs, one after another, any number of times each."""
-    return name_of_step(graph.name for graph in graphs)
-
-
 def prefill_graph(settings: Settings, start: int, end: int) -> Prefill:
     """The graph that computes the tokens of a prompt from `start` to `end`. Raises ValueError if none does."""
+    active, prefixes = settings.context_buckets, settings.prefix_buckets
     if settings.layout == "slots":
-        return Prefill(_above(settings.context_buckets, end))
-    return _prefill_after(settings.context_buckets, settings.prefix_buckets, start, end)
+        return Prefill(_above(active, end))
+    least, most = RECOMPUTED
+    if least < end <= most and most in active and 0 in prefixes:
+        return Prefill(most)
+    tokens = _at_least(active, end - start)
+    free = tokens - (end - start)
+    return Prefill(tokens, _at_least(prefixes, max(start - free, 0)))
 
 
 def decode_graph(settings: Settings, num_rows: int, position: int) -> Decode:
@@ -113,21 +114,10 @@ def _takes(settings: Settings, graph: Graph, start: int, end: int) -> bool:
         return False
 
 
-def _prefill_after(active: Sequence[int], prefixes: Sequence[int], start: int, end: int) -> Prefill:
-    least, most = RECOMPUTED
-    if least < end <= most and most in active and 0 in prefixes:
-        return Prefill(most)
-    tokens = _at_least(active, end - start)
-    free = tokens - (end - start)
-    return Prefill(tokens, _at_least(prefixes, max(start - free, 0)))
-
-
 def _above(buckets: Sequence[int], size: int) -> int:
     """The smallest bucket above the size; the largest may be equal to it."""
     at = bisect_right(buckets, size)
-    if at < len(buckets):
-        return buckets[at]
-    return _at_least(buckets, size)
+    return buckets[at] if at < len(buckets) else _at_least(buckets, size)
 
 
 def _at_least(buckets: Sequence[int], size: int) -> int:
@@ -139,15 +129,23 @@ def _at_least(buckets: Sequence[int], size: int) -> int:
 
 def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
     """The limits of a model. exec_timeout_seconds: after which the Neuron runtime gives up a step."""
-    slots = settings.layout == "slots"
+    slots, context = settings.layout == "slots", settings.context_buckets
+    reach = max(settings.prefix_buckets, default=0)
+    # Free places of a prefill take cached tokens: also the last call of a sequence reads no more than this.
+    longest_prefix = settings.max_model_length - context[0]
     return BackendLimits(
         max_rows=settings.max_rows,
         max_model_length=settings.max_model_length,
         # Prompts of a step run one after another, so together they take as long as the longest one alone.
         max_step_tokens=max(settings.max_context_length, settings.max_rows),
         max_prefill_rows=settings.max_rows,
-        prefill_buckets=prefill_buckets(settings),
-        max_prefill_start=max_prefill_start(settings),
+        # With slots a prompt must be shorter than its bucket, unless that is the largest.
+        prefill_buckets=tuple(
+            PrefillBucket(size - 1 if slots and size != context[-1] else size, size)
+            for size in context
+            if size > 1 or not slots
+        ),
+        max_prefill_start=reach if reach < longest_prefix else 0,
         layout=settings.layout,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
@@ -170,23 +168,4 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
         # NxD Inference launches the step after the one that was asked for, which writes one position more.
         num_lookahead_tokens=1 if settings.asynchronous else 0,
         max_step_seconds=TIMEOUT_SHARE * exec_timeout_seconds,
-    )
-
-
-def max_prefill_start(settings: Settings) -> int:
-    """The largest position at which a prefill may start; 0: any."""
-    reach = max(settings.prefix_buckets, default=0)
-    # Free places of a prefill take cached tokens: also the last call of a sequence reads no more than this.
-    longest = settings.max_model_length - settings.context_buckets[0]
-    return reach if reach < longest else 0
-
-
-def prefill_buckets(settings: Settings) -> tuple[PrefillBucket, ...]:
-    """The sizes of a prefill. With slots a prompt must be shorter than its bucket, unless that is the largest."""
-    last = settings.context_buckets[-1]
-    strict = settings.layout == "slots"
-    return tuple(
-        PrefillBucket(size - 1 if strict and size != last else size, size)
-        for size in settings.context_buckets
-        if size > 1 or not strict
     )

@@ -37,8 +37,6 @@ from neuron_runtime.weights.store import Damaged, read_entry
 PREFILLS, DECODES, NEFF_FILE = "context_encoding_model", "token_generation_model", "graph.neff"
 """In its work folder, NxD Inference has a folder for each of these, and in it one for each bucket."""
 
-_NOT_OF_GRAPHS = ("skip_warmup",)
-
 
 class NxdiCompiler:
     """See `backend_protocol.Compiler`."""
@@ -65,14 +63,15 @@ class NxdiCompiler:
             "blockSize": settings.block_size,
             "blocks": settings.num_blocks,
         }
-        named = _KEYS_OF_SHAPES | {"tp_degree", "logical_nc_config", *_NOT_OF_GRAPHS}
         return Needs(
             shapes=shapes,
             settings={
                 **({"weights": self._identity} if self._identity else {}),
                 "application": settings.application,
                 "layout": settings.layout,
-                "neuronConfig": {name: value for name, value in settings.neuron_config.items() if name not in named},
+                "neuronConfig": {
+                    name: value for name, value in settings.neuron_config.items() if name not in _NOT_OF_SETTINGS
+                },
             },
             libraries=library.required_versions(),
             target={
@@ -125,7 +124,7 @@ class NxdiCompiler:
         with tempfile.TemporaryDirectory(prefix="nxdi-") as scratch:
             self._work = Path(scratch, "work")
             prepare_environment(self._settings, self._target, self._work)
-            library.application(self._settings, self._model_dir).compile(folder)
+            library.application(self._settings, self._model_dir).compile(str(folder))
 
     def _ready(self) -> list[str]:
         """Graphs that are compiled, in any order: NxD Inference has several compilers at work."""
@@ -140,10 +139,12 @@ class NxdiCompiler:
         return names
 
 
-_KEYS_OF_SHAPES = {
+_NOT_OF_SETTINGS = {
+    *("skip_warmup", "tp_degree", "logical_nc_config"),
     *("batch_size", "tkg_batch_size", "seq_len", "max_context_length", "context_encoding_buckets", "prefix_buckets"),
     *("token_generation_buckets", "token_generation_batches", "pa_num_blocks", "pa_block_size"),
 }
+"""Arguments of NeuronConfig that change no graph, or that the needs name elsewhere."""
 
 
 SAMPLES, SAMPLE_BYTES = 16, 2**16

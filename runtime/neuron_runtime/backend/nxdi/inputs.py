@@ -15,7 +15,7 @@ import torch
 
 from neuron_runtime.backend.nxdi.buckets import Decode, Graph, Prefill, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.settings import Settings
-from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror, no_rows
+from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch, Sampling
 
@@ -111,7 +111,7 @@ class Inputs:
         """How the sequence in each slot is sampled."""
         self._sequence_ids = np.zeros(num_slots, dtype=np.int64)
         self._next_id = num_slots
-        self._resolved: tuple[Batch | None, FedRows, list[Graph]] = (None, _NO_ROWS, [])
+        self._resolved: tuple[Batch, FedRows, list[Graph]] | None = None
         self._places: _Places | None = None
         """The rows of the decode call made last."""
 
@@ -140,7 +140,7 @@ class Inputs:
             calls.append(self._prefill_call(rows, row, graphs[len(calls)]))
         if not rows.repeats:
             self._started[rows.slots] = True
-        self._resolved = (None, _NO_ROWS, [])
+        self._resolved = None
         return calls, rows
 
     def _change(self, batch: Batch) -> None:
@@ -154,7 +154,7 @@ class Inputs:
             self._places.table = None
 
     def _resolve(self, batch: Batch) -> tuple[FedRows, list[Graph]]:
-        if self._resolved[0] is not batch:
+        if self._resolved is None or self._resolved[0] is not batch:
             rows = self._mirror.resolve(batch)
             self._resolved = (batch, rows, self._graphs(batch.step, rows))
         return self._resolved[1:]
@@ -264,9 +264,6 @@ class Inputs:
             prompts = np.flatnonzero((named == NO_TOKEN) & (start < self._mirror.num_known[slots]))
             named[prompts] = self._mirror.tokens[slots[prompts], start[prompts]]
         return Call(graph, arguments, places.rows, places.places, count, named, after, places.source)
-
-
-_NO_ROWS = no_rows()
 
 
 def _padded(tokens: npt.NDArray[np.int32], width: int) -> IntArray:

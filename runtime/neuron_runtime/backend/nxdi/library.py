@@ -16,7 +16,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_config
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, PATH, SAMPLING
@@ -24,9 +24,6 @@ from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.core import DeviceMemory
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
-
-if TYPE_CHECKING:
-    import torch
 
 IMAGE = "runtime-neuron"
 """Target of our Dockerfile whose image has all of them."""
@@ -93,9 +90,7 @@ def compiler_version() -> str:
 
 
 def required_versions() -> dict[str, str]:
-    """Versions that must be the same where graphs are compiled and where they run. Raises InvalidConfig if
-    one is missing."""
-    check_installed()
+    """Versions that must be the same where graphs are compiled and where they run."""
     return {name: version_of(name) or "unknown" for name in (*PACKAGES, "torch")}
 
 
@@ -125,34 +120,11 @@ def platform_target() -> str:
         return ""
 
 
-class NxdApplication:
-    """A model of NxD Inference, wrapped as little as possible."""
-
-    def __init__(self, application: Any) -> None:
-        self._application = application
-
-    def compile(self, folder: Path) -> None:
-        """Write the compiled graphs into a folder."""
-        self._application.compile(str(folder))
-
-    def load(self, folder: Path, cores: range | None = None) -> None:
-        """Load graphs and weights onto the device, without running any graph. cores: of the model, those of this node;
-        None: all."""
-        share = {} if cores is None else {"start_rank_id": cores.start, "local_ranks_size": len(cores)}
-        self._application.load(str(folder), **share, skip_warmup=True)
-
-    def forward(self, **arguments: torch.Tensor) -> Any:
-        """One call, which blocks; returns the output object of NxD Inference. Only keywords: positions differ between
-        versions."""
-        return self._application(**arguments)
-
-    def memory(self) -> DeviceMemory | None:
-        """Not called during another call."""
-        return device_memory()
-
-
 def device_memory() -> DeviceMemory | None:
-    """Memory of one logical core of this process, which must have loaded a model; None if it is unknown."""
+    """Memory of one logical core of this process, which must have loaded a model; None if it is unknown.
+
+    Not called while the model runs.
+    """
     import torch  # noqa: PLC0415  (takes seconds)
 
     try:
@@ -163,8 +135,8 @@ def device_memory() -> DeviceMemory | None:
     return DeviceMemory(used, free) if used >= 0 and free >= 0 else None
 
 
-def application(settings: Settings, model_dir: Path) -> NxdApplication:
-    """The application of a model, neither compiled nor loaded.
+def application(settings: Settings, model_dir: Path) -> Any:
+    """The application of a model: an object of NxD Inference, neither compiled nor loaded.
 
     Its configuration is made from the model's folder, never read from an artifact: that one names the folder from which
     it was compiled.
@@ -193,10 +165,9 @@ def application(settings: Settings, model_dir: Path) -> NxdApplication:
         if settings.application == "qwen3_moe":
             # Its class always normalizes.
             config.neuron_config.normalize_top_k_affinities = bool(model.get("norm_topk_prob"))
-        made = application_class(str(model_dir), config)
+        return application_class(str(model_dir), config)
     except Exception as error:
         raise InvalidConfig(PATH, f"NxD Inference refuses the model with it: {_text(error)}") from error
-    return NxdApplication(made)
 
 
 def _load_config(model_dir: Path) -> Callable[[Any], None]:
@@ -315,8 +286,7 @@ def _check_known(arguments: Mapping[str, Any], config_class: Any) -> None:
     problems, defaults = ConfigProblems(), config_class()
     for name in arguments:
         field = BY_NAME.get(name)
-        attribute = name if field is None or field.attribute == "" else field.attribute
-        if attribute is not None and not hasattr(defaults, attribute):
+        if (field is None or field.is_kept) and not hasattr(defaults, name):
             at = field.path if field is not None and field.path else f"{PATH}.{name}"
             problems.add(at, f"NxD Inference {version_of(INFERENCE)} does not have `{name}`: leave it out")
     problems.check()

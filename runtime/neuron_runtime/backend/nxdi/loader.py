@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
@@ -36,21 +37,22 @@ def load(
         check_tied_head(read_checkpoint(model_dir))
     report(settings, target)
     prepare_environment(settings, target)
-    cores: range | None = None
+    share: dict[str, int] = {}
     if place.size > 1:
         os.environ.update(environment_of_group(place.rendezvous))
         num_cores = settings.tensor // place.size
-        cores = range(place.rank * num_cores, (place.rank + 1) * num_cores)
-        say(f"this node has ranks {cores.start} to {cores.stop - 1} of {settings.tensor}")
+        first = place.rank * num_cores
+        share = {"start_rank_id": first, "local_ranks_size": num_cores}
+        say(f"this node has ranks {first} to {first + num_cores - 1} of {settings.tensor}")
         if not has_efa():
             cost = "devices of several nodes reach each other slowly, or not at all"
             say(f"warning: this node has no EFA interface: {cost}")
     limits = limits_of(settings, exec_timeout_seconds())
     progress("loading graphs and weights onto the device", 0.0)
 
-    def attempt() -> library.NxdApplication:
+    def attempt() -> Any:
         made = library.application(settings, model_dir)
-        made.load(artifact, cores)
+        made.load(str(artifact), **share, skip_warmup=True)
         return made
 
     application = when_free(attempt)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from neuron_runtime.backend.nxdi.models import is_private
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.not_built import is_neutral
 
@@ -41,8 +42,8 @@ class NeuronField:
     """The type of its values; None: any."""
     only_experts: bool = False
     """Only models with mixtures of experts have it."""
-    attribute: str | None = ""
-    """Where NeuronConfig keeps it: empty, under its name; None: not under a name of its own."""
+    is_kept: bool = True
+    """Whether NeuronConfig keeps it under its name."""
 
 
 _Flag, _Number = partial(NeuronField, kind=bool), partial(NeuronField, kind=int)
@@ -136,7 +137,7 @@ FIELDS = (
         "return_router_logits",
         only_experts=True,
     ),
-    _Flag("disable_normalize_top_k_affinities", only_experts=True, attribute=None),
+    _Flag("disable_normalize_top_k_affinities", only_experts=True, is_kept=False),
     *_all(_Number, "moe_tp_degree moe_ep_degree", only_experts=True),
     *_all(
         NeuronField,
@@ -157,13 +158,8 @@ EXPERTS = frozenset({"mixtral", "dbrx", "qwen3_moe", "gpt_oss", "llama4"})
 SAMPLING_FIELDS = {
     field.name: field
     for field in (
-        _Number("global_topk"),
-        _Flag("deterministic"),
-        _Flag("dynamic"),
-        _Flag("do_sample"),
-        _Flag("on_device_sampling_config"),
-        _Flag("top_k_kernel_enabled"),
-        _Number("sampling_dp_degree"),
+        *_all(_Number, "global_topk sampling_dp_degree"),
+        *_all(_Flag, "deterministic dynamic do_sample on_device_sampling_config top_k_kernel_enabled"),
     )
 }
 """The fields of OnDeviceSamplingConfig, which drops others silently."""
@@ -197,12 +193,12 @@ def spelled(key: str) -> str:
     return ALIASES.get(name, name)
 
 
-def read_override(override: Mapping[str, Any], application: str, *, private: bool = False) -> Override:
+def read_override(override: Mapping[str, Any], application: str) -> Override:
     """Check the keys of an override and their types. Raises InvalidConfig with every wrong key.
 
     Args:
-        application: see `Settings.application`; empty: not known yet.
-        private: whether it is given by import path: its NeuronConfig may have further fields, which `library` checks.
+        application: see `Settings.application`; empty: not known yet. The NeuronConfig of one that is given by import
+            path may have further fields, which `library` checks.
     """
     problems, values, sampling = ConfigProblems(), dict[str, Any](), dict[str, Any]()
     on_host = False
@@ -217,7 +213,7 @@ def read_override(override: Mapping[str, Any], application: str, *, private: boo
             elif name == "global_topk":
                 _put(sampling, name, _of_kind(SAMPLING_FIELDS[name], value, at), at)
             else:
-                _put(values, name, _read(name, value, at, application, private), at)
+                _put(values, name, _read(name, value, at, application), at)
     if on_host and sampling:
         problems.add(f"{PATH}.{SAMPLING}", "is off, so it has no global_topk: leave out one of them")
     problems.check()
@@ -230,13 +226,13 @@ def _put(values: dict[str, Any], name: str, value: Any, at: str) -> None:
     values[name] = value
 
 
-def _read(name: str, value: Any, at: str, application: str, private: bool) -> Any:
+def _read(name: str, value: Any, at: str, application: str) -> Any:
     field = BY_NAME.get(name)
     if field is None:
-        if private:
+        if is_private(application):
             return value
         raise InvalidConfig(at, _unknown(name, [*BY_NAME, *ALIASES, "global_topk"]))
-    if field.only_experts and application and not private and application not in EXPERTS:
+    if field.only_experts and application and application not in EXPERTS and not is_private(application):
         raise InvalidConfig(at, f"is for mixtures of experts, which {application} is not: leave it out")
     if field.feature:
         if not is_neutral(value, field.neutral):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -16,10 +16,11 @@ import msgspec
 
 from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.devices import LogicalCore, Target
-from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, is_private, text_config, window_of
+from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, text_config, window_of
 from neuron_runtime.backend.nxdi.neuron_config import PATH, SAMPLING, Override, merge, read_override
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig, uses_blocks
+from neuron_runtime.core import SamplingMode
 from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems
 
@@ -40,9 +41,6 @@ MIN_KERNEL_TOKENS = 512
 Without it, a prefill over a prefix attends to unused positions: its tokens are wrong now and then."""
 TILE = 128
 """Positions that the cache manager wants along one axis of a sequence's blocks."""
-
-
-Sampling = Literal["Device", "DeviceWithLogits", "Host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ class Settings:
     """Lengths of a decode step."""
     row_buckets: tuple[int, ...]
     """Rows of a decode step; empty: `max_rows` alone."""
-    sampling: Sampling
+    sampling: SamplingMode
     global_topk: int
     """Candidates that the device samples from; 0 without sampling on the device."""
     asynchronous: bool
@@ -100,29 +98,27 @@ def settings_of(
         FatalError: UNSUPPORTED_ARCHITECTURE.
     """
     family = family_of(model, config.application_class)
-    override = read_override(config.override_neuron_config, family.application, private=is_private(family.application))
-    return _Derivation(config, text_config(model), target, override, family, lengths=lengths).settings()
+    override = read_override(config.override_neuron_config, family.application)
+    return _Derivation(config, text_config(model), target, override, family, lengths).settings()
 
 
+@dataclass
 class _Derivation:
     """One pass over the fields, in the order in which they depend on one another. What is wrong is collected."""
 
-    def __init__(
-        self,
-        config: RuntimeConfig,
-        model: Mapping[str, Any],
-        target: Target,
-        override: Override,
-        family: NxdiFamily,
-        *,
-        lengths: bucket_plan.Lengths,
-    ) -> None:
-        self._config, self._model, self._target, self._override = config, model, target, override
-        self._family, self._lengths = family, lengths
-        self._one_size = override.get("enable_bucketing") is False
-        self._found = ConfigProblems()
-        self._at: dict[str, str] = {}
-        """Where the value of a field was given, if the override has it."""
+    _config: RuntimeConfig
+    _model: Mapping[str, Any]
+    _target: Target
+    _override: Override
+    _family: NxdiFamily
+    _lengths: bucket_plan.Lengths
+    _found: ConfigProblems = field(default_factory=ConfigProblems)
+    _at: dict[str, str] = field(default_factory=dict)
+    """Where the value of a field was given, if the override has it."""
+
+    @property
+    def _one_size(self) -> bool:
+        return self._override.get("enable_bucketing") is False
 
     def settings(self) -> Settings:
         config, problems, override = self._config, self._found, self._override
@@ -410,7 +406,7 @@ class _Derivation:
         buckets = tuple(sorted({*sizes, rows}))
         return buckets if len(buckets) > 1 else ()
 
-    def _sampling(self, vocabulary_size: int, asynchronous: bool) -> tuple[Sampling, dict[str, Any] | None]:
+    def _sampling(self, vocabulary_size: int, asynchronous: bool) -> tuple[SamplingMode, dict[str, Any] | None]:
         """The mode, and OnDeviceSamplingConfig."""
         override, mode = self._override, self._config.sampling
         logits = override.get("output_logits")
@@ -418,7 +414,7 @@ class _Derivation:
             self._refuse(f"{PATH}.{SAMPLING}", f"is off, but sampling is {mode or 'DeviceWithLogits'!r}")
         elif logits is not None and mode and logits != (mode == "DeviceWithLogits"):
             self._refuse(f"{PATH}.output_logits", f"is {_shown(logits)}, but sampling is {mode}")
-        chosen: Sampling = mode or ("Host" if override.on_host else "DeviceWithLogits" if logits else "Device")
+        chosen: SamplingMode = mode or ("Host" if override.on_host else "DeviceWithLogits" if logits else "Device")
         if asynchronous and chosen != "Device":
             self._refuse("$.asyncMode", f"needs sampling Device, but it is {chosen}")
         if chosen == "Host":

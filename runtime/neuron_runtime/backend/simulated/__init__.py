@@ -11,18 +11,11 @@ from pathlib import Path
 from neuron_runtime.backend.fields import check_fields
 from neuron_runtime.backend.simulated.compiler import SimulatedCompiler
 from neuron_runtime.backend.simulated.device import SimulatedBackend, WallClock
-from neuron_runtime.backend.simulated.options import (
-    DEFAULT_MAX_LENGTH,
-    MODES,
-    Options,
-    limits_of,
-    read_options,
-    step_times,
-)
+from neuron_runtime.backend.simulated.options import DEFAULT_MAX_LENGTH, Options, limits_of, read_options, step_times
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.checkpoint import InvalidModel, read_config
 from neuron_runtime.config import RuntimeConfig
-from neuron_runtime.core import BackendLimits
+from neuron_runtime.core import SAMPLING_MODES, BackendLimits
 from neuron_runtime.errors import ConfigProblems
 
 FREED_BY_EXIT = False
@@ -42,7 +35,7 @@ def check_config(config: RuntimeConfig) -> None:
     """Raises InvalidConfig for settings that are invalid with any model."""
     problems = ConfigProblems()
     with problems.collecting():
-        check_fields(config, {"sampling": MODES})
+        check_fields(config, {"sampling": SAMPLING_MODES})
     with problems.collecting():
         read_options(config.override_neuron_config)
     problems.check()

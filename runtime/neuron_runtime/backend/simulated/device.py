@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from neuron_runtime.backend.simulated.step_times import StepTimes
+from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes
 from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime, size_of
 from neuron_runtime.core import (
     KNOWN,
@@ -193,8 +193,10 @@ class SimulatedCall(NamedTuple):
         return self.shape[1]
 
 
-def _call(phase: str, bucket: int, used: int, seconds: float, *, is_compiled: bool) -> SimulatedCall:
-    return SimulatedCall(f"{phase}_{bucket}" if is_compiled else phase, (phase, bucket), used, seconds, is_compiled)
+def _call(phase: str, times: PhaseTimes, used: int) -> SimulatedCall:
+    bucket, is_compiled = times.bucket(used), bool(times.buckets)
+    name = f"{phase}_{bucket}" if is_compiled else phase
+    return SimulatedCall(name, (phase, bucket), used, times.curve.seconds(bucket), is_compiled)
 
 
 class _SimulatedStep(NamedTuple):
@@ -313,19 +315,10 @@ class SimulatedBackend:
     def calls(self, batch: Batch) -> list[SimulatedCall]:
         """What the device runs: all decode rows together, and with prefill buckets each prompt alone. Called before the
         batch's rows are fed."""
-        limits, times, rows = self.limits, self._times, batch.rows
-        fed = rows.num_tokens[batch.num_decodes :]
-        calls = []
-        if num_decode := batch.num_decodes:
-            bucket = times.decode.bucket(num_decode)
-            seconds = times.decode.curve.seconds(bucket)
-            calls.append(_call("decode", bucket, num_decode, seconds, is_compiled=bool(times.decode.buckets)))
-        each_alone = bool(limits.prefill_buckets)
-        for size in fed if each_alone else [sum(fed)] if fed else []:
-            bucket = limits.num_computed(size) if each_alone else times.prefill.bucket(size)
-            is_compiled = each_alone or bool(times.prefill.buckets)
-            calls.append(_call("prefill", bucket, size, times.prefill.curve.seconds(bucket), is_compiled=is_compiled))
-        return calls
+        times, fed = self._times, batch.rows.num_tokens[batch.num_decodes :]
+        decode = [_call("decode", times.decode, batch.num_decodes)] if batch.num_decodes else []
+        prompts = fed if self.limits.prefill_buckets else [sum(fed)] if fed else []
+        return decode + [_call("prefill", times.prefill, num_tokens) for num_tokens in prompts]
 
     def _uniform(
         self, counts: list[int | None], tokens_of_rows: Iterable[tuple[int, ...]]

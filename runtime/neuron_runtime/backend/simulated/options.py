@@ -27,11 +27,6 @@ MAX_TOP_K = 256
 
 PATH = "$.overrideNeuronConfig"
 
-PrefillMode = Literal["whole", "chunks", "mixed"]
-MODES = ("Device", "DeviceWithLogits", "Host")
-"""The sampling modes, all of which it simulates: they decide the accepted parameters, and whether the next step waits
-for the host."""
-
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """The device of a simulated backend."""
@@ -48,7 +43,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="c
     """Compiled sizes in rows; empty: every size."""
     prefill_buckets: tuple[int, ...] = ()
     """Compiled sizes in tokens; empty: every size."""
-    prefill: PrefillMode = "mixed"
+    prefill: Literal["whole", "chunks", "mixed"] = "mixed"
     """Prefill whole prompts in their own step, chunks between decode steps, or chunks in one step with decode rows."""
     token_feedback: TokenFeedback = "device"
     compile_seconds: Annotated[float, Meta(ge=0)] = 0.1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from neuron_runtime.backend.fields import check_fields
 from neuron_runtime.backend.torch.architecture import decoder_config
@@ -16,14 +15,11 @@ from neuron_runtime.backend.torch.before_import import check_room_for_torch, set
 from neuron_runtime.backend.torch.graphs import TorchCompiler
 from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.backend.torch.read_ahead import LOADING, ReadAhead
-from neuron_runtime.backend_protocol import ONE_RANK, Rank
+from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.checkpoint import read_config
+from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.host import FreeMemory
-
-if TYPE_CHECKING:
-    from neuron_runtime.backend_protocol import Backend, Compiler, ProgressCallback
-    from neuron_runtime.config import RuntimeConfig
 
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False

@@ -13,32 +13,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from neuron_runtime.backend.host_sampling.drawing import NotFinite
-from neuron_runtime.backend.host_sampling.sampler import HostSampler, logprobs_of
+from neuron_runtime.backend.host_sampling.sampler import HostSampler, PerRow, logprobs_of
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
+from neuron_runtime.backend.warming import lone_step, timed
 from neuron_runtime.backend_protocol import ProgressCallback, StepTime, size_of
 from neuron_runtime.checkpoint import InvalidModel
-from neuron_runtime.core import (
-    KNOWN,
-    NO_TOKEN,
-    Added,
-    BackendLimits,
-    Batch,
-    Late,
-    Rows,
-    Sampling,
-    StepOutput,
-    TokenLogprobs,
-)
-
-PerRow = tuple[tuple[TokenLogprobs, ...], ...]
-"""One tuple per row of a batch; empty when no row requests any."""
+from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput, TokenLogprobs
 
 Result = TypeVar("Result")
 
@@ -56,33 +42,6 @@ class _TorchStep(NamedTuple):
     """Float32 `[sampled, vocabulary]`; None when no row samples."""
     prompt_logprobs: PerRow
     begin: float
-
-
-class PromptTargets:
-    """Which prompt tokens of a step get log-probabilities, by what the sequence in each slot requests."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._num_prompt_tokens = np.zeros(num_slots, dtype=np.int64)
-        self.num_logprobs = np.full(num_slots, -1, dtype=np.int64)
-        """Alternatives for each prompt token; -1: none requested, or already reported."""
-
-    def add(self, added: Added) -> None:
-        self._num_prompt_tokens[added.slot] = added.num_prompt_tokens
-        # A sequence that has output tokens was preempted, after its prompt had been reported.
-        is_new = len(added.token_ids) == added.num_prompt_tokens
-        requested = added.sampling.prompt_logprobs if is_new else None
-        self.num_logprobs[added.slot] = -1 if requested is None else requested
-
-    def of_rows(self, rows: FedRows, tokens: npt.NDArray[np.int32]) -> list[tuple[int, IntArray]]:
-        """Each row that feeds prompt tokens of such a request, with the tokens that follow the ones it feeds, up to the
-        end of the prompt; `tokens` are those of all slots."""
-        targets = []
-        for row in np.flatnonzero(self.num_logprobs[rows.slots] >= 0).tolist():
-            slot, begin, end = rows.slots[row], rows.start[row], rows.ends[row]
-            following = tokens[slot, begin + 1 : min(end + 1, self._num_prompt_tokens[slot])]
-            if len(following):
-                targets.append((row, following.astype(np.int64)))
-        return targets
 
 
 def device_thread(set_up: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:
@@ -110,7 +69,8 @@ class TorchBackend:
         self._cache = cache
         self.limits = limits
         self._mirror = SlotMirror(limits)
-        self._prompts = PromptTargets(limits.max_rows)
+        self._prompts: dict[int, tuple[IntArray, int]] = {}
+        """By slot, a prompt whose tokens get log-probabilities, and how many alternatives each."""
         self._sampler = HostSampler(self._mirror.tokens, limits.vocabulary_size)
         self._thread = device or device_thread()
         self._running: deque[tuple[int, Future[_TorchStep]]] = deque()
@@ -121,30 +81,14 @@ class TorchBackend:
 
         Raises InvalidModel if the logits are not finite.
         """
-        progress("warming up", 0.0)
         length = min(8, self.limits.max_model_length - 1)
-        added = Added(
-            slot=0,
-            token_ids=(0,) * length,
-            num_prompt_tokens=length,
-            sampling=Sampling(temperature=0.0),
-            blocks=tuple(range(-(-(length + 1) // self.limits.block_size))),
-        )
-        prompt = Rows((0,), (0,), (length,), (NO_TOKEN,), (KNOWN,), (True,))
-        decode = Rows((0,), (length,), (1,), (NO_TOKEN,), (KNOWN,), (True,))
-        steps = (
-            Batch(step=-3, rows=prompt, num_prefills=1, added=(added,)),
-            Batch(step=-2, rows=decode),
-            Batch(step=-1, rows=Rows(), released=(0,)),
-        )
+        prompt = lone_step(self.limits, 0, 0, length, decodes=False)
+        decode = lone_step(self.limits, 0, length, length + 1, decodes=True)
         try:
-            for _ in range(2):  # only the second run is timed
-                *times, _released = [(batch, self._run_alone(batch).device_seconds) for batch in steps]
+            return timed(self, (prompt, decode), progress)
         except NotFinite as error:
             # No request is involved, so every request would fail like this.
             raise InvalidModel(str(error)) from error
-        progress("warming up", 1.0)
-        return times
 
     def graph(self, batch: Batch) -> str:
         return size_of(batch)
@@ -161,11 +105,6 @@ class TorchBackend:
     def collect(self, step: int) -> StepOutput:
         return self._finished.pop(step).result()
 
-    def _run_alone(self, batch: Batch) -> StepOutput:
-        self.launch(batch)
-        self.sample(batch.step, None)
-        return self.collect(batch.step)
-
     def run_on_device(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the device thread, between steps, and return its result."""
         return self._thread.submit(work).result()
@@ -179,9 +118,14 @@ class TorchBackend:
         rows = self._mirror.resolve(batch)
         self._mirror.apply(batch, rows)
         self._mirror.learn(rows)
+        for slot in batch.released:
+            self._prompts.pop(slot, None)
         for added in batch.added:
             self._sampler.add(added)
-            self._prompts.add(added)
+            num_alternatives = added.sampling.prompt_logprobs
+            # A sequence that has output tokens was preempted, after its prompt had been reported.
+            if num_alternatives is not None and len(added.token_ids) == added.num_prompt_tokens:
+                self._prompts[added.slot] = np.array(added.token_ids), num_alternatives
         sampled = np.flatnonzero(rows.samples)
         if not len(batch.rows):
             return _TorchStep(batch, sampled, None, (), begin)
@@ -198,21 +142,23 @@ class TorchBackend:
 
     def _prompt_logprobs(self, rows: FedRows, hidden: torch.Tensor, begins: IntArray) -> PerRow:
         """Computed for some positions at a time: logits of a whole prompt could take more memory than the model."""
-        targets = self._prompts.of_rows(rows, self._mirror.tokens)
-        if not targets:
+        if not self._prompts:
             return ()
-        counts = self._prompts.num_logprobs[rows.slots]
         at_once = max(1, LOGITS_AT_ONCE // self.limits.vocabulary_size)
         per_row: list[tuple[TokenLogprobs, ...]] = [()] * len(rows.slots)
-        for row, tokens in targets:
+        for row, slot in enumerate(rows.slots.tolist()):
+            if slot not in self._prompts:
+                continue
+            prompt, num_alternatives = self._prompts[slot]
+            following = prompt[rows.start[row] + 1 : rows.ends[row] + 1]
             of_row: list[TokenLogprobs] = []
-            for begin in range(0, len(tokens), at_once):
-                part = tokens[begin : begin + at_once]
+            for begin in range(0, len(following), at_once):
+                part = following[begin : begin + at_once]
                 first = int(begins[row]) + begin
                 logits = self._decoder.logits(hidden[first : first + len(part)])
-                of_row += logprobs_of(logits, part, int(counts[row]))
+                of_row += logprobs_of(logits, part, num_alternatives)
             per_row[row] = tuple(of_row)
-        return tuple(per_row)
+        return tuple(per_row) if any(per_row) else ()
 
     @torch.inference_mode()
     def _sample(self, launched: Future[_TorchStep], late: Late | None) -> StepOutput:
@@ -222,13 +168,11 @@ class TorchBackend:
         if step.logits is not None:
             sampled = step.sampled
             masks = late.of_rows(sampled.tolist()) if late else None
-            tokens, of_sampled = self._sampler.choose(step.logits, *self._mirror.sampled_positions(sampled), masks)
-            self._mirror.record(sampled, tokens)
-            for row, token in zip(sampled.tolist(), tokens.tolist(), strict=True):
+            chosen = self._sampler.choose(step.logits, *self._mirror.sampled_positions(sampled), masks)
+            self._mirror.record(sampled, chosen.tokens)
+            for row, token in zip(sampled.tolist(), chosen.tokens.tolist(), strict=True):
                 token_ids[row] = (token,)
-            if of_sampled:
-                of_row = dict(zip(sampled.tolist(), of_sampled, strict=True))
-                logprobs = tuple((one,) if (one := of_row.get(row)) else () for row in range(len(token_ids)))
+            logprobs = chosen.per_row(sampled, len(token_ids))
         return StepOutput(
             step=step.batch.step,
             token_ids=tuple(token_ids),

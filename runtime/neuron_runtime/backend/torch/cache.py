@@ -1,8 +1,7 @@
 """The KV cache of all live sequences, and which parts of it a step reads and writes.
 
 One storage shape serves both layouts, `[line, kv_head, position, dim]` per layer: a line is a slot of the model's
-length, or a block. The backend makes one `StepPlan` per step from its mirror; the decoder uses it in every layer. The
-engine, not this module, assigns slots and blocks.
+length, or a block. The backend makes one `StepPlan` per step from its mirror; the decoder uses it in every layer.
 """
 
 from __future__ import annotations
@@ -136,18 +135,8 @@ class KVCache:
         self.line_length = keys[0].shape[2]
 
     @classmethod
-    def empty(
-        cls,
-        *,
-        windows: Sequence[int | None],
-        num_lines: int,
-        num_kv_heads: int,
-        line_length: int,
-        head_dim: int,
-        dtype: torch.dtype,
-    ) -> Self:
-        """A cache that takes memory as it is used."""
-        shape = (num_lines, num_kv_heads, line_length, head_dim)
+    def empty(cls, windows: Sequence[int | None], shape: Sequence[int], dtype: torch.dtype) -> Self:
+        """A cache that takes memory as it is used. shape: of the storage."""
         return cls(windows, *([lazy_zeros(shape, dtype) for _ in windows] for _ in range(2)))
 
     def plan(self, rows: StepRows) -> StepPlan:

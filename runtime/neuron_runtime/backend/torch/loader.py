@@ -56,16 +56,10 @@ def load(
     limits = derive_limits(config, part, dtype.itemsize, share)
     device = device_thread(partial(_limit_threads, place.per_node))
     decoder = _load_on(device, progress, lambda report: load_decoder(checkpoint, model, dtype, report, ranks))
+    shape = (limits.num_blocks, part.num_kv_heads, limits.block_size, model.head_dim)
     return TorchBackend(
         decoder=decoder if artifact is None else _compiled(decoder, artifact, limits),
-        cache=KVCache.empty(
-            windows=model.windows,
-            num_lines=limits.num_blocks,
-            num_kv_heads=part.num_kv_heads,
-            line_length=limits.block_size,
-            head_dim=model.head_dim,
-            dtype=dtype,
-        ),
+        cache=KVCache.empty(model.windows, shape, dtype),
         limits=limits,
         device=device,
     )

@@ -21,8 +21,6 @@ STEP_BYTES = 2**17
 MAX_AHEAD_BYTES = 2 * 2**30
 """How far it may be ahead of the loader: what a fast disk delivers while torch is imported. More might evict from
 memory what was read first."""
-
-
 LOADING = "loading weights"
 """The stage of the loader."""
 

@@ -119,13 +119,12 @@ def _blocks(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: i
     length = config.limits.max_model_length or min(model.max_position_embeddings, fits * size)
     per_sequence = -(-length // size)
     num_blocks = config.limits.num_blocks or min(rows * per_sequence, fits)
+    field = "$.limits.numBlocks" if config.limits.num_blocks else "$.limits.maxModelLength"
     if num_blocks > fits:
-        field = "$.limits.numBlocks" if config.limits.num_blocks else "$.limits.maxModelLength"
         raise InvalidConfig(field, f"{num_blocks} blocks of {size} tokens do not fit, at most {fits} do: {memory}")
     if num_blocks < per_sequence:
         if not config.limits.max_model_length:
             return size, num_blocks, num_blocks * size
-        field = "$.limits.numBlocks" if config.limits.num_blocks else "$.limits.maxModelLength"
         raise InvalidConfig(
             field,
             f"one sequence of {length} tokens needs {per_sequence} blocks of {size}, but there are {num_blocks}: "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +25,7 @@ class WeightReader:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         progress: ProgressCallback,
-        parts: Mapping[str, TensorPart | None] = MappingProxyType({}),
+        parts: Mapping[str, TensorPart | None],
     ) -> None:
         """parts: by the last words of a tensor's name, what of it is read; see `parts.parts_of`."""
         self._checkpoint = checkpoint
