@@ -72,10 +72,10 @@ class ApiServer:
     ) -> Any:
         """Sends one request as admin, or as a `user` that admin impersonates. Raises HTTPError with the server's
         message."""
-        text = as_yaml(body) if "yaml" in content_type else json.dumps(body)
+        content = as_yaml(body) if "yaml" in content_type else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path,
-            data=None if body is None else text.encode(),
+            data=None if body is None else content,
             method=method,
             headers={
                 "Authorization": f"Bearer {self.tokens['admin']}",
