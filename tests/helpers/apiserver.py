@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import secrets
 import select
 import shutil
@@ -26,7 +27,7 @@ import msgspec
 import yaml
 
 from cluster.rig import binaries
-from cluster.rig.machine import WAIT_SECONDS
+from cluster.rig.machine import GO_SETTINGS, WAIT_SECONDS
 from helpers import kubeconfigs
 from helpers.ports import free_ports
 from neuron_operator.cluster.client import as_yaml
@@ -222,5 +223,7 @@ def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
 
 
 def _spawn(server: ApiServer, program: Path, *arguments: str) -> None:
+    env = {**os.environ, **GO_SETTINGS}
     with (server.folder / f"{program.name}.log").open("wb") as log:
-        server.processes.append(subprocess.Popen([str(program), *arguments], stdout=log, stderr=log, cwd=server.folder))
+        command = [str(program), *arguments]
+        server.processes.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=server.folder, env=env))
