@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -94,6 +95,18 @@ def num_oom_kills(root: Path = ROOT) -> int:
     """Processes of this control group that the kernel has killed because memory ran out; 0 if it is not told."""
     own = dict(reversed(list(_groups(root, "memory"))))
     return sum(_counts(group / _MEMORY_FILES[kind].events).get("oom_kill", 0) for kind, group in own.items())
+
+
+def describe_exit(name: str, return_code: int) -> str:
+    """A message for a process that exited without saying why."""
+    if return_code >= 0:
+        return f"the {name} exited with code {return_code}"
+    try:
+        killer = signal.Signals(-return_code).name
+    except ValueError:
+        killer = f"signal {-return_code}"
+    hint = " (often because the machine ran out of memory)" if killer == "SIGKILL" else ""
+    return f"the {name} was killed by {killer}{hint}"
 
 
 def usable_cpus(root: Path = ROOT) -> int:

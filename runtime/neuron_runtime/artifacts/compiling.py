@@ -32,7 +32,7 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, say, seconds_text
 from neuron_runtime.engine.backends import backend_package, planned_graphs
 from neuron_runtime.errors import ExitCode, FatalError
-from neuron_runtime.host import memory_limit, num_oom_kills, session_bytes
+from neuron_runtime.host import describe_exit, memory_limit, num_oom_kills, session_bytes
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.store import (
     Damaged,
@@ -311,10 +311,8 @@ class _Process:
         if isinstance(last, Failed):
             what = cause(last.message) or last.message
             sys.stderr.write(last.trace)
-        elif self._process.returncode < 0:
-            what = f"the compiler was killed by {_signal_name(-self._process.returncode)}"
         else:
-            what = f"the compiler exited with code {self._process.returncode}"
+            what = describe_exit("compiler", self._process.returncode)
         if code == ExitCode.COMPILE_FAILED and output:
             sys.stderr.write(output + "\n")
             what += f"; its last lines: {cause(output) or output[-MAX_TAIL_CHARACTERS:]}"
@@ -331,13 +329,6 @@ def cause(output: str) -> str:
     """The first lines in which a compiler names an error, behind commands of thousands of characters; empty: none."""
     lines = [line.strip() for line in output.splitlines() if " error: " in line]
     return "; ".join(lines)[:MAX_TAIL_CHARACTERS]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _stored_file(folder: Path, name: str) -> StoredFile:

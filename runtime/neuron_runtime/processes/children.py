@@ -21,7 +21,7 @@ import msgspec
 
 from neuron_runtime.console import say
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, ServingError
-from neuron_runtime.host import LIMIT_OF_A_POD, gib, memory_limit, num_oom_kills
+from neuron_runtime.host import LIMIT_OF_A_POD, describe_exit, gib, memory_limit, num_oom_kills
 from neuron_runtime.processes.lifeline import Deadline, die_with_parent
 from neuron_runtime.record import GENERAL_FAILURE, Record
 
@@ -171,18 +171,6 @@ class Failures:
         if ended.process.returncode == -signal.SIGKILL and self._num_oom_kills > before:
             return out_of_memory(ended.name, memory_limit())
         return ended.failure()
-
-
-def describe_exit(name: str, return_code: int) -> str:
-    """A message for a process that exited without a record."""
-    if return_code >= 0:
-        return f"the {name} exited with code {return_code}"
-    try:
-        killer = signal.Signals(-return_code).name
-    except ValueError:
-        killer = f"signal {-return_code}"
-    hint = " (often because the machine ran out of memory)" if killer == "SIGKILL" else ""
-    return f"the {name} was killed by {killer}{hint}"
 
 
 def out_of_memory(name: str, limit_bytes: int | None) -> FatalError:
