@@ -16,7 +16,7 @@ from neuron_operator.api.errors import Unplaceable
 from neuron_operator.api.model import ModelSource, NeuronModel, Spec
 from neuron_operator.place.catalog import FAMILIES, GIB, INSTANCE_TYPES
 from neuron_operator.place.planner import Option, choose
-from neuron_operator.place.sizing import Cores, Load, Memory, Widths, memory_of
+from neuron_operator.place.sizing import Load, Memory, Widths, memory_of
 from neuron_operator.read.records import Facts
 from neuron_operator.read.world import FreeDevices, Provisionable, Settings
 
@@ -90,16 +90,16 @@ def planned(name: str, family: str) -> Option | None:
 
 def memory(one: dict[str, Any]) -> Memory:
     family = FAMILIES[one["family"]]
-    cores = Cores(one["cores"], family, family.logical_core)
     widths = Widths(weights=one.get("weights", 2))
-    return memory_of(models()[one["model"]], widths, Load(one["length"], one["sequences"]), cores)
+    facts, load = models()[one["model"]], Load(one["length"], one["sequences"])
+    return memory_of(facts, widths, load, one["cores"], family=family, logical_core=family.logical_core)
 
 
 def _cell(option: Option | None) -> str:
     if option is None:
         return "-"
-    load = option.load
-    return f"{option.size} of {option.site.name}, TP {option.tensor}, {_load_words(load)}, {_memory(option.memory)}"
+    held = f"{option.placement.size} of {option.site.name}"
+    return f"{held}, TP {option.tensor}, {_load_words(option.load)}, {_memory(option.memory)}"
 
 
 def _memory(found: Memory) -> str:

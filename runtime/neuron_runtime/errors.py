@@ -87,6 +87,11 @@ class InvalidRequest(ServingError):
         self.code = code
 
     @classmethod
+    def at(cls, field: str, problem: str) -> InvalidRequest:
+        """The error about a field, whose name begins the message."""
+        return cls(f"`{field}` {problem}", field)
+
+    @classmethod
     def together(cls, errors: Sequence[InvalidRequest]) -> InvalidRequest:
         """One error for all of these; the field is that of the first."""
         made = cls(joined([str(error) for error in errors]), field=errors[0].field)

@@ -100,6 +100,18 @@ def num_oom_kills(root: Path = ROOT) -> int:
     return sum(_counts(group / _MEMORY_FILES[kind].events).get("oom_kill", 0) for kind, group in own.items())
 
 
+def describe_exit(name: str, return_code: int) -> str:
+    """A message for a process that exited without saying why."""
+    if return_code >= 0:
+        return f"the {name} exited with code {return_code}"
+    try:
+        killer = signal.Signals(-return_code).name
+    except ValueError:
+        killer = f"signal {-return_code}"
+    hint = " (often because the machine ran out of memory)" if killer == "SIGKILL" else ""
+    return f"the {name} was killed by {killer}{hint}"
+
+
 def usable_cpus(root: Path = ROOT) -> int:
     """CPUs this process may keep busy: the smaller of its affinity and the smallest quota, at least 1."""
     counts = [float(len(os.sched_getaffinity(0)))]
@@ -128,16 +140,6 @@ def session_bytes(session: int) -> int:
             continue  # it ended meanwhile
         total += int(share[1]) * 1024 if share else 0
     return total
-
-
-def how_it_ended(return_code: int) -> str:
-    """What became of a process, in words, by its code in `subprocess`."""
-    if return_code >= 0:
-        return f"exited with code {return_code}"
-    try:
-        return f"was killed by {signal.Signals(-return_code).name}"
-    except ValueError:
-        return f"was killed by signal {-return_code}"
 
 
 def device_nodes(dev: Path = DEV) -> list[Path]:

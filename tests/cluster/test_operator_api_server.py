@@ -1205,7 +1205,7 @@ def warning(reason: str, note: str, about: dict[str, str]) -> dict[str, Any]:
 async def test_pods_that_a_node_refused_pause_the_deployment_until_the_next_attempt(
     server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuron_operator.why.attempts.FIRST_DELAY", timedelta(seconds=4))
+    monkeypatch.setattr("neuron_operator.why.pods.FIRST_DELAY", timedelta(seconds=4))
 
     def replicas() -> int:
         return int(namespace.get(BY_KIND["Deployment"], "chat")["spec"]["replicas"])

@@ -513,6 +513,7 @@ async def strike(site: Site, subject: str, fault: Fault, alerts: set[str]) -> No
         await until(f"none of {sorted(wanted)} fires", lambda: not wanted & site.prometheus.firing())
 
 
+@pytest.mark.long
 async def test_each_alert_fires_by_its_fault_and_ends_after_the_cure(programs: Path, tmp_path: Path) -> None:
     """An alert may also fire for subjects without its fault: the machine of the test can be slow."""
     alerts: dict[tuple[str, Fault], set[str]] = {}

@@ -24,7 +24,8 @@ from helpers.scripted_load import ScriptedLoad, run_against_a_server
 from neuron_operator.api.reasons import Reason
 from neuron_operator.run.metrics import Metrics as OperatorMetrics
 from neuron_runtime.core import BackendLimits
-from neuron_runtime.engine.messages import Step
+from neuron_runtime.engine.backpressure import QueueLimits
+from neuron_runtime.engine.messages import Ready, Step
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.server.metrics import FAMILIES, Metrics
 
@@ -189,7 +190,7 @@ def bad_model(num_stalls: int) -> str:
     """A model with slow tokens and a cache that is too small."""
     metrics = Metrics("bad")
     metrics.engine_started(1)
-    metrics.engine_ready(BackendLimits(2, 256, 256, num_blocks=64), 1.0, 1.0)
+    metrics.engine_ready(Ready(BackendLimits(2, 256, 256, num_blocks=64), QueueLimits(), 1.0, 1.0))
     for _ in range(num_stalls):
         metrics.tokens(1, 3.0)
     metrics.step(Step((), (), EngineStats(num_preemptions_total=num_stalls, stream_gap_bound_seconds=0.1 * num_stalls)))

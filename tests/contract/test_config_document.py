@@ -235,7 +235,7 @@ def test_the_runtime_parses_the_commands_that_fetch_and_read_stored_weights(plac
     store = PLACES[place].object_store
     assert (fetch.uri, fetch.digest) == ("hf://acme/tiny", KNOWN.digest)
     assert fetch.store == (store.uri if store else names.WEIGHTS_DIR)
-    serve = build_parser().parse_args(command_of(pinned.template))
+    serve = build_parser().parse_args(command_of(pinned.pinned.template))
     assert serve.weights_dir.as_posix() == names.WEIGHTS_DIR
     assert serve.weights_store == (store.uri if store else "")
     assert serve.on_weights_miss == "fail"
@@ -254,7 +254,7 @@ def test_the_runtime_parses_the_rendered_commands_of_a_compiled_model(weights: s
     using, model = replace(SETTINGS, storage=places), parse(body({**SPEC, "engine": COMPILED}))
     revision = pin(model, KNOWN, using, 1)
     (job, *_) = compile_jobs(model, using, revision)
-    for template in (revision.template, job["spec"]["template"], resolve_job(model, using)["spec"]["template"]):
+    for template in (revision.pinned.template, job["spec"]["template"], resolve_job(model, using)["spec"]["template"]):
         parsed = build_parser().parse_args(command_of(template))
         assert parsed.record.as_posix() == names.TERMINATION_LOG
     assert parsed.run.__module__.endswith("inspect")

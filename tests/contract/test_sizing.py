@@ -14,7 +14,7 @@ from helpers.operator_worlds import FACTS, body
 from neuron_operator.api.manifest import parse
 from neuron_operator.place import sizing
 from neuron_operator.place.catalog import FAMILIES
-from neuron_operator.place.sizing import Cores, Load, Widths, memory_of
+from neuron_operator.place.sizing import Load, Widths, memory_of
 from neuron_operator.read.records import Facts
 from neuron_operator.render import resources
 from neuron_operator.render.resources import _weights_bytes
@@ -109,7 +109,7 @@ def test_cache_and_activations_of_a_core_are_what_the_runtime_plans(
     planned = plan_of(parse_config(json.dumps(document).encode()), model, Target("trn2", 2, 64))
     prefill = sizing.longest_segment(length, 2) if num_blocks else length
     load = Load(length, rows, 32 if num_blocks else 0, num_blocks, longest_prefill=prefill)
-    memory = memory_of(facts_of(model), Widths(), load, Cores(tensor, FAMILIES["trn2"], 2))
+    memory = memory_of(facts_of(model), Widths(), load, tensor, family=FAMILIES["trn2"], logical_core=2)
     assert memory.cache == -(-planned.cache_bytes // tensor)
     assert memory.scratch - sizing.SCRATCHPAD_BYTES == max(graph.activation_bytes for graph in planned.graphs)
     assert load.num_graphs >= len(planned.graphs)

@@ -7,24 +7,27 @@ Users come from a token file: `admin` (system:masters) and ServiceAccounts with 
 from __future__ import annotations
 
 import contextlib
-import functools
+import http.client
 import json
+import os
 import secrets
+import select
 import shutil
 import ssl
 import subprocess
+import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from cluster.rig import binaries
-from cluster.rig.machine import WAIT_SECONDS
+from cluster.rig.machine import GO_SETTINGS, WAIT_SECONDS
 from helpers import kubeconfigs
 from helpers.ports import free_ports
 from neuron_operator.cluster.client import as_yaml
@@ -51,6 +54,10 @@ class ApiServer:
     bodies_of: tuple[str, ...] = ()
     """Users whose writes the audit log has with their bodies."""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _idle: list[http.client.HTTPSConnection] = field(default_factory=list)
+    _audited: list[dict[str, Any]] = field(default_factory=list)
+    _num_audit_bytes: int = 0
+    _audit_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def url(self) -> str:
@@ -72,24 +79,36 @@ class ApiServer:
     ) -> Any:
         """Sends one request as admin, or as a `user` that admin impersonates. Raises HTTPError with the server's
         message."""
-        text = as_yaml(body) if "yaml" in content_type else json.dumps(body)
-        request = urllib.request.Request(
-            self.url + path,
-            data=None if body is None else text.encode(),
-            method=method,
-            headers={
-                "Authorization": f"Bearer {self.tokens['admin']}",
-                "Content-Type": content_type,
-                **({"Impersonate-User": user} if user else {}),
-            },
-        )
+        data = as_yaml(body) if "yaml" in content_type else json.dumps(body).encode()
+        headers = {
+            "Authorization": f"Bearer {self.tokens['admin']}",
+            "Content-Type": content_type,
+            **({"Impersonate-User": user} if user else {}),
+        }
+        connection = self._take_connection()
         try:
-            with urllib.request.urlopen(request, context=self._tls, timeout=WAIT_SECONDS) as response:
-                content = response.read()
-        except urllib.error.HTTPError as error:
-            error.add_note(error.read().decode(errors="replace"))
+            connection.request(method, path, None if body is None else data, headers)
+            response = connection.getresponse()
+            content = response.read()
+        except BaseException:
+            connection.close()
             raise
+        self._idle.append(connection)
+        if response.status >= 400:
+            error = urllib.error.HTTPError(self.url + path, response.status, response.reason, response.headers, None)
+            error.add_note(content.decode(errors="replace"))
+            raise error
         return json.loads(content) if content.startswith(b"{") else content.decode()
+
+    def _take_connection(self) -> http.client.HTTPSConnection:
+        """One that earlier requests left open, unless the server has ended it: TLS costs more than a request."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not select.select([connection.sock], [], [], 0)[0]:
+                return connection
+            connection.close()
+        tls = ssl.create_default_context(cafile=str(self.ca_file))
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS, context=tls)
 
     def apply(self, path: str, body: Any, manager: str = "hand") -> Any:
         """Server-side apply as admin; `path` is the object's."""
@@ -100,11 +119,14 @@ class ApiServer:
 
         A client may get its response before the event is logged.
         """
-        *lines, _ = (self.folder / "audit.log").read_text().split("\n")  # the last line may be incomplete
-        events = [json.loads(line) for line in lines]
+        with self._audit_lock, (self.folder / "audit.log").open("rb") as file:
+            file.seek(self._num_audit_bytes)
+            *lines, _ = file.read().split(b"\n")  # the last line may be incomplete
+            self._num_audit_bytes += sum(len(line) + 1 for line in lines)
+            self._audited += (msgspec.json.decode(line) for line in lines)
         return [
             event
-            for event in events
+            for event in self._audited
             if "objectRef" in event  # not the discovery, with which kopf starts
             and (event["user"]["username"] == user if user else event["user"]["username"] != "system:apiserver")
         ]
@@ -123,11 +145,8 @@ class ApiServer:
             process.kill()
             process.wait()
         self.processes.clear()
-
-    @functools.cached_property
-    def _tls(self) -> ssl.SSLContext:
-        """Made once: it takes longer than a request."""
-        return ssl.create_default_context(cafile=str(self.ca_file))
+        while self._idle:
+            self._idle.pop().close()
 
 
 @contextlib.contextmanager
@@ -204,5 +223,7 @@ def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
 
 
 def _spawn(server: ApiServer, program: Path, *arguments: str) -> None:
+    env = {**os.environ, **GO_SETTINGS}
     with (server.folder / f"{program.name}.log").open("wb") as log:
-        server.processes.append(subprocess.Popen([str(program), *arguments], stdout=log, stderr=log, cwd=server.folder))
+        command = [str(program), *arguments]
+        server.processes.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=server.folder, env=env))

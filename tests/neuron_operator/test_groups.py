@@ -410,7 +410,7 @@ def test_members_that_the_api_server_refuses_are_explained_by_events() -> None:
         in found["message"]
     )
     assert "raise the ResourceQuota" in found["message"]
-    unread = replace(world, events=None)
+    unread = replace(world, events=())
     assert Need.EVENTS in decide(unread, USING).needs
     assert condition(decide(unread, USING).status, "Available")["reason"] == "Loading"
 

@@ -47,7 +47,7 @@ async def test_replicas_use_consecutive_ports_and_scaling_down_stops_the_last(tm
     with free_ports(2) as first:
         here, _ = machine(tmp_path, first)
         await here.apply(deployment(2, port=8000))
-        assert [p.ports for p in here.running] == [{8000: first}, {8000: first + 1}]
+        assert [p.process.plan.ports for p in here.running] == [{"http": first}, {"http": first + 1}]
         await until(lambda: sum(p.process.ready for p in here.running) == 2)
         await here.apply(deployment(1, port=8000))
         assert [p.name for p in here.running] == ["chat-0"]

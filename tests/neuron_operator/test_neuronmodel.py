@@ -10,12 +10,13 @@ import yaml
 from hypothesis import given
 
 from helpers.manifests import REFUSED, spec_with
-from helpers.operator_worlds import JSON_VALUES, body
+from helpers.operator_worlds import JSON_VALUES, body, fresh
 from neuron_operator.api import names
 from neuron_operator.api.errors import FieldNotSupported, InvalidSpec
-from neuron_operator.api.manifest import is_paused, parse
+from neuron_operator.api.manifest import parse
 from neuron_operator.api.model_status import MAX_MESSAGE
 from neuron_operator.cluster.reflector import trimmed_model
+from neuron_operator.read.views import observe
 
 CRD = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
 
@@ -130,7 +131,7 @@ def test_a_number_beyond_64_bits_is_quoted_in_the_refusal() -> None:
 @pytest.mark.parametrize(("value", "paused"), [("true", True), ("false", False), ("", False), (None, False)])
 def test_only_the_annotation_value_true_pauses(value: str | None, paused: bool) -> None:
     annotations = {} if value is None else {names.PAUSED_ANNOTATION: value}
-    assert is_paused(body(annotations=annotations)) is paused
+    assert observe(fresh(annotations=annotations)).model.is_paused is paused
 
 
 def test_every_list_map_and_text_of_the_spec_is_bounded() -> None:

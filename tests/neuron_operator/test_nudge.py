@@ -53,7 +53,7 @@ def attempts(world: World, seconds: float) -> Iterator[float]:
     """Seconds after NOW at which controllers are made to try again. Only what a pass asks for wakes the next one."""
     end = NOW + timedelta(seconds=seconds)
     while world.now < end:
-        decision = decide(replace(world, events=world.events or ()), SETTINGS)
+        decision = decide(world, SETTINGS)
         after = carried_out(world, decision)
         if tried(after) != tried(world):
             yield (world.now - NOW).total_seconds()

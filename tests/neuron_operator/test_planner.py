@@ -68,7 +68,7 @@ def chosen(
 
 def outcome(choice: Choice) -> tuple[Any, ...]:
     best = choice.chosen
-    return best.size, best.site.name, best.tensor, best.load.sequences, best.load.length
+    return best.placement.size, best.site.name, best.tensor, best.load.sequences, best.load.length
 
 
 def test_the_cheapest_type_that_fits_is_chosen_and_the_next_is_named() -> None:
@@ -180,7 +180,7 @@ def test_the_types_of_hyperpod_are_those_that_they_are_named_after() -> None:
         *(plain.chosen.tensor, plain.chosen.load),
         plain.chosen.cost,
     )
-    assert named.chosen.site.is_wired
+    assert named.chosen.site.efa
     assert outcome(chosen(LLAMA, (), node("ml.trn1.32xlarge", 16)))[1] == "ml.trn1.32xlarge"
     assert chosen(LLAMA, ("ml.trn1.32xlarge",)).chosen.site.name == "ml.trn1.32xlarge"
     rule = chosen(LLAMA, ("trn1.32xlarge",)).node_rule
@@ -223,7 +223,7 @@ def test_what_the_manifest_sets_is_kept_and_the_rest_follows(spec: dict[str, Any
     size, name, tensor, sequences, length = found
     best = chosen(LLAMA, ("inf2.24xlarge",), **spec).chosen
     assert (best.site.name, best.tensor, best.load.sequences, best.load.length) == (name, tensor, sequences, length)
-    assert best.size == size or "maxSequences" in str(spec)
+    assert best.placement.size == size or "maxSequences" in str(spec)
 
 
 def test_the_plan_is_in_the_configuration_document() -> None:
@@ -426,7 +426,7 @@ def test_a_plan_never_exceeds_a_core_a_host_or_what_a_node_grants(
     assert best.memory.fits
     assert best.memory.total <= best.memory.limit < best.logical_core * best.site.family.core_memory
     assert best.host.memory <= INSTANCE_TYPES[best.site.name].host_memory
-    assert best.size in legal_sizes(best.site.name, 0, mode, in_cores=False)
+    assert best.placement.size in legal_sizes(best.site.name, 0, mode, in_cores=False)
     assert facts.num_heads % best.tensor == 0
     assert facts.intermediate_size % best.tensor == 0
     assert best.tensor <= best.cores

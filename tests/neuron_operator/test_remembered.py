@@ -10,8 +10,7 @@ import pytest
 
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.model import NeuronModel
-from neuron_operator.read.remembered import remembered
+from neuron_operator.api.model import NeuronModel, remembered
 
 BODY: dict[str, Any] = {
     "metadata": {"name": "chat", "namespace": "ns", "uid": "u", "resourceVersion": "1"},

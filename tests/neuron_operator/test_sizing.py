@@ -15,7 +15,6 @@ from helpers.manifests import CASES
 from helpers.operator_worlds import FACTS
 from neuron_operator.place.catalog import FAMILIES, GIB, INSTANCE_TYPES, MIB
 from neuron_operator.place.sizing import (
-    Cores,
     Load,
     Memory,
     Widths,
@@ -57,7 +56,7 @@ LLAMA_70B = msgspec.structs.replace(
 
 def on(family: str, facts: Facts, tensor: int, load: Load) -> Memory:
     kind = FAMILIES[family]
-    return memory_of(facts, Widths(), load, Cores(tensor, kind, kind.logical_core))
+    return memory_of(facts, Widths(), load, tensor, family=kind, logical_core=kind.logical_core)
 
 
 SIZES: dict[str, st.SearchStrategy[Any]] = {
@@ -156,9 +155,8 @@ def test_the_estimate_allows_what_is_published_to_run_on_as_many_cores() -> None
     for one in yaml.safe_load((CASES / "sizing" / "recipes.yaml").read_text())["recipes"]:
         widths = Widths(weights=one.get("weights", 2))
         family = FAMILIES[one["family"]]
-        cores = Cores(one["cores"], family, family.logical_core)
-        facts = msgspec.convert(PUBLIC[one["model"]], Facts)
-        if not memory_of(facts, widths, Load(one["length"], one["sequences"]), cores).fits:
+        facts, load = msgspec.convert(PUBLIC[one["model"]], Facts), Load(one["length"], one["sequences"])
+        if not memory_of(facts, widths, load, one["cores"], family=family, logical_core=family.logical_core).fits:
             refused.add(one["model"])
     assert refused == {"Qwen/Qwen3-235B-A22B"}, "its sequences are divided among groups of cores"
 

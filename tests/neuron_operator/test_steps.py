@@ -192,7 +192,7 @@ def preferred_keys(affinity: Object) -> set[str]:
 def test_replicas_on_cpus_run_where_their_image_does_and_leave_devices_to_others() -> None:
     def pod(**spec: Any) -> Object:
         model = parse(body({"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}, **spec}))
-        template: Object = pin(model, msgspec.convert(FACTS, Facts), SETTINGS, 1).template
+        template: Object = pin(model, msgspec.convert(FACTS, Facts), SETTINGS, 1).pinned.template
         return dict(template["spec"])
 
     neuron = {names.NEURON_PRESENT_LABEL, names.INSTANCE_TYPE_LABEL}

@@ -60,9 +60,7 @@ NODES = (
 )
 
 
-def seen(
-    *pods: Any, free: FreeDevices | None = None, events: tuple[Object, ...] | None = None, **changes: Any
-) -> Decision:
+def seen(*pods: Any, free: FreeDevices | None = None, events: tuple[Object, ...] = (), **changes: Any) -> Decision:
     """The decision for a resolved model with pods built by the functions `pods` from its Deployment."""
     world, _ = resolved_world(**changes)
     deployment = find(world.children, "Deployment")
@@ -750,7 +748,7 @@ def test_events_are_read_for_a_pod_that_stays_unexplained_for_seconds() -> None:
 
 def test_the_event_of_a_pod_explains_it() -> None:
     creating = pod(state=waiting("ContainerCreating"))
-    unexplained = seen(creating, events=None)
+    unexplained = seen(creating)
     assert unexplained.needs == {Need.EVENTS}
     event = {"regarding": {"kind": "Pod", "name": "chat-1"}, "reason": "FailedMount", "note": "volume v is not there"}
     found = seen(creating, events=(event,))

@@ -16,7 +16,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from neuron_runtime.backend.nxdi.buckets import name_of
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.inputs import Inputs
@@ -33,7 +32,7 @@ from neuron_runtime.bench.simulation import PREFILL_FIRST, VLLM_NEURON, Outcome,
 from neuron_runtime.bench.traffic import Conversation, Traffic, Turn, conversations
 from neuron_runtime.commands.command_line import build_parser, main
 from neuron_runtime.config import parse_config
-from neuron_runtime.core import BackendLimits, Batch, Request, Sampling
+from neuron_runtime.core import BackendLimits, Batch, Request, Sampling, name_of_step
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import InvalidConfig
 
@@ -371,7 +370,7 @@ class Recorded(PlannedBackend):
         self.inputs, self.seen = Inputs(settings, self.limits), Counter[str]()
 
     def launch(self, batch: Batch) -> None:
-        expected = name_of(self.inputs.graphs(batch))
+        expected = name_of_step(graph.name for graph in self.inputs.graphs(batch))
         self.inputs.apply(batch)
         assert self.graph(batch) == expected, batch
         self.seen[expected] += 1

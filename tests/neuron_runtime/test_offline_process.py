@@ -33,7 +33,7 @@ simulated.FREED_BY_EXIT = True
 from neuron_runtime import LLM, SamplingParams
 
 llm = LLM({str(MODEL)!r}, backend="simulated", max_model_len=128, override_neuron_config={{"stepMilliseconds": 20}})
-print(llm._engine.pid, flush=True)
+print(llm._engine._child.process.pid, flush=True)
 """
 """A program at module level, which a process that imports it would run again."""
 
@@ -49,7 +49,7 @@ def made(times: dict[str, Any] = FAST, **arguments: Any) -> LLM:
 
 def pid_of(llm: LLM) -> int:
     assert isinstance(llm._engine, ProcessEngine)
-    return llm._engine.pid
+    return llm._engine._child.process.pid
 
 
 def lives(pid: int) -> bool:

@@ -226,5 +226,5 @@ async def test_the_engine_still_serves(served: Serving) -> None:
     await served.until_metric("vllm:num_requests_running", 0)
     await served.until_metric("vllm:num_requests_waiting", 0)
     assert served.engine.error is None
-    assert not served.front_end._failed.done()
+    assert not served.front_end._over.done()
     assert (await post(served, COMPLETIONS)).status_code == 200

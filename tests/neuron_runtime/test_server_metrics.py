@@ -21,13 +21,14 @@ from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes, c
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits, DeviceMemory, FinishReason, GraphUse, Request, Sampling, StepKind
 from neuron_runtime.engine import messages
+from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.engine.messages import Abort, Add, Step, ToEngine
+from neuron_runtime.engine.messages import Abort, Add, Ready, Step, ToEngine
 from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
 from neuron_runtime.processes.engine import Worker
 from neuron_runtime.processes.lifeline import Deadline
-from neuron_runtime.server.exchange import Exchange, ExchangeCounter
+from neuron_runtime.server.exchange import Exchange, count
 from neuron_runtime.server.metrics import (
     CORE_MEMORY,
     FAMILIES,
@@ -60,7 +61,7 @@ def step(**numbers: object) -> Step:
 def started(incarnation: int = 1) -> Metrics:
     metrics = Metrics("m")
     metrics.engine_started(incarnation)
-    metrics.engine_ready(LIMITS, load_seconds=3.0, warm_up_seconds=2.0)
+    metrics.engine_ready(Ready(LIMITS, QueueLimits(), load_seconds=3.0, warm_up_seconds=2.0))
     return metrics
 
 
@@ -127,7 +128,7 @@ def test_an_ended_engine_reports_no_running_requests() -> None:
 def test_a_restarted_engine_with_another_cache_drops_the_old_series() -> None:
     metrics = started()
     metrics.engine_started(2)
-    metrics.engine_ready(BackendLimits(2, 256, 256, block_size=32, num_blocks=8), 1.0, 1.0)
+    metrics.engine_ready(Ready(BackendLimits(2, 256, 256, block_size=32, num_blocks=8), QueueLimits(), 1.0, 1.0))
     shapes = [dict(labels) for name, labels in samples(metrics.render()) if name == "vllm:cache_config_info"]
     assert shapes == [{"model_name": "m", "engine": "0", "block_size": "32", "num_gpu_blocks": "8"}]
 
@@ -278,16 +279,16 @@ def over(error: ServingError | None, status: int, *ended: FinishReason) -> Excha
 def test_refused_requests_are_counted_by_reason(error: ServingError, status: int, reason: str) -> None:
     metrics = started()
     assert value(metrics, "neuron_serving_requests_refused_total", reason=reason) == 0, "a rate begins at 0"
-    ExchangeCounter(metrics).ended(over(error, status))
+    count(metrics, over(error, status))
     assert value(metrics, "neuron_serving_requests_refused_total", reason=reason) == 1
     assert value(metrics, "vllm:request_params_n_count") == 0
 
 
 def test_a_request_that_ran_is_never_counted_as_refused() -> None:
     metrics = started()
-    ExchangeCounter(metrics).ended(over(BackendFailed("died"), 503, FinishReason.ERROR, FinishReason.ERROR))
-    ExchangeCounter(metrics).ended(over(BackendFailed("died"), 200, FinishReason.STOP, FinishReason.ERROR))
-    ExchangeCounter(metrics).ended(over(None, 200, *[FinishReason.STOP] * 4))
+    count(metrics, over(BackendFailed("died"), 503, FinishReason.ERROR, FinishReason.ERROR))
+    count(metrics, over(BackendFailed("died"), 200, FinishReason.STOP, FinishReason.ERROR))
+    count(metrics, over(None, 200, *[FinishReason.STOP] * 4))
     refused = [v for (name, _), v in samples(metrics.render()).items() if name.endswith("requests_refused_total")]
     assert sum(refused) == 0
     assert value(metrics, "vllm:request_params_n_count") == 4, "once for each prompt"
@@ -377,7 +378,7 @@ def test_the_wait_for_each_other_rank_has_a_series_from_the_start_and_continues_
     metrics = Metrics("m")
     for incarnation in (1, 2):
         metrics.engine_started(incarnation)
-        metrics.engine_ready(LIMITS, 1.0, 1.0, num_ranks=3)
+        metrics.engine_ready(Ready(LIMITS, QueueLimits(), 1.0, 1.0, num_ranks=3))
         metrics.step(step(group_wait_seconds_total=(0.5, 0.25)))
         metrics.step(step(group_wait_seconds_total=(1.5, 0.25)))
     waited = {rank: value(metrics, GROUP_WAIT.name, rank=rank) for rank in ("1", "2")}

@@ -12,7 +12,8 @@ import pytest
 from helpers import virtual_time
 from helpers.serve_command import stopped
 from neuron_runtime.errors import BackendFailed, Draining, ExitCode, FatalError, ServingError
-from neuron_runtime.processes.children import Child, describe_exit
+from neuron_runtime.host import describe_exit
+from neuron_runtime.processes.children import Child
 from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.processes.restarts import CURED_BY_RESTART, RestartBudget
 from neuron_runtime.record import Record, write

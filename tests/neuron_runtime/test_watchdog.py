@@ -62,7 +62,7 @@ def test_no_limit_is_longer_than_any_step_may_take() -> None:
     assert limits.seconds("known") == 20.0
     armed = Armed()
     device = replace(LIMITS, max_step_seconds=100.0)
-    WatchedBackend(StrictBackend(device), armed).launch(
+    WatchedBackend(StrictBackend(device), armed.set).launch(
         Batch(0, Rows((0,), (0,), (2,), (-1,), (-1,), (True,)), 1, (Added(0, (1, 2), 2, Sampling(), (0,)),))
     )
     assert armed.seconds == [100.0]
@@ -122,7 +122,7 @@ class Armed:
 
 def test_a_deadline_covers_all_steps_in_flight_each_from_the_end_of_the_previous_one() -> None:
     device, armed = TimedBackend(), Armed()
-    backend = WatchedBackend(device, armed, StepLimits(1.0, 10.0, 60.0), device.clock)
+    backend = WatchedBackend(device, armed.set, StepLimits(1.0, 10.0, 60.0), device.clock)
     device.seconds = dict.fromkeys(range(4), 2.0) | {4: 3.0}
     for step in (0, 1):
         backend.launch(batch(step))
@@ -147,7 +147,7 @@ def test_a_deadline_covers_all_steps_in_flight_each_from_the_end_of_the_previous
 
 def test_steps_are_late_some_seconds_after_one_and_a_half_times_their_usual_time_but_a_long_step_alone_is_not() -> None:
     device, armed = TimedBackend(), Armed()
-    backend = WatchedBackend(device, armed, StepLimits(30.0, 10.0, 600.0), device.clock)
+    backend = WatchedBackend(device, armed.set, StepLimits(30.0, 10.0, 600.0), device.clock)
     device.seconds = {0: 20.0, 1: 20.0, 2: 20.0}
     backend.launch(batch(0))
     # Nothing is known of the shape.
@@ -162,7 +162,7 @@ def test_steps_are_late_some_seconds_after_one_and_a_half_times_their_usual_time
 
 def test_warm_up_steps_count_as_measurements_and_have_no_deadline() -> None:
     device, armed = TimedBackend(), Armed()
-    backend = WatchedBackend(device, armed, StepLimits(10.0, 10.0, 600.0), device.clock)
+    backend = WatchedBackend(device, armed.set, StepLimits(10.0, 10.0, 600.0), device.clock)
     backend.warm_up(lambda what, share: None)
     assert armed.seconds == []
     device.seconds = dict.fromkeys(range(3), 1.0)
@@ -248,7 +248,7 @@ HANG = """
     limits = BackendLimits(max_rows=2, max_model_length=64, max_step_tokens=64, num_blocks=8)
     backend = HangingBackend(limits, vocabulary_size=100)
     with Deadline(Path(sys.argv[1])) as deadline:
-        engine = Engine(WatchedBackend(backend, deadline, StepLimits(0.1, 10.0, FIRST)))
+        engine = Engine(WatchedBackend(backend, deadline.set, StepLimits(0.1, 10.0, FIRST)))
         engine.add(Request("1", (5, 6, 7), Sampling(max_tokens=40)))
         while engine.has_work:
             engine.step()

@@ -67,10 +67,6 @@ class Supported:
     of: Callable[[Any], object] | None = None
     """Reads the value to check against `values` from the spec; by default the field's own."""
 
-    def is_idle(self, backend: str) -> bool:
-        """Whether nothing uses the field."""
-        return self.of is None and backend not in self.backends
-
 
 @dataclass(frozen=True)
 class NotPinned:
@@ -137,6 +133,10 @@ class Field:
     @cached_property
     def supports(self) -> tuple[Supported, ...]:
         return self.annotations(Supported)
+
+    def is_idle(self, backend: str) -> bool:
+        """Whether nothing uses the field with this backend."""
+        return any(one.of is None and backend not in one.backends for one in self.supports)
 
     @cached_property
     def unwrapped(self) -> tuple[Any, tuple[object, ...]]:

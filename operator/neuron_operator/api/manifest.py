@@ -78,11 +78,6 @@ def _parsed(read: bytes) -> NeuronModel:
     )
 
 
-def is_paused(body: Mapping[str, Any]) -> bool:
-    """Whether the pause annotation is set; also works for invalid specs."""
-    return _mapping(_mapping(body.get("metadata")).get("annotations")).get(names.PAUSED_ANNOTATION) == "true"
-
-
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
@@ -115,7 +110,7 @@ def _invalid_within(core: Any, raw: object, path: str) -> Iterator[InvalidSpec]:
     """The errors in the fields of an object and in the items of a list."""
     if isinstance(raw, Mapping) and isinstance(core, type) and issubclass(core, SpecPart):
         declared = {one.key: one for one in fields_of(core)}
-        yield from (InvalidSpec(path, f"has no field {_shown(key)}") for key in raw if key not in declared)
+        yield from (InvalidSpec(path, f"has no field {shown(key)}") for key in raw if key not in declared)
         for key, one in declared.items():
             if key in raw:
                 yield from _invalid(one.kind, raw[key], f"{path}.{key}")
@@ -133,7 +128,7 @@ def _invalid_value(core: Any, raw: object, path: str, error: msgspec.ValidationE
     if raw is None and path == "spec":
         return InvalidSpec(path, "is required")
     if get_origin(core) is Literal:
-        return InvalidSpec(path, f"must be one of {', '.join(map(str, get_args(core)))}, got {_shown(raw)}")
+        return InvalidSpec(path, f"must be one of {', '.join(map(str, get_args(core)))}, got {shown(raw)}")
     if isinstance(core, type) and issubclass(core, SpecPart):
         return InvalidSpec(path, "must be an object")
     if isinstance(raw, float) and get_origin(core) in (Union, UnionType):
@@ -150,9 +145,10 @@ def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
         value_found = support.of(spec) if support.of else value
         accepted = support.values if support.of else (one.default, *support.values)
         if value_found not in accepted and spec.backend not in support.backends:
-            yield FieldNotSupported(path, _shown(value_found), support.cure)
+            yield FieldNotSupported(path, shown(value_found), support.cure)
 
 
-def _shown(value: object) -> str:
+def shown(value: object, most: int = 80) -> str:
+    """As JSON, of at most so many characters."""
     text = json.dumps(as_json(value), ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."

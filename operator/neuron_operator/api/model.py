@@ -7,8 +7,9 @@ them. A field that this version does not support declares it with `Supported`, a
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated, Any, Literal
+from functools import cached_property, wraps
+from operator import is_not
+from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
 
 from msgspec import Meta, field
 
@@ -683,8 +684,30 @@ class NeuronModel:
     remembered: dict[Callable[..., Any], Any] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """See the module of this name."""
+    """The last results of the functions that are decorated so."""
 
     @cached_property
     def uri(self) -> ParsedUri:
         return ParsedUri.parse(self.spec.model.uri)
+
+
+Others = TypeVarTuple("Others")
+Result = TypeVar("Result")
+
+
+def remembered(function: Callable[[NeuronModel, *Others], Result]) -> Callable[[NeuronModel, *Others], Result]:
+    """Keeps the results of a pure function with the manifest: passes ask for the same again and again.
+
+    It is computed again only if another argument is not the object that it was last time. A result is shared: nobody
+    changes it.
+    """
+
+    @wraps(function)
+    def recall(model: NeuronModel, *others: *Others) -> Result:
+        last = model.remembered.get(function)
+        if last is None or any(map(is_not, last[0], others)):
+            last = model.remembered[function] = others, function(model, *others)
+        result: Result = last[1]
+        return result
+
+    return recall

@@ -103,9 +103,7 @@ class GroupStatus(StatusPart, frozen=True):
     members: int | None = None
     ready_members: Annotated[int | None, "Members whose container runs."] = None
     reason: Word | None = None
-    message: Annotated[Annotated[str, Meta(max_length=MAX_WORD)] | None, "Which member ended last, where and why."] = (
-        None
-    )
+    message: Annotated[Reported | None, "Which member ended last, where and why."] = None
 
 
 class PastRevision(StatusPart, frozen=True):
@@ -115,7 +113,7 @@ class PastRevision(StatusPart, frozen=True):
         "`RollingOut`, `Serving`, `Replaced`, `RolledBack`, or `Skipped`: another was wanted before it had served.",
     ]
     since: Annotated[str, "When it was first wanted.", Meta(extra_json_schema={"format": "date-time"})]
-    message: Annotated[Annotated[str, Meta(max_length=MAX_WORD)] | None, "Why it failed."] = None
+    message: Annotated[Reported | None, "Why it failed."] = None
 
 
 class Status(StatusPart, frozen=True):

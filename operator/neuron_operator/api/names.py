@@ -1,7 +1,7 @@
 """Every string that a cluster sees: API group, kinds, labels, annotations, resource names, names of children.
 
-Used everywhere in the operator. A model's name is a DNS label, because its Service has the same name and labels have it
-as value. Derived names are functions and are DNS labels, too: the model's name is shortened where it leaves no room.
+A model's name is a DNS label, because its Service has the same name and labels have it as value. Derived names are
+functions and are DNS labels, too: the model's name is shortened where it leaves no room.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from kubernetes.aio.client.rest import RESTClientObject
 from neuron_operator.api import names
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.cluster.containment import own_entries
+from neuron_operator.read.objects import only
 from neuron_operator.read.world import Object
 
 REQUEST_SECONDS = 30.0
@@ -180,11 +181,10 @@ def bounded(obj: Object, num_bytes: int) -> Object:
         return obj
     metadata = obj["metadata"]
     known = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "deletionTimestamp")
-    kept = {key: metadata[key] for key in known if key in metadata}
-    labels = {key: value for key, value in (metadata.get("labels") or {}).items() if key in names.OWN_LABELS}
+    labels = only(metadata.get("labels") or {}, names.OWN_LABELS)
     owners = (metadata.get("ownerReferences") or [])[:MAX_OWNERS_READ]
-    about: Object = {key: obj[key] for key in ("apiVersion", "kind") if key in obj}
-    return {**about, "metadata": {**kept, "labels": labels, "ownerReferences": owners}, BYTES: num_bytes}
+    kept = {**only(metadata, known), "labels": labels, "ownerReferences": owners}
+    return {**only(obj, ("apiVersion", "kind")), "metadata": kept, BYTES: num_bytes}
 
 
 def _bounded_raw(encoded: msgspec.Raw) -> msgspec.Raw:
@@ -220,8 +220,7 @@ class WatchEvent(msgspec.Struct, frozen=True):
 
     @property
     def object(self) -> Object:
-        decoded: Object = msgspec.json.decode(self.encoded)
-        return bounded(decoded, memoryview(self.encoded).nbytes)
+        return bounded(msgspec.json.decode(self.encoded), memoryview(self.encoded).nbytes)
 
 
 # What the kubernetes package raises for a malformed kubeconfig.
@@ -399,11 +398,10 @@ class Client:
 
     async def apply_status(self, resource: Resource, live: Object, status: Object) -> Object:
         """Server-side apply of the whole status of exactly `live`."""
-        metadata = live["metadata"]
         body = {
             "apiVersion": resource.api_version,
             "kind": resource.kind,
-            "metadata": {key: metadata[key] for key in ("name", "namespace", "uid")},
+            "metadata": only(live["metadata"], ("name", "namespace", "uid")),
             "status": status,
         }
         path = resource.path_of(live, "status")
@@ -465,6 +463,7 @@ class Client:
         timeouts: aiohttp.ClientTimeout = _REQUEST_TIMEOUTS,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A successful response with its body unread. Errors up to the end of the block become a ClusterFault."""
+        encode = as_yaml if content_type.endswith("yaml") else msgspec.json.encode
         url = self.configuration.host + path
         if query:
             url += "?" + urlencode({key: value for key, value in query.items() if value})
@@ -477,7 +476,7 @@ class Client:
             async with self.session.request(
                 _METHODS.get(verb, "GET"),
                 url,
-                data=None if body is None else _encoded(body, content_type),
+                data=None if body is None else encode(body),
                 headers=headers,
                 timeout=timeouts,
                 proxy=self.configuration.proxy,
@@ -551,14 +550,10 @@ def _replacements(desired: Object, live: Object) -> Object:
     return paths
 
 
-def _encoded(body: Any, content_type: str) -> bytes:
-    return as_yaml(body).encode() if content_type.endswith("yaml") else msgspec.json.encode(body)
-
-
-def as_yaml(body: Any) -> str:
+def as_yaml(body: Any) -> bytes:
     """JSON that is also valid YAML, which has no surrogate pairs, and rejects some unescaped characters or treats them
     as line breaks (https://yaml.org/spec/1.1/#id868524)."""
-    return _ODD.sub(lambda match: f"\\u{ord(match[0]):04x}", msgspec.json.encode(body).decode())
+    return _ODD.sub(lambda match: f"\\u{ord(match[0]):04x}", msgspec.json.encode(body).decode()).encode()
 
 
 _ODD = re.compile("[\x7f-\uffff]")

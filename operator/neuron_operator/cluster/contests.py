@@ -6,13 +6,13 @@ and meanwhile the status names object, field, wanted and found. In memory: a new
 
 from __future__ import annotations
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from neuron_operator.api.manifest import shown
 from neuron_operator.api.names import digest
 from neuron_operator.cluster.containment import quantity
 from neuron_operator.read.objects import items
@@ -40,13 +40,8 @@ class Difference:
         if self.said:
             return self.said
         scaling = "; scale the NeuronModel instead" if self.path == ("spec", "replicas") else ""
-        field, desired, live = ".".join(self.path), _shown(self.desired), _shown(self.live)
+        field, desired, live = ".".join(self.path), shown(self.desired, MAX_SHOWN), shown(self.live, MAX_SHOWN)
         return f"{field}: wanted {desired}, but somebody else makes it {live}{scaling}"
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 DELETED = Difference(("status",), True, None, said="somebody deletes it before it ends")

@@ -95,15 +95,14 @@ class LeaderLease:
             if live is not None and _holder(live) not in ("", self.identity):
                 wait_seconds = self._seen_at + float(live["spec"].get("leaseDurationSeconds") or 0) - _now()
             if wait_seconds <= 0:
-                sent_at = _now()
+                sent_at, wait_seconds = _now(), self.timings.retry_seconds
                 try:
                     async with asyncio.timeout(self.timings.deadline_seconds):
                         return _Term(await self._take(live), sent_at)
-                except (AlreadyExists, Conflict):  # another replica was faster: the watch will show it
-                    wait_seconds = self.timings.retry_seconds
+                except (AlreadyExists, Conflict) as fault:
+                    logger.debug("another replica was faster, the watch will show it: %s", fault)
                 except (ClusterFault, TimeoutError) as fault:
                     logger.warning("cannot acquire the lease: %s", fault)
-                    wait_seconds = self.timings.retry_seconds
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_seconds):
                     await self._changed.wait()
@@ -144,26 +143,24 @@ class LeaderLease:
 
     async def _renew(self, term: _Term) -> None:
         """Returns when the Lease is lost."""
+        pause_seconds = self.timings.renew_seconds
         while True:
-            await asyncio.sleep(self.timings.renew_seconds)
-            deadline = term.sent_at + self.timings.deadline_seconds
-            while True:
-                sent_at = _now()
-                try:
-                    async with asyncio.timeout(deadline - sent_at):
-                        term.held = await self._write(term.held, {"renewTime": _micro_time()})
-                    term.sent_at = sent_at
-                    break
-                except _Lost as lost:
-                    logger.warning("%s", lost)
-                    term.lost = True
-                    return
-                except (ClusterFault, TimeoutError) as fault:
-                    logger.warning("cannot renew the lease: %s", fault)
-                if _now() + self.timings.retry_seconds >= deadline:
+            await asyncio.sleep(pause_seconds)
+            sent_at, deadline = _now(), term.sent_at + self.timings.deadline_seconds
+            try:
+                async with asyncio.timeout(deadline - sent_at):
+                    term.held = await self._write(term.held, {"renewTime": _micro_time()})
+                term.sent_at, pause_seconds = sent_at, self.timings.renew_seconds
+            except _Lost as lost:
+                logger.warning("%s", lost)
+                term.lost = True
+                return
+            except (ClusterFault, TimeoutError) as fault:
+                logger.warning("cannot renew the lease: %s", fault)
+                pause_seconds = self.timings.retry_seconds
+                if _now() + pause_seconds >= deadline:
                     # The server may still have us as holder: `_lead` tries to release it.
                     return
-                await asyncio.sleep(self.timings.retry_seconds)
 
     async def _write(self, held: Object, changes: Object) -> Object:
         """Change the spec of a Lease that is ours, also after an earlier write whose response was lost.

@@ -36,7 +36,7 @@ from neuron_operator.cluster.client import (
 )
 from neuron_operator.cluster.containment import own_entries
 from neuron_operator.cluster.workqueue import Backoff
-from neuron_operator.read.objects import MAX_OWNERS, descends, items, labels_of, name_of, owners_of, text
+from neuron_operator.read.objects import MAX_OWNERS, descends, items, labels_of, name_of, only, owners_of, text
 from neuron_operator.read.views import NodeView, node_view
 from neuron_operator.read.world import Object
 from neuron_operator.why import nodes
@@ -74,14 +74,9 @@ def trimmed_model(model: Object) -> Object:
     """The model with the metadata that passes read: labels and annotations of others may be heavier than the rest. Of a
     spec that is too heavy to keep only the weight, for which `manifest.parse` refuses it."""
     metadata = trimmed(model)["metadata"]
-    annotations = {
-        key: value for key, value in (metadata.get("annotations") or {}).items() if key in names.MODEL_ANNOTATIONS
-    }
+    annotations = only(metadata.get("annotations") or {}, names.MODEL_ANNOTATIONS)
     num_bytes, _ = manifest.weighed(model)
-    kept = {
-        **model,
-        "metadata": {**{key: metadata[key] for key in _READ_OF_MODELS if key in metadata}, "annotations": annotations},
-    }
+    kept = {**model, "metadata": {**only(metadata, _READ_OF_MODELS), "annotations": annotations}}
     if num_bytes > manifest.MAX_SPEC_BYTES:
         del kept["spec"]
         kept[manifest.SPEC_BYTES] = num_bytes
@@ -102,30 +97,23 @@ _READ_OF_MODELS = (
 
 def trimmed_node(node: Object) -> Object:
     """What `views.node_view` reads: kubelets report the rest often, and it is long."""
-    status, metadata = node.get("status") or {}, node["metadata"]
-    said = [condition for condition in status.get("conditions") or () if condition["type"] in nodes.CONDITIONS]
+    status, devices = node.get("status") or {}, (names.DEVICE_RESOURCE, names.CORE_RESOURCE)
+    said = [condition for condition in status.get("conditions") or () if condition["type"] in nodes.HEALTHY]
     return {
         "apiVersion": node["apiVersion"],
         "kind": node["kind"],
-        "metadata": {key: metadata[key] for key in ("name", "uid", "resourceVersion")},
+        "metadata": only(node["metadata"], ("name", "uid", "resourceVersion")),
         "status": {
             "conditions": said,
-            **{part: _devices(status.get(part) or {}) for part in ("capacity", "allocatable")},
+            **{part: only(status.get(part) or {}, devices) for part in ("capacity", "allocatable")},
         },
     }
 
 
 def trimmed_owner(obj: Object) -> Object:
     """Whose it is. Its controller reports the rest often, which concerns no model."""
-    metadata = obj["metadata"]
-    kept = {key: metadata[key] for key in ("name", "namespace", "uid", "labels", "ownerReferences") if key in metadata}
+    kept = only(obj["metadata"], ("name", "namespace", "uid", "labels", "ownerReferences"))
     return {"kind": obj["kind"], "metadata": kept}
-
-
-def _devices(quantities: Object) -> Object:
-    return {
-        name: quantity for name, quantity in quantities.items() if name in (names.DEVICE_RESOURCE, names.CORE_RESOURCE)
-    }
 
 
 def key_of_model(obj: Object) -> Key:
@@ -159,11 +147,8 @@ class _Kept:
         return obj
 
 
-@lru_cache(maxsize=256)
-def _decoded(encoded: bytes) -> Object:
-    """The passes over the models of a namespace read the same objects again and again."""
-    obj: Object = msgspec.json.decode(encoded)
-    return obj
+_decoded = lru_cache(maxsize=256)(msgspec.json.decode)
+"""The passes over the models of a namespace read the same objects again and again."""
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Hashable, Set
 from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
@@ -44,7 +44,6 @@ class WorkQueue(Generic[Key]):
     def __post_init__(self) -> None:
         self._waiting: OrderedDict[Hashable, deque[Key]] = OrderedDict()
         """By party, whose turn is next first. None is empty."""
-        self._num_running: Counter[Hashable] = Counter()
         self._dirty: dict[Key, set[Hashable]] = {}
         """Keys that must run: those in `_waiting`, and running keys that were added again; and why."""
         self._running: set[Key] = set()
@@ -115,7 +114,6 @@ class WorkQueue(Generic[Key]):
                 await handle(key)
             finally:
                 self._running.discard(key)
-                self._num_running -= Counter((self.party_of(key),))
                 if key in self._dirty:
                     self._append(key)
                 self._arrived.set()  # its party may have more in work again
@@ -132,7 +130,6 @@ class WorkQueue(Generic[Key]):
             self._waiting.move_to_end(party)
         else:
             del self._waiting[party]
-        self._num_running[party] += 1
         del self._dirty[key]
         self._running.add(key)
         timer = self._timers.pop(key, None)
@@ -141,7 +138,7 @@ class WorkQueue(Generic[Key]):
         return key
 
     def _may_run(self, party: Hashable) -> bool:
-        return self.max_running is None or self._num_running[party] < self.max_running
+        return self.max_running is None or sum(self.party_of(key) == party for key in self._running) < self.max_running
 
     def _append(self, key: Key) -> None:
         self._waiting.setdefault(self.party_of(key), deque()).append(key)

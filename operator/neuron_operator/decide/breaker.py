@@ -1,7 +1,7 @@
 """Limits how often pods are created that a node refuses or ends: a ReplicaSet replaces a failed pod at once, forever.
 
-Called by `decide` for the number of pods, the revision they are of and the failed pods to delete, and by `why` for the
-time of the next attempt. Pure. The failed pods themselves are the only state: deleting them allows the next attempt.
+Called by `decide` for the number of pods, the revision they are of and the failed pods to delete. Pure. The failed pods
+themselves are the only state: deleting them allows the next attempt.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from neuron_operator.read.objects import only
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import Observed, PodView
-from neuron_operator.why.attempts import failures, next_attempt
+from neuron_operator.why.pods import failures, next_attempt
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,14 @@ def steer(observed: Observed, revision: Revision, num_wanted: int) -> Allowed:
     """The wanted pods of the wanted revision, unless pods of it failed.
 
     Then one more pod than the nodes hold is asked for at a time, and none until `next_attempt`. Until then an earlier
-    revision that has live pods serves.
+    revision that has live pods serves. How often groups start is limited in `groups`.
     """
+    if observed.groups or revision.placement.nodes > 1:
+        return Allowed(revision, num_wanted)
     if _is_waiting(observed, revision.name):
         live = {pod.revision for pod in observed.live} - {revision.name}
-        earlier = (known for known in observed.revisions if known.name in live)
-        revision = max(earlier, key=lambda known: known.number, default=revision)
+        earlier = only(observed.revisions, live)
+        revision = max(earlier.values(), key=lambda known: known.number, default=revision)
     if not failures(observed, revision.name) or any(pod.revision != revision.name for pod in observed.live):
         return Allowed(revision, num_wanted)
     held = sum(pod.is_admitted for pod in observed.live)

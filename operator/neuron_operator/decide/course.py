@@ -23,8 +23,7 @@ from neuron_operator.decide.rollout import Setback
 from neuron_operator.decide.sharing import upkeep
 from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, seconds_false, using, walk
 from neuron_operator.place.planner import Held, is_stranded
-from neuron_operator.read.disruption import Pace
-from neuron_operator.read.objects import dig, is_owned, kind_of, name_of
+from neuron_operator.read.objects import dig, is_owned, kind_of, name_of, only
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import ConditionView, Observed, observe
 from neuron_operator.read.world import Decision, Object, RefusalCause, Settings, Upgrade, World
@@ -33,13 +32,16 @@ from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.groups import group_owner, rest_of
 from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.pods import runtime_image
+from neuron_operator.render.serving import Pace
 from neuron_operator.render.storage import check_source, own_claims
-from neuron_operator.why import attempts, status
+from neuron_operator.why import status
 from neuron_operator.why.pods import (
     UNEXPLAINED_POD_SECONDS,
     UNEXPLAINED_SECONDS,
     awaited,
     explain_failure,
+    failures,
+    next_attempt,
     unexplained_from,
 )
 from neuron_operator.why.refusals import explain_refusals
@@ -83,8 +85,8 @@ class Course:
     """The revision of the replicas: the wanted one once all its steps are done."""
     is_told: bool = True
     """Whether the replicas need not wait for the status; see `_is_told`."""
-    num_wanted: int | None = None
-    """`spec.replicas`; None if the spec is invalid."""
+    num_wanted: int = 0
+    """`spec.replicas`; of an invalid spec, the replicas of the last valid one."""
     setback: Setback | None = None
     pace: Pace | None = None
     """How `served` reaches the replicas."""
@@ -101,15 +103,19 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
     try:
         course = _set_course(world, observed, settings, steps)
     except InvalidSpec as error:
-        course = Course((refusal_of(error),), served=observed.serving())
-    is_paused = manifest.is_paused(world.body)
+        course = Course(
+            (refusal_of(error),),
+            served=observed.serving(),
+            num_wanted=_num_before(observed),
+            groups=groups.GroupPlan(records=observed.model.groups),
+        )
     is_terminating = any(refusal.why is RefusalCause.TERMINATING for refusal in world.refusals)
-    if is_paused:
+    if observed.model.is_paused:
         course = replace(course, findings=tuple(map(_noting_pause, course.findings)))
-    is_held = is_paused or is_terminating
+    is_held = observed.model.is_paused or is_terminating
     if is_held:  # report only, change nothing
         course = replace(course, decision=replace(course.decision, desired=(), changes=(), delete=()))
-    findings = status.complete((*course.findings, *_explain_serving(observed, course, is_paused=is_paused)))
+    findings = status.complete((*course.findings, *_explain_serving(observed, course)))
     whole_status = _status(observed, course, findings, settings.troubleshooting_url, is_held=is_held)
     return replace(
         course.decision,
@@ -134,25 +140,26 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     """Raises InvalidSpec for a manifest that is refused before any step, or that names no revision to return to."""
     model = manifest.parse(world.body)
     check_source(model, settings)
-    wanted = pin.wanted(model, observed.revisions)
-    image, is_behind = runtime_image(model, settings), _is_behind(world, model, observed, settings, wanted)
+    revisions = observed.revisions.values()
+    wanted = pin.wanted(model, revisions)
+    image, is_behind = runtime_image(model, settings), _is_behind(model, observed, settings, wanted)
     moves = is_behind and world.has_turn
     defaults = pin.defaults_key(model, settings)
-    is_idle = wanted is not None and not observed.has_served(wanted.name)
-    renews = is_idle and wanted is not None and wanted.pinned.defaults not in ("", defaults)
-    next_number, held = pin.next_number(observed.revisions), pin.held(observed.revisions)
+    idle = wanted if wanted and not observed.has_served(wanted.name) else None
+    renews = idle is not None and idle.pinned.defaults not in ("", defaults)
+    next_number, held = pin.next_number(revisions), pin.held(revisions)
     because = image if moves else defaults if renews else ""
     if moves or renews:
-        wanted = pin.wanted(model, observed.revisions, image if moves else "", "" if moves else defaults)
-    elif is_idle and wanted is not None and _is_stranded(model, observed, settings, wanted, held):
+        wanted = pin.wanted(model, revisions, image if moves else "", "" if moves else defaults)
+    elif idle is not None and _is_stranded(model, observed, settings, idle, held):
         wanted, because = None, f"{next_number}:{defaults}"
-    facts = wanted.pinned.facts if wanted else pin.known_facts(model, settings, observed.revisions)
+    facts = wanted.pinned.facts if wanted else pin.known_facts(model, settings, revisions)
     known = Known(
         model,
         settings,
         partial(pin.pin, model, settings=settings, number=next_number, upgrade=because, free=world.free, before=held),
         tried=frozenset((*observed.tried, observed.model.failed_revision)),
-        answers=not manifest.is_paused(world.body) and any(pod.is_answering for pod in observed.live),
+        answers=not observed.model.is_paused and any(pod.is_answering for pod in observed.live),
         facts=facts,
         revision=wanted,
     )
@@ -163,14 +170,11 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     if setback is not None and setback.is_recorded:
         served = setback.to
     grouped = _groups(model, settings, observed, done, served)
-    allowed: Allowed | None = None
-    if served is not None and grouped is not None:
-        allowed = Allowed(served, model.spec.replicas)
-    elif served is not None:
-        allowed = breaker.steer(observed, served, model.spec.replicas)
+    allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
     pace = rollout.pace_of(model, observed, allowed.revision) if allowed else None
     is_told = allowed is None or _is_told(observed, done, allowed.revision)
-    cleaning = _cleaning(model, settings, observed, pinned)
+    kept_revisions = _kept_revisions(model, observed, pinned)
+    cleaning = _cleaning(model, settings, observed, kept_revisions)
     desired = (
         *(pin.to_object(model, known) for known in _distinct(pinned, served, allowed.revision if allowed else None)),
         serving.service(model),
@@ -201,7 +205,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         ),
     )
     is_settled = done.is_complete and not world.refusals
-    earlier = (name for known in _kept_revisions(model, observed, pinned) for name in known.shared)
+    earlier = (name for known in kept_revisions for name in known.shared)
     kept = (name for name in earlier if name in observed.keepers)  # a Job that still works for one works for nothing
     shared = upkeep(model, observed, done, frozenset((*kept, *map(name_of, cleaning))), world.used_by_others)
     # May get new pods.
@@ -212,11 +216,11 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *(grouped.end if grouped else ()),
         *(pod.live for pod in observed.live if not pod.group and awaited(pod, observed) in observed.existing),
         *(pod.live for pod in breaker.surplus(observed, attempted) if not pod.group),
-        *(_unneeded(model, observed, pinned) if is_settled else ()),
+        *(_unneeded(model, observed, kept_revisions) if is_settled else ()),
     )
     upgrade: Upgrade | None = "Running" if moves else "Waiting"
     if not is_behind:
-        upgrade = _begun(world, model, observed, pinned, setback)
+        upgrade = _begun(model, observed, pinned, setback)
     return Course(
         findings=(ACCEPTED, *explain_refusals(world.refusals), *done.findings),
         decision=Decision(
@@ -237,14 +241,12 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     )
 
 
-def _is_behind(
-    world: World, model: NeuronModel, observed: Observed, settings: Settings, wanted: Revision | None
-) -> bool:
+def _is_behind(model: NeuronModel, observed: Observed, settings: Settings, wanted: Revision | None) -> bool:
     """Whether the model is to move to another runtime image by itself. One that does not answer is left to its owner:
     it would hold up all others."""
     return (
         settings.runtime_upgrade == "Rolling"
-        and not manifest.is_paused(world.body)
+        and not observed.model.is_paused
         and not model.rollback_to
         and wanted is not None
         and wanted.image != runtime_image(model, settings)
@@ -266,12 +268,10 @@ def _is_stranded(
     return is_stranded(model, settings, held, observed.free)
 
 
-def _begun(
-    world: World, model: NeuronModel, observed: Observed, wanted: Revision | None, setback: Setback | None
-) -> Upgrade | None:
+def _begun(model: NeuronModel, observed: Observed, wanted: Revision | None, setback: Setback | None) -> Upgrade | None:
     """How far the model is if the wanted revision differs from the one that served last by its image alone."""
-    served = next((one for one in observed.revisions if one.name == observed.model.current_revision), None)
-    if wanted is None or served is None or manifest.is_paused(world.body) or not model.spec.replicas:
+    served = observed.revisions.get(observed.model.current_revision)
+    if wanted is None or served is None or observed.model.is_paused or not model.spec.replicas:
         return None
     if wanted.pinned.spec_hash != served.pinned.spec_hash or wanted.image == served.image:
         return None
@@ -295,11 +295,11 @@ def _groups(
 
 
 def _cleaning(
-    model: NeuronModel, settings: Settings, observed: Observed, wanted: Revision | None
+    model: NeuronModel, settings: Settings, observed: Observed, kept_revisions: Iterable[Revision]
 ) -> tuple[Object, ...]:
     """The CronJobs of the claims that the model's revisions use, with all their owners: each of them may apply it."""
     records = (kept.record for kept in observed.keepers.values() if kept.record is not None)
-    made = cleaners(model, settings, _kept_revisions(model, observed, wanted), records)
+    made = cleaners(model, settings, kept_revisions, records)
     live = {name_of(obj): obj for obj in observed.shared.get("CronJob", ())}
     return tuple(with_owners(obj, live.get(name_of(obj), {})) for obj in made)
 
@@ -368,16 +368,13 @@ def _workload(
 ) -> Iterator[Object]:
     """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
     still, served = _with_pods(observed), allowed.revision
-    revisions = _distinct(served, *(known for known in observed.revisions if known.name in still))
-    config_maps = {
-        name_of(config_map): config_map
-        for config_map in (serving.config_map(model, r.pinned.config) for r in revisions)
-    }
-    yield from config_maps.values()
+    revisions = {served.name: served, **only(observed.revisions, still)}
+    config_maps = (serving.config_map(model, known.pinned.config) for known in revisions.values())
+    yield from {name_of(config_map): config_map for config_map in config_maps}.values()
     if served.placement.nodes == 1:
         yield serving.deployment(model, served, allowed.num_pods, pace, nudge.of_deployment(observed).value)
     elif observed.deployment is not None and grouped is not None:  # of an earlier revision on one node
-        before = next((known for known in observed.revisions if known.name == observed.deployment.revision), None)
+        before = observed.revisions.get(observed.deployment.revision)
         if before is not None:
             yield serving.deployment(model, before, grouped.num_earlier, pace)
     if grouped is None:
@@ -390,9 +387,8 @@ def _workload(
         yield from (part for part in made if not group.is_whole or part["kind"] in ("NetworkPolicy", "Service"))
 
 
-def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -> Iterator[Object]:
+def _unneeded(model: NeuronModel, observed: Observed, kept: Sequence[Revision]) -> Iterator[Object]:
     """Our revisions that nothing needs any more, and their ConfigMaps."""
-    kept = _kept_revisions(model, observed, wanted)
     needed = {
         "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
         "ConfigMap": {names.config_name(model.name, known.pinned.config) for known in kept},
@@ -406,10 +402,11 @@ def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -
 def _kept_revisions(model: NeuronModel, observed: Observed, wanted: Revision | None) -> tuple[Revision, ...]:
     """The wanted revision, those that still have pods, the last that worked, and as many others as the model keeps."""
     in_use = {*_with_pods(observed), observed.model.current_revision, model.rollback_to}
-    current = {known.name: known for known in observed.revisions if known.name in in_use}
+    current = only(observed.revisions, in_use)
     if wanted is not None:
         current[wanted.name] = wanted
-    earlier = sorted((r for r in observed.revisions if r.name not in current), key=lambda r: r.number, reverse=True)
+    others = (known for name, known in observed.revisions.items() if name not in current)
+    earlier = sorted(others, key=lambda known: known.number, reverse=True)
     return (*current.values(), *earlier[: model.spec.rollout.revision_history_limit])
 
 
@@ -418,13 +415,13 @@ def _with_pods(observed: Observed) -> set[str]:
     return of_pods | {group.revision for group in observed.groups}
 
 
-def _explain_serving(observed: Observed, course: Course, *, is_paused: bool) -> tuple[Finding, ...]:
+def _explain_serving(observed: Observed, course: Course) -> tuple[Finding, ...]:
     """Findings about the replicas, whether or not the steps are complete."""
     if course.served is None:
         return ()
     of_groups = course.groups.findings if course.groups else ()
-    of_replicas = explain_replicas(observed, _num_wanted(observed, course), course.served, of_groups)
-    of_revision = _explain_revision(observed, course, course.served, is_paused=is_paused)
+    of_replicas = explain_replicas(observed, course.num_wanted, course.served, of_groups)
+    of_revision = _explain_revision(observed, course, course.served)
     rolling = next((finding for finding in of_revision if finding.reason is Reason.ROLLING_OUT), None)
     if rolling is not None:
         of_replicas = tuple(_during(rolling, one, course.served, observed) for one in of_replicas)
@@ -444,23 +441,21 @@ def _during(rolling: Finding, missing: Finding, served: Revision, observed: Obse
     return missing
 
 
-def _num_wanted(observed: Observed, course: Course) -> int:
-    """With an invalid spec, the replicas of the last valid one."""
-    if course.num_wanted is not None:
-        return course.num_wanted
+def _num_before(observed: Observed) -> int:
+    """Replicas of the last valid spec."""
     if observed.groups:
         return len({group.replica for group in observed.groups})
     return observed.deployment.replicas if observed.deployment else 0
 
 
-def _explain_revision(observed: Observed, course: Course, served: Revision, *, is_paused: bool) -> tuple[Finding, ...]:
+def _explain_revision(observed: Observed, course: Course, served: Revision) -> tuple[Finding, ...]:
     if course.wanted is None:
         return _explain_waiting(course, served)
     wanted = course.wanted.name
     if course.setback is not None:
         text = f"revision {course.setback.to.name} serves instead of {wanted}: {course.setback.why}"
         return (unmet("UpToDate", Reason.ROLLED_BACK, text),)
-    if failed := attempts.failures(observed, wanted) if wanted != served.name else ():
+    if failed := failures(observed, wanted) if wanted != served.name else ():
         text = f"revision {served.name} serves instead of {wanted}: {explain_failure(failed[-1], observed).message}"
         return (unmet("UpToDate", Reason.ROLLED_BACK, text),)
     if wanted != served.name:
@@ -470,7 +465,7 @@ def _explain_revision(observed: Observed, course: Course, served: Revision, *, i
     is_updated = _runs_only(observed, wanted)
     num_made = len(course.groups.alive) if course.groups else deployment.replicas if deployment is not None else -1
     is_scaled = num_made == course.num_wanted
-    if is_paused and not (is_updated and is_scaled):
+    if observed.model.is_paused and not (is_updated and is_scaled):
         edit = f"revision {wanted} with {course.num_wanted} replicas"
         text = f"paused; {edit} rolls out once annotation {names.PAUSED_ANNOTATION} is removed"
         return (unmet("UpToDate", Reason.PAUSED, text),)
@@ -505,7 +500,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], pag
     model, shown = observed.model, course.wanted or course.served
     wanted = course.wanted.name if course.wanted else ""
     others = sorted(pod.revision for pod in observed.live if pod.is_answering and pod.revision != wanted)
-    num_ready, num_wanted = sum(pod.is_answering for pod in observed.live), _num_wanted(observed, course)
+    num_ready, num_wanted = sum(pod.is_answering for pod in observed.live), course.num_wanted
     current = model.current_revision or (others[0] if others else "")
     if course.served is not None and num_ready >= num_wanted > 0 and _runs_only(observed, course.served.name):
         current = course.served.name
@@ -513,7 +508,6 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], pag
     if course.wanted is not None:
         error = course.setback.error if course.setback else ""
         failed, history = wanted if error else "", rollout.history_of(observed, course.wanted, current, error)
-    groups_now = model.groups if course.num_wanted is None else ()
     service = next((child for child in observed.children if kind_of(child) == "Service"), None)
     built: Object = as_json(
         Status(
@@ -533,7 +527,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], pag
             model=status.facts_of(shown.pinned.facts) if shown else None,
             plan=shown.pinned.plan if shown else None,
             artifacts=tuple({artifact.key: artifact for artifact in _artifacts(observed, course)}.values()),
-            groups=course.groups.records if course.groups else groups_now,
+            groups=course.groups.records if course.groups else (),
         )
     )
     return built
@@ -563,7 +557,7 @@ def _requeue_after(
     is_silent = any(finding.reason in silent and finding.status == "False" for finding in findings)
     is_reporting = any(isinstance(need, LogOf) for finding in findings for need in finding.needs)
     owns_job = any(is_owned(job.live, observed.model.uid) for job in observed.jobs.values())
-    retries = (attempts.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
+    retries = (next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     starting = (unexplained_from(pod) for pod in observed.live)
     of_groups = course.groups.due if course.groups else None
     looks = (rollout.surge_due(observed), rollout.next_look(observed), of_groups)

@@ -17,13 +17,13 @@ from neuron_operator.api import names
 from neuron_operator.api.model_status import MAX_GROUPS, MAX_WORD, GroupStatus
 from neuron_operator.api.reasons import Finding, Need, Reason, unmet
 from neuron_operator.place.sizes import describe_free
-from neuron_operator.read.disruption import MAX_UNAVAILABLE
 from neuron_operator.read.objects import dig, instant, printable, text, written
 from neuron_operator.read.placement import NodeRules
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import GroupView, Observed, PodView
 from neuron_operator.read.world import FreeDevices, GroupSettings, NodeDevices, Object
 from neuron_operator.render.groups import Attempt
+from neuron_operator.render.serving import MAX_UNAVAILABLE
 from neuron_operator.why import nodes
 from neuron_operator.why.pods import UNEXPLAINED_POD_SECONDS, explain_pod
 from neuron_operator.why.refusals import explain_denial
@@ -102,11 +102,11 @@ class _Draft:
         """Tells groups that go on from those that have ended."""
         for group in sorted(self.observed.groups, key=lambda g: (g.replica, g.attempt)):
             key = (group.revision, group.replica)
-            known = self.kept.get(key)
-            is_recorded = known is not None and (known.attempt or 0) >= group.attempt and known.state in ENDS
+            known = self.kept.get(key, _NEW)
+            is_recorded = (known.attempt or 0) >= group.attempt and known.state in ENDS
             if is_recorded or group.attempt < self.newest[key]:
                 self.end.append(group)
-                if known is not None:
+                if key in self.kept:
                     self.records.setdefault(key, known)
                 continue
             record = self.records[key] = _record(group, known, self.observed, self.settings)
@@ -160,11 +160,11 @@ class _Draft:
         now = self.observed.now
         for replica in self._missing():
             key = (self.revision.name, replica)
-            known = self.records.get(key) or self.kept.get(key)
+            known = self.records.get(key) or self.kept.get(key, _NEW)
             due = _due(known, now, self.settings)
-            if known is not None and due is None:
+            if due is None:
                 self.findings.append(_exhausted(known, self.settings))
-            elif known is not None and due is not None and due > now:
+            elif due > now:
                 self.times.append(due)
                 self.findings.append(_delayed(known, due))
             elif len(self.alive) + len(self.earlier) + len(self.start) >= limit:
@@ -181,7 +181,7 @@ class _Draft:
                 self.times.append(now + RECHECK)
                 break
             else:
-                number = 1 + max((known.attempt or 0) if known else 0, self.newest.get(key, 0))
+                number = 1 + max(known.attempt or 0, self.newest.get(key, 0))
                 self.start.append(Attempt(replica, number, domain))
 
     def result(self) -> GroupPlan:
@@ -203,21 +203,21 @@ class _Draft:
 
 
 _ONE_AT_A_TIME = unmet("Available", Reason.LOADING, "one group is placed at a time")
+_NEW = GroupStatus(name="")
+"""What the status says of a replica that was never started."""
 
 
-def _record(group: GroupView, known: GroupStatus | None, observed: Observed, settings: GroupSettings) -> GroupStatus:
+def _record(group: GroupView, known: GroupStatus, observed: Observed, settings: GroupSettings) -> GroupStatus:
     """What the status says of a group that exists. `known`: what it said before, of this or an earlier attempt."""
-    is_same = known is not None and known.attempt == group.attempt
-    before = known.state if known is not None and is_same else ""
-    restarts = (known.restarts or 0) if known is not None else 0
+    before = known.state if known.attempt == group.attempt else None
+    restarts, reason, message = known.restarts or 0, known.reason, known.message
     state: State = "Serving" if group.is_answering or before == "Serving" else "Starting"
-    reason, message = (known.reason, known.message) if known is not None else (None, None)
     end = _end(group, observed, settings)
     if end is not None:
         state, cause, said = end
         reason, message = str(cause), printable(said)[:MAX_WORD]
     if state == "Failed":
-        since = instant(known.since) if known is not None and before == "Serving" else None
+        since = instant(known.since) if before == "Serving" else None
         restarts = 1 if since is not None and observed.now - since >= RECOVERED else restarts + 1
     return GroupStatus(
         name=group.name,
@@ -225,7 +225,7 @@ def _record(group: GroupView, known: GroupStatus | None, observed: Observed, set
         replica=group.replica,
         attempt=group.attempt,
         state=state,
-        since=known.since if known is not None and is_same and before == state else written(observed.now),
+        since=known.since if before == state else written(observed.now),
         restarts=restarts,
         members=group.size,
         ready_members=sum(pod.is_running for pod in group.members),
@@ -237,7 +237,7 @@ def _record(group: GroupView, known: GroupStatus | None, observed: Observed, set
 def _end(group: GroupView, observed: Observed, settings: GroupSettings) -> tuple[State, Reason, str] | None:
     """State, reason and message of a group that ends: what has happened to one member happens to all. The member that
     failed itself is named, not those that then ended because of it."""
-    revision = next((known for known in observed.revisions if known.name == group.revision), None)
+    revision = observed.revisions.get(group.revision)
     broken = [pod for pod in group.members if pod.has_failed or pod.container.num_restarts or pod.container.ended]
     leaving = [pod for pod in group.members if pod.is_deleting]
     for pod in leaving:
@@ -273,7 +273,7 @@ def _refused(group: GroupView, observed: Observed) -> Finding | None:
     missing = group.size - len(group.members)
     if not group.is_whole or missing <= 0 or observed.age(group.created) < PODS_PATIENCE:
         return None
-    said = (observed.warnings.get(name, "") for name in (group.name, f"{group.name}{names.FOLLOWERS_SUFFIX}"))
+    said = (observed.warnings.get(name, "") for name in (group.name, names.followers_name(group.name)))
     warning = next((one for one in said if one.startswith(FAILED_CREATE)), "")
     reason, cure = explain_denial(warning) if warning else (Reason.LOADING, "")
     text = f"{missing} of {group.size} members of group {group.name} have no pod: {warning or 'no warnings so far'}"
@@ -303,9 +303,9 @@ def _patience(group: GroupView, settings: GroupSettings) -> timedelta:
     return timedelta(seconds=settings.place_seconds * (1 + share / 2))
 
 
-def _due(known: GroupStatus | None, now: datetime, settings: GroupSettings) -> datetime | None:
+def _due(known: GroupStatus, now: datetime, settings: GroupSettings) -> datetime | None:
     """When the next attempt may start; None: never, unless something changes."""
-    if known is None or known.state not in ("Failed", "Released"):
+    if known.state not in ("Failed", "Released"):
         return now
     since, failures = instant(known.since) or now, known.restarts or 0
     if known.state == "Released":
@@ -362,7 +362,7 @@ class _Room:
 
     @property
     def rules(self) -> NodeRules:
-        return NodeRules.of(dig(self.revision.template, "spec"))
+        return NodeRules.of(dig(self.revision.pinned.template, "spec"))
 
     def find(self) -> Mapping[str, str] | None:
         """Labels of nodes of one type in one domain that have room for all members; None: there is none. Empty if
@@ -379,8 +379,7 @@ class _Room:
     def _domains(self) -> Mapping[tuple[str, str], Sequence[NodeDevices]]:
         placement, domains = self.revision.placement, defaultdict[tuple[str, str], list[NodeDevices]](list)
         for node in (self.free and self.free.nodes) or ():
-            offered = node.free_cores if placement.cores else node.free_devices
-            if node.schedulable and self.rules.accept(node) and offered >= (placement.cores or placement.devices):
+            if placement.has_room_on(node, self.rules):
                 domains[node.instance_type, node.labels.get(self.topology_key, "")].append(node)
         return domains
 

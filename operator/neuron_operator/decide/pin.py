@@ -13,8 +13,8 @@ import msgspec
 
 from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec
-from neuron_operator.api.fields import NotPinned, SpecPart, Supported, as_json, fields_of
-from neuron_operator.api.model import BACKENDS, NeuronModel
+from neuron_operator.api.fields import NotPinned, SpecPart, as_json, fields_of
+from neuron_operator.api.model import BACKENDS, NeuronModel, remembered
 from neuron_operator.api.model_status import MAX_GROUPS, MemoryPlan, Plan
 from neuron_operator.api.reasons import Reason
 from neuron_operator.place.planner import Choice, Held, choose
@@ -22,7 +22,6 @@ from neuron_operator.place.sizes import place
 from neuron_operator.place.sizing import Memory
 from neuron_operator.read.placement import Placement
 from neuron_operator.read.records import Facts
-from neuron_operator.read.remembered import remembered
 from neuron_operator.read.revision import FORMAT, Compiling, Pinned, Revision, revision_hash, shared_annotation
 from neuron_operator.read.world import FreeDevices, Object, Settings
 from neuron_operator.render.config_document import config_document, ranks_of, sampling_mode
@@ -47,8 +46,7 @@ def _non_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for one in fields_of(type(part)):
         value = getattr(part, one.name)
-        idle = any(support.is_idle(backend) for support in one.annotations(Supported))
-        if value == one.default or idle or one.annotations(NotPinned):
+        if value == one.default or one.is_idle(backend) or one.annotations(NotPinned):
             continue
         kept = _non_defaults(value, backend) if isinstance(value, SpecPart) else as_json(value)
         if kept != {}:

@@ -8,7 +8,7 @@ never bought: a new replica that would wait for devices could make a cluster add
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 import msgspec
@@ -19,12 +19,11 @@ from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import MAX_HISTORY, MAX_WORD, PastRevision
 from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.decide import groups
-from neuron_operator.read.disruption import Pace
 from neuron_operator.read.objects import dig, printable, written
 from neuron_operator.read.placement import NodeRules
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import Observed, PodView
-from neuron_operator.read.world import NodeDevices
+from neuron_operator.render.serving import Pace
 from neuron_operator.why.pods import IN_USE_ELSEWHERE, ONE_NODE_AT_A_TIME, UNEXPLAINED_POD_SECONDS, explain_pod
 
 SURGE_PATIENCE = timedelta(seconds=30)
@@ -45,10 +44,10 @@ class Setback:
 
 def pace_of(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
     strategy, deployment = model.spec.rollout.strategy, observed.deployment
-    if observed.groups or revision.placement.nodes > 1:
-        return _of_groups(model, strategy)
     if strategy == "Surge":
-        return _surge()
+        return _SURGE
+    if observed.groups or revision.placement.nodes > 1:
+        return _of_groups(model)
     if strategy == "Replace" or deployment is None or not observed.live:
         return _one_by_one(model, observed)
     if not revision.placement.resources:
@@ -58,16 +57,14 @@ def pace_of(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
     due = surge_due(observed)
     is_over = due is not None and due <= observed.now
     if deployment.surges and not is_over:
-        return _surge(frozenset({Need.EVENTS}) if _starting(observed) else frozenset())
+        return replace(_SURGE, needs=frozenset({Need.EVENTS})) if _starting(observed) else _SURGE
     held = any(_lacks_volume(pod, observed) for pod in observed.live)
     return _one_by_one(model, observed, ONE_NODE_AT_A_TIME if held else "")
 
 
-def _of_groups(model: NeuronModel, strategy: str) -> Pace:
+def _of_groups(model: NeuronModel) -> Pace:
     """`groups` counts nodes and chooses, unless the manifest does."""
-    if strategy == "Surge":
-        return _surge()
-    if model.spec.replicas > 1 or strategy == "Auto":
+    if model.spec.replicas > 1 or model.spec.rollout.strategy == "Auto":
         return Pace(False, "one group at a time is replaced, after the new one where there is room for both")
     gap = f"the only group ends first: nobody answers for at most {model.spec.rollout.drain_seconds} s of drain"
     return Pace(False, f"{gap} and until the new one has loaded")
@@ -113,40 +110,35 @@ def _lacks_volume(pod: PodView, observed: Observed) -> bool:
     return IN_USE_ELSEWHERE in observed.warnings.get(pod.name, "")
 
 
-def _surge(needs: frozenset[Need] = frozenset()) -> Pace:
-    return Pace(True, "each new replica starts before an old one ends", needs)
+_SURGE = Pace(True, "each new replica starts before an old one ends")
 
 
-def _one_by_one(model: NeuronModel, observed: Observed, why: str = "", needs: frozenset[Need] = frozenset()) -> Pace:
+def _one_by_one(model: NeuronModel, observed: Observed, why: str = "") -> Pace:
     """`why` it does not surge, with the way out."""
     if model.spec.replicas > 1:
-        return Pace(False, "one replica at a time is replaced", needs)
+        return Pace(False, "one replica at a time is replaced")
     gap = f"the only replica ends first: nobody answers for at most {model.spec.rollout.drain_seconds} s of drain"
     loaded = next((pod.load_seconds for pod in observed.live if pod.is_answering), None)
     load = "until the new one has loaded" if loaded is None else f"about {loaded:.0f} s of loading, as the last time"
-    return Pace(False, f"{gap} and {load} ({why})" if why else f"{gap} and {load}", needs)
+    return Pace(False, f"{gap} and {load} ({why})" if why else f"{gap} and {load}")
 
 
 def _by_room(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
-    free, needs = observed.free, frozenset({Need.FREE_DEVICES})
+    free, placement = observed.free, revision.placement
+    rules = NodeRules.of(dig(revision.pinned.template, "spec"))
     if free is None or free.nodes is None:
-        return _one_by_one(model, observed, "the operator may not count free devices", needs)
-    if any(_has_room(node, revision) for node in free.nodes):
-        return _surge(needs)
-    return _one_by_one(model, observed, f"no node has {revision.placement.words} to spare", needs)
-
-
-def _has_room(node: NodeDevices, revision: Revision) -> bool:
-    spec, placement = dig(revision.template, "spec"), revision.placement
-    if not node.schedulable or not NodeRules.of(spec).accept(node):
-        return False
-    return node.free_devices >= placement.devices and node.free_cores >= placement.cores
+        pace = _one_by_one(model, observed, "the operator may not count free devices")
+    elif any(placement.has_room_on(node, rules) for node in free.nodes):
+        pace = _SURGE
+    else:
+        pace = _one_by_one(model, observed, f"no node has {placement.words} to spare")
+    return replace(pace, needs=frozenset({Need.FREE_DEVICES}))
 
 
 def setback_of(model: NeuronModel, observed: Observed, wanted: Revision) -> Setback | None:
     """Raises InvalidSpec if the annotation names no kept revision that has served: the steps of others may not be
     done."""
-    kept = {known.name: known for known in observed.revisions}
+    kept = observed.revisions
     if model.rollback_to:
         served = sorted(filter(observed.has_served, kept))
         if model.rollback_to not in (*served, wanted.name):

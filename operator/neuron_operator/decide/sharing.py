@@ -32,6 +32,7 @@ def upkeep(
     ours, others = list[Object](), list[Object]()
     for child in chain.from_iterable(observed.shared.get(kind, ()) for kind in OWNED_KINDS):
         (ours if is_owned(child, model.uid) else others).append(child)
+    jobs = [observed.jobs[name_of(child)] for child in ours if kind_of(child) == "Job"]
     # The last owner stays until one of the others has joined.
     let_go = [
         child
@@ -47,10 +48,10 @@ def upkeep(
         changes=(
             *(_owned(child, joined) for child in others if name_of(child) in lasting and _has_room(child)),
             *(_owned(child, left) for child in let_go if not _is_alone(model, child)),
-            *_expiries((observed.jobs[name_of(child)] for child in ours if kind_of(child) == "Job"), done, waiting),
+            *_expiries(jobs, done, waiting),
         ),
         # An orphan is what its last owners left at the same time, if the operator ended between that and its deletion.
-        delete=(*(child for child in let_go if _is_alone(model, child)), *orphans, *_held(ours, observed)),
+        delete=(*(child for child in let_go if _is_alone(model, child)), *orphans, *_held(jobs, observed)),
         uses=uses,
     )
 
@@ -76,13 +77,12 @@ def _is_over(child: Object, observed: Observed) -> bool:
     return observed.jobs[name_of(child)].is_finished or bool(observed.answers_of(name_of(child)))
 
 
-def _held(ours: Iterable[Object], observed: Observed) -> Iterator[Object]:
+def _held(jobs: Iterable[JobView], observed: Observed) -> Iterator[Object]:
     """Jobs whose records are kept, and whose pods would not end: a container of others runs on, such as a mesh's."""
-    jobs = (child for child in ours if kind_of(child) == "Job" and name_of(child) in observed.keepers)
-    for child in jobs:
-        is_held = any(pod.kept_by is not None for pod in observed.pods_of(name_of(child)))
-        if is_held and not observed.jobs[name_of(child)].is_finished:
-            yield child
+    for job in jobs:
+        is_kept = job.name in observed.keepers and not job.is_finished
+        if is_kept and any(pod.kept_by is not None for pod in observed.pods_of(job.name)):
+            yield job.live
 
 
 def _expiries(jobs: Iterable[JobView], done: Walk, waiting: frozenset[str]) -> Iterator[Change]:

@@ -22,13 +22,12 @@ import aiohttp
 import msgspec
 
 from neuron_operator.api import names
-from neuron_operator.api.names import GROUP, PLURAL
 from neuron_operator.read.objects import items, name_of, text
 
 START_SECONDS = 30.0
 """How long kubectl may take to open a connection."""
 ANSWER_TIMEOUTS = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=600.0)
-MODELS = f"{PLURAL}.{GROUP}"
+MODELS = f"{names.PLURAL}.{names.GROUP}"
 
 
 class KubectlFailed(Exception):

@@ -143,20 +143,14 @@ def _why(kubectl: Kubectl, options: argparse.Namespace) -> int:
         nodes = kubectl.nodes(sorted(why.nodes_of(observed)))
     except KubectlFailed as failed:
         nodes = str(failed)
-    error = ""
-    if culprit is not None and not culprit.has_log:
-        error = (
-            f"it has not started: {culprit.container.waiting_message or culprit.pod.unscheduled or culprit.pod.message}"
-        )
-    elif culprit is not None:
-        log = ""
-        if culprit.container.ended is None:
-            try:
-                limits = (f"--tail={why.LOG_LINES}", f"--limit-bytes={MAX_LOG_BYTES}")
-                log = kubectl.read(*_log_command(observed, culprit), *culprit.log_options, *limits)
-            except KubectlFailed as failed:
-                log = f"the log cannot be read: {failed}"
-        error = why.last_error(culprit, log)
+    log = ""
+    if culprit is not None and culprit.has_log and culprit.container.ended is None:
+        try:
+            limits = (f"--tail={why.LOG_LINES}", f"--limit-bytes={MAX_LOG_BYTES}")
+            log = kubectl.read(*_log_command(observed, culprit), *limits)
+        except KubectlFailed as failed:
+            log = f"the log cannot be read: {failed}"
+    error = why.last_error(culprit, log) if culprit is not None else ""
     print(why.report(model, observed, nodes, error.rstrip(": ")))
     return EXIT_OK
 
@@ -232,7 +226,3 @@ async def _need_answer(address: Address, name: str) -> None:
         if response.status not in (404, 503):
             raise AnswerRefused(response.status, message)
         raise KubectlFailed(f"no replica answers ({message}): {PROGRAM} why {name} says why")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -85,7 +85,9 @@ def _container(pod: PodView) -> ContainerView:
 
 def last_error(culprit: Culprit, log: str) -> str:
     """The last words of a container that ended, else the last line of its log that tells of an error."""
-    container = culprit.container
+    container, pod = culprit.container, culprit.pod
+    if not culprit.has_log:
+        return f"it has not started: {container.waiting_message or pod.unscheduled or pod.message}"
     if container.ended is not None:
         return f"{printable(last_words(container.ended))} ({how_it_ended(container.ended)})"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
@@ -230,7 +232,6 @@ _COMMANDS: Mapping[Reason, str] = {
     Reason.VOLUME_NOT_BOUND: "kubectl describe pvc -n {namespace}",
     Reason.INSUFFICIENT_NEURON: _NODES,
     Reason.NO_MATCHING_NODE: _NODES,
-    Reason.NODE_PROVISIONING: _NODES,
     Reason.NODE_LOST: "kubectl describe node {node}",
     Reason.DEVICE_UNHEALTHY: "kubectl describe node {node}",
     Reason.ALLOCATION_REJECTED: "kubectl describe node {node}",

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import yaml
 
 from neuron_operator.api import manifest, names
 from neuron_operator.api.errors import InvalidSpec
+from neuron_operator.api.fields import as_json
 from neuron_operator.api.reasons import CONDITIONS
 from neuron_operator.decide.course import decide
 from neuron_operator.local.answers import AnswerRefused, stream
@@ -108,7 +108,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         # Like kubectl, which sends JSON to the API server.
         text = sys.stdin.read() if path == Path("-") else path.read_text()
-        documents = [msgspec.json.decode(msgspec.json.encode(d)) for d in yaml.safe_load_all(text) if d]
+        documents = [as_json(d) for d in yaml.safe_load_all(text) if d]
     except OSError as error:
         raise CannotRunHere(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -245,7 +245,6 @@ class _Session:
             children=tuple(obj for obj in objects if not is_shared(obj)),
             shared=tuple(filter(is_shared, objects)),
             pods=machine.pods,
-            events=(),
             free=FreeDevices((machine.node,)),
             now=datetime.now(UTC),
         )

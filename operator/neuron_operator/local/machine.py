@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -35,7 +35,6 @@ class LocalPod:
     """A pod of this machine: its object, its process, and the number of restarts."""
 
     body: Object
-    ports: Mapping[int, int]
     process: PodProcess
     num_restarts: int = 0
 
@@ -186,12 +185,11 @@ class Machine:
     async def _start(self, body: Object, *, restart: bool) -> None:
         replica = body["metadata"].get("labels", {}).get(names.REPLICA_LABEL, "")
         inside = [int(port["containerPort"]) for one in body["spec"]["containers"] for port in one.get("ports", [])]
-        ports = {number: self._port_of(replica, number) for number in inside}
-        plan = interpret(body, self._host, ports)
+        plan = interpret(body, self._host, {number: self._port_of(replica, number) for number in inside})
         if replica:
             group_ports = [self._port_of(replica, names.GROUP_PORT + number) for number in range(2)]
             plan = replace(plan, env={**plan.env, names.GROUP_PORT_VARIABLE: str(group_ports[0])})
-        pod = LocalPod(body, ports, PodProcess(plan, self._log))
+        pod = LocalPod(body, PodProcess(plan, self._log))
         await pod.process.start()
         self._pods[pod.name] = pod
         self._tasks[pod.name] = asyncio.create_task(self._keep(pod, restart))
@@ -203,11 +201,10 @@ class Machine:
             await pod.process.watch(self._changed)
             if not restart or not pod.was_ready:  # a pod that never was ready is not restarted: the command reports why
                 return
+            pod = replace(pod, process=PodProcess(pod.process.plan, self._log), num_restarts=pod.num_restarts + 1)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
-            process = PodProcess(pod.process.plan, self._log)
-            pod = replace(pod, process=process, num_restarts=pod.num_restarts + 1)
-            await process.start()
+            await pod.process.start()
             self._pods[pod.name] = pod
             self._changed()
 
@@ -284,7 +281,6 @@ def _pod_status(pod: LocalPod) -> Object:
         state = {
             "terminated": {
                 "exitCode": ended.exit_code,
-                "signal": ended.signal,
                 "message": ended.message,
                 "finishedAt": ended.finished_at,
                 "reason": "Completed" if ended.exit_code == 0 else "Error",
@@ -293,7 +289,6 @@ def _pod_status(pod: LocalPod) -> Object:
     ready = "True" if process.ready else "False"
     return {
         "phase": phase,
-        "podIP": LOOPBACK,
         "conditions": [
             {"type": "PodScheduled", "status": "True"},
             {"type": "ContainersReady", "status": ready},

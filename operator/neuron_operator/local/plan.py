@@ -22,6 +22,7 @@ import msgspec
 import yaml
 
 from neuron_operator.api.errors import ClusterFault, InvalidSpec, Unplaceable
+from neuron_operator.api.fields import as_json
 from neuron_operator.api.manifest import parse
 from neuron_operator.api.model import BACKENDS, NeuronModel
 from neuron_operator.decide import pin
@@ -59,10 +60,6 @@ SETTINGS = Settings(
 
 
 DESCRIPTION = str(__doc__).partition("\n")[0]
-
-
-class NoFacts(Exception):
-    """What is needed to plan cannot be read; the message says how to provide it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, takes_name: bool = False) -> None:
@@ -114,7 +111,7 @@ def run(options: argparse.Namespace, live: tuple[Object, Facts] | None = None) -
     except (InvalidSpec, Unplaceable) as refusal:
         print(f"{refusal.reason}: {refusal}", file=sys.stderr)
         return EXIT_REFUSED
-    except (CannotRunHere, NoFacts, ClusterFault) as error:
+    except (CannotRunHere, ClusterFault) as error:
         print(f"neuron-operator plan: {error}", file=sys.stderr)
         return EXIT_USAGE
     if options.output == "config":
@@ -127,39 +124,40 @@ def run(options: argparse.Namespace, live: tuple[Object, Facts] | None = None) -
 
 
 def read_facts(path: Path) -> Facts:
-    """The facts in a file: those that `inspect` prints, or its record. Raises NoFacts."""
+    """The facts in a file: those that `inspect` prints, or its record. Raises CannotRunHere."""
     try:
         facts = yaml.safe_load(path.read_text())
         facts = facts.get("facts") or facts if isinstance(facts, dict) else facts
         return msgspec.convert(facts, Facts)
     except OSError as error:
-        raise NoFacts(f"cannot read {path}: {error.strerror}") from error
+        raise CannotRunHere(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise NoFacts(f"{path} has no facts about a model: {' '.join(str(error).split())}") from error
+        raise CannotRunHere(f"{path} has no facts about a model: {' '.join(str(error).split())}") from error
 
 
 def inspected(model: NeuronModel) -> Facts:
-    """The facts that the runtime of this environment finds. Raises NoFacts."""
+    """The facts that the runtime of this environment finds. Raises CannotRunHere."""
     beside = Path(sys.executable).with_name("neuron-runtime")
     program = str(beside) if beside.is_file() else shutil.which("neuron-runtime")
     if program is None:
-        raise NoFacts("neuron-runtime is not installed here: pass the facts with --facts FILE")
+        raise CannotRunHere("neuron-runtime is not installed here: pass the facts with --facts FILE")
     command = [program, "inspect", model.spec.model.uri, "--backend", model.spec.backend, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise NoFacts(f"{' '.join(command[1:3])}: {printable(lines[-1])}; or pass the facts with --facts FILE")
+        raise CannotRunHere(f"{' '.join(command[1:3])}: {printable(lines[-1])}; or pass the facts with --facts FILE")
     try:
         return msgspec.json.decode(done.stdout, type=Facts)
     except msgspec.DecodeError as error:
-        raise NoFacts(f"{program} is of another version: {error}; pass the facts with --facts FILE") from error
+        raise CannotRunHere(f"{program} is of another version: {error}; pass the facts with --facts FILE") from error
 
 
 def _where(options: argparse.Namespace) -> tuple[Settings, FreeDevices]:
-    """The settings and nodes to plan for. Raises NoFacts for a type that nothing is known of."""
+    """The settings and nodes to plan for. Raises CannotRunHere for a type that nothing is known of."""
     types = tuple(filter(None, options.instance_types.split(",")))
     if unknown := [kind for kind in types if family_of(kind) is None]:
-        raise NoFacts(f"--instance-types: {unknown[0]} is of no known family; known are {', '.join(INSTANCE_TYPES)}")
+        text = f"{unknown[0]} is of no known family; known are {', '.join(INSTANCE_TYPES)}"
+        raise CannotRunHere(f"--instance-types: {text}")
     free = asyncio.run(_nodes(options.kubeconfig, options.context)) if options.cluster else FreeDevices(())
     types = types or (() if options.cluster else tuple(INSTANCE_TYPES))
     groups = GroupSettings(max_nodes=options.max_nodes)
@@ -182,7 +180,7 @@ def objects(body: Object, model: NeuronModel, pinned: Revision, settings: Settin
     for obj in (*compile_jobs(model, settings, pinned)[:1], *decided.desired):
         metadata = {key: value for key, value in obj["metadata"].items() if key != "ownerReferences"}
         # Through JSON: YAML would refer from one object to a part of another.
-        yield msgspec.json.decode(msgspec.json.encode({**obj, "metadata": metadata}))
+        yield as_json({**obj, "metadata": metadata})
 
 
 def report(pinned: Revision, choice: Choice | None) -> Iterator[str]:

@@ -39,7 +39,7 @@ _HOST_RESOURCES = frozenset({"cpu", "memory", "ephemeral-storage"})
 
 
 class CannotRunHere(Exception):
-    """This machine cannot run the pod; the message names the field and the cure."""
+    """This machine cannot do what is asked; the message says what is in the way, and the cure."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ MAX_TERMINATION_MESSAGE_BYTES = 4096
 @dataclass(frozen=True)
 class Terminated:
     exit_code: int
-    signal: int
     message: str
     finished_at: str
 
@@ -85,7 +84,6 @@ class PodProcess:
         message = self.plan.termination_message.read_bytes()[:MAX_TERMINATION_MESSAGE_BYTES]
         self.terminated = Terminated(
             exit_code=code if code >= 0 else 128 - code,
-            signal=-code if code < 0 else 0,
             message=message.decode(errors="replace"),
             finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,12 +21,12 @@ from msgspec import structs
 from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec, Unplaceable
 from neuron_operator.api.fields import as_json
-from neuron_operator.api.model import NeuronModel
+from neuron_operator.api.model import Accelerator, NeuronModel, Parallelism
 from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.place import sizing
 from neuron_operator.place.catalog import FAMILIES, INSTANCE_TYPES, Family, family_of, label_values, type_named
 from neuron_operator.place.sizes import NAME_THE_TYPE, legal_sizes, place
-from neuron_operator.place.sizing import Cores, Load, Memory, Widths, gb
+from neuron_operator.place.sizing import Load, Memory, Widths, gb
 from neuron_operator.read.objects import number_of
 from neuron_operator.read.placement import TOLERATES_NEURON, NodeRules, Placement, counted
 from neuron_operator.read.records import Facts
@@ -44,7 +45,7 @@ BLOCK_SIZE = 32
 """As the runtime's default."""
 
 MAX_NODES = 64
-"""A replica has at most so many nodes."""
+"""Of one replica."""
 
 HOST_PROCESSES_BYTES = 256 * 2**20
 """Memory of the processes of a pod beside its engine."""
@@ -75,15 +76,11 @@ class Site:
     """Bytes that pods can request; 0: unknown."""
     vcpus: int = 0
     """0: unknown."""
+    efa: int = 0
+    """Interfaces of the network over which devices of several nodes compute together."""
     free: tuple[tuple[str, int], ...] = ()
     """For each node there is: the domain in which the nodes of a group must be, and its free devices (or cores)."""
     is_buyable: bool = True
-
-    @property
-    def is_wired(self) -> bool:
-        """Whether its nodes have the network over which devices of several nodes compute together."""
-        kind = type_named(self.name)
-        return kind is not None and kind.efa > 0
 
     def supply(self, size: int, nodes: int) -> Supply:
         together = Counter(domain for domain, free in self.free if free >= size)
@@ -104,7 +101,8 @@ class Held:
     nodes: int = 1
 
     def contains(self, option: Option) -> bool:
-        return self.is_on(option.site) and (option.size, option.nodes) == (self.size, self.nodes)
+        there = option.placement
+        return self.is_on(option.site) and (there.size, there.nodes) == (self.size, self.nodes)
 
     def is_on(self, site: Site) -> bool:
         return site.name == self.instance_type or (not self.instance_type and site.family.name == self.family)
@@ -178,10 +176,7 @@ class Option:
     """Devices of a site, and what they would hold."""
 
     site: Site
-    size: int
-    """Devices of each node, or cores if the manifest asks for cores."""
-    nodes: int
-    in_cores: bool
+    placement: Placement
     logical_core: int
     cores: int
     """Logical cores of all of them, on all nodes."""
@@ -192,14 +187,15 @@ class Option:
 
     @property
     def supply(self) -> Supply:
-        return self.site.supply(self.size, self.nodes)
+        return self.site.supply(self.placement.size, self.placement.nodes)
 
     @property
     def cost(self) -> float:
         """Dollars per hour: of its share of nodes that exist, or of whole ones that have to be added."""
-        whole = self.site.devices * (self.site.family.physical_cores // self.logical_core if self.in_cores else 1)
-        share = min(1.0, self.size / whole) if whole else 1.0
-        return self.nodes * self.site.price * (1.0 if self.supply is Supply.TO_BUY else share)
+        held, cores_per_device = self.placement, self.site.family.physical_cores // self.logical_core
+        whole = self.site.devices * (cores_per_device if held.cores else 1)
+        share = min(1.0, held.size / whole) if whole else 1.0
+        return held.nodes * self.site.price * (1.0 if self.supply is Supply.TO_BUY else share)
 
     @property
     def fits(self) -> bool:
@@ -208,12 +204,8 @@ class Option:
     @property
     def order(self) -> tuple[Any, ...]:
         """The best first."""
-        return self.supply, round(self.cost, 3), -self.load.sequences, self.size, self.site.price, self.site.name
-
-    @property
-    def placement(self) -> Placement:
-        held = Placement(cores=self.size) if self.in_cores else Placement(devices=self.size)
-        return replace(held, nodes=self.nodes)
+        size, site = self.placement.size, self.site
+        return self.supply, round(self.cost, 3), -self.load.sequences, size, site.price, site.name
 
     @property
     def words(self) -> str:
@@ -412,8 +404,7 @@ class _Case:
             return
         cores, site, size, nodes = max(offers, key=lambda offer: offer[0])
         if wished > cores:
-            held = Placement(devices=size, nodes=nodes).words
-            have = "are" if self.in_cores else f"are those of {held}, {site.family.name}"
+            have = "are" if self.in_cores else f"are those of {self.held(size, nodes).words}, {site.family.name}"
             raise InvalidSpec("spec.parallelism.tensor", f"{wished} needs {wished} NeuronCores, but {cores} {have}")
         if self.facts.num_heads % wished:
             fitting = ", ".join(str(d) for d in range(1, cores + 1) if self.facts.num_heads % d == 0)
@@ -429,8 +420,11 @@ class _Case:
         if pinned is not None:
             return (pinned,) if not legal or pinned in legal else ()
         if nodes > 1:
-            return tuple(size for size in legal if size == site.devices and site.is_wired)
+            return tuple(size for size in legal if size == site.devices and site.efa)
         return legal or (1,)
+
+    def held(self, size: int, nodes: int) -> Placement:
+        return Placement(cores=size, nodes=nodes) if self.in_cores else Placement(devices=size, nodes=nodes)
 
     def cores_of(self, site: Site, size: int, nodes: int) -> int:
         """Logical cores of so many devices (or cores) on each of so many nodes."""
@@ -443,16 +437,17 @@ class _Case:
 
     def options(self, sites: Iterable[Site], least: tuple[int, int], nodes: int) -> Iterator[Option]:
         """For each site and size, the largest load that fits, or the smallest if none does."""
-        host = self.host(nodes)
+        facts, widths, host = self.facts, self.wishes.widths, self.host(nodes)
         for site in sites:
             logical_core = self.logical_core(site)
+            memory_of = partial(sizing.memory_of, facts, widths, family=site.family, logical_core=logical_core)
             for size in self.sizes(site, nodes):
-                cores = self.cores_of(site, size, nodes)
+                held, cores = self.held(size, nodes), self.cores_of(site, size, nodes)
                 tried = (
-                    Option(site, size, nodes, self.in_cores, logical_core, cores, tensor, load, memory, host)
+                    Option(site, held, logical_core, cores, tensor, load, memory, host)
                     for load in self.wishes.loads(least, logical_core)
                     for tensor in self.degrees(site.family, logical_core, cores, nodes)
-                    for memory in (self.memory(load, Cores(tensor, site.family, logical_core)),)
+                    for memory in (memory_of(load, tensor),)
                 )
                 best: Option | None = None
                 for option in tried:
@@ -474,9 +469,6 @@ class _Case:
             is_requested=memory is not None,
         )
 
-    def memory(self, load: Load, cores: Cores) -> Memory:
-        return sizing.memory_of(self.facts, self.wishes.widths, load, cores)
-
     def degrees(self, family: Family, logical_core: int, cores: int, nodes: int) -> tuple[int, ...]:
         """Tensor-parallel degrees to try, the most cores first: documented ones, on each of the nodes, that divide the
         heads and the feed-forward layers. One that the manifest sets is the only one."""
@@ -493,12 +485,10 @@ class _Case:
         """The cheapest places that would hold the model, for a message: one known node, and several that may be
         used; if there is neither, several of any type."""
         everywhere = tuple(_site(kind.name, kind.family) for kind in INSTANCE_TYPES.values())
-        spec = self.model.spec
-        anything = structs.replace(spec.accelerator, devices=None, cores=None, logical_neuron_core=None)
-        anyhow = structs.replace(spec.parallelism, nodes=None)
+        anyhow = structs.replace(self.model.spec, accelerator=Accelerator(), parallelism=Parallelism())
         freely = replace(
             self,
-            model=replace(self.model, spec=structs.replace(spec, accelerator=anything, parallelism=anyhow)),
+            model=replace(self.model, spec=anyhow),
             wishes=replace(self.wishes, tensor=None),
             max_nodes=MAX_NODES,
         )
@@ -555,16 +545,14 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
     """Where the manifest allows it to run. Raises Unplaceable if that is unknown."""
     rules, families = _rules(model), settings.device_families
     present = (free and free.nodes) or ()
-    nodes = [node for node in present if rules.accept(node)]
     to_buy = (asked.instance_type,) if asked.instance_type else settings.provisionable.instance_types
     sites: dict[str, Site] = {}
-    for node in nodes:
+    for node in present:
         family = family_of(node.instance_type, families)
-        if family is None or not (node.cores if asked.cores else node.devices):
+        if family is None or not (node.cores if asked.cores else node.devices) or not rules.accept(node):
             continue
-        before = sites.get(node.instance_type)
-        offered = (node.free_cores if asked.cores else node.free_devices) if node.schedulable else 0
-        site = before or _site(node.instance_type, family, node.devices)
+        offered = asked.free_on(node) if node.schedulable else 0
+        site = sites.get(node.instance_type) or _site(node.instance_type, family, node.devices)
         domain = node.labels.get(settings.groups.topology_key, "")
         sites[node.instance_type] = replace(
             site, free=(*site.free, (domain, offered)), is_buyable=node.instance_type in to_buy
@@ -624,7 +612,7 @@ def _site(name: str, family: Family, devices: int = 0) -> Site:
     """
     kind = type_named(name)
     if kind is not None:
-        return Site(name, family, devices or kind.devices, kind.price, kind.host_memory, kind.vcpus)
+        return Site(name, family, devices or kind.devices, kind.price, kind.host_memory, kind.vcpus, kind.efa)
     each = min(known.price / known.devices for known in INSTANCE_TYPES.values() if known.family is family)
     return Site(name, family, devices, each * max(devices, 1))
 

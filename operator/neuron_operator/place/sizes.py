@@ -69,7 +69,7 @@ def describe_free(free: FreeDevices | None, placement: Placement, rules: NodeRul
     usable = [node for node in free.nodes if node.schedulable and rules.accept(node)]
     if not usable:
         return "free: 0 (no ready node that it may use offers any)"
-    by_node = {node.name: node.free_cores if placement.cores else node.free_devices for node in usable}
+    by_node = {node.name: placement.free_on(node) for node in usable}
     shown = sorted(by_node.items(), key=lambda item: (-item[1], item[0]))[:MAX_NODES_SHOWN]
     more = ", ..." if len(by_node) > len(shown) else ""
     return f"free: {sum(by_node.values())} ({', '.join(f'{name} {count}' for name, count in shown)}{more})"

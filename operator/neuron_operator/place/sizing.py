@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neuron_operator.place.catalog import MIB, Family
+from neuron_operator.read.placement import counted
 from neuron_operator.read.records import Facts
 
 USABLE_SHARE = 0.95
@@ -61,22 +62,6 @@ class Widths:
 
 
 @dataclass(frozen=True)
-class Cores:
-    """The logical cores that share a model."""
-
-    count: int
-    """The tensor-parallel degree."""
-    family: Family
-    logical_core: int
-    """Physical cores of each."""
-
-    @property
-    def limit(self) -> int:
-        """Bytes of one that a plan may use."""
-        return int(USABLE_SHARE * self.logical_core * self.family.core_memory)
-
-
-@dataclass(frozen=True)
 class Load:
     """What a replica has room for, and what it is compiled for."""
 
@@ -112,7 +97,7 @@ class Load:
     @property
     def words(self) -> str:
         blocks = f" in {self.num_blocks} blocks of {self.block_size}" if self.block_size else ""
-        return f"{self.sequences} sequence{'' if self.sequences == 1 else 's'} of {self.length} tokens{blocks}"
+        return f"{counted(self.sequences, 'sequence')} of {self.length} tokens{blocks}"
 
 
 @dataclass(frozen=True)
@@ -144,16 +129,20 @@ class Memory:
         return {name: getattr(self, name) for name in names}
 
 
-def memory_of(facts: Facts, widths: Widths, load: Load, cores: Cores) -> Memory:
-    """What each of the cores holds."""
-    tensor = cores.count
+def memory_of(facts: Facts, widths: Widths, load: Load, tensor: int, *, family: Family, logical_core: int) -> Memory:
+    """What each of the logical cores holds that share a model.
+
+    Args:
+        tensor: how many they are.
+        logical_core: physical cores of each.
+    """
     return Memory(
         weights=weights_bytes(facts, widths, tensor),
         cache=_up(cached_numbers(facts, tensor) * load.cached_tokens * widths.cache, tensor),
         graphs=load.num_graphs * facts.num_layers * GRAPH_BYTES_PER_LAYER,
         scratch=SCRATCHPAD_BYTES + activation_bytes(facts, widths, load, tensor),
-        runtime=cores.logical_core * MICROCODE_BYTES + (COLLECTIVES_BYTES if tensor > 1 else 0),
-        limit=cores.limit,
+        runtime=logical_core * MICROCODE_BYTES + (COLLECTIVES_BYTES if tensor > 1 else 0),
+        limit=int(USABLE_SHARE * logical_core * family.core_memory),
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from neuron_operator.api import names
+
+Part = TypeVar("Part")
 
 
 def dig(value: Any, *path: str) -> Any:
@@ -36,6 +38,11 @@ def items(value: Any, *path: str) -> list[Mapping[str, Any]]:
     """The objects of the list below `path`, else empty."""
     part = dig(value, *path)
     return [item for item in part if isinstance(item, dict)] if isinstance(part, list | tuple) else []
+
+
+def only(value: Mapping[str, Part], keys: Collection[str]) -> dict[str, Part]:
+    """The fields with these keys, as far as there are any."""
+    return {key: part for key, part in value.items() if key in keys}
 
 
 def kind_of(value: Any) -> str:
@@ -83,7 +90,6 @@ def descends(value: Any, uid: str, owners: Mapping[str, Any], most: int = MAX_DE
 
 
 def is_orphan(value: Any) -> bool:
-    """Whether `value` has no owner."""
     return not owners_of(value)
 
 

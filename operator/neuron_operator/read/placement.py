@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from neuron_operator.api import names
-from neuron_operator.read.objects import dig, items
+from neuron_operator.read.objects import dig, items, only
 from neuron_operator.read.world import NodeDevices, Object, Taint
 
 
@@ -36,6 +36,13 @@ class Placement:
         """Extended resources of the runtime container; requests and limits must be equal."""
         counts = {names.DEVICE_RESOURCE: self.devices, names.CORE_RESOURCE: self.cores}
         return {name: str(count) for name, count in counts.items() if count}
+
+    def free_on(self, node: NodeDevices) -> int:
+        """Free devices, or cores, of a node."""
+        return node.free_cores if self.cores else node.free_devices
+
+    def has_room_on(self, node: NodeDevices, rules: NodeRules) -> bool:
+        return node.schedulable and rules.accept(node) and self.free_on(node) >= self.size
 
     @property
     def words(self) -> str:
@@ -88,7 +95,7 @@ class NodeRules:
         labels = labels_of_type(instance_type)
         known = replace(
             self,
-            selector={key: value for key, value in self.selector.items() if key in labels},
+            selector=only(self.selector, labels),
             terms=tuple(tuple(rule for rule in term if rule.get("key") in labels) for term in self.terms),
         )
         return known.accept_labels(labels)

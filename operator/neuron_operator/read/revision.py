@@ -88,13 +88,9 @@ class Revision(Struct, frozen=True, kw_only=True):
         return revision_hash(self.pinned.spec_hash, self.pinned.refresh, self.pinned.upgrade)
 
     @property
-    def template(self) -> Object:
-        return self.pinned.template
-
-    @property
     def image(self) -> str:
         """The runtime image of its pods."""
-        containers = items(self.template, "spec", "containers")
+        containers = items(self.pinned.template, "spec", "containers")
         return next((text(one, "image") for one in containers if one.get("name") == names.RUNTIME_CONTAINER), "")
 
     @property

@@ -63,6 +63,7 @@ class ModelView:
     uid: str
     generation: int
     is_deleting: bool
+    is_paused: bool
     conditions: Mapping[str, ConditionView]
     current_revision: str
     update_revision: str
@@ -102,7 +103,6 @@ class ContainerView:
     name: str
     image: str
     is_init: bool
-    """It runs before the other containers."""
     num_restarts: int
     is_ready: bool
     has_run: bool
@@ -140,7 +140,6 @@ class PodView:
     unscheduled: str | None
     """The scheduler's message if it found no node, else None."""
     scheduler: str
-    """The name of the scheduler that is to give it a node."""
     gates: tuple[str, ...]
     """Scheduling gates, which others added: no scheduler looks at it before they are gone."""
     scheduled: datetime | None
@@ -351,7 +350,8 @@ class Observed:
     """Their copied records, by the same names."""
     shared: Mapping[str, Sequence[Object]]
     """All objects that the models of the namespace share, by kind."""
-    revisions: tuple[Revision, ...]
+    revisions: Mapping[str, Revision]
+    """The kept ones, and the running one if it is no longer kept; by name."""
     replicas: tuple[PodView, ...]
     """The pods that answer, one of each replica, whatever their revision."""
     followers: tuple[PodView, ...]
@@ -389,7 +389,7 @@ class Observed:
         """The name of the revision that the replicas get: of the Deployment, or the latest one with groups."""
         if not self.groups:
             return self.deployment.revision if self.deployment else ""
-        numbers = {known.name: known.number for known in self.revisions}
+        numbers = {name: known.number for name, known in self.revisions.items()}
         return max(self.groups, key=lambda group: numbers.get(group.revision, 0)).revision
 
     def num_updated(self, revision_name: str) -> int:
@@ -398,8 +398,7 @@ class Observed:
     def serving(self, besides: Revision | None = None) -> Revision | None:
         """The revision of the replicas. If they were deleted: the last one that served, except `besides`, whose steps
         are not done. One that was only pinned serves nothing."""
-        known = {one.name: one for one in self.revisions}
-        before = self.model.current_revision
+        known, before = self.revisions, self.model.current_revision
         return known.get(self.rolled) or (None if besides and besides.name == before else known.get(before))
 
     def has_served(self, revision_name: str) -> bool:
@@ -452,7 +451,7 @@ def observe(world: World) -> Observed:
             if kind_of(child) in LAST_PARTS and not _is_deleting(child)
         ),
         job_pods=job_pods,
-        warnings=_said(sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)),
+        warnings=_said(sorted(world.events, key=lambda event: text(event, "reason") == EVICTED)),
         said_of_claims=_said(world.claim_events),
         free=world.free,
         nodes={name_of(obj): node_view(obj) for obj in world.nodes},
@@ -467,8 +466,7 @@ def _said(events: Iterable[Object]) -> Mapping[str, str]:
     return {text(event, "regarding", "name"): f"{text(event, 'reason')}: {text(event, 'note')}" for event in events}
 
 
-def _revisions(children: Sequence[Object]) -> tuple[Revision, ...]:
-    """The kept revisions, and the running one if it is no longer kept."""
+def _revisions(children: Sequence[Object]) -> Mapping[str, Revision]:
     config_maps = [child for child in children if kind_of(child) == "ConfigMap"]
     kept = (revision.from_object(child) for child in children if kind_of(child) == "ControllerRevision")
     running = (revision.from_running(child, config_maps) for child in children if kind_of(child) == "Deployment")
@@ -476,7 +474,7 @@ def _revisions(children: Sequence[Object]) -> tuple[Revision, ...]:
     for known in (*kept, *running):
         if known is not None:
             by_name.setdefault(known.name, known)
-    return tuple(by_name.values())
+    return by_name
 
 
 def _model(body: Object) -> ModelView:
@@ -486,6 +484,7 @@ def _model(body: Object) -> ModelView:
         uid=text(body, "metadata", "uid"),
         generation=whole(dig(body, "metadata", "generation")),
         is_deleting=_is_deleting(body),
+        is_paused=text(body, "metadata", "annotations", names.PAUSED_ANNOTATION) == "true",
         conditions=_conditions(body),
         current_revision=text(body, "status", "currentRevision"),
         update_revision=text(body, "status", "updateRevision"),

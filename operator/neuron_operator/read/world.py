@@ -1,10 +1,8 @@
 """What one pass sees and what it decides: the types between the rim (reconcile, local) and the pure middle (decide).
 
-The rim fills a World from its caches, calls `decide.decide(world, settings)` and executes the Decision. Nothing here
-does I/O. Of a NeuronModel's spec it knows the kinds of storage, which the chart has too.
-
-A pass decides again with the facts that a Decision `needs` and with the refusals of its writes, until it learns nothing
-new. It writes the status last, so that this never reports a step that did not happen, and then posts the Events.
+The rim fills a World from its caches, calls `decide` and executes the Decision: again with the facts that it `needs`
+and with the refusals of its writes, until it learns nothing new. It writes the status last, so that this never reports
+a step that did not happen, and then posts the Events.
 """
 
 from __future__ import annotations
@@ -134,10 +132,10 @@ class World:
     """The nodes of this model's pods (`reflector.trimmed_node`); none if they may not be watched."""
     has_turn: bool = False
     """Whether the model may begin to move to a newer runtime image."""
-    events: tuple[Object, ...] | None = None
-    """Warnings (`events.k8s.io/v1`), oldest first. None: not read in this pass; empty without the right to read."""
+    events: tuple[Object, ...] = ()
+    """Warnings (`events.k8s.io/v1`), oldest first. Empty if they were not read in this pass, or may not be."""
     claim_events: tuple[Object, ...] = ()
-    """Oldest first. Empty if they were not read in this pass, or may not be."""
+    """Likewise."""
     logs: Mapping[str, str] = field(default_factory=dict)
     """By pod, the end of the logs read in this pass; empty if one cannot be read."""
     existing: frozenset[Exists] = frozenset()

@@ -21,7 +21,7 @@ from neuron_operator.render.jobs import NEVER_NEURON, nodes_for_jobs
 from neuron_operator.render.objects import shared
 from neuron_operator.render.pods import step_pod_template
 from neuron_operator.render.resources import JOB_REQUESTS
-from neuron_operator.render.storage import ARTIFACTS, WEIGHTS, Access, Kept, writing
+from neuron_operator.render.storage import ARTIFACTS, WEIGHTS, Access, Kept, access_to
 
 DEADLINE_SECONDS = 6 * 3600
 """Deleting many small files on a network file system is slow."""
@@ -63,7 +63,7 @@ def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, n
             role=names.ROLE_CLEAN,
             image=using.runtime_image,
             command=["neuron-runtime", kept.name, "prune", kept.folder, *arguments],
-            access=Access(writing(kept, place).mounts),
+            access=Access(access_to(kept, place).mounts),
             resources={"requests": JOB_REQUESTS},
             nodes=nodes,
         )

@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
-from neuron_operator.api.fields import ConfigKey, Supported, as_json, walk
+from neuron_operator.api.fields import ConfigKey, as_json, walk
 from neuron_operator.api.model import BACKENDS, ModelSource, NeuronModel, Spec
 from neuron_operator.place.planner import Option
 from neuron_operator.read.objects import dig
@@ -56,10 +57,9 @@ def config_document(model: NeuronModel, facts: Facts, option: Option | None = No
     elif (ranks := ranks_of(model)) > 1:
         _put(document, "parallelism.tensor", ranks)
     for _, one, value in walk(model.spec, "spec"):
-        acted_on = not any(support.is_idle(model.spec.backend) for support in one.annotations(Supported))
         for to in one.annotations(ConfigKey):
             written = to.words.get(value, value) if to.words else value
-            if acted_on and written not in (None, {}):
+            if written not in (None, {}) and not one.is_idle(model.spec.backend):
                 _put(document, to.path, as_json(written))
     return document
 
@@ -96,8 +96,8 @@ def sampling_mode(model: NeuronModel) -> str:
     return "Host" if on_host else model.spec.serving.sampling or "Device"
 
 
-def to_json(document: dict[str, Any]) -> str:
-    """Canonical and readable: the ConfigMap is named by the hash of this text."""
+def to_json(document: Mapping[str, Any] | Struct) -> str:
+    """Canonical and readable: a ConfigMap is named by the hash of this text."""
     return _readable(msgspec.json.encode(document))
 
 

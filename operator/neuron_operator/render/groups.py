@@ -14,7 +14,7 @@ from typing import Any
 
 from neuron_operator.api import names
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.read.objects import dig, labels_of, name_of, text
+from neuron_operator.read.objects import dig, labels_of, name_of, only, text
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import GroupSettings, Object
 from neuron_operator.render.objects import Mount, child, without_empty
@@ -44,7 +44,7 @@ def group_owner(
         names.ATTEMPT_LABEL: str(attempt.number),
         names.GROUP_SIZE_LABEL: str(size),
     }
-    template = copy.deepcopy(revision.template)
+    template = copy.deepcopy(revision.pinned.template)
     template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **own}
     spec = template["spec"]
     spec["nodeSelector"] = {**attempt.labels, **spec.get("nodeSelector", {})}
@@ -99,7 +99,7 @@ def rest_of(model: NeuronModel, leader: Object) -> tuple[Object, ...]:
     """What belongs to the live owner of a group. Where the last (`views.LAST_PARTS`) exists, all of it was created."""
     name = name_of(leader)
     size = int(labels_of(leader)[names.GROUP_SIZE_LABEL])
-    own = {key: value for key, value in labels_of(leader).items() if key in _OF_GROUP}
+    own = only(labels_of(leader), _OF_GROUP)
     port = {"name": "group", "port": names.GROUP_PORT, "protocol": "TCP"}
     address = {
         "clusterIP": "None",

@@ -6,7 +6,6 @@ namespace that need the same. Nothing in it names a model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +13,9 @@ from typing import Any
 
 from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
-from neuron_operator.api.model import NeuronModel
+from neuron_operator.api.model import NeuronModel, remembered
 from neuron_operator.read.objects import MAX_OWNERS, name_of, owners_of, text
 from neuron_operator.read.records import Facts, Record
-from neuron_operator.read.remembered import remembered
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import Object, Place, Settings
 from neuron_operator.render import storage
@@ -219,7 +217,6 @@ def with_owners(desired: Object, live: Object) -> Object:
 def keeper(model: NeuronModel, job: Object, record: Record) -> Object:
     """The ConfigMap that keeps a Job's record: the Job and its pods are deleted some time after they ended."""
     role = job["metadata"]["labels"][names.ROLE_LABEL]
-    text = json.dumps(as_json(record), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     return shared(
         model,
         "v1",
@@ -228,5 +225,5 @@ def keeper(model: NeuronModel, job: Object, record: Record) -> Object:
         component=role,
         labels={names.ROLE_LABEL: role},
         immutable=True,
-        data={names.RECORD_KEY: text},
+        data={names.RECORD_KEY: to_json(record)},
     )

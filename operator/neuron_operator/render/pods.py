@@ -11,7 +11,7 @@ from typing import Any
 from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import ApiKeySecret, NeuronModel, Toleration
-from neuron_operator.place.catalog import INSTANCE_TYPES, label_values, type_named
+from neuron_operator.place.catalog import INSTANCE_TYPES, label_values
 from neuron_operator.place.planner import Choice
 from neuron_operator.place.sizes import size_rule
 from neuron_operator.read.placement import TOLERATES_NEURON, Placement
@@ -90,7 +90,7 @@ def serving_pod_template(
     if placement.resources:
         own_labels[names.ALLOCATION_LABEL] = names.ALLOCATION_CORES if placement.cores else names.ALLOCATION_DEVICES
     wired_to = choice.chosen.site if choice and placement.nodes > 1 else None
-    extended = {**placement.resources, **(_network(wired_to.name) if wired_to else {})}
+    extended = {**placement.resources, **(_network(wired_to.efa) if wired_to and wired_to.efa else {})}
     # Of extended resources requests and limits must be equal.
     whole = {"limits": extended, "requests": extended}
     resources = overlaid(requests, as_json(overlay.spec.resources), whole)
@@ -130,12 +130,10 @@ def serving_pod_template(
         ),
         "spec": without_empty(
             {
-                **_pod_frame(model, settings),
+                **_pod_frame(model, settings, container, mounts),
                 "serviceAccountName": overlay.spec.service_account_name or names.service_account_name(model.name),
                 "securityContext": {**POD_SECURITY, **as_json(overlay.spec.security_context)},
                 "terminationGracePeriodSeconds": rollout.drain_delay_seconds + rollout.drain_seconds + RELEASE_SECONDS,
-                "containers": [container],
-                "volumes": [mount.volume for mount in mounts],
                 "nodeSelector": {
                     **_architecture(model, placement),
                     **overlay.spec.node_selector,
@@ -210,12 +208,10 @@ def step_pod_template(
         "metadata": without_empty({"labels": labels, "annotations": annotations}),
         "spec": without_empty(
             {
-                **_pod_frame(model, settings),
+                **_pod_frame(model, settings, container, mounts),
                 "serviceAccountName": overlay.service_account_name,
                 "restartPolicy": "Never",
                 "securityContext": {**POD_SECURITY, **(as_json(overlay.security_context) if has_claim else {})},
-                "containers": [container],
-                "volumes": [mount.volume for mount in mounts],
                 "tolerations": [*settings.jobs.tolerations, *SOON_OFF_A_LOST_NODE],
                 **nodes,
             }
@@ -223,7 +219,7 @@ def step_pod_template(
     }
 
 
-def _pod_frame(model: NeuronModel, settings: Settings) -> Object:
+def _pod_frame(model: NeuronModel, settings: Settings, container: Object, mounts: Iterable[Mount]) -> Object:
     overlay = model.spec.pod_template.spec
     pull_secrets = dict.fromkeys(
         (*settings.image_pull_secrets, *(secret.name for secret in overlay.image_pull_secrets))
@@ -232,6 +228,8 @@ def _pod_frame(model: NeuronModel, settings: Settings) -> Object:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "imagePullSecrets": [{"name": name} for name in pull_secrets],
+        "containers": [container],
+        "volumes": [mount.volume for mount in mounts],
     }
 
 
@@ -333,12 +331,9 @@ def _download_env(model: NeuronModel, access: Access, settings: Settings) -> Ite
     yield from settings.jobs.env if access.remotes else ()
 
 
-def _network(instance_type: str) -> Object:
+def _network(efa: int) -> Object:
     """The interfaces of a whole node, and the pinned memory that they need."""
-    kind = type_named(instance_type)
-    if kind is None or not kind.efa:
-        return {}
-    return {names.EFA_RESOURCE: str(kind.efa), names.HUGE_PAGES_RESOURCE: HUGE_PAGES}
+    return {names.EFA_RESOURCE: str(efa), names.HUGE_PAGES_RESOURCE: HUGE_PAGES}
 
 
 def _spread(model: NeuronModel) -> Mapping[str, Any]:

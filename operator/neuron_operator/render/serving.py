@@ -5,19 +5,37 @@ Called by `decide`. All but the last two exist before the first replica and outl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
-from neuron_operator.api.model import NeuronModel
-from neuron_operator.read.disruption import MAX_UNAVAILABLE, Pace
-from neuron_operator.read.remembered import remembered
+from neuron_operator.api.model import NeuronModel, remembered
+from neuron_operator.api.reasons import Need
 from neuron_operator.read.revision import Revision, beside_template, shared_annotation
 from neuron_operator.read.world import Object, Settings
 from neuron_operator.render.config_document import to_json
 from neuron_operator.render.objects import child, without_empty
 
 KEPT_REPLICA_SETS = 2
+MAX_UNAVAILABLE = 1
+"""How many replicas may be away at a time: in a rollout, by eviction, and before the model is no longer Available."""
+
+
+def num_promised(num_wanted: int) -> int:
+    """Replicas that answer during a rollout or an eviction. Of a single replica the loss is never promised away: its
+    replacement is a gap."""
+    return min(num_wanted, max(1, num_wanted - MAX_UNAVAILABLE))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a revision reaches the replicas."""
+
+    surges: bool
+    words: str
+    """For the condition, before the rollout begins: above all, whether nobody will answer."""
+    needs: frozenset[Need] = frozenset()
 
 
 @remembered
@@ -108,6 +126,6 @@ def deployment(model: NeuronModel, revision: Revision, num_replicas: int, pace: 
                     "maxUnavailable": 0 if pace.surges else MAX_UNAVAILABLE,
                 },
             },
-            "template": revision.template,
+            "template": revision.pinned.template,
         },
     )

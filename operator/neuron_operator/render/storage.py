@@ -90,8 +90,8 @@ def source(model: NeuronModel) -> Access:
         image = {"image": {"reference": model.uri.place}}
         return Access((Mount(names.MODEL_VOLUME, names.IMAGE_DIR, image, read_only=True),))
     if model.uri.scheme == "pvc":
-        claim = model.uri.place
-        return Access((_claim(names.MODEL_VOLUME, f"{names.CLAIMS_DIR}/{claim}", claim, read_only=True),))
+        claim = {"persistentVolumeClaim": {"claimName": model.uri.place}}
+        return Access((Mount(names.MODEL_VOLUME, f"{names.CLAIMS_DIR}/{model.uri.place}", claim, read_only=True),))
     return Access(remotes=frozenset({model.uri.scheme} & names.CREDENTIALS.keys()))
 
 
@@ -110,7 +110,7 @@ def is_fetched_by_job(model: NeuronModel, place: Place) -> bool:
 
 def fetching(model: NeuronModel, place: Place) -> Access:
     """To bring the weights from the URI to a shared place; the argument is the destination."""
-    target = writing(WEIGHTS, place)
+    target = access_to(WEIGHTS, place)
     if place.object_store is not None:
         return source(model) + Access((), (place.object_store.uri,), target.remotes)
     return source(model) + replace(target, arguments=(WEIGHTS.folder,))
@@ -120,11 +120,8 @@ def compiling(model: NeuronModel, weights: Place | None, artifacts: Place) -> Ac
     """To compile a model into a shared place. Weights that a Job put into a claim are at hand; otherwise the URI has
     what the compiler reads."""
     if weights and weights.persistent_volume_claim:
-        at_hand = writing(WEIGHTS, weights)
-        access = replace(at_hand, mounts=tuple(replace(mount, read_only=True) for mount in at_hand.mounts))
-    else:
-        access = source(model)
-    return access + writing(ARTIFACTS, artifacts)
+        return access_to(WEIGHTS, weights, read_only=True) + access_to(ARTIFACTS, artifacts)
+    return source(model) + access_to(ARTIFACTS, artifacts)
 
 
 def loading_artifact(model: NeuronModel, place: Place | None) -> Access:
@@ -136,17 +133,15 @@ def loading_artifact(model: NeuronModel, place: Place | None) -> Access:
 
 def reading(kept: Kept, place: Place) -> Access:
     """To read from a shared place what a Job put there; that it is missing ends the pod."""
-    must_exist = (kept.miss_flag, "fail")
-    shared = writing(kept, place)
-    mounts = tuple(replace(mount, read_only=place.persistent_volume_claim is not None) for mount in shared.mounts)
-    return replace(shared, mounts=mounts, arguments=(*shared.arguments, *must_exist))
+    return access_to(kept, place, read_only=True) + Access(arguments=(kept.miss_flag, "fail"))
 
 
-def writing(kept: Kept, place: Place) -> Access:
-    """To put something into a shared place."""
+def access_to(kept: Kept, place: Place, *, read_only: bool = False) -> Access:
+    """To put something into a shared place, or only to read from it."""
     folder = (kept.folder_flag, kept.folder)
     if claim := place.persistent_volume_claim:
-        return Access((_claim(kept.name, kept.folder, claim.claim_name, sub_path=claim.sub_path or ""),), folder)
+        volume = {"persistentVolumeClaim": {"claimName": claim.claim_name}}
+        return Access((Mount(kept.name, kept.folder, volume, read_only, claim.sub_path or ""),), folder)
     if store := place.object_store:
         remotes = frozenset({ParsedUri.parse(store.uri).scheme})
         return Access((_folder(kept),), (*folder, kept.store_flag, store.uri), remotes)
@@ -177,10 +172,6 @@ def own_claims(model: NeuronModel, settings: Settings, places: Iterable[Place]) 
                 "metadata": {"name": kept.claim, "namespace": model.namespace, "labels": labels},
                 "spec": without_empty(spec),
             }
-
-
-def _claim(name: str, path: str, claim: str, *, sub_path: str = "", read_only: bool = False) -> Mount:
-    return Mount(name, path, {"persistentVolumeClaim": {"claimName": claim}}, read_only, sub_path)
 
 
 def _folder(kept: Kept, size_limit: str | int | None = None) -> Mount:

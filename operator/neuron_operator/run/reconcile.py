@@ -172,10 +172,8 @@ class Reconciler:
             world = replace(world, events=await self._on_demand.events(key, about, world.pods))
         if Need.CLAIM_EVENTS in needs:
             world = replace(world, claim_events=await self._on_demand.claim_events(key[0]))
-        pods = [need.pod for need in needs if isinstance(need, LogOf)]
-        logs = {pod: await self._on_demand.log(key[0], pod) for pod in pods}
-        asked = [need for need in needs if isinstance(need, Exists)]
-        existing = {one for one in asked if await self._on_demand.exists(key[0], one)}
+        logs = {need.pod: await self._on_demand.log(key[0], need.pod) for need in needs if isinstance(need, LogOf)}
+        existing = {one for one in needs if isinstance(one, Exists) and await self._on_demand.exists(key[0], one)}
         return replace(world, logs={**world.logs, **logs}, existing=world.existing | existing)
 
 

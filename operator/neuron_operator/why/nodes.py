@@ -21,7 +21,6 @@ HARDWARE_READY = "AcceleratedHardwareReady"
 READY = "Ready"
 HEALTHY = {READY: "True", NEURON_HEALTH: "False", HARDWARE_READY: "True"}
 """The status of each condition on a node that is well."""
-CONDITIONS = tuple(HEALTHY)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import EVICTED, ContainerView, Observed, PodView, Termination
 from neuron_operator.render.resources import mebibytes
 from neuron_operator.why import nodes
-from neuron_operator.why.attempts import next_attempt
 
 MAX_LINE = 300
 """Characters of a line of a log that are shown."""
@@ -37,6 +36,10 @@ ONE_NODE_AT_A_TIME = (
 OOM_KILLED = "OOMKilled"
 """The kubelet's reason. The kernel usually kills all processes of the container, so none is left to write a record."""
 
+FIRST_DELAY = timedelta(seconds=10)
+MAX_DELAY = timedelta(seconds=300)
+"""As the kubelet waits between restarts of a container."""
+
 _STARTING = ("", "ContainerCreating", "PodInitializing")
 
 
@@ -50,8 +53,7 @@ def explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Findi
         return unmet("Available", Reason.NODE_LOST, text)
     if pod.disruption == "PreemptionByScheduler":
         text = f"pod {pod.name} gives its node {pod.node} to a pod of higher priority"
-        cure = "set podTemplate.spec.priorityClassName, or add nodes"
-        return unmet("Available", Reason.EVICTED, f"{text}; {cure}")
+        return unmet("Available", Reason.EVICTED, f"{text}; {_IF_PREEMPTED}")
     if pod.is_deleting:
         return unmet("Available", Reason.DRAINING, f"pod {pod.name} is finishing its responses before it stops")
     if pod.has_failed:
@@ -71,6 +73,24 @@ def explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Findi
     return unmet("Available", Reason.LOADING, f"pod {pod.name} has been loading the model since {since}")
 
 
+def failures(observed: Observed, revision_name: str) -> tuple[PodView, ...]:
+    """The failed pods of a revision since its last one that answers, oldest first."""
+    pods = [pod for pod in observed.replicas if pod.revision == revision_name]
+    answering = max((pod.age_key[0] for pod in pods if pod.is_answering), default=None)
+    failed = (pod for pod in pods if pod.has_failed and (answering is None or pod.age_key[0] >= answering))
+    return tuple(sorted(failed, key=lambda pod: pod.age_key))
+
+
+def next_attempt(observed: Observed, revision_name: str) -> datetime | None:
+    """When `decide/breaker.py` lets the next pod be created: after as long as this has been failing, so that the delay
+    doubles."""
+    failed = failures(observed, revision_name)
+    if not failed or failed[-1].created is None:
+        return None
+    first, last = failed[0].created or failed[-1].created, failed[-1].created
+    return last + min(max(last - first, FIRST_DELAY), MAX_DELAY)
+
+
 def explain_failure(pod: PodView, observed: Observed, resources: str = "podTemplate.spec.resources") -> Finding:
     """Why its node refused, evicted or stopped a pod, and when the next one is created. `resources`: the field that
     sets its requests and limits."""
@@ -86,8 +106,7 @@ def explain_failure(pod: PodView, observed: Observed, resources: str = "podTempl
     if reason in _SHUTDOWN:
         return unmet("Available", Reason.NODE_LOST, f"{text}{again}")
     if reason == "Preempting":
-        cure = "set podTemplate.spec.priorityClassName, or add nodes"
-        return unmet("Available", Reason.EVICTED, f"{text}; {cure}{again}")
+        return unmet("Available", Reason.EVICTED, f"{text}; {_IF_PREEMPTED}{again}")
     if reason == EVICTED:
         why, cure = _explain_eviction(message, resources)
         return unmet("Available", why, f"{text}; {cure}{again}", needs)
@@ -99,6 +118,7 @@ def explain_failure(pod: PodView, observed: Observed, resources: str = "podTempl
 
 
 _SHUTDOWN = ("NodeShutdown", "Terminated", "Shutdown")
+_IF_PREEMPTED = "set podTemplate.spec.priorityClassName, or add nodes"
 
 
 def _explain_eviction(message: str, resources: str) -> tuple[Reason, str]:
@@ -115,7 +135,7 @@ def _explain_eviction(message: str, resources: str) -> tuple[Reason, str]:
 def _explain_end(pod: PodView, end: Termination, observed: Observed) -> Finding:
     """How a container ended: the reason of its exit code, for that reason's condition."""
     how = f"pod {pod.name} ended with {how_it_ended(end)} (restarts: {pod.container.num_restarts})"
-    revision = next((known for known in observed.revisions if known.name == pod.revision), None)
+    revision = observed.revisions.get(pod.revision)
     if end.reason == OOM_KILLED and end.record is None:
         limit = f"its memory limit is {pod.memory_limit}" if pod.memory_limit else "it has no memory limit"
         needs = revision.pinned.plan.host_bytes if revision else None
@@ -132,7 +152,7 @@ def _explain_end(pod: PodView, end: Termination, observed: Observed) -> Finding:
 
 def _hint_at_variables(pod: PodView, end: Termination, revision: Revision | None) -> str:
     """Environment variables that may have ended the container."""
-    containers = items(revision.template, "spec", "containers") if revision else []
+    containers = items(revision.pinned.template, "spec", "containers") if revision else []
     ours = {text(variable, "name") for container in containers for variable in items(container, "env")}
     added = sorted(pod.variables - ours - {names.GROUP_SECRET_VARIABLE}) if revision else []
     if added:

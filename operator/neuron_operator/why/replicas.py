@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from neuron_operator.api.reasons import Finding, Reason, met, unmet
-from neuron_operator.read.disruption import num_promised
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import DeploymentView, Observed, PodView
+from neuron_operator.render.serving import num_promised
 from neuron_operator.why import nodes
 from neuron_operator.why.pods import explain_pod
 from neuron_operator.why.refusals import explain_denial

@@ -18,7 +18,7 @@ from neuron_runtime.requests.admission import Ask
 from neuron_runtime.requests.prompts import Echo
 from neuron_runtime.text.choice_text import ChoiceText
 from neuron_runtime.text.tokenizer import Tokenizer
-from neuron_runtime.text.tool_calls import CallPiece, whole_calls
+from neuron_runtime.text.tool_calls import CallPiece
 
 
 @dataclass(slots=True)
@@ -29,23 +29,18 @@ class TokenDetails:
     located: list[Located] = field(default_factory=list)
     """The tokens with log-probabilities, after those of an echoed prompt; empty unless requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Only in the first piece of a prompt's first choice, if requested."""
-
-    def add(self, later: TokenDetails) -> None:
-        self.token_ids += later.token_ids
-        self.located += later.located
-        self.prompt_logprobs += later.prompt_logprobs
+    """Only in the first piece of a choice, if they were computed for it."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """The new text of one choice."""
+    """The text of one choice that is new to the client; of an answer that is not streamed, all of it."""
 
     index: int
-    text: str
-    num_tokens: int
+    text: str = ""
+    num_tokens: int = 0
     """Tokens of the choice so far."""
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None = None
     reasoning: str = ""
     calls: list[CallPiece] = field(default_factory=list)
     """Behind the text."""
@@ -66,8 +61,6 @@ class Choice(ChoiceText):
         arrived: float,
         echo: Echo | None,
     ) -> None:
-        self._details = ask.details
-        locates = ask.details is not None and ask.details.logprobs is not None
         super().__init__(
             tokenizer,
             prompt,
@@ -77,15 +70,13 @@ class Choice(ChoiceText):
             min_tokens=sampling.min_tokens,
             splitter=ask.make_splitter and ask.make_splitter(),
             calls=ask.make_calls and ask.make_calls(),
-            locates=locates,
+            locates=ask.details is not None and ask.details.logprobs is not None,
         )
         self.has_details = ask.details is not None or echo is not None
         """Whether `add_details` must be called."""
         self.prompt_token_ids = prompt
-        self.num_prompt_tokens = len(prompt)
         self.stop_token_id: int | None = None
         """The token that ended the answer, if one did."""
-        self._locates = locates
         self._echo = echo
         self._num_echoed_characters = 0
         self.num_cached_tokens = 0
@@ -110,8 +101,7 @@ class Choice(ChoiceText):
         if self._locates:
             offsets = (self._num_echoed_characters + one for one in self.text_offsets[first:])
             details.located += map(Located, token_ids, event.logprobs, offsets)
-        if self._details is not None and self._details.prompt_logprobs is not None:
-            details.prompt_logprobs += event.prompt_logprobs
+        details.prompt_logprobs += event.prompt_logprobs
 
     def _repeat_prompt(self, echo: Echo, piece: Piece, details: TokenDetails, event: TokenEvent) -> None:
         piece.text = echo.text + piece.text
@@ -161,10 +151,12 @@ class Generation:
         before = choice.num_tokens
         if event.first is not None:
             choice.num_cached_tokens = event.first.num_cached_tokens
-        piece.text += choice.feed(event.token_ids, event.finish_reason)
-        if choice.reasoning:
-            piece.reasoning += choice.reasoning
-            choice.reasoning = ""
+        text, reasoning = piece.text, piece.reasoning
+        # Only a text without other references grows in place, and a whole answer may be long.
+        piece.text = piece.reasoning = ""
+        text += choice.feed(event.token_ids, event.finish_reason)
+        reasoning += choice.reasoning
+        piece.text, piece.reasoning, choice.reasoning = text, reasoning, ""
         if choice.calls:
             piece.calls += choice.calls
             choice.calls = []
@@ -199,36 +191,6 @@ class Generation:
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.ask.num_choices])
 
 
-@dataclass(slots=True)
-class Answer:
-    """All of one choice."""
-
-    texts: list[str] = field(default_factory=list)
-    reasonings: list[str] = field(default_factory=list)
-    call_pieces: list[CallPiece] = field(default_factory=list)
-    details: TokenDetails = field(default_factory=TokenDetails)
-
-    def add(self, piece: Piece) -> None:
-        self.texts.append(piece.text)
-        self.reasonings.append(piece.reasoning)
-        self.call_pieces += piece.calls
-        if piece.details is not None:
-            self.details.add(piece.details)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self.reasonings)
-
-    @property
-    def calls(self) -> list[CallPiece]:
-        """The calls of tools, each as one piece."""
-        return whole_calls(self.call_pieces)
-
-
 class Writer(Protocol):
     """Writes the answer to one request in the format of its API: either `whole`, or `pieces` until `end`."""
 
@@ -241,5 +203,5 @@ class Writer(Protocol):
     def failure(self, error: ServingError) -> bytes:
         """The events that end a stream which has begun."""
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
-        """The body of a response that is not streamed."""
+    def whole(self, answers: Sequence[Piece]) -> bytes:
+        """The body of a response that is not streamed, from all of each choice."""

@@ -56,16 +56,16 @@ class Speller:
 
     def prompt(self, logprobs: Sequence[TokenLogprobs], num_alternatives: int) -> list[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: by token id, for each token but the first."""
-        return [None, *({str(key): value for key, value in self._ranked(one, num_alternatives)} for one in logprobs)]
+        return [None, *(self._ranked(one, num_alternatives) for one in logprobs)]
 
-    def _ranked(self, one: TokenLogprobs, num_alternatives: int) -> list[tuple[int, dict[str, Any]]]:
+    def _ranked(self, one: TokenLogprobs, num_alternatives: int) -> dict[str, Any]:
         ranked = [(one.token_id, one.logprob, one.rank)]
         top = enumerate(one.top[:num_alternatives], start=1)
         ranked += [(token_id, value, rank) for rank, (token_id, value) in top if token_id != one.token_id]
-        return [
-            (token_id, {"logprob": _finite(value), "rank": rank, "decoded_token": self._text(token_id)})
+        return {
+            str(token_id): {"logprob": _finite(value), "rank": rank, "decoded_token": self._text(token_id)}
             for token_id, value, rank in ranked
-        ]
+        }
 
     def _top(self, one: TokenLogprobs, num_alternatives: int) -> dict[str, float]:
         entries = dict(one.top[:num_alternatives]) | {one.token_id: one.logprob}

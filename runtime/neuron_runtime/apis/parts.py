@@ -30,8 +30,7 @@ def text_of(part: Part, at: str, types: Sequence[str] = ("text",)) -> str:
     """The text of a part that must be of one of these types. Raises InvalidRequest."""
     if part.type not in types:
         known = " or ".join(f"`{one}`" for one in types)
-        message = f"`{at}.type` must be {known}, got `{part.type}`: other types are not supported yet"
-        raise InvalidRequest(message, field=f"{at}.type")
+        raise InvalidRequest.at(f"{at}.type", f"must be {known}, got `{part.type}`: other types are not supported yet")
     if part.text is None:
         raise missing("text", at)
     return part.text
@@ -46,4 +45,4 @@ def required(part: msgspec.Struct, name: str, at: str) -> str:
 
 
 def missing(name: str, at: str) -> InvalidRequest:
-    return InvalidRequest(f"`{at}.{name}` is missing", field=f"{at}.{name}")
+    return InvalidRequest.at(f"{at}.{name}", "is missing")

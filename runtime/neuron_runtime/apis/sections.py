@@ -14,9 +14,9 @@ from typing import Literal
 
 import msgspec
 
-from neuron_runtime.apis.generation import Answer, Generation, Piece
+from neuron_runtime.apis.generation import Generation, Piece
 from neuron_runtime.apis.logprobs import Located
-from neuron_runtime.text.tool_calls import CallPiece
+from neuron_runtime.text.tool_calls import CallPiece, whole_calls
 
 SectionKind = Literal["reasoning", "text", "call"]
 
@@ -86,9 +86,10 @@ class SectionWriter(ABC):
     def end(self) -> bytes:
         return b"".join((*self._close(), self.ended()))
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
-        answer = answers[0]
-        self.pieces([Piece(0, answer.text, 0, None, answer.reasoning, answer.calls, answer.details)])
+    def whole(self, answers: Sequence[Piece]) -> bytes:
+        (answer,) = answers
+        answer.calls = whole_calls(answer.calls)
+        self.pieces([answer])
         return msgspec.json.encode(self.answer())
 
     def _events(self, piece: Piece) -> Iterator[bytes]:

@@ -32,7 +32,7 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, say, seconds_text
 from neuron_runtime.engine.backends import backend_package, planned_graphs
 from neuron_runtime.errors import ExitCode, FatalError
-from neuron_runtime.host import how_it_ended, memory_limit, num_oom_kills, session_bytes
+from neuron_runtime.host import describe_exit, memory_limit, num_oom_kills, session_bytes
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.store import (
     Damaged,
@@ -311,7 +311,7 @@ class _Process:
             what = cause(last.message) or last.message
             sys.stderr.write(last.trace)
         else:
-            what = f"the compiler {how_it_ended(self._process.returncode)}"
+            what = describe_exit("compiler", self._process.returncode)
         if code == ExitCode.COMPILE_FAILED and output:
             sys.stderr.write(output + "\n")
             what += f"; its last lines: {cause(output) or output[-MAX_TAIL_CHARACTERS:]}"

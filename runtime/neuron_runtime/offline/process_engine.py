@@ -60,11 +60,6 @@ class ProcessEngine:
     def has_work(self) -> bool:
         return bool(self._live)
 
-    @property
-    def pid(self) -> int:
-        """The id of the engine process."""
-        return self._child.process.pid
-
     def find_model(self) -> Path:
         return Path(self._next(ModelFound).model_dir)
 

@@ -31,7 +31,7 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
     fields = {name: value for name, value in prompt.items() if value is not None}
     text, token_ids, salt = (fields.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
     for name in fields:
-        raise InvalidRequest(f"`{name}` of a prompt is not supported yet: leave it out", field=name)
+        raise InvalidRequest.at(name, "of a prompt is not supported yet: leave it out")
     if text is None and token_ids is None:
         raise InvalidRequest("a prompt needs `prompt` or `prompt_token_ids`", field="prompt")
     return {"prompt": text if token_ids is None else _token_ids(token_ids), "text": text, "cache_salt": salt}
@@ -51,7 +51,7 @@ def one_each(given: Any, count: int, default: Callable[[], Any], name: str) -> l
         return [default() if given is None else given] * count
     values = list(given)
     if len(values) != count:
-        raise InvalidRequest(f"`{name}` has {len(values)} values for {count} prompts", field=name)
+        raise InvalidRequest.at(name, f"has {len(values)} values for {count} prompts")
     return values
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuron_runtime.apis.generation import Answer, Choice, Generation, Piece
+from neuron_runtime.apis.generation import Choice, Generation, Piece, TokenDetails
 from neuron_runtime.core import FinishReason, TokenEvent, TokenLogprobs
 from neuron_runtime.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from neuron_runtime.requests.admission import Ask
@@ -22,22 +22,21 @@ class RunningPrompt(Generation):
         self.request_id = request_id
         self._text = text
         self._end_token_id = end_token_id
-        self._answers = [Answer() for _ in self.choices]
+        self._details = [TokenDetails() for _ in self.choices]
+        self._answers = [Piece(index, details=details) for index, details in enumerate(self._details)]
 
     @property
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def feed(self, index: int, event: TokenEvent) -> Choice:
-        piece = Piece(index, "", 0, None)
-        self.take(event, piece)
-        self._answers[index].add(piece)
+        self.take(event, self._answers[index])
         return self.choices[index]
 
     def output(self) -> RequestOutput:
         prompt_logprobs = None
         if self.ask.sampling[0].prompt_logprobs is not None:
-            prompt_logprobs = [None, *map(self._candidates, self._answers[0].details.prompt_logprobs)]
+            prompt_logprobs = [None, *map(self._candidates, self._details[0].prompt_logprobs)]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._text,
@@ -49,14 +48,14 @@ class RunningPrompt(Generation):
         )
 
     def _output(self, index: int) -> CompletionOutput:
-        choice, answer = self.choices[index], self._answers[index]
-        logprobs = [one.logprobs for one in answer.details.located if one.logprobs is not None]
+        choice, details = self.choices[index], self._details[index]
+        logprobs = [one.logprobs for one in details.located if one.logprobs is not None]
         reported, reason = self.ask.sampling[0].logprobs is not None, choice.finish_reason
         ended = None if choice.stop_token_id == self._end_token_id else choice.stop_token_id
         return CompletionOutput(
             index=index,
-            text=answer.text,
-            token_ids=answer.details.token_ids,
+            text=self._answers[index].text,
+            token_ids=details.token_ids,
             cumulative_logprob=sum(one.logprob for one in logprobs) if reported else None,
             logprobs=list(map(self._candidates, logprobs)) if reported else None,
             finish_reason=None if reason is None else reason.value,

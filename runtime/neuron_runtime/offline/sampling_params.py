@@ -9,6 +9,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from neuron_runtime.apis.openai.body import CompletionBody
 from neuron_runtime.not_built import Surface, refuse
 from neuron_runtime.requests.conversion import typed
@@ -54,11 +56,8 @@ class SamplingParams(SamplingFields, kw_only=True):
 
         prompt: fields of the prompt, which override these parameters.
         """
-        fields = {}
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if not refuse(Surface.SAMPLING_PARAMS, name, value):
-                fields[name] = value
+        values = msgspec.structs.asdict(self)
+        fields = {name: value for name, value in values.items() if not refuse(Surface.SAMPLING_PARAMS, name, value)}
         if fields["max_tokens"] is None:
             fields["max_tokens"] = max_model_length
         return typed({**fields, **prompt}, CompletionBody)

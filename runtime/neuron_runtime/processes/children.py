@@ -21,7 +21,7 @@ import msgspec
 
 from neuron_runtime.console import say
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, ServingError
-from neuron_runtime.host import LIMIT_OF_A_POD, gib, how_it_ended, memory_limit, num_oom_kills
+from neuron_runtime.host import LIMIT_OF_A_POD, describe_exit, gib, memory_limit, num_oom_kills
 from neuron_runtime.processes.lifeline import Deadline, die_with_parent
 from neuron_runtime.record import GENERAL_FAILURE, Record
 
@@ -171,12 +171,6 @@ class Failures:
         if ended.process.returncode == -signal.SIGKILL and self._num_oom_kills > before:
             return out_of_memory(ended.name, memory_limit())
         return ended.failure()
-
-
-def describe_exit(name: str, return_code: int) -> str:
-    """A message for a process that exited without a record."""
-    hint = " (often because the machine ran out of memory)" if return_code == -signal.SIGKILL else ""
-    return f"the {name} {how_it_ended(return_code)}{hint}"
 
 
 def out_of_memory(name: str, limit_bytes: int | None) -> FatalError:

@@ -5,6 +5,8 @@ End of file means that the supervisor has exited. The only reply is the front en
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 
@@ -40,13 +42,8 @@ class StartDrain(msgspec.Struct, frozen=True, tag="start_drain"):
 
 Control = EngineStarted | EngineEnded | EngineStalled | StartDrain
 
-_encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Control)
+decode_line: Callable[[bytes], Control] = msgspec.json.Decoder(Control).decode
 
 
 def encode_line(message: Control) -> bytes:
-    return _encoder.encode(message) + b"\n"
-
-
-def decode_line(line: bytes) -> Control:
-    return _decoder.decode(line)
+    return msgspec.json.encode(message) + b"\n"

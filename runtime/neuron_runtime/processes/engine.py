@@ -1,8 +1,7 @@
 """The engine process: owns backend and engine, receives requests and sends one message per step.
 
-Started by the supervisor as a command. A single thread uses the device. An exception from the device ends the process
-with the exit code of its class and a record. All requests have been admitted by a front end. It knows nothing of HTTP
-and text.
+Started by the supervisor as a command. A single thread uses the device, and an exception from it ends the process with
+the exit code of its class and a record. It knows nothing of HTTP and text.
 """
 
 from __future__ import annotations
@@ -245,7 +244,7 @@ def serve(
         guides = grammar_guides(model_dir, backend.limits)
         try:
             loaded = time.monotonic()
-            watched = WatchedBackend(backend, deadline)
+            watched = WatchedBackend(backend, deadline.set)
             watched.warm_up(report)
             # Libraries and weights stay; a full collection that walks them would delay every stream by 100 ms.
             gc.collect()

@@ -1,8 +1,8 @@
 """The front end process: HTTP on one side, the engine process on the other.
 
 Started by the supervisor as a command with the listening socket as a file descriptor; the supervisor reports engine
-events and drains on its standard input. It does not import torch. It serves before the model is ready: until then
-`/health` reports the progress. One thread runs the event loop; others only load files and tokenize long texts.
+events and drains on its standard input. It serves before the model is ready: until then `/health` reports the progress.
+It does not import torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.engine_client import EngineClient
-from neuron_runtime.server.exchange import ExchangeCounter
+from neuron_runtime.server.exchange import count
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
 from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics, process_readings
@@ -105,7 +105,6 @@ class FrontEnd:
     """Holds the state that the routes share, and obeys the supervisor."""
 
     def __init__(self, config: RuntimeConfig, run_dir: Path, url: str, api_key_file: Path | None = None) -> None:
-        self.served_names = config.served_names
         self.config = config
         self.has_keys = api_key_file is not None
         self.metrics = Metrics(config.served_names[0])
@@ -114,7 +113,7 @@ class FrontEnd:
         self.client = EngineClient(
             run_dir, self.metrics, on_model=self._model_found, on_ready=self._engine_ready, on_broken=self._fail
         )
-        self._edge = Edge(config.server, api_key_file, (ExchangeCounter(self.metrics),))
+        self._edge = Edge(config.server, api_key_file, [partial(count, self.metrics)])
         self._pids: dict[str, int | None] = {"supervisor": os.getppid(), "engine": None, "front-end": os.getpid()}
         self.metrics.read_at_scrape(lambda: process_readings(self._pids))
         self.metrics.read_at_scrape(lambda: [(LOG_LINES_LOST, (), self._edge.num_log_lines_lost)])
@@ -124,7 +123,8 @@ class FrontEnd:
         self._text: asyncio.Task[Text] | None = None
         self._ready: Ready | None = None
         self._admission: Admission | None = None
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The end of a drain, or why this process cannot continue."""
 
     def admission(self) -> Admission:
         """Raises BackendFailed until engine and text were ready once; `client` has the current state of the engine."""
@@ -154,7 +154,7 @@ class FrontEnd:
         self.metrics.read_at_scrape(lambda: [(OPEN_CONNECTIONS, (), len(server.server_state.connections))])
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         following = asyncio.create_task(self._follow(orders, server))
-        await asyncio.wait((serving, following, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, following, self._over), return_when=asyncio.FIRST_COMPLETED)
         following.cancel()
         server.should_exit = True
         await serving
@@ -163,8 +163,8 @@ class FrontEnd:
         self.bodies.close()
         self.client.close()
         self._edge.close()
-        if self._failed.done():
-            self._failed.result()
+        if self._over.done():
+            self._over.result()
 
     async def _beat(self) -> None:
         while True:
@@ -172,22 +172,13 @@ class FrontEnd:
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _follow(self, orders: IO[Any], server: Server) -> None:
-        """Process the supervisor's messages until a drain ends or the supervisor exits."""
+        """Process the supervisor's messages until it exits."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), orders)
         draining: asyncio.Task[None] | None = None
-        while True:
-            line = asyncio.create_task(reader.readline())
-            waits: list[asyncio.Task[Any]] = [line] if draining is None else [line, draining]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if draining is not None and draining.done():
-                line.cancel()
-                return
-            raw = await line
-            if not raw:
-                return
-            match control.decode_line(raw):
+        async for line in reader:
+            match control.decode_line(line):
                 case EngineStarted(incarnation, num_predecessors, pid, began):
                     self._ready, self._began = None, began
                     self._pids["engine"] = pid
@@ -212,6 +203,8 @@ class FrontEnd:
             self.client.fail_all(Draining("the server is shutting down and this request took too long"))
             # Time to write the error responses.
             await self.gate.drain(0, SHUTDOWN_SECONDS)
+        if not self._over.done():
+            self._over.set_result(None)
 
     def _model_found(self, model_dir: Path) -> None:
         self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self.config.text))
@@ -227,9 +220,8 @@ class FrontEnd:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """This process cannot continue."""
-        if not self._failed.done():
-            self._failed.set_exception(error)
+        if not self._over.done():
+            self._over.set_exception(error)
 
     def _engine_ready(self, ready: Ready) -> None:
         self._ready = ready
@@ -238,12 +230,12 @@ class FrontEnd:
     def _become_ready(self) -> None:
         if self._ready is None or self._text is None or not self._text.done():
             return
-        text, limits = self._text.result(), self._ready.limits
+        text, limits, names = self._text.result(), self._ready.limits, self.config.served_names
         defaults = text.defaults.served(limits)
         self._admission = Admission(
             text.tokenizer,
             limits,
-            self.served_names,
+            names,
             defaults,
             max_queued_requests=self._ready.queue.max_requests,
             max_queued_tokens=self._ready.queue.max_tokens,
@@ -254,21 +246,15 @@ class FrontEnd:
         for notice in defaults.notices:
             say(notice)
         say(
-            f"ready after {time.monotonic() - self._began:.1f} s: {self._url}/v1 serves {', '.join(self.served_names)} "
+            f"ready after {time.monotonic() - self._began:.1f} s: {self._url}/v1 serves {', '.join(names)} "
             f"({limits.max_model_length} tokens, {limits.max_rows} sequences)"
         )
 
 
-async def run(options: argparse.Namespace) -> int:
-    try:
-        listener = socket.socket(fileno=options.listener_fd)
-        front_end = FrontEnd(load_config(options.config), options.run_dir, options.url, options.api_key_file)
-        await front_end.run(listener, sys.stdin)
-    except FatalError as error:
-        failure = record.failure("serve", error)
-        await asyncio.to_thread(record.write, failure, options.record)
-        return int(error.exit_code)
-    return 0
+async def run(options: argparse.Namespace) -> None:
+    listener = socket.socket(fileno=options.listener_fd)
+    front_end = FrontEnd(load_config(options.config), options.run_dir, options.url, options.api_key_file)
+    await front_end.run(listener, sys.stdin)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -281,8 +267,13 @@ def main(arguments: list[str] | None = None) -> int:
     # Imported objects stay. The threshold avoids collections while a long body with many values is parsed.
     gc.freeze()
     gc.set_threshold(NUM_NEW_OBJECTS, 20, 20)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run(options))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run(options))
+    except FatalError as error:
+        record.write(record.failure("serve", error), options.record)
+        return int(error.exit_code)
+    return 0
 
 
 if __name__ == "__main__":

@@ -94,17 +94,16 @@ class Leading(_Part[LeaderControl]):
 
     on_end: another rank ended the group with this error. Called on another thread, because this one may wait for a
     device that never answers; it ends the process.
-    on_leaving: a node of the group must be given up: end in good order.
     """
 
-    def __init__(self, layout: Layout, facts: Facts, on_end: OnEnd, on_leaving: Callable[[str], None]) -> None:
+    def __init__(self, layout: Layout, facts: Facts, on_end: OnEnd) -> None:
         self._channel = StepChannel(layout, Keys(read_secret(layout)))
         self._control = LeaderControl(
             layout,
             facts,
             self._channel.addresses,
             on_end=on_end,
-            on_leaving=on_leaving,
+            on_leaving=_drain,
             lifeline=Deadline(layout.lifeline(0)),
         )
 
@@ -134,15 +133,14 @@ class NoGroup:
 
 
 def leading(layout: Layout, config: RuntimeConfig, model_dir: Path, on_end: OnEnd) -> Leading | NoGroup:
-    """Rank 0's part. A node that must leave stops the supervisor as SIGTERM does, which drains."""
-    if not layout.is_group:
-        return NoGroup()
+    """Rank 0's part."""
+    return Leading(layout, facts_of(config, model_dir), on_end) if layout.is_group else NoGroup()
 
-    def drain(message: str) -> None:
-        say(f"{message}: stopping the group")
-        os.kill(os.getppid(), signal.SIGTERM)
 
-    return Leading(layout, facts_of(config, model_dir), on_end, drain)
+def _drain(message: str) -> None:
+    """Stop the supervisor as SIGTERM does, because a node of the group must be given up."""
+    say(f"{message}: stopping the group")
+    os.kill(os.getppid(), signal.SIGTERM)
 
 
 class Following(_Part[MemberControl]):

@@ -27,14 +27,15 @@ def run_rank(
     config: RuntimeConfig, settings: LocalSettings, layout: Layout, rank: int, *, deadline: Deadline, ending: Ending
 ) -> None:
     """Until the leader's work is done. Raises FatalError or exceptions of the backend."""
-    report = _report_of(layout, rank)
+    # The first rank of each node speaks for the node; on the leader's that is the engine process.
+    report: ProgressCallback = StageLines() if rank == layout.own_ranks[0] else lambda stage, share: None
     model_dir = find_model(config, settings, report)
     with Following(layout, rank, facts_of(config, model_dir), ending.at_once) as following:
         signal.signal(signal.SIGTERM, lambda number, frame: following.leave())
         following.meet()
         backend = load_backend(model_dir, config, settings, report, rank=place_of(layout, rank))
         try:
-            watched = WatchedBackend(backend, deadline)
+            watched = WatchedBackend(backend, deadline.set)
             watched.warm_up(report)
             gc.collect()
             gc.freeze()
@@ -42,13 +43,6 @@ def run_rank(
             deadline.clear()
         finally:
             backend.close()
-
-
-def _report_of(layout: Layout, rank: int) -> ProgressCallback:
-    """The first rank of each node speaks for the node; the leader's does so elsewhere."""
-    if rank > 0 and rank == layout.own_ranks[0]:
-        return StageLines()
-    return lambda stage, share: None
 
 
 def main(arguments: list[str] | None = None) -> int:

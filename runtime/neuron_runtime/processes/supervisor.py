@@ -1,8 +1,8 @@
 """The supervisor of `neuron-runtime serve`: owns the listening socket, runs the engine process and the front end.
 
-A small process without an event loop: it wakes up once a second or on a signal. Children are separate commands, never
-forks, and exit with it. It restarts children that exit a limited number of times, kills those that hang, turns SIGTERM
-into a drain, and exits with a code and a record on failure. It does not handle requests.
+A small process without an event loop: it wakes up once a second or on a signal. It restarts children that exit a
+limited number of times, kills those that hang, turns SIGTERM into a drain, and exits with a code and a record on
+failure. It does not handle requests.
 """
 
 from __future__ import annotations

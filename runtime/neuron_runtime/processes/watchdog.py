@@ -1,8 +1,7 @@
 """Detects steps that are late or hang: each graph has a usual time and a limit, derived from earlier steps.
 
 The engine process wraps its backend in `WatchedBackend`, which writes both for the device to shared memory. The
-supervisor reads them: a late engine is not ready, and an overdue one is killed. `StepLimits` is the rule, without a
-clock.
+supervisor reads them: a late engine is not ready, and an overdue one is killed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
 from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput
@@ -26,34 +25,23 @@ MEMORY = 0.9
 """Decay of the measured maximum with each step, so that a first step that compiled is forgotten."""
 
 
+@dataclass
 class StepLimits:
-    """How long a step of each graph may take.
+    """How long a step of each graph may take. No clock."""
 
-    Args:
-        min_seconds: smallest limit of any step.
-        factor: limit as a multiple of the time measured for the graph.
-        first_seconds: limit of the first step of a graph that was not warmed up, because it may compile.
-        max_seconds: largest limit of any step; 0: none.
-    """
-
-    def __init__(
-        self,
-        min_seconds: float = MIN_STEP_SECONDS,
-        factor: float = STEP_FACTOR,
-        first_seconds: float = FIRST_STEP_SECONDS,
-        max_seconds: float = 0.0,
-    ) -> None:
-        self.min_seconds = min_seconds
-        self._factor = factor
-        self._first_seconds = first_seconds
-        self._max_seconds = max_seconds or math.inf
-        self._measured: dict[str, float] = {}
+    min_seconds: float = MIN_STEP_SECONDS
+    factor: float = STEP_FACTOR
+    """Limit as a multiple of the time measured for the graph."""
+    first_seconds: float = FIRST_STEP_SECONDS
+    """Limit of the first step of a graph that was not warmed up, because it may compile."""
+    max_seconds: float = math.inf
+    _measured: dict[str, float] = field(default_factory=dict, init=False)
 
     def seconds(self, graph: str) -> float:
         """Limit of a step of this graph, counted from the end of the previous step."""
         measured = self._measured.get(graph)
-        expected = self._first_seconds if measured is None else self._factor * measured
-        return min(max(expected, self.min_seconds), self._max_seconds)
+        expected = self.first_seconds if measured is None else self.factor * measured
+        return min(max(expected, self.min_seconds), self.max_seconds)
 
     def usual_seconds(self, graph: str) -> float:
         """Longest usual duration of such a step: its limit, until one was measured."""
@@ -64,28 +52,24 @@ class StepLimits:
         self._measured[graph] = max(seconds, MEMORY * self._measured.get(graph, 0.0))
 
 
-class Watch(Protocol):
-    """The part of `lifeline.Deadline` used here."""
-
-    def set(self, seconds: float, usual_seconds: float) -> None: ...
-
-
 class WatchedBackend:
     """A backend that sets a deadline before every call: the sum of the limits of all steps in flight.
 
     The caller of `Engine.step` sets its own deadline between steps.
+
+    set_deadline: of `lifeline.Deadline`; gets the limit and the usual time.
     """
 
     def __init__(
         self,
         backend: Backend,
-        watch: Watch,
+        set_deadline: Callable[[float, float], None],
         step_limits: StepLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
-        self._watch = watch
-        self._step_limits = step_limits or StepLimits(max_seconds=backend.limits.max_step_seconds)
+        self._set_deadline = set_deadline
+        self._step_limits = step_limits or StepLimits(max_seconds=backend.limits.max_step_seconds or math.inf)
         self._clock = clock
         self._in_flight: deque[tuple[str, float]] = deque()
         """The graph of each step, and when it was launched."""
@@ -129,4 +113,4 @@ class WatchedBackend:
         seconds = sum(self._step_limits.seconds(graph) for graph, _ in self._in_flight)
         usual_seconds = sum(self._step_limits.usual_seconds(graph) for graph, _ in self._in_flight)
         # With nothing in flight, the deadline covers the host's work on the last output.
-        self._watch.set(max(seconds, self._step_limits.min_seconds), usual_seconds + LATE_SECONDS)
+        self._set_deadline(max(seconds, self._step_limits.min_seconds), usual_seconds + LATE_SECONDS)

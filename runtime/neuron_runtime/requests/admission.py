@@ -16,17 +16,17 @@ from typing import Any
 import msgspec
 
 from neuron_runtime.config import ServerOptions
-from neuron_runtime.core import BackendLimits, Form, Sampling
+from neuron_runtime.core import BackendLimits, Sampling
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests.chats import Chat, chat_text
 from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDefaults
-from neuron_runtime.requests.options import MAX_SALT_CHARACTERS, CompletionOptions, Generate
+from neuron_runtime.requests.options import MAX_SALT_CHARACTERS, CompletionOptions, Generate, StreamOptions
 from neuron_runtime.requests.parameters import NO_NAMES, Names, check_parameter_served, check_served
-from neuron_runtime.requests.prompts import Echo, Prompt, PromptField, Prompts, context_length_exceeded
+from neuron_runtime.requests.prompts import Echo, Prompt, PromptField, Prompts, context_length_exceeded, each_prompt
 from neuron_runtime.requests.sampling import Sampler
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from neuron_runtime.requests.token_ids import check_token_ids
-from neuron_runtime.requests.tools import tool_use
+from neuron_runtime.requests.tools import ToolUse, tool_use
 from neuron_runtime.text.reasoning import Marks, ReasoningSplitter
 from neuron_runtime.text.tokenizer import Tokenizer
 from neuron_runtime.text.tool_calls import CallTag, ToolCallSplitter, ToolFormat
@@ -112,7 +112,9 @@ class Admission:
         if echo and options.logprobs is not None:
             check_parameter_served("echo", PARAMETERS["prompt_logprobs"], self.limits)
         cut = self._prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
-        prompts = self._prompts.completions(prompt, options, cut, self.options.max_prompts)
+        adds_special = options.add_special_tokens is not False
+        contents = each_prompt(prompt, self.options.max_prompts)
+        prompts = tuple(self._prompts.checked(one, adds_special, cut, "prompt") for one in contents)
         return self._ask(
             options,
             NO_NAMES,
@@ -130,7 +132,7 @@ class Admission:
         options, names = chat.options, chat.names
         self._check_common(options, names)
         if options.top_logprobs and not options.logprobs:
-            raise InvalidRequest("`top_logprobs` needs `logprobs: true`", field="top_logprobs")
+            raise InvalidRequest.at("top_logprobs", "needs `logprobs: true`")
         text = self.chat_text(chat)
         use = tool_use(options, chat.functions, self.tool_format, self._strict_tag)
         cut = self._prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
@@ -145,9 +147,7 @@ class Admission:
             make_splitter=None if self.reasoning is None else partial(ReasoningSplitter, self.reasoning, text),
             before_answer=("", "") if self.reasoning is None else self.reasoning.before_answer(text),
             shows_reasoning=options.include_reasoning is not False,
-            make_calls=None if use is None else use.splitter,
-            forced=None if use is None else use.forced,
-            strict=None if use is None else use.strict,
+            use=use,
         )
         if use is not None and use.form.marks & self.tokenizer.hidden_tokens:
             # The text without special tokens would lack the marks of calls.
@@ -195,9 +195,11 @@ class Admission:
         self.check_model(options.model)
         check_served(options, self.limits, names)
         if options.stream_options is not None and not options.stream:
-            raise InvalidRequest("`stream_options` needs `stream: true`", field="stream_options")
+            raise InvalidRequest.at("stream_options", "needs `stream: true`")
         if options.prompt_logprobs is not None and options.stream:
-            raise InvalidRequest("`prompt_logprobs` cannot be streamed: leave out `stream`", field="prompt_logprobs")
+            raise InvalidRequest.at("prompt_logprobs", "cannot be streamed: leave out `stream`")
+        if len(options.cache_salt or "") > MAX_SALT_CHARACTERS:
+            raise InvalidRequest.at("cache_salt", f"must have at most {MAX_SALT_CHARACTERS} characters")
 
     def _ask(
         self,
@@ -210,8 +212,7 @@ class Admission:
         logprobs: int | None,
         repeated_logprobs: int | None = None,
         before_answer: tuple[str, str] = ("", ""),
-        forced: Form | None = None,
-        strict: Form | None = None,
+        use: ToolUse | None = None,
         **more: Any,
     ) -> Ask:
         num_choices = 1 if options.n is None else options.n
@@ -226,7 +227,7 @@ class Admission:
             most = self.max_queued_tokens
             message = f"prompts times `n` ({num_choices}) have {num_tokens} tokens, but at most {most} may wait"
             raise InvalidRequest(message, field="n")
-        streaming = options.stream_options
+        streaming = options.stream_options or StreamOptions()
         details = Details(
             logprobs=logprobs,
             prompt_logprobs=options.prompt_logprobs,
@@ -235,7 +236,7 @@ class Admission:
         )
         of_prompt = [one for one in (options.prompt_logprobs, repeated_logprobs) if one is not None]
         reported = {"logprobs": logprobs, "prompt_logprobs": max(of_prompt, default=None)}
-        sampling = self._sampler.sampling(options, names, forced, strict, **reported)
+        sampling = self._sampler.sampling(options, names, use, **reported)
         if sampling.form is not None:
             opening, behind = before_answer
             sampling = replace(sampling, form=msgspec.structs.replace(sampling.form, opening=opening, behind=behind))
@@ -250,14 +251,13 @@ class Admission:
             details=None if replace(details, tokens_as_token_ids=False) == Details() else details,
             stop=_stops(options.stop, names["stop"]),
             include_stop=options.include_stop_str_in_output is True,
+            make_calls=None if use is None else use.splitter,
             skip_special_tokens=options.skip_special_tokens is not False,
             priority=options.priority or 0,
-            cache_salt=_salt(options.cache_salt or ""),
+            cache_salt=options.cache_salt or "",
             stream=options.stream is True,
-            include_usage=streaming is not None and streaming.include_usage is True,
-            continuous_usage=streaming is not None
-            and streaming.include_usage is True
-            and streaming.continuous_usage_stats is True,
+            include_usage=streaming.include_usage is True,
+            continuous_usage=streaming.include_usage is True and streaming.continuous_usage_stats is True,
             **more,
         )
 
@@ -267,7 +267,7 @@ class Admission:
         if asked is None:
             return min(default, room, most)
         if self.options.max_output_tokens and asked > most:
-            raise InvalidRequest(f"`{name}` must be at most {most} on this server, got {asked}", field=name)
+            raise InvalidRequest.at(name, f"must be at most {most} on this server, got {asked}")
         if asked <= room:
             return asked
         if self.cuts_max_tokens:
@@ -279,15 +279,8 @@ class Admission:
 def _stops(stop: str | list[str] | None, name: str) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"`{name}` must have at most {MAX_STOP_STRINGS} strings, got {len(stops)}", field=name)
+        raise InvalidRequest.at(name, f"must have at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
     for one in stops:
         if not 1 <= len(one) <= MAX_STOP_CHARACTERS:
-            message = f"`{name}` strings must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(one)}"
-            raise InvalidRequest(message, field=name)
+            raise InvalidRequest.at(name, f"strings must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(one)}")
     return stops
-
-
-def _salt(salt: str) -> str:
-    if len(salt) > MAX_SALT_CHARACTERS:
-        raise InvalidRequest(f"`cache_salt` must have at most {MAX_SALT_CHARACTERS} characters", field="cache_salt")
-    return salt

@@ -67,7 +67,7 @@ def chat_text(template: ChatTemplate | None, chat: Chat) -> str:
         message = "this model has no chat template: send a prompt to /v1/completions instead"
         raise InvalidRequest(message, field=name)
     if not chat.turns:
-        raise InvalidRequest(f"`{name}` must not be empty", field=name)
+        raise InvalidRequest.at(name, "must not be empty")
     variables = dict(chat.variables)
     if chat.functions:
         if not template.shapes.tools:

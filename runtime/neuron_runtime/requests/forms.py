@@ -1,14 +1,13 @@
 """The fields of a request that ask for structured output, and the one `core.Form` that they mean.
 
 The fields are those of OpenAI (`response_format`), of vLLM (`structured_outputs`) and of its older versions
-(`guided_...`). Sizes and contradictions are checked here; whether a form compiles is found by the engine, see
-`grammars/`. Called by `sampling`.
+(`guided_...`). Sizes and contradictions are checked here; whether a form compiles is found by `grammars/`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 MAX_FORM_CHARACTERS = 1 << 18
 MAX_FORM_DEPTH = 64
 MAX_FORM_CHOICES = 4096
-
-ANY_OBJECT = '{"type":"object"}'
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
@@ -81,17 +78,9 @@ def form_of(fields: SamplingFields, response_format: str) -> Form | None:
         raise InvalidRequest(f"`{first}` and `{second}` are two forms of one answer: leave one out", field=second)
     for name, form in asked.items():
         if len(form.text) > MAX_FORM_CHARACTERS:
-            message = f"`{name}` must have at most {MAX_FORM_CHARACTERS} characters, got {len(form.text)}"
-            raise InvalidRequest(message, field=name)
+            raise InvalidRequest.at(name, f"must have at most {MAX_FORM_CHARACTERS} characters, got {len(form.text)}")
         return form
     return None
-
-
-def tags_form(mark: str, tags: Sequence[tuple[str, object, str]], field: str) -> Form:
-    """The form of free text in which `mark` begins one of these tags, each a begin, a schema and an end. Raises
-    InvalidRequest naming the field."""
-    structures = [{"begin": begin, "schema": schema, "end": end} for begin, schema, end in tags]
-    return form_of_schemas("structural_tag", {"structures": structures, "triggers": [mark]}, field)
 
 
 def form_of_schemas(kind: FormKind, value: object, field: str) -> Form:
@@ -113,7 +102,7 @@ def _of_response_format(response_format: ResponseFormat, name: str) -> Form:
         case "structural_tag":
             return _tags({"structures": response_format.structures, "triggers": response_format.triggers}, name)
         case _:
-            return Form("json_schema", ANY_OBJECT, field=name)
+            return _form("json_schema", {"type": "object"}, name)
 
 
 def _of_outputs(outputs: StructuredOutputs, name_of: Callable[[str], str]) -> dict[str, Form]:
@@ -122,13 +111,13 @@ def _of_outputs(outputs: StructuredOutputs, name_of: Callable[[str], str]) -> di
     forms = {name_of(key): _MAKERS[key](value, name_of(key)) for key, value in asked.items() if value is not None}
     if not forms:
         name = name_of("json").partition(".")[0]
-        raise InvalidRequest(f"`{name}` names no form: leave it out", field=name)
+        raise InvalidRequest.at(name, "names no form: leave it out")
     return forms
 
 
 def _of_choice(texts: list[str], name: str) -> Form:
     if not 1 <= len(texts) <= MAX_FORM_CHOICES:
-        raise InvalidRequest(f"`{name}` must have 1 to {MAX_FORM_CHOICES} texts, got {len(texts)}", field=name)
+        raise InvalidRequest.at(name, f"must have 1 to {MAX_FORM_CHOICES} texts, got {len(texts)}")
     return _form("choice", texts, name)
 
 
@@ -137,7 +126,7 @@ _MAKERS: dict[str, Callable[[Any, str], Form]] = {
     "regex": lambda value, name: Form("regex", value, field=name),
     "choice": _of_choice,
     "grammar": lambda value, name: Form("grammar", value, field=name),
-    "json_object": lambda value, name: Form("json_schema", ANY_OBJECT, field=name),
+    "json_object": lambda value, name: _form("json_schema", {"type": "object"}, name),
     "structural_tag": lambda value, name: _tags(_read(value, name), name),
 }
 """Of a value of `StructuredOutputs` and its name in errors."""
@@ -170,20 +159,20 @@ def _read(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     if len(value) > MAX_FORM_CHARACTERS:
-        raise InvalidRequest(f"`{name}` must have at most {MAX_FORM_CHARACTERS} characters", field=name)
+        raise InvalidRequest.at(name, f"must have at most {MAX_FORM_CHARACTERS} characters")
     try:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise InvalidRequest(f"`{name}` is not JSON: {error}", field=name) from error
+        raise InvalidRequest.at(name, f"is not JSON: {error}") from error
 
 
 def _form(kind: FormKind, value: Any, name: str) -> Form:
     try:
         text = msgspec.json.encode(value).decode()
     except (RecursionError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"`{name}` is not JSON: {error}", field=name) from error
+        raise InvalidRequest.at(name, f"is not JSON: {error}") from error
     if (depth := _depth(text)) > MAX_FORM_DEPTH:
-        raise InvalidRequest(f"`{name}` must be at most {MAX_FORM_DEPTH} levels deep, got {depth}", field=name)
+        raise InvalidRequest.at(name, f"must be at most {MAX_FORM_DEPTH} levels deep, got {depth}")
     return Form(kind, text, field=name)
 
 

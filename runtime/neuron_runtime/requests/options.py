@@ -78,8 +78,7 @@ class CompletionOptions(Generate, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1 and not self.echo:
-            message = f"`max_tokens` must be at least 1 without `echo`, got {self.max_tokens}"
-            raise InvalidRequest(message, field="max_tokens")
+            raise InvalidRequest.at("max_tokens", f"must be at least 1 without `echo`, got {self.max_tokens}")
 
 
 class FunctionName(msgspec.Struct, frozen=True):

@@ -83,7 +83,7 @@ class Parameter:
             return
         # NaN must be outside every range.
         if not ((value > low if self.above else value >= low) and (high is None or value <= high)):
-            raise InvalidRequest(f"`{name}` must be {self.range}, got {value}", field=name)
+            raise InvalidRequest.at(name, f"must be {self.range}, got {value}")
 
 
 class Names(dict[str, str]):
@@ -120,18 +120,14 @@ def _annotations(hint: Any) -> Iterator[Any]:
 
 
 def check_served(options: msgspec.Struct, limits: BackendLimits, names: Names = NO_NAMES) -> None:
-    """Check that the sampling mode serves every parameter that is not neutral.
-
-    Raises:
-        InvalidRequest: names the field and the mode that would serve it.
-    """
+    """Check that the sampling mode serves every parameter that is not neutral. Raises InvalidRequest with the field and
+    the mode that would serve it."""
     for name, row in parameters_of(type(options)).items():
         value = getattr(options, name)
         if value is not None and row.acts and not is_neutral(value, row.neutral):
             check_parameter_served(names[name], row, limits)
             if name in _COUNTS_OF_LOGPROBS and value is not True and value > limits.max_logprobs:
-                message = f"`{names[name]}` must be at most {limits.max_logprobs}, got {value}"
-                raise InvalidRequest(message, field=names[name])
+                raise InvalidRequest.at(names[name], f"must be at most {limits.max_logprobs}, got {value}")
 
 
 def check_parameter_served(name: str, row: Parameter, limits: BackendLimits) -> None:
@@ -141,7 +137,7 @@ def check_parameter_served(name: str, row: Parameter, limits: BackendLimits) -> 
         message = f"`{name}` is not supported with {limits.sampling} sampling, it needs {serving}: leave it out"
         raise InvalidRequest(message, field=name)
     if row.acts is Acts.PROMPT and not limits.reports_prompt_logprobs:
-        raise InvalidRequest(f"`{name}` is not supported by this backend: leave it out", field=name)
+        raise InvalidRequest.at(name, "is not supported by this backend: leave it out")
 
 
 _COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")

@@ -52,19 +52,12 @@ class Prompts:
         """Upper bound of the token ids that the model has; what it samples beyond its tokenizer may be sent back."""
         return self.limits.vocabulary_size or self.tokenizer.vocabulary_size
 
-    def completions(
-        self, prompts: PromptField, options: CompletionOptions, cut: int | None, max_prompts: int
-    ) -> tuple[Prompt, ...]:
-        """The prompts of a completion request. Raises InvalidRequest."""
-        adds_special = options.add_special_tokens is not False
-        return tuple(self.checked(one, adds_special, cut, "prompt") for one in _each(prompts, max_prompts))
-
     def checked(self, content: str | list[int], adds_special_tokens: bool, cut: int | None, name: str) -> Prompt:
         """A prompt that can run. Raises InvalidRequest."""
         prompt = self.read(content, adds_special_tokens, cut, name)
         limits, count = self.limits, len(prompt.token_ids)
         if not count:
-            raise InvalidRequest(f"`{name}` has no tokens: at least one is required", field=name)
+            raise InvalidRequest.at(name, "has no tokens: at least one is required")
         if limits.max_new_tokens(count) < 1:
             raise self._too_long(f"{count} tokens", name)
         if count < limits.min_prefill_tokens:
@@ -132,14 +125,14 @@ def context_length_exceeded(limits: BackendLimits, problem: str, field: str) -> 
     return InvalidRequest(message, field=field, code="context_length_exceeded")
 
 
-def _each(prompt: PromptField, max_prompts: int) -> Iterable[str | list[int]]:
-    """One text, one list of ids, or a list of either, as in OpenAI's API."""
+def each_prompt(prompt: PromptField, max_prompts: int) -> Iterable[str | list[int]]:
+    """One text, one list of ids, or a list of either, as in OpenAI's API. Raises InvalidRequest."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequest("`prompt` must not be empty", field="prompt")
+        raise InvalidRequest.at("prompt", "must not be empty")
     if len(prompt) > max_prompts and not isinstance(prompt[0], int):
-        raise InvalidRequest(f"`prompt` must have at most {max_prompts} prompts, got {len(prompt)}", field="prompt")
+        raise InvalidRequest.at("prompt", f"must have at most {max_prompts} prompts, got {len(prompt)}")
     try:
         if isinstance(prompt[0], str):
             return msgspec.convert(prompt, list[str])

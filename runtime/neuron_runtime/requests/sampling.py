@@ -15,6 +15,7 @@ from neuron_runtime.requests.forms import form_of
 from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDefaults
 from neuron_runtime.requests.options import Generate
 from neuron_runtime.requests.parameters import Names
+from neuron_runtime.requests.tools import ToolUse
 from neuron_runtime.text.tokenizer import Tokenizer
 
 GREEDY_TEMPERATURE = 1e-5
@@ -39,17 +40,12 @@ class Sampler:
     def _defaults(self) -> dict[str, Any]:
         return {name: self.defaults.value(name) for name in SHARED}
 
-    def sampling(
-        self, options: Generate, names: Names, forced: Form | None, strict: Form | None, **reported: int | None
-    ) -> Sampling:
+    def sampling(self, options: Generate, names: Names, use: ToolUse | None, **reported: int | None) -> Sampling:
         """All of it but `max_tokens`, which depends on the prompt. Raises InvalidRequest.
 
-        Args:
-            forced: the form of an answer that must call a tool.
-            strict: the form of one that may call strict tools, and has no other form.
-            reported: `logprobs` and `prompt_logprobs`.
+        reported: `logprobs` and `prompt_logprobs`.
         """
-        form = self._form(options, names, forced, strict)
+        form = self._form(options, names, use)
         values: dict[str, Any] = {**reported, "seeded": options.seed is not None, "form": form}
         for name, default in self._defaults.items():
             value = getattr(options, name)
@@ -59,8 +55,9 @@ class Sampler:
             values[name] = value if convert is None else convert(self, value, options)
         return Sampling(**values)
 
-    def _form(self, options: Generate, names: Names, forced: Form | None, strict: Form | None) -> Form | None:
+    def _form(self, options: Generate, names: Names, use: ToolUse | None) -> Form | None:
         asked = form_of(options, names["response_format"])
+        forced, strict = (None, None) if use is None else (use.forced, use.strict)
         # That of `response_format` is for text, of which an answer that must call a tool has none.
         if asked is not None and forced is not None and asked.field != names["response_format"]:
             message = f"`{forced.field}` and `{asked.field}` are two forms of one answer: leave one out"
@@ -70,11 +67,9 @@ class Sampler:
             return None
         for name in ("ignore_eos", "min_tokens"):
             if getattr(options, name):
-                message = f"`{name}` contradicts `{form.field}`: the answer ends when the form is complete"
-                raise InvalidRequest(message, field=name)
+                raise InvalidRequest.at(name, f"contradicts `{form.field}`: the answer ends when the form is complete")
         if not self.defaults.stop_token_ids:
-            message = f"`{form.field}` needs a model with an end token, and this one has none"
-            raise InvalidRequest(message, field=form.field)
+            raise InvalidRequest.at(form.field, "needs a model with an end token, and this one has none")
         return form
 
     def _stop_token_ids(self, ids: list[int] | None, options: Generate) -> frozenset[int]:

@@ -6,7 +6,6 @@ Called when a request is admitted. Each function raises InvalidRequest with the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests.sampling_fields import (
@@ -31,32 +30,26 @@ def check_characters(text: str, name: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"half of a surrogate pair, {text[error.start]!r}, at character {error.start}"
-        message = f"`{name}` has {half}: decode its bytes as UTF-8, or remove it"
-        raise InvalidRequest(message, field=name) from error
+        raise InvalidRequest.at(name, f"has {half}: decode its bytes as UTF-8, or remove it") from error
 
 
 def stop_tokens(token_ids: Sequence[int] | None, vocabulary_size: int) -> frozenset[int]:
     stops = frozenset(token_ids or ())
     if len(stops) > MAX_STOP_TOKEN_IDS:
-        message = f"`stop_token_ids` must have at most {MAX_STOP_TOKEN_IDS} ids, got {len(stops)}"
-        raise InvalidRequest(message, field="stop_token_ids")
+        raise InvalidRequest.at("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS} ids, got {len(stops)}")
     check_token_ids(token_ids or (), "stop_token_ids", vocabulary_size)
     return stops
 
 
-def bias_entries(logit_bias: Mapping[Any, float] | None, vocabulary_size: int) -> tuple[tuple[int, float], ...]:
-    """From a mapping with token ids as keys, which are strings in JSON."""
-    entries = {}
-    for key, bias in (logit_bias or {}).items():
-        token_id = _token_id(key)
-        if token_id is None or not 0 <= token_id < vocabulary_size:
-            raise _no_token("logit_bias", key, vocabulary_size)
+def bias_entries(logit_bias: Mapping[int, float] | None, vocabulary_size: int) -> tuple[tuple[int, float], ...]:
+    entries = logit_bias or {}
+    for token_id, bias in entries.items():
+        if not 0 <= token_id < vocabulary_size:
+            raise _no_token("logit_bias", token_id, vocabulary_size)
         if not -100 <= bias <= 100:
-            raise InvalidRequest(f"`logit_bias[{key}]` must be from -100 to 100, got {bias}", field="logit_bias")
-        entries[token_id] = float(bias)
+            raise InvalidRequest(f"`logit_bias[{token_id}]` must be from -100 to 100, got {bias}", field="logit_bias")
     if len(entries) > MAX_BIASED_TOKENS:
-        message = f"`logit_bias` must have at most {MAX_BIASED_TOKENS} tokens, got {len(entries)}"
-        raise InvalidRequest(message, field="logit_bias")
+        raise InvalidRequest.at("logit_bias", f"must have at most {MAX_BIASED_TOKENS} tokens, got {len(entries)}")
     return tuple(sorted(entries.items()))
 
 
@@ -65,7 +58,7 @@ def allowed_tokens(token_ids: Sequence[int] | None, vocabulary_size: int) -> tup
     if token_ids is None:
         return None
     if not token_ids:
-        raise InvalidRequest("`allowed_token_ids` must not be empty: add a token or leave it out", "allowed_token_ids")
+        raise InvalidRequest.at("allowed_token_ids", "must not be empty: add a token or leave it out")
     check_token_ids(token_ids, "allowed_token_ids", vocabulary_size)
     return tuple(sorted(set(token_ids)))
 
@@ -78,9 +71,7 @@ def bad_word_sequences(words: Iterable[str] | None, tokenizer: Tokenizer) -> tup
     """
     distinct = list(dict.fromkeys(words or ()))
     if len(distinct) > MAX_BAD_WORDS:
-        raise InvalidRequest(
-            f"`bad_words` must have at most {MAX_BAD_WORDS} words, got {len(distinct)}", field="bad_words"
-        )
+        raise InvalidRequest.at("bad_words", f"must have at most {MAX_BAD_WORDS} words, got {len(distinct)}")
     sequences: dict[tuple[int, ...], None] = {}
     for word in distinct:
         if not 1 <= len(word) <= MAX_BAD_WORD_CHARACTERS:
@@ -96,13 +87,6 @@ def bad_word_sequences(words: Iterable[str] | None, tokenizer: Tokenizer) -> tup
     return tuple(sequences)
 
 
-def _token_id(key: Any) -> int | None:
-    try:
-        return int(key)
-    except (TypeError, ValueError):
-        return None
-
-
-def _no_token(name: str, value: Any, vocabulary_size: int, at: str = "") -> InvalidRequest:
+def _no_token(name: str, value: int, vocabulary_size: int, at: str = "") -> InvalidRequest:
     message = f"`{name}{at}`: {value!r} is not a token id of this model (0 to {vocabulary_size - 1})"
     return InvalidRequest(message, field=name)

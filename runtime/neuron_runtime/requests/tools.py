@@ -16,7 +16,7 @@ import msgspec
 
 from neuron_runtime.core import Form
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.requests.forms import form_of_schemas, tags_form
+from neuron_runtime.requests.forms import form_of_schemas
 from neuron_runtime.requests.options import ChatOptions, NamedTool, ToolChoice
 from neuron_runtime.requests.parameters import Names
 from neuron_runtime.text.tool_calls import FORCED, CallTag, ToolCallSplitter, ToolFormat
@@ -79,15 +79,13 @@ class ToolUse:
         return ToolCallSplitter(self.form, self.names, one_call=self.one_call)
 
 
-def callable_here(functions: Sequence[Function], num_asked: int, choice: ToolChoice, field: str) -> list[Function]:
-    """The functions of a request whose tools of other types are left out: nobody could call those here.
-
-    Raises:
-        InvalidRequest: none remains of the tools that it asked for, the first of which has its type in `field`.
-    """
+def callable_here(functions: Sequence[Function], num_asked: int, choice: ToolChoice) -> Sequence[Function]:
+    """The functions of a request whose tools of other types are left out: nobody could call those here. Raises
+    InvalidRequest if none remains of the tools that it asked for."""
     if num_asked and not functions and choice != "none":
-        raise InvalidRequest(f"`{field}`: none of the tools is a function, and others are not supported", field=field)
-    return list(functions)
+        message = "`tools[0].type`: none of the tools is a function, and others are not supported"
+        raise InvalidRequest(message, field="tools[0].type")
+    return functions
 
 
 def is_forced(choice: ToolChoice) -> bool:
@@ -103,7 +101,7 @@ def named_by(choice: ToolChoice) -> str | None:
 def callable_functions(functions: Sequence[Function], choice: ToolChoice, names: Names) -> list[Function]:
     """Returns the functions of a request that its answer may call. Raises InvalidRequest."""
     if len(functions) > MAX_TOOLS:
-        raise InvalidRequest(f"`tools` must have at most {MAX_TOOLS} tools, got {len(functions)}", field="tools")
+        raise InvalidRequest.at("tools", f"must have at most {MAX_TOOLS} tools, got {len(functions)}")
     known = set[str]()
     for at, name in enumerate(function.name for function in functions):
         field = names["tools[].function"].replace("[]", f"[{at}]") + ".name"
@@ -117,14 +115,14 @@ def callable_functions(functions: Sequence[Function], choice: ToolChoice, names:
             raise InvalidRequest(f"`{field}`: there are two tools with the name `{name}`", field=field)
         known.add(name)
     if functions and (size := len(msgspec.json.encode(functions))) > MAX_TOOLS_BYTES:
-        raise InvalidRequest(f"`tools` must have at most {MAX_TOOLS_BYTES} bytes, got {size}", field="tools")
+        raise InvalidRequest.at("tools", f"must have at most {MAX_TOOLS_BYTES} bytes, got {size}")
     if is_forced(choice):
         if not functions:
-            raise InvalidRequest("`tool_choice` needs `tools`", field="tool_choice")
+            raise InvalidRequest.at("tool_choice", "needs `tools`")
         named = named_by(choice)
         if named is not None and named not in known:
             field = names["tool_choice.function.name"]
-            raise InvalidRequest(f"`{field}` is `{named[:64]}`, which is none of `tools`", field=field)
+            raise InvalidRequest.at(field, f"is `{named[:64]}`, which is none of `tools`")
     return [] if choice == "none" else list(functions)
 
 
@@ -160,11 +158,15 @@ def tool_use(
 
 def _strict_form(functions: Sequence[Function], tag: CallTag) -> Form:
     """Free text with calls. Those of strict functions fit their schemas, those of others have any object."""
-    tags = []
-    for function in functions:
-        begin = tag.mark + tag.name % json.dumps(function.name)
-        tags.append((begin, _arguments_schema(function) if function.strict else {"type": "object"}, tag.end))
-    return tags_form(tag.mark, tags, "tools")
+    structures = [
+        {
+            "begin": tag.mark + tag.name % json.dumps(function.name),
+            "schema": _arguments_schema(function) if function.strict else {"type": "object"},
+            "end": tag.end,
+        }
+        for function in functions
+    ]
+    return form_of_schemas("structural_tag", {"structures": structures, "triggers": [tag.mark]}, "tools")
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:
@@ -173,11 +175,14 @@ def _arguments_schema(function: Function) -> dict[str, Any]:
 
 def _calls_schema(functions: Sequence[Function], only_one: bool) -> dict[str, Any]:
     """The list of calls that a forced answer is. Each function's schema is a definition of its name, to which its
-    own references point."""
+    own references point. Raises InvalidRequest."""
     calls, definitions = [], {}
     for function in functions:
         root = f"#/$defs/{function.name}"
-        definitions[function.name] = _moved(_arguments_schema(function), root)
+        try:
+            definitions[function.name] = _with_references(_arguments_schema(function), root)
+        except RecursionError as error:
+            raise InvalidRequest.at("tools", "are nested too deeply") from error
         properties = {"name": {"const": function.name}, "arguments": {"$ref": root}}
         calls.append(
             {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
@@ -186,15 +191,8 @@ def _calls_schema(functions: Sequence[Function], only_one: bool) -> dict[str, An
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": definitions}
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references point to its new place. Raises InvalidRequest if it is too deep."""
-    try:
-        return _with_references(schema, root)
-    except RecursionError as error:
-        raise InvalidRequest("`tools` are nested too deeply", field="tools") from error
-
-
 def _with_references(value: Any, root: str) -> Any:
+    """A part of a schema, whose references point to its new place."""
     if isinstance(value, list):
         return [_with_references(one, root) for one in value]
     if not isinstance(value, dict):

@@ -1,8 +1,7 @@
 """The access log: one line of JSON for every completed request, except to open paths.
 
-The outermost layer passes every exchange to it. A separate thread writes the lines, so that a slow or closed reader
-loses lines but never delays requests; lost lines are counted. Keys and answers are never logged, prompts only if
-configured.
+A separate thread writes the lines, so that a slow or closed reader loses lines but never delays requests; lost lines
+are counted. Keys and answers are never logged, prompts only if configured.
 """
 
 from __future__ import annotations
@@ -36,21 +35,14 @@ FLUSH_SECONDS = 2.0
 _FIELD = re.compile(r"[a-z0-9_.\[\]]{1,64}")
 
 
-class AccessLog:
-    """An observer of exchanges; `write` must not block. So many characters of each prompt are logged."""
-
-    def __init__(self, write: Callable[[bytes], None], prompt_characters: int = 0) -> None:
-        self._write = write
-        self._prompt_characters = prompt_characters
-
-    def ended(self, exchange: Exchange) -> None:
-        if exchange.path not in OPEN_PATHS:
-            line = orjson.dumps(entry(exchange, self._prompt_characters), option=orjson.OPT_APPEND_NEWLINE)
-            self._write(line)
+def log(write: Callable[[bytes], None], prompt_characters: int, exchange: Exchange) -> None:
+    """Log an exchange that has ended; `write` must not block."""
+    if exchange.path not in OPEN_PATHS:
+        write(orjson.dumps(entry(exchange, prompt_characters), option=orjson.OPT_APPEND_NEWLINE))
 
 
 def entry(exchange: Exchange, prompt_characters: int = 0) -> dict[str, Any]:
-    """The log entry of an exchange; docs/server.md describes each field."""
+    """The log entry of an exchange, with so many characters of each prompt; docs/server.md describes each field."""
     fields: dict[str, Any] = {
         "time": datetime.fromtimestamp(exchange.began_at, UTC).isoformat(timespec="milliseconds"),
         "request_id": exchange.request_id,

@@ -99,7 +99,6 @@ class State(Protocol):
     metrics: Metrics
     gate: Gate
     bodies: Bodies
-    served_names: tuple[str, ...]
     config: RuntimeConfig
     has_keys: bool
     """Whether clients must send an API key."""
@@ -265,14 +264,13 @@ class Routes:
         return await self._parsed(request, DetokenizeBody, answer)
 
     async def models(self, request: Request) -> Response:
-        names = self._state.served_names
-        return _json(ModelList(data=[self._model(name) for name in names]))
+        return _json(ModelList(data=[self._model(name) for name in self._state.config.served_names]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if not name:
             return await self.models(request)
-        if name not in self._state.served_names:
+        if name not in self._state.config.served_names:
             message = f"the model `{name}` does not exist"
             raise InvalidRequest(message, field="model", status=404, code="model_not_found")
         return _json(self._model(name))
@@ -315,6 +313,7 @@ class Routes:
 
     async def _generate(self, request: Request, api_of: Callable[[bytes], Api]) -> Response:
         state, admission = self._state, self._admission()
+        model = state.config.served_names[0]
         state.client.check_ready()
 
         def answer(raw: bytes) -> tuple[LiveGeneration, Writer]:
@@ -322,12 +321,12 @@ class Routes:
             body = parse_body(raw, api.body)
             ask = api.admit(admission, body)
             generation = LiveGeneration(ask, state.client, state.metrics, admission.tokenizer)
-            return generation, api.writer(state.served_names[0], generation, body)
+            return generation, api.writer(model, generation, body)
 
         with state.gate.running():
             generation, writer = await self._read(request, answer)
         exchange = exchange_of(request.scope)
-        exchange.generation, exchange.model = generation, state.served_names[0]
+        exchange.generation, exchange.model = generation, model
         return GenerationResponse(writer, generation, state.gate.running())
 
     def _admission(self) -> Admission:
@@ -336,7 +335,7 @@ class Routes:
         return self._state.admission()
 
     def _model(self, name: str) -> Model:
-        model = Model(id=name, created=self._started, root=self._state.served_names[0])
+        model = Model(id=name, created=self._started, root=self._state.config.served_names[0])
         try:
             limits = self._state.admission().limits
         except ServingError:

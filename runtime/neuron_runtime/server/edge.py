@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from starlette.middleware.cors import CORSMiddleware
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from neuron_runtime.config import TRACES_ENDPOINT, ServerOptions, check_url
 from neuron_runtime.errors import Unauthorized
-from neuron_runtime.server.access_log import AccessLog, LineWriter
+from neuron_runtime.server.access_log import LineWriter, log
 from neuron_runtime.server.auth import ApiKeys, needs_key
 from neuron_runtime.server.exchange import Exchanges, Observer, exchange_of
 from neuron_runtime.server.wire import error_response
@@ -41,7 +42,8 @@ class Edge:
         # No log if stdout is closed.
         if options.access_log and sys.stdout is not None:
             self._writer = LineWriter(sys.stdout.fileno())
-            self._observers.append(AccessLog(self._writer.write, options.max_logged_characters * options.log_prompts))
+            prompt_characters = options.max_logged_characters * options.log_prompts
+            self._observers.append(partial(log, self._writer.write, prompt_characters))
             self._to_close.append(self._writer.close)
         endpoint = options.otlp_traces_endpoint or os.environ.get(TRACES_ENDPOINT, "")
         if endpoint:
@@ -49,7 +51,7 @@ class Edge:
             from neuron_runtime.server.tracing import Traces  # noqa: PLC0415 - brings OpenTelemetry
 
             traces = Traces(endpoint)
-            self._observers.append(traces)
+            self._observers.append(traces.ended)
             self._to_close.append(traces.close)
 
     @property

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import zmq
 
-from neuron_runtime.core import BackendLimits, Request, TokenEvent
+from neuron_runtime.core import Request, TokenEvent
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backpressure import Backpressure, QueueLimits
 from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, Ready, Refused, StartProgress, Step
@@ -191,12 +191,12 @@ class EngineClient:
             case ModelFound(model_dir):
                 self._on_model(Path(model_dir))
             case Ready(limits, queue):
-                now = time.monotonic()
-                self._queue = Backpressure(outstanding_limits(limits, queue), limits.max_rows, now)
+                # What may have been sent: the engine's queue, and the prompts of all rows until their first tokens.
+                max_tokens = queue.max_tokens + limits.max_rows * limits.max_model_length
+                outstanding = QueueLimits(queue.max_requests, max_tokens)
+                self._queue = Backpressure(outstanding, limits.max_rows, time.monotonic())
                 self.ready, self.detail = True, "ready"
-                self._metrics.engine_ready(
-                    message.limits, message.load_seconds, message.warm_up_seconds, message.num_ranks
-                )
+                self._metrics.engine_ready(message)
                 self._on_ready(message)
 
     def _deliver(self, step: Step, touched: dict[int, Recipient]) -> None:
@@ -225,11 +225,6 @@ class EngineClient:
             entry = recipients.pop(refused.request_id, None)
             if entry is not None:
                 entry[0].fail(_refusal(refused))
-
-
-def outstanding_limits(limits: BackendLimits, queue: QueueLimits) -> QueueLimits:
-    """What the front end may have sent: the engine's queue, and the prompts of all rows until their first tokens."""
-    return QueueLimits(queue.max_requests, queue.max_tokens + limits.max_rows * limits.max_model_length)
 
 
 def _fail(recipient: Recipient, error: Exception) -> None:

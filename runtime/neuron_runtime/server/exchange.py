@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from neuron_runtime.core import FinishReason
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from neuron_runtime.apis.generation import Generation
+    from neuron_runtime.apis.generation import Choice, Generation
     from neuron_runtime.errors import ServingError
     from neuron_runtime.server.metrics import Metrics
 
@@ -58,52 +58,43 @@ class Exchange:
     model: str | None = None
 
     @property
+    def choices(self) -> list[Choice]:
+        return [] if self.generation is None else self.generation.choices
+
+    @property
     def first_token_seconds(self) -> float | None:
         """Time from arrival to the first token of any choice."""
-        if self.generation is None:
-            return None
-        first = [choice.first_token_at for choice in self.generation.choices if choice.first_token_at is not None]
+        first = [choice.first_token_at for choice in self.choices if choice.first_token_at is not None]
         return min(first) - self.began if first else None
 
     @property
     def queue_seconds(self) -> float | None:
         """The longest queue time of any choice; None if none was scheduled."""
-        if self.generation is None:
-            return None
-        return max((c.queue_seconds for c in self.generation.choices if c.queue_seconds is not None), default=None)
+        return max((one.queue_seconds for one in self.choices if one.queue_seconds is not None), default=None)
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
         """Finish reasons of the choices, in order; empty for a request that the engine refused."""
-        if self.generation is None:
-            return []
-        return [choice.ended for choice in self.generation.choices if choice.ended is not None]
+        return [choice.ended for choice in self.choices if choice.ended is not None]
 
 
-class Observer(Protocol):
-    """Gets every exchange when it has ended. Must return at once and never raise."""
-
-    def ended(self, exchange: Exchange) -> None: ...
+Observer = Callable[[Exchange], None]
+"""Gets every exchange when it has ended. Must return at once and never raise."""
 
 
-class ExchangeCounter:
-    """Updates metrics of responses, request parameters and refusals."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def ended(self, exchange: Exchange) -> None:
-        if exchange.path not in OPEN_PATHS:
-            self._metrics.responded(exchange.route, exchange.status)
-        error, generation = exchange.error, exchange.generation
-        reasons = exchange.finish_reasons
-        if error is not None and exchange.status >= 400 and FinishReason.ERROR not in reasons:
-            self._metrics.refused(error.code or "invalid_request")
-        elif generation is not None and reasons:
-            n = generation.ask.num_choices
-            for number, sampling in enumerate(generation.ask.sampling):
-                choices = generation.choices[number * n : (number + 1) * n]
-                self._metrics.answered(sampling.max_tokens, [choice.num_tokens for choice in choices])
+def count(metrics: Metrics, exchange: Exchange) -> None:
+    """Update metrics of responses, request parameters and refusals."""
+    if exchange.path not in OPEN_PATHS:
+        metrics.responded(exchange.route, exchange.status)
+    error, generation = exchange.error, exchange.generation
+    reasons = exchange.finish_reasons
+    if error is not None and exchange.status >= 400 and FinishReason.ERROR not in reasons:
+        metrics.refused(error.code or "invalid_request")
+    elif generation is not None and reasons:
+        n = generation.ask.num_choices
+        for number, sampling in enumerate(generation.ask.sampling):
+            choices = exchange.choices[number * n : (number + 1) * n]
+            metrics.answered(sampling.max_tokens, [choice.num_tokens for choice in choices])
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -138,8 +129,8 @@ class Exchanges:
             exchange.seconds = time.monotonic() - exchange.began
             # Set by the router; absent if a layer before it answered.
             exchange.route = getattr(scope.get("route"), "path", NO_ROUTE)
-            for observer in self._observers:
-                observer.ended(exchange)
+            for observe in self._observers:
+                observe(exchange)
 
 
 def _begun(scope: Scope) -> Exchange:

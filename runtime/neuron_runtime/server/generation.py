@@ -48,6 +48,18 @@ class LiveGeneration(Generation):
         while self._running or self._pending:
             await self._wait()
 
+    async def whole(self) -> list[Piece]:
+        """Wait until every choice has ended; returns all of each, in order. Raises ServingErrors."""
+        answers: list[Piece] = []
+
+        def show(pieces: list[Piece]) -> bool:
+            if not self._running:
+                answers.extend(pieces)
+            return not self._running
+
+        await self.finish(show)
+        return sorted(answers, key=lambda answer: answer.index)
+
     def end(self) -> None:
         """Must always be called at the end: aborts and counts running choices."""
         self._show = None
@@ -56,10 +68,9 @@ class LiveGeneration(Generation):
         if isinstance(error, InvalidRequest | Overloaded):
             # Refused requests do not count as requests in metrics.
             return
-        now = time.monotonic()
+        left = FinishReason.ERROR if isinstance(error, ServingError) else FinishReason.ABORT
         for index in self._running:
-            left = FinishReason.ERROR if isinstance(error, ServingError) else FinishReason.ABORT
-            self._finish(self.choices[index], left, now)
+            self._finish(self.choices[index], left)
 
     def deliver(self, index: int, event: TokenEvent) -> None:
         """New tokens of the choice with this index; `show_pending` follows after all updates."""
@@ -68,11 +79,11 @@ class LiveGeneration(Generation):
         choice = self.choices[index]
         piece = self._pending.get(index)
         if piece is None:
-            piece = self._pending[index] = Piece(index, "", 0, None)
+            piece = self._pending[index] = Piece(index)
         self._count(choice, event, self.take(event, piece))
         if choice.finish_reason is not None:
             self._running.discard(index)
-            self._finish(choice, choice.finish_reason, time.monotonic())
+            self._finish(choice, choice.finish_reason)
             if event.finish_reason is None:
                 self._client.abort((self._ids[index],))
 
@@ -106,24 +117,12 @@ class LiveGeneration(Generation):
         if event.first is not None:
             choice.first_token_at = now
             choice.queue_seconds = event.first.queue_seconds
-            self._metrics.first_token(
-                now - choice.arrived, event.first.queue_seconds, choice.num_prompt_tokens, choice.num_cached_tokens
-            )
+            self._metrics.first_token(choice, now - choice.arrived, event.first.queue_seconds)
             self._metrics.tokens(num_tokens, None)
         else:
             self._metrics.tokens(num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
 
-    def _finish(self, choice: Choice, reason: FinishReason, now: float) -> None:
+    def _finish(self, choice: Choice, reason: FinishReason) -> None:
         choice.ended = reason
-        first = choice.last_token_at if choice.first_token_at is None else choice.first_token_at
-        waited = first - choice.arrived if choice.queue_seconds is None else choice.queue_seconds
-        self._metrics.finished(
-            reason,
-            num_prompt_tokens=choice.num_prompt_tokens,
-            num_cached_tokens=choice.num_cached_tokens,
-            num_tokens=choice.num_tokens,
-            seconds=now - choice.arrived,
-            prefill_seconds=first - choice.arrived - waited,
-            decode_seconds=choice.last_token_at - first,
-        )
+        self._metrics.finished(choice, reason)

@@ -15,8 +15,9 @@ from typing import Any, Literal
 from prometheus_client import generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
-from neuron_runtime.core import BackendLimits, FinishReason, GraphUse, StepKind
-from neuron_runtime.engine.messages import Step
+from neuron_runtime.apis.generation import Choice
+from neuron_runtime.core import FinishReason, GraphUse, StepKind
+from neuron_runtime.engine.messages import Ready, Step
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.server.series import Book, Family, Reading, Source
 
@@ -392,18 +393,16 @@ class Metrics:
         self._last = None if joined else EngineStats()
         self._book.number(RESTARTS).value = incarnation - 1
 
-    def engine_ready(
-        self, limits: BackendLimits, load_seconds: float, warm_up_seconds: float, num_ranks: int = 1
-    ) -> None:
+    def engine_ready(self, ready: Ready) -> None:
         for family in (CACHE_CONFIG, LORA_REQUESTS):
             self._book.forget(family)
-        self._book.number(CACHE_CONFIG, str(limits.block_size), str(limits.num_blocks)).value = 1
+        self._book.number(CACHE_CONFIG, str(ready.limits.block_size), str(ready.limits.num_blocks)).value = 1
         # Adapters are not supported yet.
         self._book.number(LORA_REQUESTS, "0", "", "").value = time.time()
-        self._book.number(LOAD_SECONDS).value = load_seconds
-        self._book.number(WARM_UP_SECONDS).value = warm_up_seconds
-        self._book.number(MEMBERS).value = num_ranks
-        for rank in range(1, num_ranks):
+        self._book.number(LOAD_SECONDS).value = ready.load_seconds
+        self._book.number(WARM_UP_SECONDS).value = ready.warm_up_seconds
+        self._book.number(MEMBERS).value = ready.num_ranks
+        for rank in range(1, ready.num_ranks):
             self._book.number(GROUP_WAIT, str(rank))
 
     def engine_ended(self) -> None:
@@ -449,15 +448,15 @@ class Metrics:
 
     # Events of requests
 
-    def first_token(self, seconds: float, queue_seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+    def first_token(self, choice: Choice, seconds: float, queue_seconds: float) -> None:
         """A request got its first token `seconds` after arrival, of which it waited `queue_seconds`."""
         self._observe(FIRST_TOKEN, seconds)
         self._observe(QUEUE, queue_seconds)
         self._observe(PREFILL, seconds - queue_seconds)
-        num_computed_tokens = num_prompt_tokens - num_cached_tokens
-        self._book.number(PROMPT_TOKENS).value += num_prompt_tokens
-        self._book.number(PROMPT_TOKENS_CACHED).value += num_cached_tokens
-        for source, count in zip(TOKEN_SOURCES, (num_computed_tokens, num_cached_tokens), strict=True):
+        num_tokens, num_cached = len(choice.prompt_token_ids), choice.num_cached_tokens
+        self._book.number(PROMPT_TOKENS).value += num_tokens
+        self._book.number(PROMPT_TOKENS_CACHED).value += num_cached
+        for source, count in zip(TOKEN_SOURCES, (num_tokens - num_cached, num_cached), strict=True):
             self._book.number(PROMPT_TOKENS_BY_SOURCE, source).value += count
 
     def tokens(self, count: int, gap_seconds: float | None) -> None:
@@ -466,27 +465,16 @@ class Metrics:
         if gap_seconds is not None:
             self._gap.observe(gap_seconds / count, count)
 
-    def finished(
-        self,
-        reason: FinishReason,
-        *,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        num_tokens: int,
-        seconds: float,
-        prefill_seconds: float,
-        decode_seconds: float,
-    ) -> None:
-        """A request ended `seconds` after arrival and `decode_seconds` after its first token.
-
-        num_cached_tokens, prefill_seconds: 0 without a first token.
-        """
+    def finished(self, choice: Choice, reason: FinishReason) -> None:
+        """A request ended, maybe without a first token."""
+        num_tokens, last = choice.num_tokens, choice.last_token_at
+        decode_seconds = 0.0 if choice.first_token_at is None else last - choice.first_token_at
         self._book.number(SUCCESS, reason.value).value += 1
-        self._observe(REQUEST_PROMPT, num_prompt_tokens)
-        self._observe(REQUEST_COMPUTED, num_prompt_tokens - num_cached_tokens)
+        self._observe(REQUEST_PROMPT, len(choice.prompt_token_ids))
+        self._observe(REQUEST_COMPUTED, len(choice.prompt_token_ids) - choice.num_cached_tokens)
         self._observe(REQUEST_GENERATION, num_tokens)
-        self._observe(E2E, seconds)
-        self._observe(INFERENCE, prefill_seconds + decode_seconds)
+        self._observe(E2E, time.monotonic() - choice.arrived)
+        self._observe(INFERENCE, last - choice.arrived - (choice.queue_seconds or 0.0))
         self._observe(DECODE, decode_seconds)
         if num_tokens > 1:
             self._observe(PER_TOKEN, decode_seconds / (num_tokens - 1))

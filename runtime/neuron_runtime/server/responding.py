@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from neuron_runtime.apis.generation import Answer, Piece, Writer
+from neuron_runtime.apis.generation import Piece, Writer
 from neuron_runtime.errors import ServingError
 from neuron_runtime.server.exchange import exchange_of
 from neuron_runtime.server.generation import LiveGeneration
@@ -77,16 +77,10 @@ class GenerationResponse(Response):
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
-        answers = [Answer() for _ in generation.choices]
-
-        def show(pieces: list[Piece]) -> bool:
-            for piece in pieces:
-                answers[piece.index].add(piece)
-            return True
-
         await generation.begin()
-        await generation.finish(show)
-        if sum(len(one.details.located) + len(one.details.prompt_logprobs) for one in answers) > MANY_TOKENS:
+        answers = await generation.whole()
+        details = [answer.details for answer in answers if answer.details is not None]
+        if sum(len(one.located) + len(one.prompt_logprobs) for one in details) > MANY_TOKENS:
             # Formatting them would delay streams.
             body = await asyncio.to_thread(self._writer.whole, answers)
         else:

@@ -42,11 +42,8 @@ OPERATIONS = {
 
 
 class Traces:
-    """An observer of exchanges, for the collector at this URL.
-
-    Raises:
-        InvalidConfig: OpenTelemetry rejects its environment variables.
-    """
+    """Sends exchanges to the collector at this URL. Raises InvalidConfig if OpenTelemetry rejects its environment
+    variables."""
 
     def __init__(self, endpoint: str) -> None:
         _complain_rarely(endpoint)

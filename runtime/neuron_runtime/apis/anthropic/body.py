@@ -165,7 +165,7 @@ def chat_of(body: CountTokensBody, **options: Any) -> Chat:
             **options,
         ),
         names=NAMES,
-        tools=callable_here(functions, len(tools), tool_choice, "tools[0].type"),
+        tools=callable_here(functions, len(tools), tool_choice),
         variables={
             **({} if body.thinking is None else _SWITCHES[body.thinking.type]),
             **({} if output.effort is None else {"reasoning_effort": output.effort}),
@@ -250,8 +250,7 @@ def _blocks(content: str | list[Any], at: str) -> str | list[Block]:
     try:
         return msgspec.convert(content, str | list[Block])
     except msgspec.ValidationError as error:
-        message = f"`{at}.content` must be a text or blocks: {error}"
-        raise InvalidRequest(message, field=f"{at}.content") from error
+        raise InvalidRequest.at(f"{at}.content", f"must be a text or blocks: {error}") from error
 
 
 _TURNS: Mapping[str, Callable[[InputMessage, str], Iterator[ChatTurn]]] = {

@@ -24,19 +24,11 @@ class MessagesErrorObject(msgspec.Struct, tag="error", kw_only=True):
 
 
 def _anthropic_body(failure: Failure, request_id: str) -> bytes:
-    kind = ANTHROPIC_KINDS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
-    return msgspec.json.encode(
-        MessagesErrorObject(error=MessagesError(kind, failure.message), request_id=request_id or None)
-    )
+    error = MessagesError(_KINDS.get(failure.status, failure.kind), failure.message)
+    return msgspec.json.encode(MessagesErrorObject(error=error, request_id=request_id or None))
 
 
-ANTHROPIC_KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+_KINDS = {408: "timeout_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+"""Those that are not OpenAI's, by status."""
 ANTHROPIC = ErrorFormat(MessagesErrorObject, _anthropic_body, {503: 529})
 """Its clients expect 529 from a service that is busy or restarts, and try again."""

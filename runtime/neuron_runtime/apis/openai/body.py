@@ -163,7 +163,7 @@ def _only_in(body: type[msgspec.Struct], path: str) -> Elsewhere:
     def elsewhere(name: str, value: Any) -> bool:
         row = parameters_of(body).get(name)
         if row is not None and not is_neutral(value, row.neutral):
-            raise InvalidRequest(f"`{name}` belongs to {path}: leave it out here", field=name)
+            raise InvalidRequest.at(name, f"belongs to {path}: leave it out here")
         return row is not None
 
     return elsewhere
@@ -176,8 +176,7 @@ ChatBody.elsewhere = _only_in(CompletionBody, "/v1/completions")
 def admitted_completion(admission: Admission, body: CompletionBody) -> Ask:
     """Raises InvalidRequest."""
     if body.best_of not in (None, 1, body.n):
-        message = f"`best_of` must be 1 or `n`, got {body.best_of}: other values are not supported yet"
-        raise InvalidRequest(message, field="best_of")
+        raise InvalidRequest.at("best_of", f"must be 1 or `n`, got {body.best_of}: other values are not supported yet")
     return admission.completion(body.prompt, body)
 
 
@@ -219,8 +218,7 @@ def _chat(body: ChatBody | TokenizeBody, options: ChatOptions, names: Names = NO
         message = "`continue_final_message` and `add_generation_prompt` cannot be combined: leave out one of them"
         raise InvalidRequest(message, field="continue_final_message")
     if body.continue_final_message and messages and messages[-1].tool_calls:
-        message = "`continue_final_message` cannot continue a message with `tool_calls`"
-        raise InvalidRequest(message, field="continue_final_message")
+        raise InvalidRequest.at("continue_final_message", "cannot continue a message with `tool_calls`")
     return Chat(
         turns=[_turn(message, f"messages[{at}]") for at, message in enumerate(messages)],
         options=options,

@@ -15,14 +15,14 @@ import msgspec
 import orjson
 
 from neuron_runtime.apis.failures import failure_of
-from neuron_runtime.apis.generation import Answer, Choice, Generation, Piece, TokenDetails
+from neuron_runtime.apis.generation import Choice, Generation, Piece, TokenDetails
 from neuron_runtime.apis.logprobs import Located, Speller
 from neuron_runtime.apis.openai import objects
 from neuron_runtime.apis.openai.errors import OPENAI
 from neuron_runtime.core import FinishReason
 from neuron_runtime.errors import ServingError
 from neuron_runtime.requests.admission import Details
-from neuron_runtime.text.tool_calls import CallPiece
+from neuron_runtime.text.tool_calls import CallPiece, whole_calls
 
 SSE_END = b"data: [DONE]\n\n"
 
@@ -157,23 +157,24 @@ class OpenAIWriter:
         """Takes the place of [DONE]."""
         return b"data: %b\n\n" % OPENAI.body(failure_of(error), "")
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
+    def whole(self, answers: Sequence[Piece]) -> bytes:
         shape, generation, ask = self._shape, self._generation, self._generation.ask
         beside = shape.prompt_beside_choices
+        details = [answer.details or TokenDetails() for answer in answers]
         choices = []
         for index, (answer, stop_reason) in enumerate(zip(answers, generation.stop_reasons, strict=True)):
             reasoning = answer.reasoning if ask.make_splitter is not None and ask.shows_reasoning else None
-            first = answers[index - index % ask.num_choices]
+            first = index - index % ask.num_choices
             fields = {
-                **shape.text(answer.text, reasoning, answer.calls),
+                **shape.text(answer.text, reasoning, whole_calls(answer.calls)),
                 "logprobs": None,
                 "finish_reason": finish_reason(generation.choices[index]),
                 "stop_reason": stop_reason,
-                **self._of_choice(answer.details),
-                **({} if beside else self._of_prompt(index, first.details)),
+                **self._of_choice(details[index]),
+                **({} if beside else self._of_prompt(index, details[first])),
             }
             choices.append(shape.choice(index=index, **fields))
-        prompt = self._of_prompt(0, answers[0].details) if beside else {}
+        prompt = self._of_prompt(0, details[0]) if beside else {}
         return msgspec.json.encode(shape.answer(**self._head, choices=choices, usage=usage(generation), **prompt))
 
     def _of_choice(self, token_details: TokenDetails) -> dict[str, Any]:
@@ -232,7 +233,7 @@ class OpenAIWriter:
 
     def _tail(self, piece: Piece) -> bytes:
         if self._continuous:
-            prompt = self._generation.choices[piece.index].num_prompt_tokens
+            prompt = len(self._generation.choices[piece.index].prompt_token_ids)
             return b',"usage":%b}\n\n' % msgspec.json.encode(_counts(prompt, piece.num_tokens))
         return b',"usage":null}\n\n' if self._usage else b"}\n\n"
 

@@ -192,7 +192,7 @@ def chat_of(body: ResponsesBody) -> Chat:
             **sampling_of(body),
         ),
         names=NAMES,
-        tools=callable_here(functions, len(tools), choice, "tools[0].type"),
+        tools=callable_here(functions, len(tools), choice),
         variables={} if effort is None else {"reasoning_effort": effort},
     )
 
@@ -243,7 +243,7 @@ def _response_format(form: TextFormat) -> ResponseFormat:
     if form.type != "json_schema":
         return ResponseFormat(form.type)
     if form.schema is None:
-        raise InvalidRequest("`text.format.schema` is required with this type", field="text.format.schema")
+        raise InvalidRequest.at("text.format.schema", "is required with this type")
     return ResponseFormat(form.type, JsonSchema(schema=form.schema))
 
 
