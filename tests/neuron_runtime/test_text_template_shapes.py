@@ -145,6 +145,7 @@ ANSWER = {"role": "assistant", "content": "A"}
         (shown_if("m.role == 'system'") + "{# developer #}", [DEVELOPER, ASKED], "<system>D<user>U"),
         (shown_if("m.role == 'developer'"), [SYSTEM, ASKED], "<developer>S<user>U"),
         (shown_if("m.role == 'developer'"), [SYSTEM, DEVELOPER, ASKED], "<developer>S<developer>D<user>U"),
+        (shown_if("false"), [SYSTEM, DEVELOPER, ASKED], "<user>S<user>D<user>U"),
         (shown_if("loop.first"), [SYSTEM, DEVELOPER, ASKED], "<system>S\nD<user>U"),
         (shown_if("loop.first"), [SYSTEM, ASKED, ANSWER, DEVELOPER], "<system>S<user>U<assistant>A<user>D"),
         (PLAIN, [SYSTEM, DEVELOPER, ASKED, SYSTEM], "<system>S<system>D<user>U<system>S"),

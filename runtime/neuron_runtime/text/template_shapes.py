@@ -77,7 +77,7 @@ def shapes_of(render: Render, names_developer: bool) -> Shapes:
         "tool": (([_ASKED, call], []), ([_ASKED, call], [_ANSWER, _ASKED])),
     }
     content = {role: _common(forms(role, place) for place in at) for role, at in places.items()}
-    first_roles = {asked: role_of(asked, _FIRST, other) for asked, other in _INSTRUCTING.items()}
+    first_roles = {asked: role_of(asked, _FIRST, other, "user") for asked, other in _INSTRUCTING.items()}
     two = [{"role": role, "content": text} for role, text in zip(first_roles.values(), _TEXTS, strict=True)]
     two_parts = [{**one, "content": [_part(one["content"])]} for one in two]
     return Shapes(
