@@ -319,6 +319,7 @@ def test_a_missing_compiler_is_named(model: Path) -> None:
 def test_keys_of_an_override_are_checked_without_a_model(model: Path) -> None:
     with library_of():
         nxdi.check_config(config_of(model, overrideNeuronConfig={"moe_tp_degree": 2}))
+        nxdi.check_config(config_of(model, overrideNeuronConfig={"moe_tp_degree": 2}, applicationClass="Mixtrall"))
         with pytest.raises(InvalidConfig, match="did you mean `tp_degree`"):
             nxdi.check_config(config_of(model, overrideNeuronConfig={"tp_degre": 2}))
 

@@ -16,6 +16,7 @@ from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, find_target
 from neuron_runtime.backend.nxdi.foreign import holds_weights, within
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.graphs import NxdiCompiler
+from neuron_runtime.backend.nxdi.models import is_private
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
 from neuron_runtime.backend.nxdi.settings import settings_of
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
@@ -41,7 +42,9 @@ def compiler_reads_weights(config: RuntimeConfig) -> bool:
 def check_config(config: RuntimeConfig) -> None:
     """Raises InvalidConfig for settings that this backend does not support with any model, or a missing library."""
     library.check_installed()
-    read_override(config.override_neuron_config, config.application_class)
+    # A name is checked with the model, which has the better message for a wrong one.
+    application = config.application_class if is_private(config.application_class) else ""
+    read_override(config.override_neuron_config, application)
 
 
 def check_model(model_dir: Path, config: RuntimeConfig) -> None:
