@@ -111,7 +111,7 @@ class FrontEnd:
         self.gate = Gate()
         self.bodies = Bodies(config.server.max_body_bytes)
         self.client = EngineClient(
-            run_dir, self.metrics, on_model=self._model_found, on_ready=self._engine_ready, on_broken=self._fail
+            run_dir, self.metrics, on_model=self._model_found, on_ready=self._engine_ready, on_broken=self._end
         )
         self._edge = Edge(config.server, api_key_file, [partial(count, self.metrics)])
         self._pids: dict[str, int | None] = {"supervisor": os.getppid(), "engine": None, "front-end": os.getpid()}
@@ -192,6 +192,7 @@ class FrontEnd:
                     if draining is not None:
                         draining.cancel()
                     draining = asyncio.create_task(self._drain(delay_seconds, seconds, server))
+                    draining.add_done_callback(self._drained)
 
     async def _drain(self, delay_seconds: float, seconds: float, server: Server) -> None:
         for connection in server.connections:
@@ -203,8 +204,10 @@ class FrontEnd:
             self.client.fail_all(Draining("the server is shutting down and this request took too long"))
             # Time to write the error responses.
             await self.gate.drain(0, SHUTDOWN_SECONDS)
-        if not self._over.done():
-            self._over.set_result(None)
+
+    def _drained(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():  # by an order to drain sooner
+            self._end(task.exception())
 
     def _model_found(self, model_dir: Path) -> None:
         self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self.config.text))
@@ -217,10 +220,14 @@ class FrontEnd:
         if error is None:
             self._become_ready()
         else:
-            self._fail(error)
+            self._end(error)
 
-    def _fail(self, error: BaseException) -> None:
-        if not self._over.done():
+    def _end(self, error: BaseException | None) -> None:
+        if self._over.done():
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
             self._over.set_exception(error)
 
     def _engine_ready(self, ready: Ready) -> None:
