@@ -56,10 +56,11 @@ all-tests: setup lint test-neuron-versions
 test-long: setup cluster-deps  ## run long tests: 100,000 random loads, many examples of each property, the test cluster under faults
 	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "long or hypothesis" --hypothesis-profile=many
 
-# Tests that import one of the libraries, or what is written around one. The fake NxD Inference is tested once, and so
-# are distributions, which take long.
+# Tests that import one of the libraries, or what is written around one. Once is enough for the fake NxD Inference, and
+# for what takes long in the torch backend, which no device needs.
 IMPORTS := torch|transformers|tokenizers|safetensors|neuron_runtime\.(backend\.torch|text\.detokenizer|weights\.hub)
-VERSIONED = $(filter-out %/test_nxdi_fake.py %/test_host_sampling_distribution.py,$(shell grep -lE "^ *(import|from) ($(IMPORTS))" tests/neuron_runtime/test_*.py)) \
+ONCE := nxdi_fake host_sampling_distribution torch_ranks torch_allocation demo_model grammars
+VERSIONED = $(filter-out $(ONCE:%=tests/neuron_runtime/test_%.py),$(shell grep -lE "^ *(import|from) ($(IMPORTS))" tests/neuron_runtime/test_*.py)) \
   tests/neuron_runtime/test_offline.py
 test-neuron-versions: .venv-neuron/.ready  ## run the tests that library versions affect, with those of AWS's Neuron images
 	@$(TWO) .venv-neuron/bin/pytest -q -n 2 $(IN_ORDER) -m "$(FAST)" $(VERSIONED)
