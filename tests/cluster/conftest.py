@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from cluster.rig.binaries import ensure
+from cluster.rig.images import NEURON_TARGET, TARGETS, build_image
 from cluster.rig.needs import NotPossibleHere
 from cluster.rig.node_images import write_program_archive
 from cluster.rig.rig import WAITING, Rig, tests_lock
@@ -34,7 +35,7 @@ def not_possible(reason: str) -> NoReturn:
 
 
 @pytest.fixture(scope="session")
-def rig() -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """The running cluster. One that was started manually is used as it is and stays up; one left by a killed test run,
     perhaps with a fault in effect, is recreated."""
     try:
@@ -49,12 +50,23 @@ def rig() -> Iterator[Rig]:
         try:
             if not was_up:
                 of_tests.touch()
-            rig.up()
+            rig.up(() if was_up else images_for(request.session.items))
             yield rig
         finally:
             if not was_up:
                 rig.down()
                 of_tests.unlink()
+
+
+def images_for(tests: Sequence[pytest.Item]) -> list[Path]:
+    """Archives of the images that stories load. Nodes that have them from the start share what is unpacked, also with
+    those of an earlier run."""
+    if not any(test.path.name.startswith("test_story") for test in tests):
+        return []
+    try:
+        return [build_image(target).archive for target in (*TARGETS, NEURON_TARGET)]
+    except NotPossibleHere as error:
+        not_possible(str(error))
 
 
 @pytest.fixture(scope="session")
