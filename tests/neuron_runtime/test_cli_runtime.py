@@ -53,6 +53,16 @@ def test_a_model_is_accepted_in_its_common_notations(tmp_path: Path, monkeypatch
     assert config_of("org/name@v1").served_names == ("name",)
 
 
+def test_the_model_may_be_a_flag_as_in_manifests_for_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config_of("--model", "org/name", "--dtype", "float32") == config_of("org/name", "--dtype", "float32")
+    for words in (["org/name", "--model=org/name"], ["--model", "org/name", "org/name"]):
+        with pytest.raises(SystemExit):
+            config_of(*words)
+        assert "not allowed with argument" in capsys.readouterr().err
+    with pytest.raises(InvalidConfig, match="leave them out"):
+        config_of("--config", "x", "--model", "org/name")
+
+
 @pytest.mark.parametrize(
     ("words", "field", "says"),
     [

@@ -75,10 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The two ways to name a model and its configuration."""
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help=f"{FORMS}, org/name (a hub model), or the path of a folder"
-    )
+    """The ways to name a model and its configuration."""
+    parser.set_defaults(model=None)
+    model = parser.add_mutually_exclusive_group()
+    # A default of one would replace the value of the other.
+    unset: dict[str, Any] = {"metavar": "MODEL", "default": argparse.SUPPRESS}
+    model.add_argument("model", nargs="?", help=f"{FORMS}, org/name (a hub model), or the path of a folder", **unset)
+    model.add_argument("--model", help="As MODEL", **unset)
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="Configuration document, instead of MODEL and the flags for it"
     )
