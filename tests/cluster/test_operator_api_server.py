@@ -537,9 +537,7 @@ async def test_a_recreated_model_waits_for_the_deletion_of_its_predecessors_chil
         await asyncio.sleep(1.0)
         assert namespace.get(BY_KIND["Service"], "chat") == earlier
         assert namespace.condition() == ("", "")
-        for kind, found in namespace.children().items():  # as the garbage collector would
-            for name in found:
-                namespace.delete(BY_KIND[kind], name)
+        namespace.collect_garbage()
         for pod in namespace.list(PODS):
             server.call("DELETE", PODS.path(namespace.name, pod["metadata"]["name"]), {"gracePeriodSeconds": 0})
         await namespace.settle()
