@@ -652,7 +652,7 @@ def test_kube_score_finds_nothing_but_the_known_exceptions(helm: Helm, tmp_path:
 
 
 def objects_of_models() -> list[list[dict[str, Any]]]:
-    """Of each golden case, in a namespace of its own: an object of another case must not match."""
+    """The objects of each golden case, in a namespace of its own: an object of another case must not match."""
     return [
         [
             {**child, "metadata": {**child["metadata"], "namespace": re.sub(r"\W|_", "-", made.stem)}}
