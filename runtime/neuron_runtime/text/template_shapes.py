@@ -28,9 +28,9 @@ class Shapes:
     """What one template takes."""
 
     tools: bool
-    """It shows tools to the model."""
+    """Whether it shows tools to the model."""
     fills_tools: bool
-    """It shows them only with a description and properties, which may be empty."""
+    """Whether it shows them only with a description and properties, which may be empty."""
     no_tools: Any
     """What it takes in place of tools where there are none, but calls."""
     parts: frozenset[str]
@@ -40,24 +40,24 @@ class Shapes:
     roles: Mapping[bool, Mapping[Situation, Mapping[str, str]]]
     """The roles as which it shows instructions, by whether the chat has tools."""
     joined: frozenset[str]
-    """Roles of which it does not show two messages in a row."""
+    """The roles of which it does not show two messages in a row."""
     calls: bool
-    """It shows earlier calls."""
+    """Whether it shows earlier calls."""
     short_ids: bool
-    """Ids of calls must have nine letters and digits."""
+    """Whether ids of calls must have nine letters and digits."""
     empty_content: str | None
     """The content of a message that has calls and no text."""
     argument_objects: bool
-    """The arguments of an earlier call may be an object; otherwise they are its JSON."""
+    """Whether the arguments of an earlier call may be an object; otherwise they are its JSON."""
     argument_texts: bool
-    """It shows arguments that are no object too."""
+    """Whether it shows arguments that are no object too."""
     splits_calls: bool
-    """It shows the calls of a message only if there is one."""
+    """Whether it shows the calls of a message only if there is one."""
     text_of_calls: Literal["beside", "before", "once"] | None
     """Where it shows the text of a message with calls: in the same message, in one before, or in the one answer without
     calls that there may be to a message of the user."""
     reasoning: Sequence[str]
-    """Its names of reasoning."""
+    """The names that it has for reasoning."""
 
     def content(self, role: str, content: str | list[str]) -> str | list[dict[str, str]]:
         """A text or the texts of parts in the form that it takes."""
