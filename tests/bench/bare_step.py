@@ -54,7 +54,7 @@ def bare_steps(engine: offline.OfflineEngine) -> BareSteps:
 
 
 def prefill_seconds(engine: offline.OfflineEngine, num_tokens: int, num_iters: int) -> float:
-    """Of one prompt on an engine over the torch backend, the best of several."""
+    """Seconds of one prompt on an engine over the torch backend, the best of several."""
     backend = engine.backend
     assert isinstance(backend, TorchBackend)
 

@@ -66,7 +66,7 @@ def with_free(world: World, *free_devices: int, **node: Any) -> World:
 
 
 def limits(decision: Decision) -> tuple[int, int]:
-    """Of the Deployment: how many pods more and how many fewer."""
+    """Limits of the Deployment: how many pods more and how many fewer."""
     rolling = find(decision.desired, "Deployment")["spec"]["strategy"]["rollingUpdate"]
     return rolling["maxSurge"], rolling["maxUnavailable"]
 

@@ -539,7 +539,7 @@ class Finding:
 
     @property
     def row(self) -> Row:
-        """Of its reason. A condition that is true may have a reason without one."""
+        """The row of its reason. A condition that is true may have a reason without one."""
         reason = Reason.named(self.reason)
         return reason.row if reason else Row(self.reason, conditions=())
 

@@ -152,7 +152,7 @@ class OnDemand:
         return free, FREE_DEVICES_SECONDS
 
     async def _list_events(self, namespace: str, selector: str, seconds: float) -> tuple[tuple[Object, ...], float]:
-        """Of a namespace, those that match a selector, newest last; none without the right to list them."""
+        """Events of a namespace that match a selector, newest last; none without the right to list them."""
         try:
             events = (await self._cluster.list(EVENTS, namespace, field_selector=selector)).items
         except Forbidden:

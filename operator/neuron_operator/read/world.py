@@ -198,7 +198,7 @@ class JobSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel
     """EnvVars (mirrors, proxies) of all pods that download: Jobs, and serving pods that load from a hub."""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
-    """Of the Jobs' pods, as `labels`."""
+    """Annotations of the Jobs' pods; `labels` are theirs too."""
 
 
 class KeyRef(Struct, frozen=True, forbid_unknown_fields=True):

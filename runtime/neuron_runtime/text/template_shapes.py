@@ -31,7 +31,7 @@ class Shapes:
     later_roles: Mapping[str, str]
     """The same behind other messages."""
     joins_instructions: bool
-    """Of several instructions before all other messages it shows only one."""
+    """Whether it shows only one of several instructions before all other messages."""
     empty_content: str | None
     """The content of a message that has calls and no text."""
     argument_objects: bool
