@@ -334,7 +334,7 @@ class First(msgspec.Struct, frozen=True, gc=False, array_like=True):
     queue_seconds: float
     """Time that the request waited in the engine for its first step."""
     prompt_logprobs: tuple[TokenLogprobs, ...]
-    """Of the prompt from its second token on, if requested."""
+    """Logprobs of the prompt from its second token on, if requested."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False, array_like=True):

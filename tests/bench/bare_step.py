@@ -24,7 +24,7 @@ from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.choices import stored_dtype
-from neuron_runtime.backend.torch.compiled import CompiledDecoder
+from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
 from neuron_runtime.checkpoint import read_checkpoint
@@ -54,7 +54,7 @@ def bare_steps(engine: offline.OfflineEngine) -> BareSteps:
 
 
 def prefill_seconds(engine: offline.OfflineEngine, num_tokens: int, num_iters: int) -> float:
-    """Of one prompt on an engine over the torch backend, the best of several."""
+    """Seconds of one prompt on an engine over the torch backend, the best of several."""
     backend = engine.backend
     assert isinstance(backend, TorchBackend)
 
@@ -100,6 +100,11 @@ class BareDecoder:
         self._decoder: Decoder | CompiledDecoder = load_decoder(checkpoint, model, dtype, lambda stage, share: None)
         shape = (num_lines, model.num_kv_heads, line_length, model.head_dim)
         self._cache = KVCache.empty(model.windows, shape, dtype)
+
+    def eager_because(self) -> str | None:
+        """Why this machine cannot run compiled steps, if so."""
+        assert isinstance(self._decoder, Decoder)
+        return eager_because(self._decoder)
 
     def compiled(self, artifact: Path) -> Self:
         """The same weights and cache with compiled steps."""

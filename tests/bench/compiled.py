@@ -19,6 +19,7 @@ from neuron_runtime.artifacts.store import artifact_store
 from neuron_runtime.config import ModelSource, RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits
+from neuron_runtime.errors import ExitCode, FatalError
 
 TURN_STEPS = 8
 """Steps of one kind before the other has its turn: few, so that both see the same machine."""
@@ -40,9 +41,11 @@ def measure(
     """Greedy steps of each number of rows, from position `start` on, on this thread.
 
     Raises:
-        FatalError: COMPILE_FAILED, e.g. without a C++ compiler.
+        FatalError: COMPILE_FAILED, e.g. without a C++ compiler; ARTIFACT_MISSING where this machine cannot run them.
     """
     eager = BareDecoder(model_dir, limits.max_rows, limits.max_model_length)
+    if reason := eager.eager_because():
+        raise FatalError(ExitCode.ARTIFACT_MISSING, reason)
     compiled = eager.compiled(artifact(model_dir))
     points = {}
     for rows in counts:

@@ -55,7 +55,7 @@ class TimedGuides:
         self._guides = guides
         self.wall: list[float] = []
         self.cpu: list[float] = []
-        """Of all threads."""
+        """CPU seconds of all threads."""
 
     def prepare(self, request: Request) -> Future[Guide]:
         return self._guides.prepare(request)

@@ -54,7 +54,7 @@ class Cost:
     thread_seconds: float
     """On the backend's thread, without `forward()`: the device waits for it, unless it runs ahead."""
     idle_share: float
-    """Of the device's timeline, median of the rounds."""
+    """The share of the device's timeline, median of the rounds."""
     simulated_seconds: float
     """On the engine's thread with a simulated backend of the same limits."""
     load: Load
@@ -66,7 +66,7 @@ class TimedSteps(NxdiBackend):
     def __init__(self, made: Any, settings: Settings, limits: BackendLimits, library: Any) -> None:
         super().__init__(made, settings, limits)
         self.clock = CpuClock()
-        """Of the engine's thread."""
+        """The clock of the engine's thread."""
         self.timeline = Timeline()
         self.thread_seconds = 0.0
         self._thread_clock: CpuClock | None = None

@@ -46,7 +46,7 @@ SIZES = (500, 100, 10)
 """Numbers of models; the first is the one that the bounds hold for."""
 MODELS_IN_NAMESPACE = 10
 NUM_CONNECTIONS = 16
-"""Of the bare client: as many as the operator has workers."""
+"""Connections of the bare client: as many as the operator has workers."""
 NUM_FOREIGN_PODS = 10_000
 IDLE_SECONDS = 60.0
 QUIET_SECONDS = 2.0
@@ -104,13 +104,14 @@ class Call:
 
     @property
     def is_write(self) -> bool:
-        """Of something else than the Lease."""
+        """It writes something else than the Lease."""
         return self.verb in WRITES and self.resource != "leases"
 
     @property
     def is_routine(self) -> bool:
-        """Made at intervals, whatever happens: a renewal of the Lease, a watch that is resumed."""
-        return self.resource == "leases" or self.verb == "watch"
+        """Made at intervals, whatever happens: a renewal of the Lease, a watch that is resumed, a list of names."""
+        lists_names = self.verb == "list" and self.resource == NEURON_MODELS.plural
+        return self.resource == "leases" or self.verb == "watch" or lists_names
 
     @property
     def is_object(self) -> bool:
@@ -260,7 +261,7 @@ class Scene:
 
 
 def metrics(process: Process) -> dict[str, float]:
-    """Of the passes. Empty series have no value; a process that does not answer yet has none."""
+    """Metrics of the passes. Empty series have no value; a process that does not answer yet has none."""
     names = "&".join(f"name[]=neuron_operator_{name}" for name in ("passes_total", "queue_depth"))
     lines = process.get(f"/metrics?{names}")[1].splitlines()
     found = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
@@ -421,7 +422,7 @@ async def repeat(scene: Scene, halves: Sequence[Sequence[Call]]) -> float:
 
 
 def deletions(keys: Sequence[Key]) -> Iterator[list[Request]]:
-    """Of models and, as there is no garbage collector, of all children in their namespaces."""
+    """Deletes models and, as there is no garbage collector, of all children in their namespaces."""
     for key in keys:
         yield [Request("DELETE", NEURON_MODELS.path(*key), b"{}")]
     for namespace in dict.fromkeys(namespace for namespace, _ in keys):

@@ -184,6 +184,7 @@ class Helm:
     def __init__(self, program: Path, folder: Path) -> None:
         self._program = program
         self._folder = folder
+        self._rendered: dict[str, str] = {}
 
     def __call__(self, *arguments: str, values: Mapping[str, Any] = IMAGES, code: int = 0) -> str:
         """Output of helm, with its errors if it is expected to fail with `code`."""
@@ -203,8 +204,10 @@ class Helm:
 
     def render(self, values: Mapping[str, Any], *arguments: str) -> list[dict[str, Any]]:
         where = ("--namespace", NAMESPACE, "--kube-version", "1.35")
-        text = self("template", "neuron-serving", str(CHART), *where, *arguments, values=values)
-        return [document for document in yaml.safe_load_all(text) if document]
+        key = json.dumps([values, arguments], sort_keys=True)
+        if key not in self._rendered:
+            self._rendered[key] = self("template", "neuron-serving", str(CHART), *where, *arguments, values=values)
+        return [document for document in yaml.load_all(self._rendered[key], Loader=yaml.CSafeLoader) if document]
 
 
 @pytest.fixture(scope="module")
@@ -649,7 +652,7 @@ def test_kube_score_finds_nothing_but_the_known_exceptions(helm: Helm, tmp_path:
 
 
 def objects_of_models() -> list[list[dict[str, Any]]]:
-    """Of each golden case, in a namespace of its own: an object of another case must not match."""
+    """The objects of each golden case, in a namespace of its own: an object of another case must not match."""
     return [
         [
             {**child, "metadata": {**child["metadata"], "namespace": re.sub(r"\W|_", "-", made.stem)}}

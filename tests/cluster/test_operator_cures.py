@@ -101,7 +101,7 @@ async def test_a_pod_is_replaced_when_what_it_waits_for_is_created(
     known: set[str] = set()
 
     def status_of(pod: Any) -> Status:
-        """Of a pod that was there before the object, for ever."""
+        """The status of a pod that was there before the object, for ever."""
         if pod["metadata"]["labels"][names.ROLE_LABEL] in RESULTS and role == "serve":
             return finished_or_ready(pod)
         try:

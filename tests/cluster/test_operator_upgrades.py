@@ -45,7 +45,7 @@ async def operator_with(server: ApiServer, namespace: Namespace, image: str) -> 
 
 
 def images(namespace: Namespace) -> dict[str, str]:
-    """Of the Deployment of each model."""
+    """The image of each model's Deployment."""
     return {
         one["metadata"]["labels"][names.MODEL_LABEL]: one["spec"]["template"]["spec"]["containers"][0]["image"]
         for one in namespace.list(BY_KIND["Deployment"])

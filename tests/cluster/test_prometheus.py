@@ -258,7 +258,7 @@ class Site:
     operator: Operator
     namespace: Namespace
     ports: dict[str, int]
-    """Of served models."""
+    """Ports of served models."""
     failing: set[str]
     """Models whose pods fail from now on."""
 
@@ -401,7 +401,7 @@ async def bug(site: Site, _: str) -> AsyncIterator[Cure]:
 
 @asynccontextmanager
 async def many_models(site: Site, _: str) -> AsyncIterator[Cure]:
-    """Of a namespace whose passes take long."""
+    """Models of a namespace whose passes take long."""
     tenant = Namespace(site.namespace.server, WRITTEN_SLOWLY)
     models = [f"m{number}" for number in range(100)]
 

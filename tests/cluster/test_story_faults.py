@@ -96,7 +96,7 @@ class Installation:
     """Number of requests that the API server had answered before."""
     hub: Hub
     commit: str
-    """Of the demo model on the hub."""
+    """The commit of the demo model on the hub."""
 
 
 @pytest.fixture(scope="module")

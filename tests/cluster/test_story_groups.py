@@ -97,7 +97,7 @@ for one in clients:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one request. Times are Unix times."""
+    """The outcome of one request. Times are Unix times."""
 
     outcome: str
     began: float

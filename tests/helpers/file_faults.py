@@ -27,7 +27,7 @@ class FileFaults:
     """Answers that stop after `cut_bytes` until `released`."""
     released: threading.Event = field(default_factory=threading.Event)
     bytes_per_second: float = 0.0
-    """Of each answer."""
+    """The speed of each answer."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property

@@ -8,7 +8,7 @@ NAME = "few"
 
 
 def set_quota(namespace: Namespace, **hard: int) -> None:
-    """Of which nothing is used yet."""
+    """Creates a quota of which nothing is used yet."""
     limits = {resource: str(number) for resource, number in hard.items()}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": NAME}, "spec": {"hard": limits}}
     namespace.server.call("POST", _path(namespace), quota)

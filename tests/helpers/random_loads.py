@@ -111,7 +111,7 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
 
 
 def some_parameters(random: Random, limits: BackendLimits, max_tokens: int) -> dict[str, Any]:
-    """Of a request, within the sampling mode."""
+    """Parameters of a request, within the sampling mode."""
     choice = random.choice
     given: dict[str, Any] = {
         "temperature": choice((0.0, 0.5, 1.0)),

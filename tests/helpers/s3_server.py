@@ -44,7 +44,7 @@ class S3Server:
     received: Counter[str] = field(default_factory=Counter)
     """Bytes of uploads by the last part of their path."""
     upload_bytes_per_second: float = 0.0
-    """Of each request, if not 0."""
+    """The speed of each request, if not 0."""
 
     @property
     def environment(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ from neuron_runtime.engine.loop import Engine
 
 
 class StepCounts:
-    """Of an engine that has not made a step yet."""
+    """Counts of an engine that has not made a step yet."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

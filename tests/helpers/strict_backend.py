@@ -87,7 +87,7 @@ def next_token(
 
 
 FALL = math.log(0.95)
-"""Of the logit from one token to the next likeliest."""
+"""The fall of the logit from one token to the next likeliest."""
 
 
 def _rank(sampling: Sampling, output_position: int, num_tokens: int, limits: BackendLimits | None) -> int:

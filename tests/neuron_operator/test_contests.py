@@ -40,7 +40,7 @@ def deployment(image: str = "ours", replicas: int = 1, **metadata: Any) -> dict[
 
 
 def num_writes(contests: Contests, clock: Clock, wants: Difference, seconds: int) -> int:
-    """Of somebody who tries each second."""
+    """Writes of somebody who tries each second."""
     made = 0
     for _ in range(seconds):
         made += contests.enter(KEY, wants) == ""

@@ -97,7 +97,7 @@ def test_a_resolved_model_is_pinned_before_replicas_are_created() -> None:
 
 
 def test_the_status_tells_that_the_steps_are_done_before_pods_of_a_revision_can_exist() -> None:
-    """Of the first one, and of one that an edit makes."""
+    """The first revision, and one that an edit makes."""
     rendered, _ = resolved_world()
     serving, before = settle(with_ready_pods(rendered))
     for world in (

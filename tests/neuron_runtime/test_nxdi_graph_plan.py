@@ -203,7 +203,7 @@ def taken_graphs(settings: Settings) -> set[Graph]:
 
 @st.composite
 def open_plans(draw: st.DrawFn) -> GraphPlan:
-    """Of configurations that leave the sizes open."""
+    """Plans of configurations that leave the sizes open."""
     blocks, rows = draw(st.booleans()), draw(st.integers(1, 9))
     num_blocks = draw(st.integers(2, 300))
     block_size = draw(st.sampled_from([32, 64, 128])) if num_blocks >= 128 else 128

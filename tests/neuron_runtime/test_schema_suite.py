@@ -99,7 +99,7 @@ class Tally:
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
         self.texts: Counter[str] = Counter()
-        """Of answers that ended."""
+        """Texts of answers that ended."""
 
     def ended(self, schema: Mapping[str, Any], text: str) -> None:
         self.texts[text] += 1

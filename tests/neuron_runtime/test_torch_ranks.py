@@ -46,7 +46,7 @@ STEPS: list[list[Cut]] = [
 
 
 def place(folder: Path, rank: int, size: int) -> Rank:
-    """Of a rank on this machine; the folder is that of one group."""
+    """The place of a rank on this machine; the folder is that of one group."""
     return Rank(rank, size, size, f"file://{folder}/rendezvous", "127.0.0.1")
 
 

@@ -514,7 +514,15 @@ class Exists:
     name: str
 
 
-Needed = Need | LogOf | Exists
+@dataclass(frozen=True)
+class Trial:
+    """A need like the others: why the API server would refuse a pod, which is only tried."""
+
+    pod: str
+    """As JSON."""
+
+
+Needed = Need | LogOf | Exists | Trial
 
 
 @dataclass(frozen=True)
@@ -530,7 +538,7 @@ class Finding:
 
     @property
     def row(self) -> Row:
-        """Of its reason. A condition that is true may have a reason without one."""
+        """The row of its reason. A condition that is true may have a reason without one."""
         reason = Reason.named(self.reason)
         return reason.row if reason else Row(self.reason, conditions=())
 

@@ -43,8 +43,8 @@ TOKEN_CHECK_SECONDS = 60.0
 PAGE_SIZE = 50
 """A page of the heaviest objects that the API server accepts (1.5 MiB each) has to fit into memory."""
 MAX_OBJECT_BYTES = 524_288
-"""Of an object that is read, as JSON: those that the operator makes are lighter, but whoever may write in a namespace
-can make heavier ones with the operator's labels. Of such an object only the identity is read."""
+"""The size of an object that is read, as JSON: those that the operator makes are lighter, but whoever may write in a
+namespace can make heavier ones with the operator's labels. Of such an object only the identity is read."""
 MAX_OWNERS_READ = 64
 BYTES = "bytes"
 """In the identity of such an object: how long it was."""

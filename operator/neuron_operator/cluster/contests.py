@@ -46,7 +46,7 @@ class Difference:
 
 
 DELETED = Difference(("status",), True, None, said="somebody deletes it before it ends")
-"""Of a Job."""
+"""What is found where a Job is gone."""
 _MORE = Difference(("metadata",), True, None, said="a field comes back that the operator does not set")
 
 
@@ -86,7 +86,7 @@ class _Write:
     num: int
     """How often it was made since somebody first undid it."""
     uid: str = ""
-    """Of the object that it created."""
+    """The UID of the object that it created."""
 
     @property
     def wait_seconds(self) -> float:

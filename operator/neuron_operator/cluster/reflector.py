@@ -51,7 +51,7 @@ LOOK_SECONDS = 300.0
 FIRST_LOOK_SECONDS = 5.0
 """The same until kopf has delivered all: a model may have been deleted before kopf listed it."""
 MAX_REMEMBERED_BYTES = 32_768
-"""Of an object that is kept decoded for a while, which takes several times the memory of its JSON."""
+"""The JSON of an object that is kept decoded for a while, which takes several times that memory."""
 _BACKOFF = Backoff(max_seconds=30.0)
 SETTLE_SECONDS = 1.0
 """From the first model of a list of kopf to our list of names: the others follow at once."""

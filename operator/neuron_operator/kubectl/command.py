@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: Sequence[str]) -> int:
-    """Of a model that is in the cluster, the facts are those that its newest revision pinned."""
+    """Plans a model. The facts of one that is in the cluster are those that its newest revision pinned."""
     from neuron_operator.local import plan  # noqa: PLC0415 - the other subcommands do not need its imports
 
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} plan", description=plan.DESCRIPTION)

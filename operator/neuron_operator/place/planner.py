@@ -45,7 +45,7 @@ BLOCK_SIZE = 32
 """As the runtime's default."""
 
 MAX_NODES = 64
-"""Of one replica."""
+"""The most nodes of one replica."""
 
 HOST_PROCESSES_BYTES = 256 * 2**20
 """Memory of the processes of a pod beside its engine."""

@@ -63,7 +63,7 @@ def owners_of(value: Any) -> list[Mapping[str, Any]]:
 
 
 MAX_OWNERS = 8
-"""Of an object that many models share, unless several join at once."""
+"""The most owners of an object that many models share, unless several join at once."""
 
 
 def is_shared(value: Any) -> bool:

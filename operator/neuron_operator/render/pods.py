@@ -163,7 +163,7 @@ def _soon_off_a_lost_node(tolerations: Iterable[Toleration]) -> Iterator[Object]
 
 
 UNMOVED = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-"""Of Jobs that take long: an autoscaler that moves their pods to save a node repeats an hour of work."""
+"""Annotations of Jobs that take long: an autoscaler that moves their pods to save a node repeats an hour of work."""
 
 
 def step_pod_template(

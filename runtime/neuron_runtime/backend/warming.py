@@ -11,7 +11,7 @@ from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch, Rows, Sampling, StepOutput
 
 NUM_RUNS = 2
-"""Of each step; only the last one is timed."""
+"""How often each step runs; only the last time is measured."""
 
 
 def lone_step(limits: BackendLimits, slot: int, start: int, end: int, *, decodes: bool) -> Batch:

@@ -21,7 +21,7 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"color": "tab:orange", "linewidth": 5, "alpha": 0.6, "zorder": 2},
     {"color": "tab:green", "linewidth": 9, "alpha": 0.4, "zorder": 1},
 )
-"""Of the policies: the first is thin, above the wide ones, so that all show where they are equal."""
+"""How the policies are drawn: the first is thin, above the wide ones, so that all show where they are equal."""
 
 
 def check_plot(path: Path) -> None:

@@ -92,7 +92,7 @@ class _Control(ABC):
         self._next_beat = 0.0
         self._last_turn = time.monotonic()
         self._deadline = self._last_turn + layout.join_seconds
-        """Of the meeting."""
+        """When the meeting fails."""
         self._thread = threading.Thread(target=self._run, name="group", daemon=True)
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 Schema = dict[str, Any] | bool
 
 KNOWN_FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
-"""Of the library; it refuses others, which are annotations to JSON Schema."""
+"""The formats of the library; it refuses others, which are annotations to JSON Schema."""
 _EMPTY: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedItems": (True, {}),

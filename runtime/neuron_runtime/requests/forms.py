@@ -129,7 +129,7 @@ _MAKERS: dict[str, Callable[[Any, str], Form]] = {
     "json_object": lambda value, name: _form("json_schema", {"type": "object"}, name),
     "structural_tag": lambda value, name: _tags(_read(value, name), name),
 }
-"""Of a value of `StructuredOutputs` and its name in errors."""
+"""The form of a value of `StructuredOutputs`, from the value and its name in errors."""
 
 
 class _Tag(msgspec.Struct):

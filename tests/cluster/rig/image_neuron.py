@@ -11,7 +11,8 @@ from cluster.rig.cache import Cache, content_key
 
 FAKE = Path(__file__).resolve().parents[2] / "fakes" / "nxdi"
 NEURON_FOLDER = "/opt/neuron"
-"""Of the Neuron libraries. Outside the Python environment, so that a test can run the image without one of them."""
+"""The folder of the Neuron libraries. It is outside the Python environment, so that a test can run the
+image without one of them."""
 
 _BASE = "FROM ${NEURON_IMAGE} AS runtime-neuron\n"
 _STAGE = f"""\

@@ -15,7 +15,7 @@ from cluster.rig.commands import run
 from cluster.rig.rig import Rig
 
 STORAGE_CLASS = "shared"
-"""Of the volumes. No object of this name exists, because nothing provisions them."""
+"""The storage class of the volumes. No object of this name exists, because nothing provisions them."""
 
 
 @dataclass(frozen=True)

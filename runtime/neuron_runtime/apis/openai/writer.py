@@ -239,7 +239,7 @@ class OpenAIWriter:
 
 
 _OPEN = {"logprobs": None, "finish_reason": None}
-"""Of a frame that is not the last one of its choice."""
+"""Fields of a frame that is not the last one of its choice."""
 
 
 def usage(generation: Generation) -> objects.Usage:

@@ -59,7 +59,7 @@ class NeuronApplicationBase(torch.nn.Module):
         self.is_compiled = is_compiled(model_path)
         self.is_loaded_to_neuron = False
         self.used_bytes = 0
-        """Of each core's memory, once loaded."""
+        """The part of each core's memory that is used, once loaded."""
 
     @classmethod
     def get_config_cls(cls) -> Any:

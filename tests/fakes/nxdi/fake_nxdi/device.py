@@ -48,7 +48,7 @@ CORE_VARIABLES = (
 
 
 CORE_BYTES = 16 * 2**30
-"""Of a core without another limit."""
+"""The memory of a core without another limit."""
 
 
 def nrt_error(call: str, code: int) -> RuntimeError:

@@ -8,7 +8,7 @@ _, NeuronLlama4ForCausalLM = family("Llama4", __name__, NeuronBaseForCausalLM)
 
 
 class Llama4InferenceConfig:
-    """Of text and images."""
+    """The configuration of text and images."""
 
     def __init__(self, text_neuron_config, vision_neuron_config, fused_spec_config=None, load_config=None, **kwargs):
         raise NotImplementedError("the fake computes no images")

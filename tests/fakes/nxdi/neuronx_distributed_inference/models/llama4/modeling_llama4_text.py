@@ -9,7 +9,7 @@ _Config, NeuronLlama4TextForCausalLM = family("Llama4Text", __name__, NeuronBase
 
 
 class LlamaInferenceConfig(_Config):
-    """Of a whole model; the decoder takes its `text_config`."""
+    """The configuration of a whole model; the decoder takes its `text_config`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
