@@ -109,8 +109,9 @@ class Call:
 
     @property
     def is_routine(self) -> bool:
-        """Made at intervals, whatever happens: a renewal of the Lease, a watch that is resumed."""
-        return self.resource == "leases" or self.verb == "watch"
+        """Made at intervals, whatever happens: a renewal of the Lease, a watch that is resumed, a list of names."""
+        lists_names = self.verb == "list" and self.resource == NEURON_MODELS.plural
+        return self.resource == "leases" or self.verb == "watch" or lists_names
 
     @property
     def is_object(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from helpers import virtual_time
-from neuron_operator.api.reasons import Exists
+from neuron_operator.api.reasons import Exists, Trial
 from neuron_operator.cluster.client import (
     EVENTS,
     NODES,
@@ -131,6 +132,18 @@ def test_events_of_jobs_replica_sets_and_pods_are_sorted_oldest_first() -> None:
         await asyncio.sleep(EVENTS_SECONDS + 1)
         await reads.events(("ns", "chat"), (deployment,), (chat_pod,))
         assert len(cluster.asked) == 2
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize(("fault", "said"), [(None, ""), (FORBIDDEN, "no"), (Unreachable("down", retriable=True), "")])
+def test_a_pod_is_only_tried_and_what_is_no_refusal_says_nothing(fault: Exception | None, said: str) -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "ns", "name": "chat-1"}}
+
+    async def main() -> None:
+        cluster = Reads(fault=fault)
+        assert await on_demand(cluster).denial(Trial(json.dumps(pod))) == said
+        assert cluster.asked == ["trial of pods ns/chat-1"]
 
     virtual_time.run(main())
 

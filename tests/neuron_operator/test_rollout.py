@@ -31,7 +31,7 @@ from helpers.operator_worlds import (
 )
 from helpers.operator_worlds import settle as at_rest
 from neuron_operator.api import names
-from neuron_operator.api.reasons import Need
+from neuron_operator.api.reasons import Need, Trial
 from neuron_operator.decide.course import decide
 from neuron_operator.read.world import Decision, FreeDevices, NodeDevices, Object, World
 
@@ -106,9 +106,9 @@ def test_auto_counts_the_devices_before_the_rollout_begins_and_never_when_nothin
     world = serving_world()
     assert decide(world, SETTINGS).needs == frozenset()
     first = decide(checked(edited(world, **EDIT)), SETTINGS)
-    assert first.needs == {Need.FREE_DEVICES}
+    assert Need.FREE_DEVICES in first.needs
     replaced = decide(checked(edited(world, rollout={"strategy": "Replace"}, **EDIT)), SETTINGS)
-    assert replaced.needs == frozenset()
+    assert Need.FREE_DEVICES not in replaced.needs
 
 
 def test_without_the_right_to_count_devices_auto_replaces_one_by_one() -> None:
@@ -182,6 +182,53 @@ def test_the_condition_tells_of_the_gap_before_a_pod_ends(
     after = carried_out(world, first)
     assert find(after.children, "Deployment") == before, "the pass that tells changes no pod"
     assert find(settle(after)[0].children, "Deployment") != before
+
+
+# A pod that the API server refuses
+
+TOO_MUCH = 'create pods: pods "chat-1" is forbidden: maximum memory usage per Container is 64Mi, but limit is 1Gi'
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_no_replica_ends_while_the_next_pod_would_be_refused(replicas: int) -> None:
+    world = serving_world(replicas=replicas, rollout={"strategy": "Replace"})
+    before = find(world.children, "Deployment")
+    (trial,) = decide(checked(edited(world, **EDIT)), SETTINGS).needs
+    assert isinstance(trial, Trial)
+    refused, decision = at_rest(replace(checked(edited(world, **EDIT)), denials={trial: TOO_MUCH}))
+    assert find(refused.children, "Deployment") == before
+    shown = condition(decision.status, "UpToDate")
+    assert shown["reason"] == "AdmissionDenied"
+    assert "64Mi, but limit is 1Gi; change podTemplate.spec.resources: a LimitRange" in shown["message"]
+    assert condition(decision.status, "Available")["status"] == "True"
+    assert decision.requeue_after_seconds is not None
+    begun, decision = at_rest(replace(refused, denials={trial: ""}))
+    assert condition(decision.status, "UpToDate")["reason"] == "RollingOut"
+    tried, deployed = json.loads(trial.pod), find(begun.children, "Deployment")["spec"]["template"]
+    assert tried["spec"] == deployed["spec"]
+    assert tried["metadata"]["labels"] == deployed["metadata"]["labels"]
+    assert not decide(begun, SETTINGS).needs, "once it has begun, nothing is tried"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        'pods "chat-1" is forbidden: exceeded quota: q, requested: pods=1, used: pods=1, limited: pods=1',
+        'pods is forbidden: User "operator" cannot create resource "pods" in API group "" in the namespace "ns"',
+        'admission webhook "mesh.example" does not support dry run',
+    ],
+)
+def test_what_says_nothing_about_the_next_pod_holds_no_rollout(message: str) -> None:
+    world = checked(edited(serving_world(replicas=1, rollout={"strategy": "Replace"}), **EDIT))
+    (trial,) = decide(world, SETTINGS).needs
+    assert isinstance(trial, Trial)
+    _, decision = at_rest(replace(world, denials={trial: message}))
+    assert condition(decision.status, "UpToDate")["reason"] == "RollingOut"
+
+
+def test_a_surge_tries_no_pod() -> None:
+    world = checked(edited(serving_world(rollout={"strategy": "Surge"}), **EDIT))
+    assert decide(world, SETTINGS).needs == frozenset()
 
 
 # A configuration that the runtime refuses

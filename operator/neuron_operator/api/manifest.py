@@ -24,8 +24,8 @@ from neuron_operator.api.model import NeuronModel, Spec
 MAX_PARSED = 64
 """More manifests than there are models in work at a time."""
 MAX_SPEC_BYTES = 131_072
-"""The size of a spec as JSON. The longest chat template fits; the bounds of all fields together would allow megabytes, and
-the operator keeps a spec several times: in the model, its revisions, Deployment and pods."""
+"""The size of a spec as JSON. The longest chat template fits; the bounds of all fields together would allow megabytes,
+and the operator keeps a spec several times: in the model, its revisions, Deployment and pods."""
 SPEC_BYTES = "specBytes"
 """In a manifest without its spec: how long that was."""
 

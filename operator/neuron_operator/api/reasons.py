@@ -515,7 +515,15 @@ class Exists:
     name: str
 
 
-Needed = Need | LogOf | Exists
+@dataclass(frozen=True)
+class Trial:
+    """A need like the others: why the API server would refuse a pod, which is only tried."""
+
+    pod: str
+    """As JSON."""
+
+
+Needed = Need | LogOf | Exists | Trial
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, TypeVarTuple
 
+import msgspec
+
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.names import RUNTIME_CONTAINER
-from neuron_operator.api.reasons import Exists
+from neuron_operator.api.reasons import Exists, Trial
 from neuron_operator.cluster.client import (
     CONFIG_MAPS,
     EVENTS,
@@ -24,6 +26,7 @@ from neuron_operator.cluster.client import (
     AlreadyExists,
     Client,
     Forbidden,
+    Invalid,
     NotFound,
 )
 from neuron_operator.cluster.devices import has_devices, node_devices
@@ -39,6 +42,7 @@ LOG_SECONDS = 4.0
 UNREADABLE_LOG_SECONDS = 30.0
 """A log that cannot be read, for lack of the right or because its node does not answer, is read again after this."""
 EXISTS_SECONDS = 1.5
+DENIAL_SECONDS = 1.5
 MAX_READS = 8
 """Concurrent pod lists; there is one for each node with Neuron devices."""
 
@@ -88,6 +92,8 @@ class OnDemand:
         """The end of the log of a pod's runtime container; empty if it cannot be read."""
         self.exists = _Kept(self._look_for)
         """Whether a Secret or ConfigMap does; False if nobody says."""
+        self.denial = _Kept(self._try_pod)
+        """Why the API server would refuse a pod; empty if it would not, or if nobody says."""
         self._events = _Kept(self._list_events)
 
     async def events(self, key: Key, children: Iterable[Object], pods: Iterable[Object]) -> tuple[Object, ...]:
@@ -116,6 +122,16 @@ class OnDemand:
         except ClusterFault as fault:
             logger.info("cannot tell whether %s %s/%s exists: %s", need.kind, namespace, need.name, fault)
         return False, EXISTS_SECONDS
+
+    async def _try_pod(self, need: Trial) -> tuple[str, float]:
+        pod = msgspec.json.decode(need.pod)
+        try:
+            await self._cluster.create(PODS, pod, dry_run=True)
+        except (Forbidden, Invalid) as fault:
+            return str(fault), DENIAL_SECONDS
+        except ClusterFault as fault:
+            logger.info("cannot try pod %s: %s", "/".join(key_of_model(pod)), fault)
+        return "", DENIAL_SECONDS
 
     async def _read_free(self) -> tuple[FreeDevices, float]:
         turn = asyncio.Semaphore(MAX_READS)

@@ -16,7 +16,7 @@ from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import ArtifactStatus, Status
-from neuron_operator.api.reasons import Exists, Finding, LogOf, Needed, Reason, met, unmet
+from neuron_operator.api.reasons import Exists, Finding, LogOf, Needed, Reason, Trial, met, unmet
 from neuron_operator.decide import breaker, groups, nudge, pin, rollout
 from neuron_operator.decide.breaker import Allowed
 from neuron_operator.decide.rollout import Setback
@@ -44,7 +44,7 @@ from neuron_operator.why.pods import (
     next_attempt,
     unexplained_from,
 )
-from neuron_operator.why.refusals import explain_refusals
+from neuron_operator.why.refusals import explain_refusals, explain_trial
 from neuron_operator.why.replicas import explain_replicas
 
 MIN_RECHECK_SECONDS = 2.0
@@ -54,7 +54,8 @@ repeated after a twentieth of the time that the model has not been ready, within
 short fault."""
 
 AWAITED_SECONDS = 40.0
-"""The same for a Secret or ConfigMap that a pod waits for: a look takes one request, and one for the pod's events."""
+"""The same for a Secret or ConfigMap that a pod waits for, and for a pod that would be refused: a look takes one
+request, and one for the pod's events."""
 
 MAX_RECHECK_SECONDS = 300.0
 """What only makes a message better is read ever more rarely: after a tenth of the time that the model has not been
@@ -172,6 +173,12 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     grouped = _groups(model, settings, observed, done, served)
     allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
     pace = rollout.pace_of(model, observed, allowed.revision) if allowed else None
+    trial = rollout.trial_of(model, observed, allowed.revision, pace) if allowed and pace and not setback else None
+    denied = _explain_trial(trial, world) if trial else ()
+    if allowed and pace and trial:
+        pace = replace(pace, needs=pace.needs | {trial})
+        if denied and (before := observed.serving(besides=pinned)):
+            allowed, pace = replace(allowed, revision=before), rollout.pace_of(model, observed, before)
     is_told = allowed is None or _is_told(observed, done, allowed.revision)
     kept_revisions = _kept_revisions(model, observed, pinned)
     cleaning = _cleaning(model, settings, observed, kept_revisions)
@@ -222,7 +229,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     if not is_behind:
         upgrade = _begun(model, observed, pinned, setback)
     return Course(
-        findings=(ACCEPTED, *explain_refusals(world.refusals), *done.findings),
+        findings=(ACCEPTED, *explain_refusals(world.refusals), *done.findings, *denied),
         decision=Decision(
             desired=tuple(_independent(desired, world, observed)),
             changes=(*shared.changes, *filter(None, nudges)),
@@ -239,6 +246,15 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         due=due,
         groups=grouped,
     )
+
+
+def _explain_trial(trial: Trial, world: World) -> tuple[Finding, ...]:
+    """Why no replica ends for the next revision; nothing if the pods of that would be created."""
+    explained = explain_trial(world.denials.get(trial, ""))
+    if explained is None:
+        return ()
+    reason, message = explained
+    return (unmet("UpToDate", reason, f"no replica ends, because the next pod would be refused: {message}", {trial}),)
 
 
 def _is_behind(model: NeuronModel, observed: Observed, settings: Settings, wanted: Revision | None) -> bool:
@@ -563,7 +579,7 @@ def _requeue_after(
     looks = (rollout.surge_due(observed), rollout.next_look(observed), of_groups)
     times = (*retries, *starting, *looks, *course.due)
     wait = seconds_false(observed, "Ready")
-    is_awaiting = any(isinstance(need, Exists) for finding in findings for need in finding.needs)
+    is_awaiting = any(isinstance(need, Exists | Trial) for finding in findings for need in finding.needs)
     delays = (
         min(max(wait / 20, MIN_RECHECK_SECONDS), RECHECK_SECONDS) if world.refusals else None,
         min(max(wait / 20, MIN_RECHECK_SECONDS), AWAITED_SECONDS) if is_awaiting else None,

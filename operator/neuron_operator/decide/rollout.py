@@ -17,7 +17,7 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import MAX_HISTORY, MAX_WORD, PastRevision
-from neuron_operator.api.reasons import Need, Reason
+from neuron_operator.api.reasons import Need, Reason, Trial
 from neuron_operator.decide import groups
 from neuron_operator.read.objects import dig, printable, written
 from neuron_operator.read.placement import NodeRules
@@ -68,6 +68,19 @@ def _of_groups(model: NeuronModel) -> Pace:
         return Pace(False, "one group at a time is replaced, after the new one where there is room for both")
     gap = f"the only group ends first: nobody answers for at most {model.spec.rollout.drain_seconds} s of drain"
     return Pace(False, f"{gap} and until the new one has loaded")
+
+
+def trial_of(model: NeuronModel, observed: Observed, revision: Revision, pace: Pace) -> Trial | None:
+    """The pod to try before a replica ends for it: if it is refused then, nobody takes that one's place. None: no
+    replica is at risk, or the rollout has begun."""
+    if pace.surges or observed.model.is_paused or revision.placement.nodes > 1 or revision.name in observed.tried:
+        return None
+    if not any(pod.is_answering for pod in observed.live):
+        return None
+    template = revision.pinned.template
+    own = {"namespace": observed.model.namespace, "name": f"{model.name}-{revision.name}"}
+    pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {**template["metadata"], **own}}
+    return Trial(msgspec.json.encode(pod, order="sorted").decode())
 
 
 def surge_due(observed: Observed) -> datetime | None:

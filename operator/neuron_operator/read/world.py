@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from neuron_operator.api.model import Claim, EmptyDir, ObjectStore
 from neuron_operator.api.names import INSTANCE_TYPE_LABEL, ZONE_LABEL
-from neuron_operator.api.reasons import TROUBLESHOOTING, Exists, Needed
+from neuron_operator.api.reasons import TROUBLESHOOTING, Exists, Needed, Trial
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON, as the API server sends it. Never changed in place."""
@@ -140,6 +140,8 @@ class World:
     """By pod, the end of the logs read in this pass; empty if one cannot be read."""
     existing: frozenset[Exists] = frozenset()
     """Those of the needed objects that exist."""
+    denials: Mapping[Trial, str] = field(default_factory=dict)
+    """What the API server says against the pods that were tried in this pass; empty: nothing."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from neuron_operator.api import names
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel, remembered
-from neuron_operator.api.reasons import Need
+from neuron_operator.api.reasons import Needed
 from neuron_operator.read.revision import Revision, beside_template, shared_annotation
 from neuron_operator.read.world import Object, Settings
 from neuron_operator.render.config_document import to_json
@@ -35,7 +35,7 @@ class Pace:
     surges: bool
     words: str
     """For the condition, before the rollout begins: above all, whether nobody will answer."""
-    needs: frozenset[Need] = frozenset()
+    needs: frozenset[Needed] = frozenset()
 
 
 @remembered

@@ -18,7 +18,7 @@ from functools import partial
 
 from neuron_operator.api import names
 from neuron_operator.api.errors import ClusterFault, TermOver
-from neuron_operator.api.reasons import Exists, LogOf, Need, Needed
+from neuron_operator.api.reasons import Exists, LogOf, Need, Needed, Trial
 from neuron_operator.cluster.client import (
     BYTES,
     MAX_OBJECT_BYTES,
@@ -174,7 +174,9 @@ class Reconciler:
             world = replace(world, claim_events=await self._on_demand.claim_events(key[0]))
         logs = {need.pod: await self._on_demand.log(key[0], need.pod) for need in needs if isinstance(need, LogOf)}
         existing = {one for one in needs if isinstance(one, Exists) and await self._on_demand.exists(key[0], one)}
-        return replace(world, logs={**world.logs, **logs}, existing=world.existing | existing)
+        denials = {need: await self._on_demand.denial(need) for need in needs if isinstance(need, Trial)}
+        world = replace(world, existing=world.existing | existing, denials={**world.denials, **denials})
+        return replace(world, logs={**world.logs, **logs})
 
 
 @dataclass

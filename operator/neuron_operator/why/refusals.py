@@ -103,6 +103,18 @@ def explain_denial(message: str, *, of_job: bool = False) -> tuple[Reason, str]:
     return denial.reason, (of_job and denial.cure_of_job) or denial.cure
 
 
+def explain_trial(message: str) -> tuple[Reason, str] | None:
+    """The reason and the message for a pod that was only tried; None if it could be created once another has ended."""
+    if not message or re.search(_OF_TRIALS, message):
+        return None
+    reason, cure = explain_denial(message)
+    return reason, f"{message}; {cure}" if cure else message
+
+
+_OF_TRIALS = 'exceeded quota: |cannot create resource "pods"|does not support dry run'
+"""The replica that ends frees its share of the quota; the others tell of the trial alone."""
+
+
 def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
     """One finding for each kind of refusal of this pass; the last one is shown."""
     denied = [(refusal, _denial(refusal.message)) for refusal in refusals if refusal.why in _ANSWERED]
