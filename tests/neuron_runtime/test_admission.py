@@ -230,7 +230,8 @@ some_fields = st.fixed_dictionaries(
 
 
 def test_chats_with_tools_calls_or_results_have_the_template_for_tools(tokenizer: Tokenizer) -> None:
-    with_tools = ChatTemplate("T{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + TEXTS, {})
+    shown = "{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
+    with_tools = ChatTemplate("T{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + TEXTS + shown, {})
     plain, own = tokenizer.chat_template, tokenizer.tool_template
     tokenizer.chat_template, tokenizer.tool_template = ChatTemplate("P" + TEXTS, {}), with_tools
     asked = {"role": "user", "content": "a"}

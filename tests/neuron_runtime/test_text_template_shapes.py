@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from neuron_runtime.apis.openai.body import ChatBody
 from neuron_runtime.apis.openai.body import chat_of as chat_of_openai
 from neuron_runtime.apis.responses.body import ResponsesBody
 from neuron_runtime.apis.responses.body import chat_of as chat_of_responses
+from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests.chats import chat_text
 from neuron_runtime.requests.conversion import typed
 from neuron_runtime.text.chat_template import ChatTemplate
@@ -137,6 +139,26 @@ DEVELOPER, SYSTEM = {"role": "developer", "content": "D"}, {"role": "system", "c
 ANSWER = {"role": "assistant", "content": "A"}
 
 
+ALTERNATING = (
+    "{% for m in messages %}{% if m.role not in (('user', 'tool'), ('assistant',))[loop.index0 % 2] %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}{% endfor %}"
+)
+LAST_SYSTEM = (
+    "{% for m in messages if m.role == 'system' %}{% if loop.last %}<system>{{ m.content }}{% endif %}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+WITH_THE_QUESTION = (
+    "{% set led = messages[0].role == 'system' %}{% for m in messages[1 if led else 0:] %}<{{ m.role }}>"
+    "{% if led and loop.first %}{{ messages[0].content }}: {% endif %}{{ m.content }}{% endfor %}"
+)
+ONE_LEAD = (
+    "{% set led = messages[0].role in ('system', 'developer') %}{% if led %}<lead>{{ messages[0].content }}{% endif %}"
+    "{% for m in messages[1 if led else 0:] if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}"
+    "{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
@@ -151,6 +173,15 @@ ANSWER = {"role": "assistant", "content": "A"}
         (PLAIN, [SYSTEM, DEVELOPER, ASKED, SYSTEM], "<system>S<system>D<user>U<system>S"),
         (PLAIN.replace("{{ m.content", "{{ raise_exception('no ' + m.role) if m.role == 'system' else m.content"),
          [ASKED, SYSTEM], "<user>U<user>S"),
+        (ALTERNATING, [SYSTEM, DEVELOPER, ASKED], "<user>S\nD\nU"),
+        (ALTERNATING, [SYSTEM, ASKED, ASKED, ANSWER, ANSWER, SYSTEM], "<user>S\nU\nU<assistant>A\nA<user>S"),
+        (ALTERNATING, [{"role": "system", "content": ""}, {"role": "user", "content": parts("U", "V")}], "<user>U\nV"),
+        (LAST_SYSTEM, [SYSTEM, ASKED, SYSTEM, ANSWER, ASKED], "<system>S<user>U<user>S<assistant>A<user>U"),
+        (LAST_SYSTEM, [SYSTEM, DEVELOPER, ASKED], "<system>S\nD<user>U"),
+        (WITH_THE_QUESTION, [SYSTEM, ASKED], "<user>S: U"),
+        (WITH_THE_QUESTION, [SYSTEM, DEVELOPER], "<user>S<user>D"),
+        (ONE_LEAD, [SYSTEM, DEVELOPER, ASKED], "<lead>S\nD<user>U"),
+        (ONE_LEAD, [DEVELOPER, ASKED], "<lead>D<user>U"),
     ],
 )  # fmt: skip
 def test_instructions_never_vanish(template: str, messages: list[dict[str, Any]], expected: str) -> None:
@@ -175,3 +206,114 @@ def test_calls_of_one_answer_are_shown_one_by_one_where_only_one_is_taken(templa
 def test_calls_of_one_answer_stay_together_where_all_are_shown() -> None:
     messages = [ASKED, calls("f", "g"), result("g", "G"), result("f", "F")]
     assert rendered(of_assistant(""), messages) == "<user>U<assistant>[f {}][g {}]<tool>G<tool>F"
+
+
+BEFORE_THE_LAST = (
+    TOOLS + "{% set led = messages[0].role == 'system' %}{% for m in messages[1 if led else 0:] %}<{{ m.role }}>"
+    "{% if led and loop.last and m.role == 'user' %}{{ messages[0].content }}: {% endif %}{{ m.content }}"
+    + CALLS
+    + "{% endfor %}"
+)
+
+
+def test_instructions_do_not_vanish_while_tools_are_called() -> None:
+    calling = [SYSTEM, ASKED, {**calls("f"), "content": ""}, result("f")]
+    assert rendered(BEFORE_THE_LAST, [SYSTEM, ASKED]) == "<user>S: U"
+    assert rendered(BEFORE_THE_LAST, calling) == "<user>S<user>U<assistant>[f {}]<tool>R"
+
+
+CALLS_OR_TEXT = "{% if m.tool_calls %}" + CALLS + "{% else %}{{ m.content }}{% endif %}"
+TEXT_OR_CALLS = "{% if m.content %}{{ m.content }}{% else %}" + CALLS + "{% endif %}"
+OF_ALL = TOOLS + "{% for m in messages %}<{{ m.role }}>"
+
+
+@pytest.mark.parametrize("form", [CALLS_OR_TEXT, TEXT_OR_CALLS])
+def test_a_text_with_calls_is_shown_before_them_where_the_template_shows_one_of_both(form: str) -> None:
+    wrote = {**calls("f", "g"), "content": "T", "reasoning": "W"}
+    template = OF_ALL + form + "{{ m.reasoning }}{% endfor %}"
+    messages = [ASKED, wrote, result("f"), result("g"), ANSWER, ASKED]
+    shown = "<user>U<assistant>T<assistant>[f {}][g {}]W<tool>R<tool>R<assistant>A<user>U"
+    assert rendered(template, messages) == shown
+    assert rendered(template, [ASKED, {**wrote, "content": "\n"}]) == "<user>U<assistant>[f {}][g {}]W"
+
+
+ONE_ANSWER = (
+    OF_ALL + "{% set answers = messages | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls') | list %}"
+    "{% if loop.first and answers | selectattr('role', 'equalto', 'assistant') | list | length > 1 %}"
+    "{{ raise_exception('one answer') }}{% endif %}" + CALLS_OR_TEXT + "{% endfor %}"
+)
+
+
+def test_texts_with_calls_are_one_answer_where_the_template_takes_only_one() -> None:
+    first, second = ({**calls(name), "content": f"T{name}"} for name in "fg")
+    calling = [ASKED, first, result("f"), second, result("g")]
+    shown = "<user>U%s<assistant>[f {}]<tool>R<assistant>[g {}]<tool>R"
+    assert rendered(ONE_ANSWER, calling) == shown % "<assistant>Tf\nTg"
+    assert rendered(ONE_ANSWER, [*calling, ASKED]) == shown % "<assistant>Tf\nTg" + "<user>U"
+    assert rendered(ONE_ANSWER, [*calling, ANSWER, ASKED]) == shown % "" + "<assistant>Tf\nTg\nA<user>U"
+
+
+def one_after_another(form: str) -> str:
+    return ALTERNATING.replace("{{ m.content }}", form).replace("{% for m", TOOLS + "{% for m", 1)
+
+
+DEAF, GUARDED = "{{ m.content }}", "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+BROKEN = calls("f")
+BROKEN["tool_calls"][0]["function"]["arguments"] = '{"a": '
+TYPED = {"type": "object", "properties": {"a": {"type": "string"}, "b": {}}}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "fields", "field", "says"),
+    [
+        (one_after_another(CALLS_OR_TEXT), [ASKED, {**calls("f"), "content": "T"}, result("f")], {}, "messages[1]",
+         "a text beside calls: .*, or leave one of them out"),
+        (OF_ALL + DEAF + "{% endfor %}", [ASKED, calls("f"), result("f")], {}, "messages[1].tool_calls",
+         "calls of tools: .*, or leave them out"),
+        (OF_ALL + "{% for c in m.tool_calls or [] %}" + GUARDED + "{% endfor %}{{ m.content }}{% endfor %}",
+         [ASKED, BROKEN], {}, "messages[1].tool_calls", "arguments that are no JSON object: .*send objects"),
+        ("{% for t in tools or [] %}{{ t.function.name }}{% for k, v in t.function.parameters.properties.items() %}"
+         "{{ k + v.type }}{% endfor %}{% endfor %}", [ASKED],
+         {"tools": [WEATHER, {"function": {"name": "f", "parameters": TYPED}}]}, "tools[1]", "`f`: .*simplify"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_shown_is_refused_by_name(
+    template: str, messages: list[dict[str, Any]], fields: dict[str, Any], field: str, says: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=says) as refused:
+        rendered(template, messages, **fields)
+    assert refused.value.field == field
+
+
+def test_tools_have_a_description_and_properties_where_the_template_needs_them() -> None:
+    template = (
+        "{% for t in tools or [] %}{% set f = t.function %}"
+        "{{ f.name + f.description + f.parameters.properties.items() | list | string }}{% endfor %}"
+    )
+    bare = {"function": {"name": "f", "parameters": {"type": "object"}}}
+    assert rendered(template, [ASKED], tools=[bare]) == "f[]"
+    assert rendered("{{ tools | tojson }}", [ASKED], tools=[bare]).count("properties") == 0
+
+
+def test_a_template_that_counts_tools_gets_an_empty_list_for_calls_without_tools() -> None:
+    template = "{{ tools | length }}" + OF_ALL + CALLS_OR_TEXT + "{% endfor %}"
+    assert rendered(template, [ASKED, calls("f"), result("f")]) == "0<user>U<assistant>[f {}]<tool>R"
+    assert rendered(of_assistant(""), [ASKED, calls("f"), result("f")]) == "<user>U<assistant>[f {}]<tool>R"
+
+
+def test_ids_have_nine_letters_and_digits_where_the_template_refuses_others() -> None:
+    form = "{% for c in m.tool_calls or [] %}[{{ c.id }}]{% endfor %}[{{ m.tool_call_id }}]"
+    checked = "{% if m.tool_call_id and m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}" + form
+    template = OF_ALL + checked + CALLS + "{% endfor %}"
+    other = "call_2jmj7l5rSw0yVb"
+    answer = calls("f", "g")
+    answer["tool_calls"][0]["id"] = other
+    messages = [ASKED, answer, result("g"), {"role": "tool", "tool_call_id": other, "content": "R"}]
+    given, kept = re.findall(r"\[(\w{9})\]", rendered(template, messages))[:2]
+    assert (kept, rendered(template, messages).count(given)) == ("ggggggggg", 2)
+    assert other in rendered(OF_ALL + form + CALLS + "{% endfor %}", messages)
+
+
+def test_reasoning_has_the_name_that_the_template_shows() -> None:
+    template = OF_ALL + CALLS + "{{ m.thinking }}{{ m.content or '' }}{% endfor %}"
+    assert "<assistant>[f {}]W<tool>" in rendered(template, [ASKED, {**calls("f"), "reasoning": "W"}, result("f")])

@@ -15,7 +15,7 @@ from neuron_runtime.requests.options import ChatOptions
 from neuron_runtime.requests.parameters import Names
 from neuron_runtime.requests.tools import NO_TOOLS, EarlierCall, Function, callable_functions, for_template
 from neuron_runtime.text.chat_template import ChatTemplate, TemplateRefused
-from neuron_runtime.text.template_shapes import Shapes
+from neuron_runtime.text.template_shapes import INSTRUCTING, Shapes, Situation
 
 
 @dataclass(frozen=True)
@@ -68,39 +68,94 @@ def chat_text(template: ChatTemplate | None, chat: Chat) -> str:
         raise InvalidRequest(message, field=name)
     if not chat.turns:
         raise InvalidRequest.at(name, "must not be empty")
+    shapes = template.shapes
     variables = dict(chat.variables)
     if chat.functions:
-        if not template.shapes.tools:
+        if not shapes.tools:
             raise InvalidRequest(f"`tools`: {NO_TOOLS}", field="tools")
-        variables["tools"] = for_template(chat.functions)
+        variables["tools"] = for_template(chat.functions, filled=shapes.fills_tools)
+    elif chat.has_tools:
+        variables["tools"] = shapes.no_tools
     names = {call.id: call.name for turn in chat.turns for call in turn.calls}
-    messages = [_plain(turn, template.shapes, names) for turn in _as_taken(chat.turns, template.shapes)]
+    messages = [_plain(turn, shapes, names) for turn in _as_taken(chat, shapes)]
     try:
         if chat.continues:
             return template.render_open(messages, variables)
         return template.render(messages, chat.opens_answer, variables)
     except TemplateRefused as error:
+        _check_tools(template, chat)
         message = f"the model's chat template does not accept these messages: {error}"
         raise InvalidRequest(message, field=name) from error
 
 
-def _as_taken(turns: Sequence[ChatTurn], shapes: Shapes) -> list[ChatTurn]:
-    """The turns with the roles and in the number that the template shows."""
+def _check_tools(template: ChatTemplate, chat: Chat) -> None:
+    """Raises InvalidRequest if the template refuses one of the tools, whatever the messages are."""
+    question = [{"role": "user", "content": template.shapes.content("user", "a")}]
+    for at, function in enumerate(chat.functions):
+        tools = for_template([function], filled=template.shapes.fills_tools)
+        try:
+            template.render(question, variables={**chat.variables, "tools": tools})
+        except TemplateRefused as error:
+            message = (
+                f"`tools[{at}]`: the model's chat template does not accept the schema of `{function.name}`: {error}: "
+                "simplify it, or leave the tool out"
+            )
+            raise InvalidRequest(message, field=f"tools[{at}]") from error
+
+
+def _as_taken(chat: Chat, shapes: Shapes) -> list[ChatTurn]:
+    """The turns with the roles and in the number that the template shows. Raises InvalidRequest."""
     taken = list[ChatTurn]()
-    waiting = list(turns)
+    waiting = list(_with_one_text(chat.turns) if shapes.text_of_calls == "once" else chat.turns)
+    roles = shapes.roles[chat.has_tools]
+    situation: Situation = "first" if any(turn.role not in INSTRUCTING for turn in waiting) else "alone"
     while waiting:
         turn = waiting.pop(0)
-        leads = all(one.role in shapes.first_roles for one in taken)
-        if leads and taken and shapes.joins_instructions and turn.role in shapes.first_roles:
-            taken[-1] = replace(taken[-1], content=[*_texts(taken[-1]), *_texts(turn)])
-        elif len(turn.calls) > 1 and shapes.splits_calls:
+        if turn.role not in INSTRUCTING:
+            situation = "later"
+        turn = replace(turn, role=roles[situation].get(turn.role, turn.role))
+        if turn.calls and shapes.text_of_calls == "before":
+            if _has_text(turn):
+                _add(taken, replace(turn, calls=(), reasoning=None), shapes)
+            turn = replace(turn, content=None)
+        if len(turn.calls) > 1 and shapes.splits_calls:
             num_results = next((at for at, one in enumerate(waiting) if one.role != "tool"), len(waiting))
             taken += _one_by_one(turn, waiting[:num_results])
             del waiting[:num_results]
         else:
-            roles = shapes.first_roles if leads else shapes.later_roles
-            taken.append(replace(turn, role=roles.get(turn.role, turn.role)))
+            _add(taken, turn, shapes)
     return taken
+
+
+def _add(taken: list[ChatTurn], turn: ChatTurn, shapes: Shapes) -> None:
+    """Add a turn, to the last one if the template does not show both."""
+    last = taken[-1] if taken else None
+    if last and turn.role == last.role and turn.role in shapes.joined and not (last.calls or turn.calls):
+        reasoning = "\n".join(one.reasoning for one in (last, turn) if one.reasoning)
+        taken[-1] = replace(last, content=[*_texts(last), *_texts(turn)], reasoning=reasoning or None)
+    else:
+        taken.append(turn)
+
+
+def _with_one_text(turns: Sequence[ChatTurn]) -> Iterator[ChatTurn]:
+    """The turns, where the texts that the assistant wrote with calls are with its next answer without any, or, if none
+    follows, in one turn before the first of these calls."""
+    calling, texts = list[ChatTurn](), list[str]()
+    for turn in turns:
+        if turn.calls or (turn.role == "tool" and calling):
+            texts += _texts(turn) if turn.calls and _has_text(turn) else ()
+            calling.append(replace(turn, content=None) if turn.calls else turn)
+        elif turn.role == "assistant" and texts:
+            yield from (*calling, replace(turn, content=[*texts, *_texts(turn)]))
+            calling, texts = [], []
+        else:
+            yield from (*_called_behind(texts, calling), turn)
+            calling, texts = [], []
+    yield from _called_behind(texts, calling)
+
+
+def _called_behind(texts: list[str], calling: Sequence[ChatTurn]) -> Sequence[ChatTurn]:
+    return [replace(calling[0], content=texts, calls=(), reasoning=None), *calling] if texts else calling
 
 
 def _one_by_one(turn: ChatTurn, results: Sequence[ChatTurn]) -> Iterator[ChatTurn]:
@@ -119,20 +174,41 @@ def _plain(turn: ChatTurn, shapes: Shapes, names: Mapping[str | None, str]) -> d
 
     names: the called function by id of the call.
     """
-    if (turn.calls or turn.role == "tool") and not shapes.tools:
-        raise InvalidRequest(f"`{turn.at}`: {NO_TOOLS}", field=turn.tools_at or turn.at)
+    tools_at = turn.tools_at or turn.at
+    if turn.calls or turn.role == "tool":
+        if not shapes.tools:
+            raise InvalidRequest(f"`{turn.at}`: {NO_TOOLS}", field=tools_at)
+        if not shapes.calls:
+            raise _not_shown(tools_at, "calls of tools", "leave them out")
+        if turn.calls and shapes.text_of_calls is None and _has_text(turn):
+            raise _not_shown(turn.at, "a text beside calls", "leave one of them out")
     plain: dict[str, Any] = {"role": turn.role, "content": shapes.content(turn.role, turn.content or "")}
     if turn.calls:
-        plain["tool_calls"] = [call.plain(as_object=shapes.argument_objects) for call in turn.calls]
+        calls = [replace(call, id=shapes.call_id(call.id)) for call in turn.calls]
+        plain["tool_calls"] = [call.plain(as_object=shapes.argument_objects) for call in calls]
         plain["content"] = plain["content"] if turn.content else shapes.empty_content
+        arguments = [call["function"]["arguments"] for call in plain["tool_calls"]]
+        if shapes.argument_objects and not shapes.argument_texts and any(isinstance(one, str) for one in arguments):
+            raise _not_shown(tools_at, "arguments that are no JSON object", "send objects")
     name = turn.name
     if turn.role == "tool":
         name = names.get(turn.call_id) if name is None else name
-        plain |= {} if turn.call_id is None else {"tool_call_id": turn.call_id}
+        call_id = shapes.call_id(turn.call_id)
+        plain |= {} if call_id is None else {"tool_call_id": call_id}
     if turn.reasoning is not None:
-        plain |= {"reasoning_content": turn.reasoning, "reasoning": turn.reasoning}
+        plain |= dict.fromkeys(shapes.reasoning, turn.reasoning)
     return plain if name is None else {**plain, "name": name}
 
 
+def _not_shown(at: str, what: str, cure: str) -> InvalidRequest:
+    message = f"`{at}`: the model's chat template does not show {what}: serve the model with one that does, or {cure}"
+    return InvalidRequest(message, field=at)
+
+
+def _has_text(turn: ChatTurn) -> bool:
+    return any(text.strip() for text in _texts(turn))
+
+
 def _texts(turn: ChatTurn) -> Sequence[str]:
-    return [turn.content] if isinstance(turn.content, str) else turn.content or []
+    """The texts that have characters."""
+    return [text for text in ([turn.content] if isinstance(turn.content, str) else turn.content or []) if text]

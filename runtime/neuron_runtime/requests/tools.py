@@ -204,19 +204,22 @@ def _with_references(value: Any, root: str) -> Any:
     return moved
 
 
-def for_template(functions: Sequence[Function]) -> list[dict[str, Any]] | None:
-    """The tools as templates expect them; None: there are none."""
+def for_template(functions: Sequence[Function], *, filled: bool) -> list[dict[str, Any]]:
+    """The tools as templates expect them.
+
+    filled: each has a description and properties.
+    """
     return [
         {
             "type": "function",
             "function": {
                 "name": function.name,
-                **({} if function.description is None else {"description": function.description}),
-                "parameters": function.parameters or _NO_PARAMETERS,
+                **({} if function.description is None and not filled else {"description": function.description or ""}),
+                "parameters": (_NO_PARAMETERS if filled else {}) | (function.parameters or _NO_PARAMETERS),
             },
         }
         for function in functions
-    ] or None
+    ]
 
 
 def _arguments(arguments: str | dict[str, Any] | None, *, as_object: bool) -> str | dict[str, Any]:
