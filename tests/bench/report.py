@@ -120,7 +120,7 @@ MATRIX_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def machine(facts: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """CPUs that this process may use and all CPUs of the machine, CPU model and its best matrix instructions, memory."""
+    """CPUs that this process may use and all CPUs of the machine, their model and best instructions, memory."""
     lines = facts.read_text().splitlines() if facts.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     flags = next((line.split() for line in lines if line.startswith("flags")), [])
