@@ -115,15 +115,20 @@ class Table:
         return {"title": self.title, "rows": rows}
 
 
-def machine() -> dict[str, Any]:
-    """CPUs that this process may use and all CPUs of the machine, CPU model, memory."""
-    facts = Path("/proc/cpuinfo")
+MATRIX_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Instructions that decide how fast a processor multiplies matrices, from the kernel's list, the best one last."""
+
+
+def machine(facts: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
+    """CPUs that this process may use and all CPUs of the machine, their model and best instructions, memory."""
     lines = facts.read_text().splitlines() if facts.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": models[0] if models else platform.processor(),
+        "matrix_instructions": next((flag for flag in reversed(MATRIX_FLAGS) if flag in flags), None),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "num_cpus_of_machine": os.cpu_count(),
         "memory_bytes": pages * page_bytes,
@@ -133,7 +138,8 @@ def machine() -> dict[str, Any]:
 def machine_line() -> str:
     """The machine in one line, for the title of a table."""
     facts = machine()
-    return f"{facts['num_cpus']} CPUs ({facts['cpu']}), {facts['memory_bytes'] / 2**30:.0f} GiB"
+    processor = ", ".join(filter(None, (facts["cpu"], facts["matrix_instructions"])))
+    return f"{facts['num_cpus']} CPUs ({processor}), {facts['memory_bytes'] / 2**30:.0f} GiB"
 
 
 class Meter:

@@ -1,5 +1,5 @@
 """Rollouts under steady traffic, on the real cluster with the real images: no request fails and no stream is cut, in
-each strategy, whatever is edited."""
+each strategy, whatever is edited. Half of the clients make a connection for each request, the others share a pool."""
 
 from __future__ import annotations
 
@@ -21,17 +21,31 @@ from cluster.stories import Images, Story, install, load_images, model_of, unins
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
 
 TRAFFIC = """
-import json, os, sys, threading, time, urllib.request
+import http.client, json, os, select, sys, threading, time, urllib.request
 url, num_clients, num_tokens, least = sys.argv[1], *map(int, sys.argv[2:])
 done, broken, lock = 0, [], threading.Lock()
-def stream():
+pool, num_reused = [], 0
+def lines_of(body, is_pooled):
+    # With a connection of its own, or one of a pool: as httpx does, one that the server has closed is not used again.
+    global num_reused
+    path, headers = "/v1/completions", {"Content-Type": "application/json"}
+    if not is_pooled:
+        yield from urllib.request.urlopen(urllib.request.Request(url + path, body, headers), timeout=300)
+        return
+    with lock:
+        kept = pool.pop(0) if pool else http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
+    if kept.sock and select.select([kept.sock], [], [], 0)[0]:
+        kept.close()
+    num_reused += kept.sock is not None
+    kept.request("POST", path, body, headers)
+    yield from kept.getresponse()
+    with lock:
+        pool.append(kept)
+def stream(is_pooled):
     body = {"model": "chat", "prompt": "kubectl", "temperature": 0, "stream": True, "ignore_eos": True}
     body |= {"max_tokens": num_tokens, "stream_options": {"include_usage": True}}
-    request = urllib.request.Request(
-        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
     usage, last = {}, b""
-    for line in urllib.request.urlopen(request, timeout=300):
+    for line in lines_of(json.dumps(body).encode(), is_pooled):
         line = line.strip()
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
@@ -41,11 +55,11 @@ def stream():
         last = line or last
     whole = last == b"data: [DONE]" and usage.get("completion_tokens") == num_tokens
     return None if whole else f"cut after {last!r} with {usage}"
-def client():
+def client(number):
     global done
     while done < least or not os.path.exists("/tmp/stop"):
         try:
-            fault = stream()
+            fault = stream(is_pooled=number % 2 == 0)
         except Exception as error:
             fault = repr(error)
         with lock:
@@ -55,12 +69,12 @@ def client():
             elif done == num_clients:
                 print("steady", flush=True)
 opened(url + "/v1/models").read()
-clients = [threading.Thread(target=client) for _ in range(num_clients)]
+clients = [threading.Thread(target=client, args=(number,)) for number in range(num_clients)]
 for one in clients:
     one.start()
 for one in clients:
     one.join()
-print(json.dumps({"done": done, "broken": broken}))
+print(json.dumps({"done": done, "broken": broken, "reused": num_reused}))
 """
 
 
@@ -151,6 +165,7 @@ def roll_under_traffic(
     result = json.loads(story.end_client("traffic").splitlines()[-1])
     print(f"    {strategy}: {result['done']} streams, {len(result['broken'])} broken")
     assert result["broken"] == []
+    assert result["reused"] > 0
     return int(result["done"])
 
 

@@ -245,6 +245,32 @@ def test_ready_names_what_a_rollout_does_not_explain() -> None:
         assert (Need.FREE_DEVICES in decision.needs) == (new is waiting_for_devices)
 
 
+def test_ready_names_the_rollout_until_its_last_replica_answers() -> None:
+    """Nothing of the earlier revision is left then but a pod that ends and holds its devices."""
+    world, _ = resolved_world()
+    answering = [serving_pod(find(world.children, "Deployment"), f"chat-{n}", ready=True) for n in range(2)]
+    world, _ = settle(replace(world, pods=tuple(answering)))
+    edit = {**world.body["spec"], "serving": {"maxModelLength": 512}}
+    world, _ = settle(checked(replace(world, body={**world.body, "spec": edit})))
+    deployment = find(world.children, "Deployment")
+    new = serving_pod(deployment, "new-0", ready=True)
+    ends = {**answering[0], "metadata": {**answering[0]["metadata"], "deletionTimestamp": "2026-03-01T12:05:00Z"}}
+    last = unscheduled_pod(deployment, INSUFFICIENT)
+    gone = datetime(2026, 3, 1, 12, 5, tzinfo=UTC)
+    for pods, now, reason in (
+        ((new, last, ends), NOW, "RollingOut"),
+        ((new, last, ends), gone + timedelta(seconds=60), "RollingOut"),
+        ((new, last, ends), gone + timedelta(seconds=61), "InsufficientNeuron"),
+        ((new, serving_pod(deployment)), NOW, "RollingOut"),
+    ):
+        decision = decide(replace(world, pods=pods, now=now), SETTINGS)
+        assert condition(decision.status, "Ready")["reason"] == reason
+        assert condition(decision.status, "UpToDate")["status"] == "True"
+    served, _ = settle(replace(world, pods=(new, serving_pod(deployment, ready=True))))
+    later = decide(replace(served, pods=(new, serving_pod(deployment))), SETTINGS)
+    assert condition(later.status, "Ready")["reason"] == "Loading", "the rollout is over"
+
+
 @pytest.mark.parametrize(
     ("code", "kind"),
     [

@@ -79,6 +79,15 @@ def test_foreign_cpu_is_machine_cpu_minus_own_and_child_cpu(tmp_path: Path, monk
     assert load.foreign_cpu_share == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize(
+    ("flags", "best"), [("fpu avx2 avx512f avx512_bf16", "avx512_bf16"), ("fpu avx2", "avx2"), ("fpu", None)]
+)
+def test_the_processor_is_named_with_its_best_matrix_instructions(flags: str, best: str | None, tmp_path: Path) -> None:
+    (facts := tmp_path / "cpuinfo").write_text(f"model name\t: AMD EPYC\nflags\t\t: {flags}\n")
+    found = report.machine(facts)
+    assert (found["cpu"], found["matrix_instructions"]) == ("AMD EPYC", best)
+
+
 def test_without_proc_the_load_is_unknown(tmp_path: Path) -> None:
     load = Meter(tmp_path / "none").read()
     assert load.foreign_cpu_share is None

@@ -438,22 +438,25 @@ def _explain_serving(observed: Observed, course: Course) -> tuple[Finding, ...]:
     of_groups = course.groups.findings if course.groups else ()
     of_replicas = explain_replicas(observed, course.num_wanted, course.served, of_groups)
     of_revision = _explain_revision(observed, course, course.served)
-    rolling = next((finding for finding in of_revision if finding.reason is Reason.ROLLING_OUT), None)
+    # The last of the new replicas may be starting, or waiting for one that ends.
+    is_last = course.wanted is not None and observed.model.current_revision not in ("", course.wanted.name)
+    of_rollout = (Reason.ROLLING_OUT, "UpToDate") if is_last else (Reason.ROLLING_OUT,)
+    rolling = next((finding for finding in of_revision if finding.reason in of_rollout), None)
     if rolling is not None:
-        of_replicas = tuple(_during(rolling, one, course.served, observed) for one in of_replicas)
+        of_replicas = tuple(_during(rolling, one, observed) for one in of_replicas)
     return (*of_replicas, *of_revision)
 
 
-def _during(rolling: Finding, missing: Finding, served: Revision, observed: Observed) -> Finding:
+def _during(rolling: Finding, missing: Finding, observed: Observed) -> Finding:
     """Ready stays at RollingOut while a replica beyond those promised is missing as rollouts have it: it starts, ends,
     or waits for the devices of another that ends."""
     if missing.condition != "Ready":
         return missing
-    until = observed.now - timedelta(seconds=STUCK_SECONDS)
-    is_stuck = any(pod.unscheduled is not None and pod.created and pod.created < until for pod in observed.live)
-    is_awaiting = any(pod.revision != served.name for pod in observed.live) and not is_stuck
-    if missing.row.passing or (missing.reason == Reason.INSUFFICIENT_NEURON and is_awaiting):
-        return replace(missing, reason=rolling.reason, message=f"{rolling.message}; {missing.message}")
+    ends = [pod.should_be_gone for pod in observed.replicas if pod.should_be_gone]
+    waiting = (max((pod.created, *ends)) for pod in observed.live if pod.unscheduled is not None and pod.created)
+    is_stuck = any(since < observed.now - timedelta(seconds=STUCK_SECONDS) for since in waiting)
+    if missing.row.passing or (missing.reason == Reason.INSUFFICIENT_NEURON and not is_stuck):
+        return replace(missing, reason=Reason.ROLLING_OUT, message=f"{rolling.message}; {missing.message}")
     return missing
 
 
