@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models
 
@@ -16,6 +17,8 @@ from helpers.strict_backend import tokens_of
 from neuron_runtime.core import FORM_BYTES, Form, Request, Sampling
 from neuron_runtime.engine.guides import Guide
 from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.grammars.answers import FULL, Answer, Grammar
+from neuron_runtime.grammars.checker import Checker, allocated
 from neuron_runtime.grammars.guides import ENTRY_BYTES, NUM_THREADS, GrammarGuides
 from neuron_runtime.requests.forms import MAX_FORM_CHOICES
 from neuron_runtime.text.tokenizer import Tokenizer
@@ -435,3 +438,31 @@ def test_closing_ends_compilations_that_run() -> None:
     asked = [guides.prepare(request(schema(type="integer", multipleOf=99999989 + n))) for n in range(4)]
     guides.close()
     assert all(one.done() for one in asked)
+
+
+PATTERNS = "\n".join(f"A{at}: /[a-z]*{chr(97 + at % 26)}[a-z]{{{at % 40 + 5}}}/" for at in range(60))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("regex", "[\\p{L}\\p{N} ]{1,500}"),
+        Form("grammar", 'start: "x" (' + " | ".join(f"A{at}" for at in range(60)) + ")\n" + PATTERNS),
+    ],
+    ids=["many states", "large states"],
+)
+def test_a_form_with_a_full_automaton_takes_no_more_memory_than_is_counted(form: Form) -> None:
+    checker = Checker(FORM_BYTES)
+    try:
+        checked = checker.checked(form)
+    finally:
+        checker.close()
+    before, dice = allocated(), random.Random(0)
+    grammar = Grammar(checked.grammar, LLTokenizer("byte"), checked.max_states)
+    error = ""
+    while FULL not in error:
+        matcher = Answer(grammar).matcher
+        while may_follow := tokens_of(memoryview(matcher.compute_bitmask()), 256):
+            matcher.consume_token(dice.choice(may_follow))
+        error = matcher.get_error()
+    assert MIB < allocated() - before < FORM_BYTES

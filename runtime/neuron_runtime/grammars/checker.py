@@ -122,13 +122,13 @@ def _check_lines() -> None:
 
     def grammar_tried(form: Form) -> Checked:
         text = grammar_of(form)
-        before = _allocated()
+        before = allocated()
         grammar = Grammar(text, tokenizer, TRIED_STATES)
-        made = _allocated()
+        made = allocated()
         sizes = [STATE_BYTES]
 
         def measure() -> None:
-            sizes.append((_allocated() - made) * 5 // 4 // TRIED_STATES)
+            sizes.append((allocated() - made) * 5 // 4 // TRIED_STATES)
 
         try_answers(grammar, ANSWERS, on_full=measure)
         measure()
@@ -178,7 +178,7 @@ class _Mallinfo(ctypes.Structure):
     ]
 
 
-def _allocated() -> int:
+def allocated() -> int:
     """Bytes that this process has allocated and not freed."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _Mallinfo
