@@ -61,22 +61,18 @@ class Form(msgspec.Struct, frozen=True):
     """The request's field that asks for it, for errors."""
 
 
+FORM_BYTES = 8 << 20
+"""Memory at most for a compiled form with the automaton that its answers share."""
 FORMS_BYTES = 64 << 20
-"""Memory for the compiled forms that an engine keeps."""
-GUIDE_BYTES = 8 << 20
-"""Memory at most for what one answer with a form keeps of its grammar."""
-GUIDES_BYTES = 256 << 20
-"""The same for all rows together; with more than 32, each has less."""
-
-
-def guide_bytes(max_rows: int) -> int:
-    """The memory that one answer with a form may take, beside its form."""
-    return min(GUIDE_BYTES, GUIDES_BYTES // max_rows)
+"""Memory for the forms that an engine keeps or compiles, beside those of rows."""
+MAX_ROW_FORMS = 32
+"""Rows whose forms have memory. With more rows, so many different forms and those of `FORMS_BYTES` are answered at a
+time; further ones wait."""
 
 
 def grammar_bytes(max_rows: int) -> int:
-    """The memory that forms may take in an engine, beside those that are just being compiled."""
-    return FORMS_BYTES + max_rows * guide_bytes(max_rows)
+    """The memory that forms may take in an engine, with those that are just being compiled."""
+    return FORMS_BYTES + FORM_BYTES * min(max_rows, MAX_ROW_FORMS)
 
 
 class Acts(Enum):

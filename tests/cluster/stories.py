@@ -32,7 +32,8 @@ OPERATOR_SELECTOR = "app.kubernetes.io/name=neuron-operator"
 OPERATOR_USER = f"system:serviceaccount:{OPERATOR_NAMESPACE}:neuron-operator"
 SERVING = "neuron-serving.dev/role=leader"
 FETCH, COMPILE = "neuron-serving.dev/role=fetch", "neuron-serving.dev/role=compile"
-OURS = "app.kubernetes.io/managed-by=neuron-operator"
+OURS = "app.kubernetes.io/managed-by=neuron-operator,app.kubernetes.io/component!=operator"
+"""Objects of models. The ConfigMap that names the operator stays without them."""
 CHILD_KINDS = (
     "deployments,services,configmaps,serviceaccounts,poddisruptionbudgets,networkpolicies,controllerrevisions,jobs,pods"
 )

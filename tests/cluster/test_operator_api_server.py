@@ -7,10 +7,12 @@ import base64
 import contextlib
 import itertools
 import json
+import logging
 import ssl
 import time
 import urllib.error
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -46,6 +48,7 @@ from helpers.quotas import delete_quota, set_quota
 from neuron_operator.__main__ import main
 from neuron_operator.api import names
 from neuron_operator.api.model import Rollout
+from neuron_operator.cluster import holding
 from neuron_operator.cluster.client import (
     EVENTS,
     LEASES,
@@ -64,7 +67,8 @@ from neuron_operator.cluster.reflector import Caches, Key
 from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import MAX_OWNERS, is_shared, owners_of
 from neuron_operator.read.world import Decision, Settings, World
-from neuron_operator.run.process import check_installed
+from neuron_operator.run.process import Operator, check_installed
+from neuron_operator.run.settings import RunSettings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -724,21 +728,50 @@ async def test_a_job_that_somebody_keeps_deleting_is_named_and_made_ever_more_ra
         assert calls(server, before).count(("create", "jobs")) <= NUM_AT_ONCE
 
 
-async def test_two_installations_with_other_images_do_not_make_jobs_without_end(
-    server: ApiServer, namespace: Namespace
+async def test_of_two_installations_one_acts_in_a_namespace_and_the_other_takes_over_when_it_is_gone(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each takes the other's Job for an outdated one. A message names it, and both slow down."""
-    other = Namespace(server).name
+    """Their images differ: each would take the other's Job for an outdated one."""
+    monkeypatch.setattr(holding, "ANSWER_SECONDS", 3.0)
+    monkeypatch.setattr(holding, "ASK_SECONDS", 1.0)
+    caplog.set_level(logging.WARNING, holding.logger.name)
+    first = only(namespace)
+    second = only(namespace, "--runtime-image", "example.com/runtime:2", "--namespace", Namespace(server).name)
+
+    def writes(user: str = "") -> Counter[tuple[str, str]]:
+        """Of one operator here, or of both."""
+        here = [one for one in server.requests(user) if one["objectRef"].get("namespace") == namespace.name]
+        made = [one for one in here if one.get("userAgent") == names.FIELD_MANAGER and one["verb"] in WRITES]
+        return Counter((one["verb"], one["objectRef"]["resource"]) for one in made)
+
+    def is_held(settings: RunSettings, image: str) -> bool:
+        data = namespace.get(BY_KIND["ConfigMap"], names.HOLDING)["data"]
+        jobs = namespace.list(BY_KIND["Job"])
+        images = [job["spec"]["template"]["spec"]["containers"][0]["image"] for job in jobs]
+        return bool(data["holder"] == settings.installation and images == [image])
+
+    def num_foreign(operator: Operator) -> float | None:
+        return operator.metrics.registry.get_sample_value("neuron_operator_foreign_namespaces")
+
     async with client_of(server) as one, client_of(server, "admin") as two:
-        first = only(namespace)
-        second = only(namespace, "--runtime-image", "example.com/runtime:2", "--namespace", other)
-        async with operating(one, first), operating(two, second):
+        async with operating(one, first) as acting:
             namespace.put_model()
-            await eventually(lambda: namespace.condition("Accepted")[1] == "Contested", about=namespace.model)
-            await asyncio.sleep(5.0)
-        here = [one for one in server.requests() if one["objectRef"].get("namespace") == namespace.name]
-        made = [one for one in here if (one["verb"], one["objectRef"]["resource"]) == ("create", "jobs")]
-        assert NUM_AT_ONCE < len(made) <= 3 * NUM_AT_ONCE
+            await eventually(lambda: namespace.condition("ModelResolved")[1] == "Resolving", about=namespace.model)
+            async with operating(two, second) as waiting:
+                await eventually(lambda: writes("admin")["patch", "configmaps"] >= 2)
+                assert set(writes("admin")) == {("patch", "configmaps")}, "only questions"
+                assert is_held(first, "example.com/runtime:1")
+                assert (num_foreign(acting), num_foreign(waiting)) == (0, 1)
+                (told,) = caplog.messages
+                assert told.endswith(f"is left alone: the operator {first.installation} acts there")
+        async with operating(two, second) as waiting:
+            await eventually(lambda: is_held(second, "example.com/runtime:2"), about=namespace.list_all)
+            assert f"is taken over: the operator {first.installation} does not answer" in caplog.messages[-1]
+            async with operating(one, first) as late:
+                await eventually(lambda: num_foreign(late) == 1)
+                await asyncio.sleep(holding.ANSWER_SECONDS + 1.0)
+                assert is_held(second, "example.com/runtime:2")
+                assert writes()["create", "jobs"] == 2
 
 
 async def test_a_model_that_is_deleted_and_made_again_often_contests_nothing(

@@ -137,8 +137,9 @@ class Namespace:
         return self.server.call("GET", resource.path(self.name, name))
 
     def list(self, resource: Resource) -> list[Any]:
-        items: list[Any] = self.server.call("GET", resource.path(self.name))["items"]
-        return items
+        """Without the ConfigMap that names the operator: no model has it."""
+        items = self.server.call("GET", resource.path(self.name))["items"]
+        return [item for item in items if item["metadata"]["name"] != names.HOLDING]
 
     def patch(self, resource: Resource, name: str, patch: Any) -> Any:
         """A manual edit."""

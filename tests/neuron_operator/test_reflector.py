@@ -27,6 +27,7 @@ from neuron_operator.cluster.client import (
     Page,
     Resource,
 )
+from neuron_operator.cluster.holding import Holdings
 from neuron_operator.cluster.reflector import (
     FIRST_LOOK_SECONDS,
     LOOK_SECONDS,
@@ -496,6 +497,7 @@ def test_a_pass_forgets_a_model_whose_status_cannot_be_written_because_it_was_de
             now=lambda: NOW,
             check_term=lambda: None,
             turns=Turns(lambda key: None),
+            holdings=Holdings(cluster, caches, "ns/operator", check_term=lambda: None),
         )
         caches.deliver("ADDED", await put_model(cluster, None, "chat"))
         woken.clear()

@@ -52,6 +52,8 @@ def test_model_defaults_apply_only_where_the_client_sets_nothing(tokenizer: Toke
     (asked,) = admitted_completion(admits, completion(**own)).sampling
     values = (asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.repetition_penalty, asked.stop_token_ids)
     assert values == (0.0, 0, 1.0, 0.0, 1.0, frozenset())
+    (likeliest,) = admitted_completion(admits, completion(top_p=0)).sampling
+    assert 0 < likeliest.top_p < 1e-6
 
 
 def test_a_default_top_k_above_what_the_device_has_is_reported_and_dropped(tokenizer: Tokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,14 +13,15 @@ from tokenizers import models
 
 from helpers.chat_model import END, byte_level_tokenizer, metaspace_tokenizer
 from helpers.strict_backend import tokens_of
-from neuron_runtime.core import Form, Request, Sampling
+from neuron_runtime.core import FORM_BYTES, Form, Request, Sampling
 from neuron_runtime.engine.guides import Guide
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.grammars.guides import ENTRY_BYTES, GrammarGuides
+from neuron_runtime.grammars.guides import ENTRY_BYTES, NUM_THREADS, GrammarGuides
 from neuron_runtime.requests.forms import MAX_FORM_CHOICES
 from neuron_runtime.text.tokenizer import Tokenizer
 
 PATIENCE = 60.0
+MIB = 2**20
 ENDS = (2, 5)
 """Two tokens that end an answer; the second one would be text."""
 
@@ -249,15 +251,12 @@ def test_a_complete_answer_whose_end_the_model_has_not_fails(guides: GrammarGuid
     assert list(guides.masks([guide]).failed) == [0]
 
 
-def test_a_form_whose_text_the_vocabulary_cannot_spell_fails() -> None:
+@pytest.mark.parametrize("pattern", ["za", "az", "(ab){3}[x-z]a"])
+def test_a_form_whose_text_the_vocabulary_cannot_spell_is_refused(pattern: str) -> None:
     plain = Tokenizer(FastTokenizer(models.WordLevel({"a": 0, "ab": 1}, unk_token="a")))
     guides = GrammarGuides(lambda: plain, 0)
     try:
-        assert "cannot be compiled" in str(refusal(guides, Form("regex", "za", field="guided_regex")))
-        guide = guide_of(guides, Form("regex", "az"))
-        assert allowed(guides, guide) == {0}
-        guide.advance((0,))
-        assert list(guides.masks([guide]).failed) == [0]
+        assert "cannot be compiled" in str(refusal(guides, Form("regex", pattern, field="guided_regex")))
     finally:
         guides.close()
 
@@ -363,33 +362,64 @@ def test_a_form_of_a_very_long_answer_is_served_token_by_token(guides: GrammarGu
         guide.advance((min(may_follow),))
 
 
+def test_answers_go_on_where_they_have_filled_the_automaton_of_their_form(
+    guides: GrammarGuides, tokenizer: Tokenizer
+) -> None:
+    form, dice = Form("regex", "(a|b)*a(a|b){20}"), random.Random(0)
+    letters = tokenizer.encode("ab", add_special_tokens=False)
+    for _ in range(8):
+        answers = [guide_of(guides, form) for _ in range(2)]
+        for _ in range(800):
+            assert not guides.masks(answers).failed
+            for answer in answers:
+                answer.advance((dice.choice(letters),))
+
+
 def test_forms_are_compiled_once_and_beyond_their_memory_the_least_used_is_forgotten(tokenizer: Tokenizer) -> None:
-    guides = GrammarGuides(lambda: tokenizer, tokenizer.vocabulary_size, max_bytes=2 << 20)
+    guides = GrammarGuides(lambda: tokenizer, tokenizer.vocabulary_size, max_bytes=(NUM_THREADS + 2) * FORM_BYTES + MIB)
     try:
-        first, large, others, more = (
-            Form("choice", json.dumps([f"{name} {number}" for number in range(many)]))
-            for name, many in (("first", 1), ("large", MAX_FORM_CHOICES), ("other", 1), ("more", MAX_FORM_CHOICES))
-        )
-        for form in (first, large):
-            guide_of(guides, form)
+        first, *others = (Form("choice", json.dumps([name])) for name in ("first", "second", "third", "fourth"))
         again = request(first)
-        assert guides.prepare(again).done(), "a known form needs no thread"
+        guide_of(guides, first)
         named = Form(first.kind, first.text, field="guided_choice")
         assert guides.prepare(request(named)).done(), "the field's name makes no other form"
-        for form in (others, more, Form("choice", '["last"]')):
+        for form in others:
             guide_of(guides, form)
-        assert guides.prepare(again).done()
-        assert not guides.prepare(request(large)).done()
+            assert guides.prepare(again).done(), "a known form needs no thread"
+        assert [guides.prepare(request(form)).done() for form in (first, *reversed(others))] == [
+            True,
+            True,
+            True,
+            False,
+        ]
+    finally:
+        guides.close()
+
+
+def test_a_form_waits_until_others_have_no_answers_where_their_memory_is_full(tokenizer: Tokenizer) -> None:
+    guides = GrammarGuides(lambda: tokenizer, tokenizer.vocabulary_size, max_bytes=NUM_THREADS * FORM_BYTES)
+    try:
+        forms = [Form("choice", json.dumps([name])) for name in ("first", "second")]
+        answers = [guide_of(guides, forms[0])]
+        waiting = guides.prepare(request(forms[1]))
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        assert allowed(guides, answers[0])
+        answers.clear()
+        assert allowed(guides, waiting.result(PATIENCE))
     finally:
         guides.close()
 
 
 def test_refused_forms_count_too(tokenizer: Tokenizer) -> None:
-    guides = GrammarGuides(lambda: tokenizer, tokenizer.vocabulary_size, max_bytes=10 * ENTRY_BYTES)
+    guides = GrammarGuides(
+        lambda: tokenizer, tokenizer.vocabulary_size, max_bytes=NUM_THREADS * FORM_BYTES + 10 * ENTRY_BYTES
+    )
     try:
         for number in range(30):
             refusal(guides, Form("regex", f"({number}", field="guided_regex"))
-        assert len(guides._compiled) <= 10
+        guide_of(guides, Form("choice", '["a"]'))
+        assert len(guides._grammars) <= 12
     finally:
         guides.close()
 

@@ -445,7 +445,7 @@ def test_bias_bans_penalties_and_allowed_tokens_change_the_output(exact: LLM) ->
         ("min_p", 1.5, "from 0 to 1"),
         ("presence_penalty", 3, "from -2 to 2"),
         ("repetition_penalty", 0, "from 0.01 to 100"),
-        ("top_p", 0, "above 0 and at most 1"),
+        ("top_p", -1, "from 0 to 1"),
         ("temperature", float("nan"), "from 0 to 100"),
         ("prompt_logprobs", -1, "at least 0"),
         ("max_tokens", 0, "at least 1"),

@@ -49,8 +49,8 @@ def refusal(check: Any, *arguments: Any) -> InvalidRequest:
     [
         ("temperature", -0.1, "from 0 to 100"),
         ("temperature", float("nan"), "from 0 to 100"),
-        ("top_p", 0.0, "above 0 and at most 1"),
-        ("top_p", 1.5, "above 0 and at most 1"),
+        ("top_p", -0.1, "from 0 to 1"),
+        ("top_p", 1.5, "from 0 to 1"),
         ("top_k", -2, "at least -1"),
         ("min_p", 1.01, "from 0 to 1"),
         ("presence_penalty", -2.5, "from -2 to 2"),
@@ -71,18 +71,8 @@ def test_an_out_of_range_value_is_refused_with_the_range(name: str, value: float
 @pytest.mark.parametrize(("body", "name"), SAMPLING)
 def test_range_ends_and_neutral_values_are_in_range(body: Any, name: str) -> None:
     row = parameters_of(body)[name]
-    for value in (
-        row.highest,
-        None,
-        row.default,
-        *row.neutral,
-        *([] if row.above or name == "max_tokens" else [row.lowest]),
-    ):
+    for value in (row.highest, None, row.default, *row.neutral, *([] if name == "max_tokens" else [row.lowest])):
         assert msgspec.to_builtins(getattr(body_with(body, name, value), name)) == value
-    if row.above:
-        assert row.lowest is not None
-        body_with(body, name, row.lowest + 5e-324)
-        assert row.range in str(refusal(body_with, body, name, row.lowest))
 
 
 def test_zero_tokens_are_allowed_only_with_echo() -> None:

@@ -38,13 +38,13 @@ SAMPLES: dict[str, Any] = {
     "chat_template_kwargs": {"a": [1]}, "continue_final_message": True, "max_completion_tokens": 3,
     "include_reasoning": False, "reasoning_effort": "low", "tools": [], "tool_choice": "none",
     "parallel_tool_calls": False, "response_format": {"type": "json_object"},
+    "stream_options": {"include_usage": True, "include_obfuscation": False},
     "structured_outputs": {"choice": ["a core", "a node"]}, "guided_choice": ["a"], "guided_grammar": 'start: "a"',
     "guided_json": {"type": "object"}, "guided_regex": "[a-c]+",
 }  # fmt: skip
 """A supported value of every field."""
 
 TOGETHER: dict[str, dict[str, Any]] = {
-    "stream_options": {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
     "top_logprobs": {"logprobs": True, "top_logprobs": 2},
     "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 3},
 }
@@ -121,7 +121,7 @@ async def test_everything_wrong_with_a_body_is_said_at_once(served: Serving) -> 
     answer = await served.http.post("/v1/chat/completions", json={"messages": [{"role": "x" * 9000}], "top_p": 7})
     message = answer.json()["error"]["message"]
     assert len(message) < 900
-    assert message.endswith("; `top_p` must be above 0 and at most 1, got 7")
+    assert message.endswith("; `top_p` must be from 0 to 1, got 7")
 
 
 async def test_a_field_of_the_other_endpoint_is_refused_unless_neutral(served: Serving) -> None:

@@ -253,6 +253,27 @@ def test_texts_with_calls_are_one_answer_where_the_template_takes_only_one() -> 
     assert rendered(ONE_ANSWER, [*calling, ANSWER, ASKED]) == shown % "" + "<assistant>Tf\nTg\nA<user>U"
 
 
+def test_an_empty_answer_is_between_a_result_and_a_message_of_the_user_where_the_template_refuses_that() -> None:
+    refusing = (
+        "{% for m in messages | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls') %}"
+        "{% if m.role != ('user', 'assistant')[loop.index0 % 2] %}{{ raise_exception('roles must alternate') }}"
+        "{% endif %}{% endfor %}" + OF_ALL + CALLS_OR_TEXT + "{% endfor %}"
+    )
+    messages = [ASKED, calls("f"), result("f"), ASKED, ASKED]
+    assert rendered(refusing, messages) == "<user>U<assistant>[f {}]<tool>R<assistant><user>U\nU"
+    wrote = {**calls("f"), "content": "T"}
+    shown = "<user>U<assistant>T<assistant>[f {}]<tool>R<user>U"
+    assert rendered(refusing, [ASKED, wrote, result("f"), ASKED]) == shown
+    assert rendered(of_assistant(""), messages) == "<user>U<assistant>[f {}]<tool>R<user>U<user>U"
+
+
+def test_calls_and_tools_without_a_type_are_functions() -> None:
+    answer = calls("f")
+    answer["tool_calls"][0]["type"] = None
+    tools = [{**WEATHER, "type": None}]
+    assert rendered(of_assistant(""), [ASKED, answer], tools=tools).endswith("<user>U<assistant>[f {}]")
+
+
 def one_after_another(form: str) -> str:
     return ALTERNATING.replace("{{ m.content }}", form).replace("{% for m", TOOLS + "{% for m", 1)
 

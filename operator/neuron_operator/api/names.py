@@ -159,6 +159,9 @@ RESERVED_ENV = frozenset(
 WEIGHTS_CLAIM = "neuron-serving-weights"
 ARTIFACTS_CLAIM = "neuron-serving-artifacts"
 
+HOLDING = "neuron-serving-operator"
+"""The ConfigMap of each namespace that says which installation acts there."""
+
 MAX_LABEL = 63
 """Characters of a DNS label and of a label's value. What controllers derive from our names needs no room: ReplicaSets'
 names may be longer, and the API server cuts the generated names of pods."""

@@ -119,11 +119,10 @@ class Reason(StrEnum):
     CONTESTED = Row(
         "Contested",
         "Somebody else undoes what the operator writes: a policy that changes images or tolerations, an autoscaler of "
-        "the Deployment, a second operator for the same namespace. The message has object, field, wanted and found. "
-        "Replicas serve on",
-        "Set the field in the manifest or in the chart's values to what the policy makes it, exempt the object, scale "
-        "the NeuronModel instead of its Deployment, or give each operator its own `watchNamespaces`. After five writes "
-        "the operator writes again after half a minute, at last every ten minutes",
+        "the Deployment. The message has object, field, wanted and found. Replicas serve on",
+        "Set the field in the manifest or in the chart's values to what the policy makes it, exempt the object, or "
+        "scale the NeuronModel instead of its Deployment. After five writes the operator writes again after half a "
+        "minute, at last every ten minutes",
         conditions=("Accepted",),
     )
     STORAGE_NOT_CONFIGURED = Row(

@@ -1,4 +1,5 @@
-"""Writes that somebody else undoes: an admission policy that changes a field, an autoscaler, a second operator.
+"""Writes that somebody else undoes: an admission policy that changes a field, an autoscaler of the
+Deployment.
 
 The pass asks before it repeats a write. A few are made at once, the next ones ever more rarely, up to minutes apart,
 and meanwhile the status names object, field, wanted and found. In memory: a new leader begins again with the few.

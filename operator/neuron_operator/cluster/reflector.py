@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
+from itertools import islice
 
 import msgspec
 
@@ -184,6 +185,9 @@ class Cache:
     def objects(self) -> Iterable[Object]:
         """Not remembered: a walk over all would drive out what the passes read."""
         return [msgspec.json.decode(kept.encoded) for kept in self._objects.values()]
+
+    def known(self) -> Iterable[Key]:
+        return self._objects.keys()
 
     def observe_written(self, obj: Object) -> None:
         """Store the result of a write before the watch delivers it, so that the next pass sees what this one did.
@@ -443,6 +447,9 @@ class Caches:
     def models(self) -> tuple[Object, ...]:
         return tuple(obj for models in self._models for obj in models.objects())
 
+    def model_keys(self) -> Iterable[Key]:
+        return (key for models in self._models for key in models.known())
+
     def model(self, key: Key) -> Object | None:
         return self.find(NEURON_MODELS, *key)
 
@@ -512,6 +519,9 @@ class Caches:
         key = key_of_child(obj)
         if key[1]:
             return (key,)
+        if name_of(obj) == names.HOLDING:  # a question needs one answer; who waits looks again by itself
+            here = (model for model in self.model_keys() if model[0] == key[0])
+            return islice(here, 1 if text(obj, "data", "asks") else 0)
         shared = [obj]
         if obj["kind"] == "Pod":
             jobs = (self.find(JOBS, key[0], text(owner, "name")) for owner in owners_of(obj))

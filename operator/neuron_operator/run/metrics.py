@@ -56,7 +56,12 @@ class Metrics:
         self.queue_depth = Gauge(
             "neuron_operator_queue_depth", "NeuronModels waiting for a worker.", registry=self.registry
         )
-
+        self.foreign_namespaces = Gauge(
+            "neuron_operator_foreign_namespaces",
+            "Namespaces with NeuronModels that this operator leaves alone, because another installation acts there; "
+            "only the leader counts them.",
+            registry=self.registry,
+        )
         self.upgrades = Gauge(
             "neuron_operator_upgrades",
             "NeuronModels that move to a newer runtime image by themselves, by state: Waiting, Running, Failed (which "

@@ -13,7 +13,7 @@ import logging
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime
@@ -37,6 +37,7 @@ from neuron_operator.cluster.client import (
     Throttled,
     connect,
 )
+from neuron_operator.cluster.holding import Holdings
 from neuron_operator.cluster.lease import LeaderLease
 from neuron_operator.cluster.reflector import Caches, Key, Version, key_of_model
 from neuron_operator.cluster.workqueue import WorkQueue
@@ -93,6 +94,7 @@ class Operator:
         self._lease: LeaderLease
         """Once the caches are filled."""
         self.turns = Turns(self.wake)
+        self._holdings = Holdings(self.client, self.caches, settings.installation, check_term=self._check_term)
         self._reconciler = Reconciler(
             self.client,
             self.caches,
@@ -102,12 +104,22 @@ class Operator:
             now=self.now,
             check_term=self._check_term,
             turns=self.turns,
+            holdings=self._holdings,
         )
         metrics.leader.set_function(lambda: self.is_leading)
         metrics.queue_depth.set_function(lambda: len(self._queue or ()))
-        metrics.report_models(lambda: self.caches.models() if self.is_leading else ())
+        metrics.report_models(self._own_models)
+        metrics.foreign_namespaces.set_function(self._count_foreign)
         for upgrade in UPGRADES:
             metrics.upgrades.labels(upgrade).set_function(partial(self._count_upgrades, upgrade))
+
+    def _own_models(self) -> Iterable[Object]:
+        models = self.caches.models() if self.is_leading else ()
+        return (model for model in models if not self._holdings.is_foreign(model["metadata"]["namespace"]))
+
+    def _count_foreign(self) -> int:
+        namespaces = {namespace for namespace, _ in self.caches.model_keys()} if self.is_leading else ()
+        return sum(map(self._holdings.is_foreign, namespaces))
 
     def _count_upgrades(self, upgrade: Upgrade) -> int:
         return self.turns.count()[upgrade] if self.is_leading else 0

@@ -38,6 +38,7 @@ from neuron_operator.cluster.client import (
 )
 from neuron_operator.cluster.containment import Contained, needs_apply
 from neuron_operator.cluster.contests import DELETED, Contests, difference, status_of
+from neuron_operator.cluster.holding import Holdings
 from neuron_operator.cluster.on_demand import OnDemand
 from neuron_operator.cluster.reflector import Caches, Key, Version, version_of
 from neuron_operator.cluster.workqueue import WorkQueue
@@ -87,6 +88,7 @@ class Reconciler:
     check_term: Callable[[], None]
     """Raises TermOver when this replica may no longer write."""
     turns: Turns
+    holdings: Holdings
 
     def __post_init__(self) -> None:
         self._on_demand = OnDemand(self.client)
@@ -98,11 +100,13 @@ class Reconciler:
     async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
         """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
         body = self.caches.model(key)
-        if body is None:  # deleted: the garbage collector deletes its children
+        # Of a deleted model the garbage collector deletes the children.
+        wait_seconds = None if body is None else await self.holdings.seconds_to_wait(key[0])
+        if body is None or wait_seconds is not None:
             self.turns.tell(key, None)
             self._logged.pop(key, None)
             self.caches.use(key, frozenset())
-            return Outcome()
+            return Outcome(requeue_after_seconds=wait_seconds)
         writes = _Writes(self, key, reports_faults=failing_seconds > PATIENCE_SECONDS)
         retry: ClusterFault | None = None
         world = self._observe(World(body=body, children=(), pods=(), now=self.now()), key)
@@ -158,7 +162,7 @@ class Reconciler:
             world,
             children=children,
             pods=pods,
-            shared=caches.children((key[0], "")),
+            shared=tuple(obj for obj in caches.children((key[0], "")) if name_of(obj) != names.HOLDING),
             used_by_others=caches.used_by_others(key),
             nodes=caches.nodes_of(pods),
             has_turn=self.turns.take(key),

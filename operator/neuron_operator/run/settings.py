@@ -55,6 +55,11 @@ class RunSettings:
     kubeconfig: str
     log_level: str
 
+    @property
+    def installation(self) -> str:
+        """The same for all its replicas: they share the Lease."""
+        return f"{self.namespace}/{self.lease_name}"
+
 
 _text = str.strip
 

@@ -8,21 +8,16 @@ the child at its limits; as a command this module is that child: a form per line
 from __future__ import annotations
 
 import ctypes
-import random
 import resource
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from neuron_runtime.core import FORMS_BYTES, Form
+from neuron_runtime.core import Form
 from neuron_runtime.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 MAX_CPU_SECONDS = 2
 MAX_MEMORY_BYTES = 256 << 20
@@ -30,9 +25,14 @@ MAX_MEMORY_BYTES = 256 << 20
 MAX_REFUSAL_CHARACTERS = 1000
 STACK_BYTES = 4 << 20
 """Half of what the threads have that compile a form which the child has found to be good."""
-NUM_ANSWERS = 8
-MAX_ANSWER_BYTES = 1000
-"""How many answers are tried with a form, and how long they are together."""
+_ANY_BYTE = (1 << 256) - 1
+ANSWERS = [(_ANY_BYTE, 500), *[(_ANY_BYTE, 100)] * 5]
+"""Tried with a form: what they consist of, and how long they are."""
+STATE_BYTES = 1536
+"""Of an automaton: up to 1,080 bytes in 18 of 19 quite different forms, but 5 KiB with 300 patterns at one place. So
+those that answers reach while a form is tried are measured, and a quarter more is counted if they are larger."""
+TRIED_STATES = 1024
+MIN_STATES = 256
 MAX_SECONDS = 60.0
 """How long to wait for the child, on a machine that is busy with other things."""
 
@@ -41,21 +41,21 @@ class Checked(msgspec.Struct):
     """The child's answer."""
 
     grammar: str = ""
-    num_bytes: int = 0
-    """Of the compiled grammar."""
+    max_states: int = 0
+    """Of the automaton of its answers."""
     refusal: str = ""
 
 
 class Checker:
     """One child, started when it is needed, and again after a form has ended it. Used by one thread at a time."""
 
-    def __init__(self, max_states: int) -> None:
-        """max_states: of the automaton of one answer."""
-        self._max_states = max_states
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: of a compiled form with the automaton of its answers."""
+        self._max_bytes = max_bytes
         self._child: subprocess.Popen[bytes] | None = None
 
     def checked(self, form: Form) -> Checked:
-        """The grammar of a form that compiles within the limits, and its size. Raises InvalidRequest."""
+        """The grammar of a form that compiles within the limits. Raises InvalidRequest."""
         child = self._started()
         assert child.stdin is not None
         assert child.stdout is not None
@@ -94,7 +94,7 @@ class Checker:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
             self.close()
-            command = [sys.executable, "-m", "neuron_runtime.grammars.checker", str(self._max_states)]
+            command = [sys.executable, "-m", "neuron_runtime.grammars.checker", str(self._max_bytes)]
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
@@ -112,22 +112,32 @@ def main() -> None:
 def _check_lines() -> None:
     from llguidance import LLTokenizer  # noqa: PLC0415 - the child's work
 
-    from neuron_runtime.grammars.language import compiled, grammar_of, parts_of  # noqa: PLC0415 - the child's work
+    from neuron_runtime.grammars.answers import Grammar, try_answers  # noqa: PLC0415 - the child's work
+    from neuron_runtime.grammars.language import grammar_of, parts_of  # noqa: PLC0415 - the child's work
 
-    tokenizer, max_states = LLTokenizer("byte"), int(sys.argv[1])
+    tokenizer, max_bytes = LLTokenizer("byte"), int(sys.argv[1])
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = _address_space() + MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
     def grammar_tried(form: Form) -> Checked:
-        grammar = grammar_of(form)
+        text = grammar_of(form)
         before = _allocated()
-        start = compiled(grammar, tokenizer, max_states)
-        num_bytes = max(0, _allocated() - before)
-        if num_bytes > FORMS_BYTES:
-            raise ValueError(f"it takes {num_bytes >> 20} MiB, and all forms together may take {FORMS_BYTES >> 20} MiB")
-        follow(start)
-        return Checked(grammar, num_bytes)
+        grammar = Grammar(text, tokenizer, TRIED_STATES)
+        made = _allocated()
+        sizes = [STATE_BYTES]
+
+        def measure() -> None:
+            sizes.append((_allocated() - made) * 5 // 4 // TRIED_STATES)
+
+        try_answers(grammar, ANSWERS, on_full=measure)
+        measure()
+        num_bytes = max(0, made - before)
+        max_states = (max_bytes - num_bytes) // max(sizes)
+        if max_states < MIN_STATES:
+            needed = num_bytes + MIN_STATES * max(sizes)
+            raise ValueError(f"it takes {needed / 2**20:.1f} MiB, and a form may take {max_bytes / 2**20:.1f} MiB")
+        return Checked(text, max_states)
 
     def refusal_of(form: Form, error: Exception) -> str:
         for name, part in parts_of(form).items():
@@ -149,24 +159,6 @@ def _check_lines() -> None:
             checked = Checked(refusal=refusal_of(form, error))
         sys.stdout.buffer.write(msgspec.json.encode(checked) + b"\n")
         sys.stdout.buffer.flush()
-
-
-def follow(start: LLMatcher) -> None:
-    """Write answers at random, a byte at a time.
-
-    Raises:
-        ValueError: a limit of the library was reached on the way; says which.
-    """
-    dice, num_bytes = random.Random(0), 0  # noqa: S311 - not for secrets
-    for _ in range(NUM_ANSWERS):
-        answer = start.deep_copy()
-        while num_bytes < MAX_ANSWER_BYTES and (may_follow := _bytes_of(answer.compute_bitmask())):
-            first = dice.randrange(256)
-            above = may_follow >> first << first or may_follow
-            answer.consume_token((above & -above).bit_length() - 1)
-            num_bytes += 1
-        if answer.is_error():
-            raise ValueError(f"an answer would reach a limit: {answer.get_error()}")
 
 
 def _address_space() -> int:
@@ -192,11 +184,6 @@ def _allocated() -> int:
     mallinfo.restype = _Mallinfo
     account = mallinfo()
     return int(account.uordblks + account.hblkhd)
-
-
-def _bytes_of(mask: bytes) -> int:
-    """The bits of the 256 tokens that are bytes."""
-    return int.from_bytes(mask[:32], "little")
 
 
 if __name__ == "__main__":

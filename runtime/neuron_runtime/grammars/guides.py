@@ -7,21 +7,22 @@ made on the engine's thread, for all rows of a step together.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLExecutor
 
-from neuron_runtime.core import FORMS_BYTES, BackendLimits, Form, Request, guide_bytes
+from neuron_runtime.core import FORM_BYTES, BackendLimits, Form, Request, grammar_bytes
 from neuron_runtime.engine.guides import Guide, Masks
 from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.grammars.answers import Answer, Grammar, try_answers
 from neuron_runtime.grammars.checker import MAX_REFUSAL_CHARACTERS, Checker
-from neuron_runtime.grammars.language import STATE_BYTES, compiled
 from neuron_runtime.grammars.vocabulary import Vocabulary
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -29,6 +30,10 @@ ENTRY_BYTES = 64 << 10
 """Counted for each form that is kept, also for one that is refused, beside its text and its grammar."""
 NUM_THREADS = 2
 """Forms compiled at the same time. A hostile form holds one for some seconds; known forms wait for none."""
+WAITING_SECONDS = 0.02
+"""Between looks for room, where all forms that are kept have answers."""
+MAX_TRIED_TOKENS, MAX_TRIED_SECONDS = 24, 1.0
+"""Of each answer at random that tries a form with the model's tokens, and for all of them."""
 
 
 def grammar_guides(model_dir: Path, limits: BackendLimits) -> GrammarGuides:
@@ -36,61 +41,56 @@ def grammar_guides(model_dir: Path, limits: BackendLimits) -> GrammarGuides:
     return GrammarGuides(lambda: load_tokenizer(model_dir), limits.vocabulary_size, limits.max_rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    start: LLMatcher
-    num_bytes: int
-
-
 @dataclass(slots=True)
 class _GrammarGuide:
-    matcher: LLMatcher
+    answer: Answer
     end_token_ids: tuple[int, ...]
-    accepted: list[int] = field(default_factory=list)
-    """Tokens that the matcher does not know yet: `masks` tells all matchers together, on all cores."""
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        self.accepted += token_ids
+        # Matchers learn them in `masks`, all together on all cores.
+        self.answer.tokens.extend(token_ids)
 
 
 class GrammarGuides:
     """Implements `engine.guides.Guides`. All methods are called on the engine's thread."""
 
     def __init__(
-        self, load: Callable[[], Tokenizer], vocabulary_size: int, max_rows: int = 1, max_bytes: int = FORMS_BYTES
+        self, load: Callable[[], Tokenizer], vocabulary_size: int, max_rows: int = 1, max_bytes: int | None = None
     ) -> None:
         """
         load: the model's tokenizer; called when the first form arrives, on a thread.
         vocabulary_size: of the model; 0: that of its tokenizer.
         max_rows: answers at the same time.
-        max_bytes: of the forms that are kept; beyond it the one that was unused for longest is forgotten.
+        max_bytes: of forms; by default `grammar_bytes`.
         """
-        self._max_states = guide_bytes(max_rows) // STATE_BYTES
-        self._max_bytes = max_bytes
+        max_bytes = grammar_bytes(max_rows) if max_bytes is None else max_bytes
+        self._max_kept_bytes = max(0, max_bytes - NUM_THREADS * FORM_BYTES)  # those are being compiled
         self._load = load
         self._vocabulary_size = vocabulary_size
         self._vocabulary: Vocabulary | None = None
         self._loading = threading.Lock()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._executor: LLExecutor | None = None
-        self._checkers = [Checker(self._max_states) for _ in range(NUM_THREADS)]
+        self._checkers = [Checker(FORM_BYTES) for _ in range(NUM_THREADS)]
         self._idle_checkers = list(self._checkers)
-        self._compiled: OrderedDict[Form, Future[_Compiled]] = OrderedDict()
+        self._grammars: OrderedDict[Form, Future[Grammar]] = OrderedDict()
+        self._keeping = threading.Lock()
+        self._is_closed = False
 
     def prepare(self, request: Request) -> Future[Guide]:
         assert request.sampling.form is not None
         field, form = request.sampling.form.field, msgspec.structs.replace(request.sampling.form, field="")
         ends = tuple(sorted(request.sampling.stop_token_ids))
-        compiled = self._compiled.get(form)
-        if compiled is None:
-            compiled = self._compiled[form] = self._threads.submit(self._compile, form)
-            num_bytes = sum(_bytes_of(one, done) for one, done in self._compiled.items())
-            while num_bytes > self._max_bytes and len(self._compiled) > 1:
-                num_bytes -= _bytes_of(*self._compiled.popitem(last=False))
-        self._compiled.move_to_end(form)
+        with self._keeping:
+            grammar = self._grammars.get(form)
+            if grammar is None:
+                grammar = self._grammars[form] = self._threads.submit(self._compile, form)
+            self._grammars.move_to_end(form)
         guide: Future[Guide] = Future()
+        asked = [guide]
 
-        def made(done: Future[_Compiled]) -> None:
+        def made(done: Future[Grammar]) -> None:
+            guide = asked.pop()  # `done` keeps this function, which must not keep the answer
             if done.cancelled():
                 guide.cancel()
                 return
@@ -100,9 +100,9 @@ class GrammarGuides:
             elif error is not None:
                 guide.set_exception(error)
             else:
-                guide.set_result(_GrammarGuide(done.result().start.deep_copy(), ends))
+                guide.set_result(_GrammarGuide(Answer(done.result()), ends))
 
-        compiled.add_done_callback(made)
+        grammar.add_done_callback(made)
         return guide
 
     def masks(self, guides: Sequence[Guide]) -> Masks:
@@ -113,14 +113,18 @@ class GrammarGuides:
         bits = np.empty((len(guides), size), dtype=np.uint8)
         executor = self._executor = self._executor or LLExecutor()
         ours = [guide for guide in guides if isinstance(guide, _GrammarGuide)]
-        # A token that does not fit leaves its matcher in an error, which is found below.
-        while behind := [guide for guide in ours if guide.accepted]:
-            executor.consume_token_par([(guide.matcher, guide.accepted.pop(0)) for guide in behind])
-        executor.unsafe_compute_mask_ptr(
-            [(guide.matcher, at) for at, guide in enumerate(ours)], bits.ctypes.data, size, len(ours)
-        )
-        failed = []
         byte, bit = end // 8, np.uint8(1 << end % 8)
+        answers = [(guide.answer, at) for at, guide in enumerate(ours)]
+        while answers:
+            # A token that does not fit leaves its matcher in an error, which is found below.
+            while behind := [one for one, _ in answers if one.num_followed < len(one.tokens)]:
+                executor.consume_token_par([(one.matcher, one.tokens[one.num_followed]) for one in behind])
+                for one in behind:
+                    one.num_followed += 1
+            matchers = [(one.matcher, at) for one, at in answers]
+            executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, size, len(ours))
+            answers = [(one, at) for one, at in answers if bits[at, byte] & bit and one.restart()]
+        failed = []
         for at in np.flatnonzero(bits[:, byte] & bit).tolist():
             # The answer may end here, or the matcher has given up, as it does where no token fits.
             guide = ours[at]
@@ -128,12 +132,13 @@ class GrammarGuides:
             for token in guide.end_token_ids:
                 if token < end:
                     bits[at, token // 8] |= 1 << token % 8
-            if guide.matcher.is_error() or not bits[at].any():
+            if guide.answer.matcher.is_error() or not bits[at].any():
                 bits[at] = 0xFF
                 failed.append(at)
         return Masks(bits.reshape(-1).data, failed)
 
     def close(self) -> None:
+        self._is_closed = True
         for checker in self._checkers:
             checker.interrupt()
         self._threads.shutdown(cancel_futures=True)
@@ -142,23 +147,48 @@ class GrammarGuides:
 
     # On a thread
 
-    def _compile(self, form: Form) -> _Compiled:
+    def _compile(self, form: Form) -> Grammar:
         checker = self._idle_checkers.pop()
         try:
             checked = checker.checked(form)
         finally:
             self._idle_checkers.append(checker)
+        self._make_room()
         with self._loading:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._load(), self._vocabulary_size)
         try:
-            start = compiled(checked.grammar, self._vocabulary.for_grammars, self._max_states)
-            return _Compiled(start, checked.num_bytes)
+            grammar = Grammar(checked.grammar, self._vocabulary.for_grammars, checked.max_states)
+            answers = [(kind, MAX_TRIED_TOKENS) for kind in self._vocabulary.kinds]
+            try_answers(grammar, answers, MAX_TRIED_SECONDS)
         except ValueError as error:
             raise InvalidRequest(f"cannot be compiled: {str(error)[:MAX_REFUSAL_CHARACTERS]}") from error
+        return grammar
+
+    def _make_room(self) -> None:
+        """Forget forms that no answer has, those first that were unused for longest. Wait until there is room."""
+        while not self._is_closed:
+            with self._keeping:
+                num_bytes = sum(_bytes_of(*entry) for entry in self._grammars.items())
+                for entry in list(self._grammars.items()):
+                    if num_bytes <= self._max_kept_bytes:
+                        return
+                    if _is_unused(entry[1]):
+                        num_bytes -= _bytes_of(*entry)
+                        del self._grammars[entry[0]]
+            if num_bytes <= self._max_kept_bytes:
+                return
+            time.sleep(WAITING_SECONDS)
 
 
-def _bytes_of(form: Form, compiled: Future[_Compiled]) -> int:
-    """The memory of a form that is kept; what is still being compiled has no grammar yet."""
-    is_made = compiled.done() and not compiled.cancelled() and compiled.exception() is None
-    return ENTRY_BYTES + len(form.text) + (compiled.result().num_bytes if is_made else 0)
+def _bytes_of(form: Form, grammar: Future[Grammar]) -> int:
+    """The most that a known form takes, or a refused one."""
+    return grammar.done() * (ENTRY_BYTES + 2 * len(form.text)) + _is_made(grammar) * FORM_BYTES
+
+
+def _is_made(grammar: Future[Grammar]) -> bool:
+    return grammar.done() and not grammar.cancelled() and grammar.exception() is None
+
+
+def _is_unused(grammar: Future[Grammar]) -> bool:
+    return grammar.done() and not (_is_made(grammar) and grammar.result().answers)

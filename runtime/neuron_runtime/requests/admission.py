@@ -194,8 +194,6 @@ class Admission:
         """Checks that need no tokenization."""
         self.check_model(options.model)
         check_served(options, self.limits, names)
-        if options.stream_options is not None and not options.stream:
-            raise InvalidRequest.at("stream_options", "needs `stream: true`")
         if options.prompt_logprobs is not None and options.stream:
             raise InvalidRequest.at("prompt_logprobs", "cannot be streamed: leave out `stream`")
         if len(options.cache_salt or "") > MAX_SALT_CHARACTERS:

@@ -128,13 +128,18 @@ def _as_taken(chat: Chat, shapes: Shapes) -> list[ChatTurn]:
 
 
 def _add(taken: list[ChatTurn], turn: ChatTurn, shapes: Shapes) -> None:
-    """Add a turn, to the last one if the template does not show both."""
+    """Add a turn, to the last one if the template does not show both, and with an answer before it where it needs
+    one."""
     last = taken[-1] if taken else None
     if last and turn.role == last.role and turn.role in shapes.joined and not (last.calls or turn.calls):
         reasoning = "\n".join(one.reasoning for one in (last, turn) if one.reasoning)
         taken[-1] = replace(last, content=[*_texts(last), *_texts(turn)], reasoning=reasoning or None)
-    else:
-        taken.append(turn)
+        return
+    if shapes.answers_results and last and last.role == "tool" and turn.role == "user":
+        speakers = [one.role for one in taken if one.role != "tool" and not one.calls]
+        if speakers[-1:] == ["user"]:
+            taken.append(ChatTurn("assistant", "", turn.at))
+    taken.append(turn)
 
 
 def _with_one_text(turns: Sequence[ChatTurn]) -> Iterator[ChatTurn]:

@@ -54,7 +54,7 @@ class Generate(SamplingFields, kw_only=True):
     stream_options: Annotated[
         StreamOptions | None,
         "With `stream`. `include_usage`: send the usage in a last event; `continuous_usage_stats`: send it in every "
-        "event; `include_obfuscation`: accepted without effect",
+        "event; `include_obfuscation`: accepted without effect, as is all of it without `stream`",
     ] = None
 
 

@@ -46,7 +46,7 @@ class Parameter:
 
     acts: what acts on it; None: as on the field of `core.Sampling` with the same name, and without one, it does not
         affect sampling.
-    lowest, highest: the range of a number, inclusive unless `above`; None: unbounded, or bounded by the model.
+    lowest, highest: the range of a number, inclusive; None: unbounded, or bounded by the model.
     neutral: values besides None that have no effect; every mode and every route accepts them.
     default: the meaning of None if the model has no default.
     setting: name of the model's default in generation_config.json; empty: none.
@@ -56,7 +56,6 @@ class Parameter:
     acts: Acts | None = None
     lowest: float | None = None
     highest: float | None = None
-    above: bool = False
     neutral: tuple[Any, ...] = ()
     default: Any = None
     setting: str = ""
@@ -70,7 +69,7 @@ class Parameter:
             return ""
         if high is None:
             return f"at least {low}"
-        return f"above {low} and at most {high}" if self.above else f"from {low} to {high}"
+        return f"from {low} to {high}"
 
     def where(self, mode: str) -> Where:
         """Raises KeyError if it does not affect sampling."""
@@ -82,7 +81,7 @@ class Parameter:
         if value is None or low is None:
             return
         # NaN must be outside every range.
-        if not ((value > low if self.above else value >= low) and (high is None or value <= high)):
+        if not (value >= low and (high is None or value <= high)):
             raise InvalidRequest.at(name, f"must be {self.range}, got {value}")
 
 

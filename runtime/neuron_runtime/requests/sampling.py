@@ -21,6 +21,9 @@ from neuron_runtime.text.tokenizer import Tokenizer
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures up to this are greedy, because dividing logits by them overflows."""
 
+SMALLEST_TOP_P = 1e-9
+"""What 0 means: no set of tokens is smaller than the likeliest one."""
+
 _OF_THE_ANSWER = {"max_tokens", "logprobs", "prompt_logprobs"}
 """What `admission` decides per prompt."""
 SHARED = [one.name for one in fields(Sampling) if one.name in PARAMETERS and one.name not in _OF_THE_ANSWER]
@@ -91,6 +94,7 @@ class Sampler:
 
 _CONVERSIONS: dict[str, Callable[[Sampler, Any, Generate], Any]] = {
     "temperature": lambda sampler, value, options: value if value > GREEDY_TEMPERATURE else 0.0,
+    "top_p": lambda sampler, value, options: value or SMALLEST_TOP_P,
     "top_k": Sampler._top_k,
     "logit_bias": lambda sampler, value, options: token_ids.bias_entries(value, sampler.vocabulary_size),
     "allowed_token_ids": lambda sampler, value, options: token_ids.allowed_tokens(value, sampler.vocabulary_size),

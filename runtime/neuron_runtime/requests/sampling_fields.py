@@ -40,8 +40,8 @@ Temperature = Annotated[
 TopP = Annotated[
     float | None,
     "Sample from the smallest set of likeliest tokens whose probabilities add up to this; a device may drop the "
-    "last of several",
-    Parameter(lowest=0, highest=1, above=True, neutral=(1,), default=1.0, setting="top_p"),
+    "last of several; 0: the likeliest",
+    Parameter(lowest=0, highest=1, neutral=(1,), default=1.0, setting="top_p"),
 ]
 TopK = Annotated[
     int | None,

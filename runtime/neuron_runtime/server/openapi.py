@@ -135,7 +135,7 @@ def _document(app: FastAPI, operations: Sequence[Operation], has_keys: bool) -> 
 
 def _schema(row: Parameter) -> dict[str, Any]:
     """Description, default and range of a field. Null means the default."""
-    ends = {"exclusiveMinimum" if row.above else "minimum": row.lowest, "maximum": row.highest}
+    ends = {"minimum": row.lowest, "maximum": row.highest}
     schema = {"description": row.description, "default": row.default, **ends}
     if row.setting and row.default is not None:
         # A generated client may send the published default, which would override the model's.

@@ -43,6 +43,8 @@ class Shapes:
     """The roles of which it does not show two messages in a row."""
     calls: bool
     """Whether it shows earlier calls."""
+    answers_results: bool
+    """Whether it shows a message of the user behind a result only if there was an answer, be it empty, to the last."""
     short_ids: bool
     """Whether ids of calls must have nine letters and digits."""
     empty_content: str | None
@@ -137,6 +139,7 @@ def shapes_of(render: Render, names_developer: bool) -> Shapes:
     names += [name for name in ("thinking",) if shows([_ASKED, {**call, name: _TEXT}, _RESULT], _TEXT)]
     text_beside = {**call, **written("assistant", _TEXT), **dict.fromkeys(names, "a")}
     text_before, asks_again, both = written("assistant", _TEXT), [_ANSWER, _ASKED], (_TEXT, _KEYS[0])
+    called = [_ASKED, call, _RESULT]
     ways_of_text: Mapping[Any, Sequence[Messages]] = {
         "beside": [[_ASKED, text_beside, _RESULT, *after] for after in ([], asks_again)],
         "before": [[_ASKED, text_before, call, _RESULT, *after] for after in ([], asks_again)],
@@ -154,6 +157,8 @@ def shapes_of(render: Render, names_developer: bool) -> Shapes:
         roles={False: roles(None), True: roles(offer)},
         joined=frozenset(role for role in _NEIGHBOURS if not keeps_apart(role)),
         calls=shows_calls,
+        answers_results=not shows([*called, written("user", _TEXT)], *both)
+        and shows([*called, written("assistant", ""), written("user", _TEXT)], *both),
         short_ids=shows_calls and not shows([_ASKED, long_id, {**_RESULT, "tool_call_id": _LONG_ID}], _KEYS[0]),
         empty_content=empty,
         argument_objects=as_object,

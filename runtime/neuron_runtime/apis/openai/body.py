@@ -53,7 +53,7 @@ class ContentPart(msgspec.Struct, frozen=True):
 class Tool(msgspec.Struct, frozen=True):
     """A tool that the model may call."""
 
-    type: Annotated[str, "`function`; other types are not supported yet"] = "function"
+    type: Annotated[str | None, "`function`; other types are not supported yet"] = "function"
     function: Annotated[Function | None, "The function; required"] = None
 
 
@@ -68,7 +68,7 @@ class MessageCall(msgspec.Struct, frozen=True):
     """A call in an earlier answer."""
 
     id: Annotated[str | None, "Id of the call"] = None
-    type: Annotated[str, "`function`"] = "function"
+    type: Annotated[str | None, "`function`"] = "function"
     function: Annotated[CalledFunction | None, "The function; required"] = None
 
 
@@ -258,13 +258,13 @@ def _turn(message: Message, at: str) -> ChatTurn:
 def _calls(message: Message, at: str) -> Iterator[EarlierCall]:
     for number, call in enumerate(message.tool_calls or ()):
         where = f"{at}.tool_calls[{number}]"
-        if call.type != "function" or call.function is None:
+        if call.type not in (None, "function") or call.function is None:
             raise InvalidRequest(f"`{where}` must be the call of a function", field=f"{where}.type")
         yield EarlierCall(call.function.name, call.function.arguments, call.id)
 
 
 def _function(tool: Tool, at: str) -> Function:
-    if tool.type != "function":
+    if tool.type not in (None, "function"):
         message = f"`{at}.type` must be `function`, got `{tool.type[:64]}`: other tools are not supported yet"
         raise InvalidRequest(message, field=f"{at}.type")
     if tool.function is None:
