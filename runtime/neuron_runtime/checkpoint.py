@@ -365,7 +365,7 @@ def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
     unexpected = sorted(name for name in checkpoint.tensors if name not in shapes and not _ignored(name))
     if missing or unexpected:
         parts = [
-            f"{what}: {_named(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
+            f"{what}: {named(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
         raise InvalidModel(f"{checkpoint.folder}: the weights do not match config.json; tensors {'; '.join(parts)}")
     for name, shape in shapes.items():
@@ -406,6 +406,7 @@ def _ignored(name: str) -> bool:
     return name == HEAD or name.endswith(".rotary_emb.inv_freq")
 
 
-def _named(names: list[str]) -> str:
+def named(names: list[str]) -> str:
+    """The first of some names, for an error."""
     shown = ", ".join(names[:MAX_NAMED])
     return f"{shown} and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else shown

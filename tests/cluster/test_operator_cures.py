@@ -27,6 +27,7 @@ from helpers.operators import (
 )
 from helpers.quotas import delete_quota, set_quota
 from neuron_operator.api import names
+from neuron_operator.cluster.client import PODS
 from neuron_operator.read.objects import instant, text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -90,6 +91,33 @@ async def test_the_refused_pod_of_a_job_is_made_when_the_quota_is_raised(
         await eventually(lambda: namespace.condition("ModelResolved")[0] == "True", about=namespace.model)
         print(f"resolved {time.monotonic() - begin:.1f} s after the quota went")
         assert tried(namespace, "Job") >= cured
+
+
+async def test_no_replica_ends_for_one_that_a_limit_range_refuses(server: ApiServer, namespace: Namespace) -> None:
+    def replicas() -> set[str]:
+        pods = (pod["metadata"] for pod in namespace.list(PODS))
+        return {pod["name"] for pod in pods if pod["labels"][names.ROLE_LABEL] == names.ROLE_LEADER}
+
+    path = f"/api/v1/namespaces/{namespace.name}/limitranges"
+    bounds = {"limits": [{"type": "Container", "max": {"memory": "4Gi"}}]}
+    large = {"resources": {"limits": {"memory": "5Gi"}}}
+    async with (
+        client_of(server) as client,
+        operating(client, run_settings("--watch-namespaces", namespace.name)),
+        kubelet(namespace),
+    ):
+        namespace.put_model(replicas=1)
+        await eventually(lambda: is_ready(namespace), about=namespace.model)
+        before = replicas()
+        about = {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "small"}}
+        server.call("POST", path, {**about, "spec": bounds})
+        namespace.put_model(replicas=1, rollout={"strategy": "Replace"}, podTemplate={"spec": large})
+        await eventually(lambda: namespace.condition("UpToDate") == ("False", "AdmissionDenied"), about=namespace.model)
+        assert namespace.condition("Available")[0] == "True"
+        assert replicas() == before
+        server.call("DELETE", f"{path}/small", {})
+        await eventually(lambda: is_ready(namespace), about=namespace.model)
+        assert replicas().isdisjoint(before)
 
 
 @pytest.mark.parametrize("kind", ABSENT)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Llama4Config
 
 from helpers.hub import Shelf, serving
@@ -732,3 +733,40 @@ def test_with_a_named_folder_that_has_weights_the_model_needs_none(
 
 def quiet(stage: str, share: float) -> None:
     pass
+
+
+def with_tensors(model: Path, folder: Path, *names: str) -> Path:
+    """A copy of a model whose checkpoint has more tensors."""
+    shutil.copytree(model, folder)
+    save_file(
+        load_file(model / "model.safetensors") | {name: torch.ones(8) for name in names}, folder / "model.safetensors"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.1.self_attn.o_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.9.input_layernorm.weight",
+        "extra.weight",
+    ],
+)
+@pytest.mark.parametrize("where", ["at load", "where the artifact has the weights"])
+def test_a_weight_that_no_module_reads_ends_the_load(model: Path, tmp_path: Path, name: str, where: str) -> None:
+    strange = with_tensors(model, tmp_path / "model", name, "model.rotary_emb.inv_freq")
+    sharded = {"overrideNeuronConfig": {"save_sharded_checkpoint": True}}
+    config = config_of(strange, **({} if where == "at load" else sharded))
+    with library_of(), pytest.raises(InvalidModel) as caught:
+        generated(strange, config, compiled(config, strange, tmp_path / "artifact"))
+    assert f"NxD Inference does not read the tensors {name}, so" in str(caught.value)
+
+
+def test_buffers_that_no_module_reads_are_left_out(model: Path, tmp_path: Path) -> None:
+    names = ("model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq", "vision_tower.a.weight")
+    with library_of():
+        more = with_tensors(model, tmp_path / "model", *names)
+        config = config_of(more)
+        assert generated(more, config, compiled(config, more, tmp_path / "artifact")) == expected(model)

@@ -9,12 +9,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving, until_healthy
 from neuron_runtime.processes.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
+from neuron_runtime.server.http_protocol import BoundedProtocol
 
 LONG = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 STREAM = {**LONG, "stream": True}
@@ -192,6 +194,14 @@ async def test_a_drain_past_its_deadline_ends_streams_with_an_error(model_dir: P
         assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
         assert (await whole).status_code == 503
         await served.finished
+
+
+async def test_a_front_end_whose_drain_fails_ends_at_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(model_dir) as served:
+        monkeypatch.setattr(BoundedProtocol, "drain", Mock(side_effect=OSError("the connection is broken")))
+        served.tell(StartDrain(3600.0, 60.0))
+        with pytest.raises(OSError, match="the connection is broken"):
+            await served.finished
 
 
 async def test_an_engine_exit_fails_its_requests_and_the_next_engine_serves(model_dir: Path) -> None:

@@ -188,4 +188,4 @@ async def test_a_mark_that_the_tokenizer_hides_is_left_to_the_model(
     async with serves(folder, limits=limits, text=TextOptions(chat_template=HERMES)) as served:
         answer = await ask(served)
         assert answer.status_code == 200, answer.text
-        assert served.engine.engine._guides._compiled == {}  # type: ignore[attr-defined]
+        assert served.engine.engine._guides._grammars == {}  # type: ignore[attr-defined]

@@ -49,6 +49,16 @@ def test_the_template_for_tools_tells_the_family(tmp_path: Path) -> None:
     assert load_text(tmp_path, TextOptions()).tool_format is TOOL_PARSERS["hermes"]
 
 
+def test_an_end_of_answers_that_the_files_do_not_name_is_reported(tmp_path: Path) -> None:
+    write_chat_model(tmp_path)
+    assert load_text(tmp_path, TextOptions()).defaults.notices == []
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
+    (notice,) = load_text(tmp_path, TextOptions()).defaults.notices
+    assert "eos_token_id lacks 3, the chat template's end of an answer: answers may go on to max_tokens" in notice
+    assert load_text(tmp_path, TextOptions(chat_template="{{ messages[0].role }}")).defaults.notices == []
+    assert load_text(tmp_path, TextOptions(chat_template="{{ raise_exception('no') }}")).defaults.notices == []
+
+
 @pytest.mark.parametrize("source", [CHAT_TEMPLATE, "<tool_call><function=f><parameter=a>", "<tool_call>f<arg_key>"])
 def test_other_templates_tell_none(source: str) -> None:
     assert recognized(source) is None

@@ -100,7 +100,9 @@ class LLM:
                 self._model_dir = self._engine.find_model()
                 tokenizer = load_tokenizer(self._model_dir)
                 source = config.text.generation_config
-                defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id, source)
+                defaults = load_generation_defaults(
+                    self._model_dir, tokenizer.eos_token_id, source, tokenizer.answer_end_id
+                )
                 limits = self._engine.load()
                 if seed is not None:
                     _check_seed(limits)

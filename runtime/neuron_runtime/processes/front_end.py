@@ -71,7 +71,9 @@ class Text:
 def load_text(model_dir: Path, options: TextOptions) -> Text:
     """Raises FatalError."""
     tokenizer = load_tokenizer(model_dir, options.chat_template)
-    defaults = load_generation_defaults(model_dir, tokenizer.eos_token_id, options.generation_config)
+    defaults = load_generation_defaults(
+        model_dir, tokenizer.eos_token_id, options.generation_config, tokenizer.answer_end_id
+    )
     reasoning = REASONING_PARSERS[options.reasoning_parser] if options.reasoning_parser else None
     if reasoning is not None and tokenizer.hidden_tokens & {reasoning.start, reasoning.end}:
         message = f"{reasoning.start} is a special token of this model, which its text omits: leave the parser out"

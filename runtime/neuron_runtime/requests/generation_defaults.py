@@ -40,6 +40,9 @@ class GenerationDefaults:
     on_host: tuple[str, ...] = ()
     """Settings with which the host samples, beside a device that samples other requests."""
 
+    unnamed_end_id: int | None = None
+    """The token with which the chat template ends an answer, if the files do not name it as an end."""
+
     def value(self, name: str) -> Any:
         """The value of a parameter that a request leaves out: the model's default, else the parameter's."""
         own = getattr(self.sampling, name)
@@ -70,15 +73,23 @@ class GenerationDefaults:
 
     @property
     def notices(self) -> list[str]:
-        """For the log, what the file sets and the model does not do, or does more slowly."""
+        """For the log, what the file sets and the model does not do, or does more slowly, and what it lacks."""
+        missing = f"eos_token_id lacks {self.unnamed_end_id}, the chat template's end of an answer"
         slower = "the host samples requests that leave it out, which is slower than the device"
         return [
             *(f"generation_config.json: {setting} is not supported and not applied" for setting in self.not_applied),
             *(f"generation_config.json: {setting} needs logits: {slower}" for setting in self.on_host),
+            *(
+                []
+                if self.unnamed_end_id is None
+                else [f"generation_config.json: {missing}: answers may go on to max_tokens"]
+            ),
         ]
 
 
-def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: str = AUTO) -> GenerationDefaults:
+def load_generation_defaults(
+    model_dir: Path, eos_token_id: int | None, source: str = AUTO, answer_end_id: int | None = None
+) -> GenerationDefaults:
     """Defaults from `generation_config.json`; end tokens also from `config.json` and the tokenizer.
 
     `do_sample: false` makes greedy the default, as in transformers.
@@ -86,6 +97,7 @@ def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: 
     Args:
         source: AUTO: the model's own folder; NEUTRAL: no defaults; else another folder. The model's end tokens always
             apply, in addition to those of another folder.
+        answer_end_id: the token with which the chat template ends an answer.
 
     Raises:
         FatalError: INVALID_MODEL, naming the invalid file and field; INVALID_ENGINE_CONFIG for a `source` without such
@@ -118,7 +130,8 @@ def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: 
         for row in rows(Surface.GENERATION_CONFIG)
         if not row.accepts(settings.get(row.name))
     )
-    return GenerationDefaults(ends, sampling, not_applied)
+    unnamed = None if answer_end_id in ends else answer_end_id
+    return GenerationDefaults(ends, sampling, not_applied, unnamed_end_id=unnamed)
 
 
 def _token_ids(settings: Mapping[str, Any], path: Path) -> frozenset[int]:

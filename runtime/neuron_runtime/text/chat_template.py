@@ -110,6 +110,17 @@ class ChatTemplate:
         # If the template trims messages, trailing whitespace is not part of the prompt.
         return begun if rest.startswith(" ") else begun.rstrip()
 
+    @property
+    def behind_answers(self) -> str:
+        """What the prompt has behind an answer, such as the mark of its end."""
+        messages = [{"role": role, "content": self.shapes.content(role, _OPEN_END)} for role in ("user", "assistant")]
+        try:
+            text = self.render(messages, add_generation_prompt=False)
+        except TemplateRefused:
+            return ""
+        _, mark, rest = text.rpartition(_OPEN_END.rstrip())
+        return rest.lstrip() if mark else ""
+
     def _tried(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
         try:
             return self.render(messages, variables={"tools": tools})

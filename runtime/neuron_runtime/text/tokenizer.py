@@ -118,6 +118,13 @@ class Tokenizer:
         return token_id in self._spelling.special
 
     @property
+    def answer_end_id(self) -> int | None:
+        """The special token with which the chat template ends an answer."""
+        behind = "" if self.chat_template is None else self.chat_template.behind_answers
+        ends = [token for token in self.hidden_tokens if behind.startswith(token)]
+        return self._fast.token_to_id(max(ends, key=len)) if ends else None
+
+    @property
     def hidden_tokens(self) -> frozenset[str]:
         """Special tokens, which `decode` skips."""
         return frozenset(one.content for one in self._fast.get_added_tokens_decoder().values() if one.special)

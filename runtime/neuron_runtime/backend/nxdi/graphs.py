@@ -27,6 +27,7 @@ from neuron_runtime.backend.nxdi.foreign import (
 )
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
+from neuron_runtime.backend.nxdi.unread import all_weights_read
 from neuron_runtime.backend_protocol import CompileUnit, Needs
 from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE, SHARD_FILE, has_only_shards, read_config
 from neuron_runtime.config import RuntimeConfig
@@ -124,7 +125,8 @@ class NxdiCompiler:
         with tempfile.TemporaryDirectory(prefix="nxdi-") as scratch:
             self._work = Path(scratch, "work")
             prepare_environment(self._settings, self._target, self._work)
-            library.application(self._settings, self._model_dir).compile(str(folder))
+            with all_weights_read(self._model_dir, self._settings.application):
+                library.application(self._settings, self._model_dir).compile(str(folder))
 
     def _ready(self) -> list[str]:
         """Graphs that are compiled, in any order: NxD Inference has several compilers at work."""

@@ -16,6 +16,7 @@ from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weigh
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.backend.nxdi.unread import all_weights_read
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.checkpoint import check_tied_head, read_checkpoint
 from neuron_runtime.config import RuntimeConfig
@@ -52,7 +53,8 @@ def load(
 
     def attempt() -> Any:
         made = library.application(settings, model_dir)
-        made.load(str(artifact), **share, skip_warmup=True)
+        with all_weights_read(model_dir, settings.application):
+            made.load(str(artifact), **share, skip_warmup=True)
         return made
 
     application = when_free(attempt)

@@ -21,7 +21,7 @@ import fake_nxdi
 from fake_nxdi import buckets, device, platform
 from fake_nxdi.ahead import run_ahead
 from fake_nxdi.config import InferenceConfig, NeuronConfig
-from fake_nxdi.decoder import Decoder, read_checkpoint
+from fake_nxdi.decoder import Decoder, preprocess, read_checkpoint
 from fake_nxdi.parameters import check_parameters, inferred, prepare_sampling_params
 from fake_nxdi.plan import CONTEXT, TOKEN, as_json, from_json, plan_of, trace
 from fake_nxdi.program import Notes, Program
@@ -131,7 +131,7 @@ class NeuronApplicationBase(torch.nn.Module):
         folder = named if named and os.path.exists(named) else self.model_path
         if not os.path.isdir(folder):
             raise OSError(f"{folder} is not a local folder and is not a valid model identifier")
-        return read_checkpoint(Path(folder))
+        return preprocess(self.config, read_checkpoint(Path(folder)))
 
     # Load
 

@@ -7,6 +7,7 @@ the caller: `forward` takes what came before as tensors and returns the new keys
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,39 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     if not found:
         raise FileNotFoundError(f"Can not find model.safetensors or pytorch_model.bin in {folder}")
     return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+
+
+COPIED = {
+    **{f"self_attn.{one}_proj": f"self_attn.qkv_proj.{one}_proj" for one in "qkv"},
+    "self_attn.o_proj": "self_attn.o_proj.o_proj",
+}
+"""Parameters that the library copies under another name."""
+
+
+def preprocess(config: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the decoder reads of a checkpoint. As the library does, it says what it drops, copies too."""
+    shape, norms = shape_of(config), ("input_layernorm", "post_attention_layernorm")
+    mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    biased: list[str] = [*COPIED] if getattr(config, "attention_bias", False) else []
+    biased += mlp if getattr(config, "mlp_bias", False) else ()
+    if shape.model_type == "qwen2":
+        biased = [one for one in COPIED if one != "self_attn.o_proj"]
+    if shape.model_type == "qwen3":
+        norms += ("self_attn.q_norm", "self_attn.k_norm")
+    modules = (*norms, *COPIED, *mlp)
+    read = {"embed_tokens.weight", "norm.weight", "lm_head.weight"}
+    read |= {f"layers.{number}.{one}.weight" for number in range(shape.layers) for one in modules}
+    read |= {f"layers.{number}.{one}.bias" for number in range(shape.layers) for one in biased}
+    dropped = []
+    for name in checkpoint:
+        module, _, parameter = name.rpartition(".")
+        layer, _, inner = module.removeprefix("layers.").partition(".")
+        if name not in read or inner in COPIED or inner.endswith(("q_norm", "k_norm")):
+            dropped.append(name)
+        if name not in read and inner in COPIED:
+            dropped.append(f"layers.{layer}.{COPIED[inner]}.{parameter}")
+    warnings.warn(f"Removing redundant keys from checkpoint: {dropped}", stacklevel=1)
+    return {name: tensor for name, tensor in checkpoint.items() if name in read}
 
 
 def frequencies(shape: Shape) -> torch.Tensor:
