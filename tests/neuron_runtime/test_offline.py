@@ -499,7 +499,7 @@ def test_unknown_parameters_are_refused_and_known_ones_can_be_assigned(llm: LLM)
     with pytest.raises(AttributeError):
         params.temprature = 1  # type: ignore[attr-defined]
     params.top_p = 2.0
-    with pytest.raises(InvalidRequest, match="`top_p` must be above 0"):
+    with pytest.raises(InvalidRequest, match="`top_p` must be from 0 to 1"):
         llm.generate("a", params, use_tqdm=False)
 
 
