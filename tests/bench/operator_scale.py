@@ -33,8 +33,9 @@ from helpers.apiserver import ApiServer
 from helpers.operator_process import Process
 from helpers.operators import BY_KIND, FACTS, OPERATOR_USER, SPEC, served
 from helpers.ports import free_ports
-from neuron_operator.api.names import MODEL_LABEL
+from neuron_operator.api.names import HOLDING, MODEL_LABEL
 from neuron_operator.cluster.client import CHILDREN, NEURON_MODELS, PODS
+from neuron_operator.read.objects import name_of
 from neuron_runtime.bench.report import percentile
 from neuron_runtime.console import say
 from neuron_runtime.errors import ServingError
@@ -104,8 +105,8 @@ class Call:
 
     @property
     def is_write(self) -> bool:
-        """It writes something else than the Lease."""
-        return self.verb in WRITES and self.resource != "leases"
+        """It writes something else than the Lease and, once in a namespace, the name of the operator."""
+        return self.verb in WRITES and self.resource != "leases" and name_of(self.body) != HOLDING
 
     @property
     def is_routine(self) -> bool:
