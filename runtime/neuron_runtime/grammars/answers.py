@@ -59,6 +59,11 @@ class Answer:
     def matcher(self) -> LLMatcher:
         return self._matcher or self._begun()
 
+    def followed(self) -> int:
+        """The next token, which the matcher learns now."""
+        self.num_followed += 1
+        return self.tokens[self.num_followed - 1]
+
     def restart(self) -> bool:
         """Go on with another automaton if this one is full; False if it is not, or that would not help."""
         if FULL not in self.matcher.get_error():

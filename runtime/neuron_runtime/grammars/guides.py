@@ -117,13 +117,12 @@ class GrammarGuides:
         answers = [(guide.answer, at) for at, guide in enumerate(ours)]
         while answers:
             # A token that does not fit leaves its matcher in an error, which is found below.
-            while behind := [one for one, _ in answers if one.num_followed < len(one.tokens)]:
-                executor.consume_token_par([(one.matcher, one.tokens[one.num_followed]) for one in behind])
-                for one in behind:
-                    one.num_followed += 1
+            while behind := [(one.matcher, one.followed()) for one, _ in answers if one.num_followed < len(one.tokens)]:
+                executor.consume_token_par(behind)
             matchers = [(one.matcher, at) for one, at in answers]
             executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, size, len(ours))
-            answers = [(one, at) for one, at in answers if bits[at, byte] & bit and one.restart()]
+            ends = (bits[:, byte] & bit).tolist()
+            answers = [(one, at) for one, at in answers if ends[at] and one.restart()]
         failed = []
         for at in np.flatnonzero(bits[:, byte] & bit).tolist():
             # The answer may end here, or the matcher has given up, as it does where no token fits.
