@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,20 @@ def test_a_chat_has_exactly_one_bos(tmp_path: Path) -> None:
 def test_a_template_error_is_refused_with_its_own_message(source: str, says: str) -> None:
     with pytest.raises(TemplateRefused, match=says):
         ChatTemplate(source, {}).render(MESSAGES)
+
+
+def test_a_refusal_keeps_no_caller_alive() -> None:
+    class Caller:
+        def call(self) -> weakref.ref[Caller]:
+            ChatTemplate("{{ raise_exception('no') }}", {})
+            return weakref.ref(self)
+
+    gc.disable()
+    try:
+        caller = Caller().call()
+        assert caller() is None
+    finally:
+        gc.enable()
 
 
 def test_an_invalid_template_is_reported_with_its_line(tmp_path: Path) -> None:

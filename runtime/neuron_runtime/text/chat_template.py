@@ -42,6 +42,13 @@ class _GenerationBlocks(Extension):
         return str(caller())
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Raise the error that is being handled as it is: Jinja would rewrite its traceback, which nobody reads, and
+        leave it in a cycle that keeps all callers and what they hold until the garbage collector comes."""
+        raise  # noqa: PLE0704 - called while an error is handled
+
+
 class ChatTemplate:
     """A compiled template together with the special tokens that it may use.
 
@@ -50,9 +57,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-        )
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
