@@ -711,6 +711,31 @@ async def test_a_field_that_somebody_else_keeps_changing_is_named_and_written_ev
         assert namespace.get(deployments, "chat")["spec"]["replicas"] == 3
 
 
+async def test_writes_of_an_object_that_has_just_changed_are_repeated_and_no_contest(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As controllers change a Deployment whose pods a node refuses."""
+    deployments = BY_KIND["Deployment"]
+    num_lost = 2 * NUM_AT_ONCE
+
+    async def apply(self: Client, resource: Resource, desired: Any, live: Any, *, plain: Any = Client.apply) -> Any:
+        nonlocal num_lost
+        if resource == deployments and num_lost > 0:
+            num_lost -= 1
+            namespace.patch(deployments, "chat", {"metadata": {"annotations": {"changed": str(num_lost)}}})
+        return await plain(self, resource, desired, live)
+
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model(replicas=1)
+        await namespace.settle()
+        monkeypatch.setattr(Client, "apply", apply)
+        namespace.patch(deployments, "chat", {"spec": {"replicas": 3}})
+        await eventually(
+            lambda: namespace.get(deployments, "chat")["spec"]["replicas"] == 1 and num_lost == 0, about=namespace.model
+        )
+        assert namespace.condition("Accepted") == ("True", "Accepted")
+
+
 async def test_a_job_that_somebody_keeps_deleting_is_named_and_made_ever_more_rarely(
     server: ApiServer, namespace: Namespace
 ) -> None:

@@ -1,5 +1,4 @@
-"""Writes that somebody else undoes: an admission policy that changes a field, an autoscaler of the
-Deployment.
+"""Writes that somebody else undoes: an admission policy that changes a field, an autoscaler of the Deployment.
 
 The pass asks before it repeats a write. A few are made at once, the next ones ever more rarely, up to minutes apart,
 and meanwhile the status names object, field, wanted and found. In memory: a new leader begins again with the few.
@@ -102,19 +101,14 @@ class Contests:
         self._clock = clock
         self._last: OrderedDict[Hashable, _Write] = OrderedDict()
 
-    def enter(self, key: Hashable, wants: Difference) -> str:
-        """Before a write that repairs this: empty if it may be made, else why it has to wait."""
-        if words := self.check(key, wants):
-            return words
-        self.wrote(key, wants)
-        return ""
-
     def check(self, key: Hashable, wants: Difference) -> str:
+        """Before a write that repairs this: empty if it may be made, else why it has to wait."""
         before = self._undone(key, wants)
         return before.wants.words if before and self._clock() - before.at < before.wait_seconds else ""
 
     def wrote(self, key: Hashable, wants: Difference, uid: str = "") -> None:
-        """`uid`: of the object that this created."""
+        """After a write that the API server took. Nobody has undone what it refuses, such as a write of an object that
+        has changed since it was read. `uid`: of the object that this created."""
         before = self._undone(key, wants)
         num = before.num + 1 if before else 1
         self._last[key] = _Write(wants, self._clock(), num, uid)

@@ -245,9 +245,11 @@ class _Writes:
                 if words := self.by.contests.still(_key_of(desired)):
                     raise _Refused(refusal(RefusalCause.UNDONE, message=words))
                 return
-            if words := self.by.contests.enter(_key_of(desired), difference(desired, live)):
+            wants = difference(desired, live)
+            if words := self.by.contests.check(_key_of(desired), wants):
                 raise _Refused(refusal(RefusalCause.UNDONE, message=words))
             self._observe_written(resource, await self._apply(resource, desired, live))
+            self.by.contests.wrote(_key_of(desired), wants)
         except (Terminating, Forbidden, Invalid) as fault:
             raise _Refused(refusal(_CAUSES[type(fault)], message=str(fault))) from fault
         except TermOver:
@@ -307,7 +309,8 @@ class _Writes:
             raise _Refused(Refusal(RefusalCause.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
 
     async def status(self, body: Object, status: Object) -> None:
-        if words := self.by.contests.enter(_key_of(body), status_of(status)):
+        wants = status_of(status)
+        if words := self.by.contests.check(_key_of(body), wants):
             logger.warning("%s: %s", "/".join(_key_of(body)), words)
             return
         try:
@@ -316,6 +319,7 @@ class _Writes:
             self.by.caches.forget(body)
             return
         self._observe_written(NEURON_MODELS, written)
+        self.by.contests.wrote(_key_of(body), wants)
 
 
 _CAUSES = {Terminating: RefusalCause.TERMINATING, Forbidden: RefusalCause.FORBIDDEN, Invalid: RefusalCause.REJECTED}
