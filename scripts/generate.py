@@ -57,6 +57,7 @@ TARGETS = (
     Target("docs/benchmarks.md", published_step_times, "published step times"),
     Target("docs/neuron.md", nxdi_tables.models, "models of NxD Inference"),
     Target("docs/neuron.md", nxdi_tables.statuses, "statuses of the Neuron runtime"),
+    Target("docs/neuron.md", nxdi_tables.neuronx_fields, "settings of transformers-neuronx"),
     Target("docs/api.md", fields, "fields"),
     Target("docs/api.md", partial(fields_of, ResponsesBody), "fields of responses"),
     Target("docs/api.md", partial(names, Surface.RESPONSES, has_effect=True), "refused fields of responses"),
