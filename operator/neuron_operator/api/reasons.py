@@ -11,14 +11,14 @@ from enum import Enum, StrEnum
 from typing import Literal, Self, get_args
 
 Normal = Literal["Accepted", "ModelResolved", "Placed", "WeightsReady", "Compiled", "Available", "UpToDate"]
-Abnormal = Literal["Reconciling", "Stalled"]
+Abnormal = Literal["Reconciling", "Stalled", "Contested"]
 Condition = Literal[Normal, "Ready", Abnormal]
 
 CONDITIONS: tuple[Condition, ...] = get_args(Normal)
 """In the order in which a model becomes ready. `Ready` repeats the first one that is not true."""
 
 ABNORMAL: tuple[Condition, ...] = get_args(Abnormal)
-"""Present only while true, at most one of them, as kstatus (Flux, kpt, Argo CD's rules for it) expects."""
+"""Present only while true: of the first two at most one, as kstatus (Flux, kpt, Argo CD's rules for it) expects."""
 
 SHOWN: tuple[Condition, ...] = (*CONDITIONS, "Ready", *ABNORMAL)
 """Every condition that the operator writes."""
@@ -119,11 +119,12 @@ class Reason(StrEnum):
     CONTESTED = Row(
         "Contested",
         "Somebody else undoes what the operator writes: a policy that changes images or tolerations, an autoscaler of "
-        "the Deployment. The message has object, field, wanted and found. Replicas serve on",
+        "the Deployment. The message has object, field, wanted and found. Replicas serve on: `Ready` is false only if "
+        "something else is not true, and has this reason if that would otherwise be progress",
         "Set the field in the manifest or in the chart's values to what the policy makes it, exempt the object, or "
         "scale the NeuronModel instead of its Deployment. After five writes the operator writes again after half a "
         "minute, at last every ten minutes",
-        conditions=("Accepted",),
+        conditions=("Contested",),
     )
     STORAGE_NOT_CONFIGURED = Row(
         "StorageNotConfigured",

@@ -21,7 +21,7 @@ from neuron_operator.decide import breaker, groups, nudge, pin, rollout
 from neuron_operator.decide.breaker import Allowed
 from neuron_operator.decide.rollout import Setback
 from neuron_operator.decide.sharing import upkeep
-from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, seconds_false, using, walk
+from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, seconds_of, using, walk
 from neuron_operator.place.planner import Held, is_stranded
 from neuron_operator.read.objects import dig, is_owned, kind_of, name_of, only
 from neuron_operator.read.revision import Revision
@@ -582,7 +582,7 @@ def _requeue_after(
     of_groups = course.groups.due if course.groups else None
     looks = (rollout.surge_due(observed), rollout.next_look(observed), of_groups)
     times = (*retries, *starting, *looks, *course.due)
-    wait = seconds_false(observed, "Ready")
+    wait = seconds_of(observed, "Ready") or seconds_of(observed, "Contested", "True")
     is_awaiting = any(isinstance(need, Exists | Trial) for finding in findings for need in finding.needs)
     delays = (
         min(max(wait / 20, MIN_RECHECK_SECONDS), RECHECK_SECONDS) if world.refusals else None,

@@ -143,7 +143,7 @@ def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
         cure = "set the field in the manifest or the chart's values, or exempt the object"
         who = "kubectl get --show-managed-fields -o yaml tells who it is, unless an admission policy is it"
         text = f"somebody else undoes what the operator writes, so it is written ever more rarely: {_quoted(undone)}"
-        yield unmet("Accepted", Reason.CONTESTED, f"{text}; {cure}; {who}")
+        yield Finding("Contested", "True", Reason.CONTESTED, f"{text}; {cure}; {who}")
     if by_cause[RefusalCause.TERMINATING]:
         text = "the namespace is being deleted, so nothing can be created in it"
         yield unmet("Accepted", Reason.NAMESPACE_TERMINATING, text)
