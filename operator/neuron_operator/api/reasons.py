@@ -95,10 +95,11 @@ class Reason(StrEnum):
     ADMISSION_DENIED = Row(
         "AdmissionDenied",
         "An admission policy, a webhook, a LimitRange or a missing class refuses an object (`Accepted`) or the pods "
-        "(`Available`); the message quotes the API server",
+        "(`Available`); the message quotes the API server. As `UpToDate`: it would refuse the pods of an edit, so no "
+        "replica ends",
         "Follow the message; see [troubleshooting](troubleshooting.md#a-refused-object). The operator tries again, "
         "at most 30 s apart",
-        conditions=("Accepted", "Available"),
+        conditions=("Accepted", "Available", "UpToDate"),
         final=True,
     )
     OPERATOR_FORBIDDEN = Row(
@@ -161,14 +162,16 @@ class Reason(StrEnum):
     # Pods cannot be created, or do not get their resources.
     POD_SECURITY_DENIED = Row(
         "PodSecurityDenied",
-        "The namespace's Pod Security level refuses the pods",
+        "The namespace's Pod Security level refuses the pods; as `UpToDate`, those of an edit, so no replica ends",
         "The operator's pods pass `restricted`; check `podTemplate`",
+        conditions=("Available", "UpToDate"),
     )
     QUOTA_EXCEEDED = Row(
         "QuotaExceeded",
-        "A ResourceQuota refuses an object, such as the Service (`Accepted`), or the pods (`Available`)",
+        "A ResourceQuota refuses an object, such as the Service (`Accepted`), or the pods (`Available`). As "
+        "`UpToDate`: the pods of an edit would exceed it even when the earlier ones have ended, so no replica ends",
         "Raise the quota, or request less. A quota of memory or CPU demands `podTemplate.spec.resources`",
-        conditions=("Accepted", "Available"),
+        conditions=("Accepted", "Available", "UpToDate"),
     )
     ALLOCATION_REJECTED = Row(
         "AllocationRejected",

@@ -174,7 +174,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
     pace = rollout.pace_of(model, observed, allowed.revision) if allowed else None
     trial = rollout.trial_of(model, observed, allowed.revision, pace) if allowed and pace and not setback else None
-    denied = _explain_trial(trial, world) if trial else ()
+    denied = _explain_trial(trial, world, observed, model.spec.replicas) if trial else ()
     if allowed and pace and trial:
         pace = replace(pace, needs=pace.needs | {trial})
         if denied and (before := observed.serving(besides=pinned)):
@@ -249,9 +249,10 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     )
 
 
-def _explain_trial(trial: Trial, world: World) -> tuple[Finding, ...]:
+def _explain_trial(trial: Trial, world: World, observed: Observed, num_wanted: int) -> tuple[Finding, ...]:
     """Why no replica ends for the next revision; nothing if the pods of that would be created."""
-    explained = explain_trial(world.denials.get(trial, ""))
+    ending = [pod.live for pod in observed.live]
+    explained = explain_trial(world.denials.get(trial, ""), ending, min(len(ending), num_wanted))
     if explained is None:
         return ()
     reason, message = explained

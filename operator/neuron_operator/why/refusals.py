@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from neuron_operator.api.reasons import Finding, Reason, unmet
-from neuron_operator.read.world import Refusal, RefusalCause
+from neuron_operator.read.objects import number_of, requested
+from neuron_operator.read.world import Object, Refusal, RefusalCause
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,40 @@ def explain_denial(message: str, *, of_job: bool = False) -> tuple[Reason, str]:
     return denial.reason, (of_job and denial.cure_of_job) or denial.cure
 
 
-def explain_trial(message: str) -> tuple[Reason, str] | None:
-    """The reason and the message for a pod that was only tried; None if it could be created once another has ended."""
+def explain_trial(message: str, ending: Sequence[Object], num_next: int) -> tuple[Reason, str] | None:
+    """The reason and the message for a pod that was only tried; None if it could be created once another has ended.
+
+    ending: the pods that end for `num_next` like it.
+    """
     if not message or re.search(_OF_TRIALS, message):
+        return None
+    exceeded = re.search(_EXCEEDED, message)
+    if exceeded and not _stays_exceeded(*exceeded.groups(), ending, num_next):
         return None
     reason, cure = explain_denial(message)
     return reason, f"{message}; {cure}" if cure else message
 
 
-_OF_TRIALS = 'exceeded quota: |cannot create resource "pods"|does not support dry run'
-"""The replica that ends frees its share of the quota; the others tell of the trial alone."""
+_OF_TRIALS = r'cannot create resource "pods"|does not support dry run'
+"""Of the trial alone."""
+_EXCEEDED = r"exceeded quota: .*?requested: (\S+), used: (\S+), limited: (\S+)"
+
+
+def _stays_exceeded(asked: str, used: str, limited: str, ending: Sequence[Object], num_next: int) -> bool:
+    """Whether a quota would not suffice either when all pods that end have freed their share."""
+    amounts = [dict(part.split("=", 1) for part in one.split(",") if "=" in part) for one in (asked, used, limited)]
+    wanted, held, most = ({name: number_of(amount) for name, amount in one.items()} for one in amounts)
+    for name, of_next in wanted.items():
+        kind, _, resource = name.partition(".")
+        if kind in ("requests", "limits"):
+            freed = [requested(pod, resource, (kind,)) for pod in ending]
+        elif name in ("cpu", "memory", "ephemeral-storage"):
+            freed = [requested(pod, name, ("requests",)) for pod in ending]
+        else:  # the number of pods
+            freed = [of_next] * len(ending)
+        if round(held.get(name, 0.0) - sum(freed) + num_next * of_next - most.get(name, 0.0), 6) > 0:
+            return True
+    return False
 
 
 def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
