@@ -214,6 +214,7 @@ def test_no_replica_ends_while_the_next_pod_would_be_refused(replicas: int) -> N
     "message",
     [
         'pods "chat-1" is forbidden: exceeded quota: q, requested: pods=1, used: pods=1, limited: pods=1',
+        'pods "chat-1" is forbidden: exceeded quota: q',
         'pods is forbidden: User "operator" cannot create resource "pods" in API group "" in the namespace "ns"',
         'admission webhook "mesh.example" does not support dry run',
     ],

@@ -111,8 +111,7 @@ def explain_trial(message: str, ending: Sequence[Object], num_next: int) -> tupl
     """
     if not message or re.search(_OF_TRIALS, message):
         return None
-    exceeded = re.search(_EXCEEDED, message)
-    if exceeded and not _stays_exceeded(*exceeded.groups(), ending, num_next):
+    if "exceeded quota: " in message and not _stays_exceeded(message, ending, num_next):
         return None
     reason, cure = explain_denial(message)
     return reason, f"{message}; {cure}" if cure else message
@@ -120,12 +119,15 @@ def explain_trial(message: str, ending: Sequence[Object], num_next: int) -> tupl
 
 _OF_TRIALS = r'cannot create resource "pods"|does not support dry run'
 """Of the trial alone."""
-_EXCEEDED = r"exceeded quota: .*?requested: (\S+), used: (\S+), limited: (\S+)"
+_AMOUNTS = r"exceeded quota: .*?requested: (\S+), used: (\S+), limited: (\S+)"
 
 
-def _stays_exceeded(asked: str, used: str, limited: str, ending: Sequence[Object], num_next: int) -> bool:
+def _stays_exceeded(message: str, ending: Sequence[Object], num_next: int) -> bool:
     """Whether a quota would not suffice either when all pods that end have freed their share."""
-    amounts = [dict(part.split("=", 1) for part in one.split(",") if "=" in part) for one in (asked, used, limited)]
+    answer = re.search(_AMOUNTS, message)
+    if answer is None:
+        return False
+    amounts = [dict(part.split("=", 1) for part in one.split(",") if "=" in part) for one in answer.groups()]
     wanted, held, most = ({name: number_of(amount) for name, amount in one.items()} for one in amounts)
     for name, of_next in wanted.items():
         kind, _, resource = name.partition(".")

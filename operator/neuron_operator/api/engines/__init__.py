@@ -1,0 +1,1 @@
+"""The engines that a replica can run."""
