@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from neuron_runtime.grammars.language import compiled
 
