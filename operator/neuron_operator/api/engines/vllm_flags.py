@@ -27,7 +27,7 @@ LIMIT_SECONDS = 3600
 
 
 SPARE_SECONDS = 30
-"""A pod is killed so long after its answers had to end. An engine that gave them up sooner would only hang until then."""
+"""A pod is killed so long after its answers had to end. If the engine gave them up sooner, it would hang until then."""
 
 
 @dataclass(frozen=True)
