@@ -77,6 +77,7 @@ programs:  # build programs for tests from Go modules, once, in minutes; a test 
 clients: setup  # install programs of other makers for tests, once, in seconds; a test that lacks one reports why
 	-@PYTHONPATH=tests $(BIN)/python -m helpers.foreign_clients
 	-@PYTHONPATH=tests $(BIN)/python -m helpers.checkov
+	-@PYTHONPATH=tests $(BIN)/python -m helpers.vllm_cpu >/dev/null
 
 cluster: setup cluster-deps  ## start a real cluster on this machine with fake Neuron devices; prints the KUBECONFIG
 	@$(RIG) up

@@ -1238,8 +1238,10 @@ def long_ago() -> str:
 
 
 def unasked(server: ApiServer, since: int) -> list[tuple[str, str]]:
-    """The operator's requests that no change called for."""
-    return [call for call in calls(server, since) if call[0] != "watch" and call[1] != "leases"]
+    """The operator's requests that no change called for: neither the Event of a change, which may be posted late, nor
+    the list of names that follows each list of kopf, which may come after the model."""
+    made = [call for call in calls(server, since) if call[0] != "watch" and call[1] != "leases"]
+    return [call for call in made if call not in (("create", "events"), ("list", NEURON_MODELS.plural))]
 
 
 def warning(reason: str, note: str, about: dict[str, str]) -> dict[str, Any]:

@@ -16,16 +16,27 @@ from cluster.rig.needs import NotPossibleHere
 INSTALL_SECONDS = 240
 
 
-def python_environment(name: str, pins: Path) -> Path:
-    """The folder of programs of an environment that has the packages of `pins`. Raises NotPossibleHere."""
+def python_environment(name: str, pins: Path, *, alias: str = "") -> Path:
+    """The folder of programs of an environment that has the packages of `pins`. Raises NotPossibleHere.
+
+    alias: `name==version` by which a program asks for a package whose wheel has another name.
+    """
     uv = [str(Path(sys.executable).parent / "uv")]
 
     def build(folder: Path) -> None:
         install([*uv, "venv", "-q", "--relocatable", "--python", sys.executable, str(folder / "venv")])
         python = str(folder / "venv" / "bin" / "python")
         install([*uv, "pip", "install", "-q", "--no-deps", "--compile-bytecode", "--python", python, "-r", str(pins)])
+        if alias:
+            known_as, version = alias.split("==")
+            (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+            metadata = packages / f"{known_as}-{version}.dist-info" / "METADATA"
+            metadata.parent.mkdir()
+            metadata.write_text(f"Metadata-Version: 2.1\nName: {known_as}\nVersion: {version}\n")
 
-    folder = Cache.default().entry(name, "python", content_key(pins, sys.version, sys.base_prefix), build)
+    folder = Cache.default().entry(
+        name, "python", content_key(pins, *filter(None, [alias]), sys.version, sys.base_prefix), build
+    )
     return folder / "venv" / "bin"
 
 

@@ -16,6 +16,7 @@ from helpers.operator_worlds import (
     find,
     fresh,
     job_pod,
+    resolved_pod,
     resolved_world,
     serving_pod,
     settle,
@@ -27,7 +28,7 @@ from neuron_operator.decide.course import decide
 from neuron_operator.kubectl import command, why
 from neuron_operator.local import plan
 from neuron_operator.read.views import observe
-from neuron_operator.read.world import Object, World
+from neuron_operator.read.world import Object, Refusal, RefusalCause, World
 
 CRASH = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
 INSUFFICIENT = "0/2 nodes are available: 2 Insufficient aws.amazon.com/neuron."
@@ -117,6 +118,21 @@ def test_a_refused_edit_shows_the_runtimes_answer_and_leads_to_an_edit() -> None
     text = told(replace(refused, pods=world.pods, shared=()))
     assert "Last error" not in text
     assert text.endswith("$ kubectl edit nm chat -n team")
+
+
+def test_a_refused_write_blames_no_pod() -> None:
+    """Nor does it quote the Job that read the model long ago: it ended as it should, and left a record."""
+    world, decision = settle(fresh())
+    world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
+    taken = (Refusal(RefusalCause.TAKEN, "Service", "chat"),)
+    assert "\nLast " not in told(replace(world, refusals=taken))
+    serving = with_pods(*(lambda d, n=n: serving_pod(d, f"chat-{n}", ready=True) for n in range(2)))
+    text = told(replace(serving, refusals=taken), log="an error of long ago\n")
+    assert text.startswith("NeuronModel team/chat: NameConflict\n")
+    assert "\nLast " not in text
+    found = why.culprit(observe(replace(serving, refusals=taken)))
+    assert found is not None
+    assert found.pod.name == "chat-0", "whose log `kubectl neuron logs` prints"
 
 
 def test_a_ready_model_leads_to_a_chat() -> None:

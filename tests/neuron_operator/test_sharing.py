@@ -30,7 +30,7 @@ from helpers.operator_worlds import (
 from neuron_operator.api import names
 from neuron_operator.decide.course import decide
 from neuron_operator.decide.steps import STEPS, Step
-from neuron_operator.read.objects import MAX_OWNERS, name_of, owners_of
+from neuron_operator.read.objects import MAX_OWNERS, name_of, owners_of, written
 from neuron_operator.read.revision import from_object, from_running
 from neuron_operator.read.world import JobSettings, Object, World
 
@@ -116,18 +116,38 @@ def test_a_later_model_needs_no_job_once_the_record_is_kept() -> None:
     assert "Deployment" in {made["kind"] for made in later.desired}
 
 
-def test_a_job_that_a_container_of_others_keeps_alive_ends_once_its_record_is_kept() -> None:
-    world, decision = settle(fresh())
-    job = find(decision.desired, "Job")
-    pod = resolved_pod(job)
+def in_a_mesh(pod: Object) -> Object:
+    """A container of others runs on after the runtime has ended."""
     mesh = {"name": "istio-proxy", "ready": True, "state": {"running": {"startedAt": "2026-03-01T11:59:00Z"}}}
     pod["spec"] = {"containers": [{"name": "runtime"}, {"name": "istio-proxy"}]}
     pod["status"] |= {"phase": "Running", "containerStatuses": [*pod["status"]["containerStatuses"], mesh]}
-    world = replace(world, pods=(pod,))
+    return pod
+
+
+def test_a_job_that_a_container_of_others_keeps_alive_ends_once_its_record_is_kept() -> None:
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    world = replace(world, pods=(in_a_mesh(resolved_pod(job)),))
     keeping = decide(world, SETTINGS)
     assert name_of(job) not in map(name_of, keeping.delete)
     kept = decide(carried_out(world, keeping), SETTINGS)
     assert name_of(job) in map(name_of, kept.delete)
+
+
+def test_a_failed_job_that_a_container_of_others_keeps_alive_is_made_again_as_soon_as_any_other() -> None:
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    end = ended(10, failure_record(10, "ModelNotFound", "no such model"))
+    end["terminated"]["finishedAt"] = written(NOW + timedelta(seconds=100))
+    world = replace(world, pods=(in_a_mesh(job_pod(job, end)),), now=NOW + timedelta(seconds=104))
+    waiting = decide(world, SETTINGS)
+    assert condition(waiting.status, "Ready")["reason"] == "ModelNotFound"
+    assert waiting.delete == ()
+    assert waiting.requeue_after_seconds == 6, "a tenth of the 104 s, counted from its end"
+    due = decide(replace(world, now=NOW + timedelta(seconds=112)), SETTINGS)
+    assert [name_of(gone) for gone in due.delete] == [name_of(job)]
+    assert condition(due.status, "Ready")["reason"] == "ModelNotFound"
+    assert [name_of(gone) for gone in decide(asking(world, "now"), SETTINGS).delete] == [name_of(job)]
 
 
 def test_the_finished_job_expires_only_after_its_record_is_kept() -> None:

@@ -203,6 +203,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     nudges = (nudge.change(job, observed) for job in waited)
     due = (
         rollout.next_deadline(model, observed, pinned) if pinned else None,
+        done.retry_at,
         nudge.of_deployment(observed).due,
         *(nudge.of_job(job, observed).due for job in waited),
         *(

@@ -51,7 +51,7 @@ def upkeep(
             *_expiries(jobs, done, waiting),
         ),
         # An orphan is what its last owners left at the same time, if the operator ended between that and its deletion.
-        delete=(*(child for child in let_go if _is_alone(model, child)), *orphans, *_held(jobs, observed)),
+        delete=(*(child for child in let_go if _is_alone(model, child)), *orphans, *_held(jobs, observed, done)),
         uses=uses,
     )
 
@@ -77,11 +77,12 @@ def _is_over(child: Object, observed: Observed) -> bool:
     return observed.jobs[name_of(child)].is_finished or bool(observed.answers_of(name_of(child)))
 
 
-def _held(jobs: Iterable[JobView], observed: Observed) -> Iterator[Object]:
-    """Jobs whose records are kept, and whose pods would not end: a container of others runs on, such as a mesh's."""
+def _held(jobs: Iterable[JobView], observed: Observed, done: Walk) -> Iterator[Object]:
+    """Jobs whose records are kept, or after which another one with more memory runs, and whose pods would not end: a
+    container of others runs on, such as a mesh's."""
     for job in jobs:
-        is_kept = job.name in observed.keepers and not job.is_finished
-        if is_kept and any(pod.kept_by is not None for pod in observed.pods_of(job.name)):
+        is_over = (job.name in observed.keepers or job.name in done.done) and not job.is_finished
+        if is_over and any(pod.kept_by is not None for pod in observed.pods_of(job.name)):
             yield job.live
 
 

