@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from markdown_table import table
-from neuron_runtime.backend.nxdi.failures import CODES
+from neuron_runtime.backend.neuron.failures import CODES
 from neuron_runtime.backend.nxdi.models import FAMILIES, NxdiFamily
 
 

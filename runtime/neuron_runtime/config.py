@@ -185,7 +185,8 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     ]
     backend: Annotated[
         BackendName,
-        "Backend: `nxdi` (Neuron devices), `torch` (CPUs) or `simulated`; the others are not built yet",
+        "Backend: `nxdi` (Neuron devices), `transformers-neuronx` (its predecessor), `torch` (CPUs) or `simulated`; "
+        "the others are not built yet",
         Flag(llm=True, metavar="NAME", default="`nxdi` on a machine with Neuron devices, else `torch`"),
         COMPILED,
     ] = "torch"

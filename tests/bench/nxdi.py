@@ -22,9 +22,9 @@ from bench.host import STEP_MILLISECONDS, STEP_TARGETS
 from bench.report import Load, Meter, Row, at_most
 from helpers.nxdi import fake_nxdi
 from helpers.random_model import model_config, write_random_model
+from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import limits_of
-from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.library import application
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline

@@ -336,6 +336,14 @@ def test_the_board_shows_the_load(load: ScriptedLoad, scraped: list[Scraped], re
 
 
 @pytest.mark.slow
+def test_the_board_counts_replicas_whose_engine_is_vllm() -> None:
+    texts = {pod: somebody_elses(1).replace('"theirs"', '"chat"') for pod in ("chat-0", "chat-1")}
+    made = [Scraped(text, 0, {"namespace": "team", "pod": pod, "job": "models"}) for pod, text in texts.items()]
+    queries = [(substituted(QUERIES[title], 1), 0.0) for title in ("Ready replicas / A", "Models / A", "Models / B")]
+    assert [result.numbers for result in evaluated(made, queries).results] == [[2], [2], [2]]
+
+
+@pytest.mark.slow
 def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[str, Result]) -> None:
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for result in results.values() for name in result.metrics}
     ours = {family.name for family in FAMILIES}

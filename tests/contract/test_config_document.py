@@ -26,7 +26,7 @@ from neuron_operator.render.jobs import compile_jobs, fetch_job, resolve_job
 from neuron_runtime import config as runtime
 from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
-from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, PLATFORMS
+from neuron_runtime.backend.neuron.devices import PLATFORM_VARIABLE, PLATFORMS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
 from neuron_runtime.commands.command_line import build_parser
 

@@ -30,7 +30,7 @@ from neuron_operator.render.config_document import to_json
 from neuron_operator.render.groups import Attempt, group_owner, rest_of
 from neuron_operator.render.jobs import compile_jobs
 from neuron_runtime.artifacts.compiling import wanted_artifact
-from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target, check_cores
+from neuron_runtime.backend.neuron.devices import PLATFORMS, Target, check_cores
 from neuron_runtime.commands.command_line import build_parser
 from neuron_runtime.config import parse_config
 from neuron_runtime.distributed import layout

@@ -18,8 +18,8 @@ from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.sizing import Load, Widths, memory_of
 from neuron_operator.read.records import Facts
 from neuron_operator.render.resources import in_host_memory
-from neuron_runtime.backend.nxdi import bucket_plan
-from neuron_runtime.backend.nxdi.devices import Target
+from neuron_runtime.backend.neuron import bucket_plan
+from neuron_runtime.backend.neuron.devices import Target
 from neuron_runtime.backend.nxdi.graph_plan import plan_of
 from neuron_runtime.backend.nxdi.settings import DEFAULT_SEGMENT_TOKENS, MIN_KERNEL_TOKENS
 from neuron_runtime.backend.torch.architecture import decoder_config

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -12,13 +16,18 @@ import torch
 
 from helpers.nxdi import Mode, fake_nxdi, installed
 from helpers.torch_models import NEAR_TIE, random_model, reference
+from neuron_runtime.backend.neuron.device import DeviceBackend
+from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import limits_of
-from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.library import application
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.config import parse_config
-from neuron_runtime.core import Request
+from neuron_runtime.core import BackendLimits, Request, Sampling
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.stats import EngineStats
+
+NUM_REQUESTS = int(os.environ.get("NEURON_SERVING_NXDI_REQUESTS", "8"))
 
 TARGET = Target(PLATFORMS["trn2"], 2, 1)
 
@@ -55,10 +64,16 @@ class Model:
         self._reference = reference(folder)
 
     @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """`[tokens, vocabulary]` of a sequence."""
+        found: torch.Tensor = self._reference(torch.tensor([list(tokens)])).logits[0]
+        return found
+
+    @torch.inference_mode()
     def check(self, request: Request, output: list[int]) -> None:
         """Checks that the output is what transformers generates greedily, with one pass over all of it."""
         prompt = request.prompt_token_ids
-        logits = self._reference(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+        logits = self.logits((*prompt, *output))[len(prompt) - 1 : -1]
         best, given = logits.max(dim=-1).values, logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
         wrong = (best - given > NEAR_TIE).nonzero().flatten().tolist()
         assert not wrong, f"{request.request_id}: token {wrong[0]} of {len(output)} after {len(prompt)} prompt tokens"
@@ -75,3 +90,57 @@ def backend_for(model: Model, settings: Settings, folder: Path) -> NxdiBackend:
     made.compile(str(folder))
     made.load(str(folder), skip_warmup=True)
     return NxdiBackend(made, settings, limits_of(settings, 600.0))
+
+
+def some_requests(random: Random, limits: BackendLimits, vocabulary_size: int) -> Iterator[Request]:
+    """Greedy requests, whose tokens are known, beside others with all kinds of parameters."""
+    longest = (limits.max_model_length if limits.chunks_prefill else limits.longest_prefill) - 1
+    text = [random.randrange(vocabulary_size) for _ in range(longest)]
+    lengths = [1, 2, longest, 32, longest // 2, 31, 2 * longest // 3, 33]
+    for number in range(NUM_REQUESTS):
+        length = lengths[number] if number < len(lengths) else random.randint(1, longest)
+        common = random.choice((0, length // 2, length - 1))
+        prompt = (*text[:common], *(random.randrange(vocabulary_size) for _ in range(length - common)))
+        most = min(limits.max_new_tokens(length), random.choice((1, 5, 40, 150)))
+        greedy = random.random() < 0.6
+        sampling = Sampling(
+            max_tokens=max(most, 1),
+            temperature=0.0 if greedy else random.choice((0.3, 1.0, 1.7)),
+            top_k=0 if greedy else random.choice((0, 1, 7, 64)),
+            top_p=1.0 if greedy else random.choice((1.0, 0.9, 0.2)),
+            stop_token_ids=frozenset(random.sample(range(vocabulary_size), random.choice((0, 0, 3)))),
+        )
+        yield Request(f"{'greedy' if greedy else 'drawn'}-{number}", prompt, sampling)
+
+
+def serve_checked(model: Model, backend: DeviceBackend, seed: int) -> tuple[EngineStats, Counter[str]]:
+    """Random arrivals and aborts; checks every greedy request. Returns the statistics and the steps of each graph."""
+    random, vocabulary_size = Random(seed), backend.limits.vocabulary_size
+    backend.warm_up(lambda stage, share: None)
+    engine = Engine(backend)
+    waiting = list(some_requests(random, backend.limits, vocabulary_size))
+    requests = waiting[:]
+    outputs: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    ended: set[str] = set()
+    graphs: Counter[str] = Counter()
+    while waiting or engine.has_work:
+        if waiting and random.random() < 0.3:
+            engine.add(waiting.pop(0))
+        if random.random() < 0.02:
+            victim = random.choice(requests).request_id
+            engine.abort(victim)
+            ended.add(victim)
+        for event in engine.step():
+            outputs[event.request_id] += event.token_ids
+            if event.finish_reason:
+                ended.add(event.request_id)
+        if last := engine.stats.last_step:
+            graphs.update(graph.name for graph in last.graphs)
+    backend.close()
+    for one in requests:
+        if output := outputs[one.request_id]:
+            assert max(output) < vocabulary_size
+            if one.sampling.greedy:
+                model.check(one, output)
+        assert one.request_id in ended
+    return engine.stats, graphs

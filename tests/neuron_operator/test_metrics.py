@@ -36,7 +36,7 @@ def test_a_model_has_a_series_for_each_of_our_conditions_and_its_replicas_until_
     metadata = {"namespace": "team", "name": "chat"}
     models = [
         {"metadata": metadata, "spec": {"replicas": 3}, "status": {"conditions": conditions, "readyReplicas": 2}},
-        {"metadata": metadata | {"name": "new"}, "spec": {"replicas": 1}},
+        {"metadata": metadata | {"name": "new"}, "spec": {"replicas": 1, "model": {"servedNames": ["gpt", "other"]}}},
     ]
     metrics.report_models(lambda: models)
     found = {
@@ -49,9 +49,9 @@ def test_a_model_has_a_series_for_each_of_our_conditions_and_its_replicas_until_
         ("_condition", ("condition", "Available"), *chat, ("reason", "Because")): 1,
         ("_condition", ("condition", "UpToDate"), *chat, ("reason", "Because")): 0,
         ("_condition", ("condition", "Ready"), *chat, ("reason", "Because")): 0,
-        ("_desired_replicas", *chat): 3,
+        ("_desired_replicas", ("model_name", "chat"), *chat): 3,
         ("_ready_replicas", *chat): 2,
-        ("_desired_replicas", *new): 1,
+        ("_desired_replicas", ("model_name", "gpt"), *new): 1,
         ("_ready_replicas", *new): 0,
     }
     models.clear()

@@ -79,14 +79,14 @@ EXPECTED = {
     "0.24": (
         "vllm serve /models/m --port=8000 --served-model-name chat --dtype=bfloat16 --max-model-len=4096 "
         "--max-num-seqs=8 --max-num-batched-tokens=2048 --block-size=32 --num-gpu-blocks-override=1025 "
-        "--tensor-parallel-size=8 --enable-prefix-caching --shutdown-timeout=300 "
+        "--tensor-parallel-size=8 --enable-prefix-caching --shutdown-timeout=330 "
         '--additional-config={"neuron_config":{"enable_structured_outputs":true,"kv_segment_size_buckets":[2048],'
         '"num_batched_tokens_buckets":[2048],"on_device_sampling_config":{"all_greedy":false}}} '
         "--host=:: --allowed-origins=[] --disable-access-log-for-endpoints=/health,/metrics,/v1/models"
     ),
     "cpu": (
         "vllm serve /models/m --port=8000 --served-model-name chat --dtype=bfloat16 --max-model-len=4096 "
-        "--max-num-seqs=8 --num-gpu-blocks-override=257 --tensor-parallel-size=8 --shutdown-timeout=300 "
+        "--max-num-seqs=8 --num-gpu-blocks-override=257 --tensor-parallel-size=8 --shutdown-timeout=330 "
         "--host=:: --allowed-origins=[] --disable-access-log-for-endpoints=/health,/metrics,/v1/models"
     ),
 }
@@ -368,6 +368,11 @@ LINES = {
     "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig": Reason.INVALID_ENGINE_CONFIG,
     "ValueError: Last bucket in num_batched_tokens_buckets must equal": Reason.INVALID_ENGINE_CONFIG,
     "Model architectures ['X'] are not supported for now.": Reason.UNSUPPORTED_ARCHITECTURE,
+    "ValidationError: 1 validation error for ModelConfig\n  Value error, The checkpoint that you load has model type "
+    "`x` but Transformers does not recognize this architecture.": Reason.UNSUPPORTED_ARCHITECTURE,
+    "ValueError: To serve at least one request with the model's max seq len (2048), (0.01 GiB KV cache is needed\n"
+    "EngineDeadError: EngineCore encountered an issue.": Reason.INVALID_ENGINE_CONFIG,
+    "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.": Reason.DEVICE_FAILED,
     "EngineCore failed to start.": None,
     "Engine core initialization failed. See root cause above.": None,
     "WorkerProc failed to start.": None,
@@ -376,6 +381,6 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize(("line", "reason"), LINES.items())
-def test_a_line_of_the_log_means(line: str, reason: Reason | None) -> None:
-    assert next((one for pattern, one in LOG_REASONS if pattern.search(line)), None) == reason
+@pytest.mark.parametrize(("text", "reason"), LINES.items())
+def test_the_log_means(text: str, reason: Reason | None) -> None:
+    assert next((one for pattern, one in LOG_REASONS if pattern.search(text)), None) == reason

@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
+from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.inputs import Inputs
 from neuron_runtime.backend.nxdi.settings import Settings

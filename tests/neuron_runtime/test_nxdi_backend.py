@@ -6,9 +6,7 @@ NXDI_UNDER_TEST=installed on the NxD Inference of this machine.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,12 +14,10 @@ from typing import Any
 import pytest
 
 from helpers.nxdi import Mode, installed
-from helpers.nxdi_engine import BLOCKS, FAMILIES, SLOTS, Model, backend_for, library, settings_for
-from neuron_runtime.core import BackendLimits, Request, Sampling
+from helpers.nxdi_engine import BLOCKS, FAMILIES, SLOTS, Model, backend_for, library, serve_checked, settings_for
+from neuron_runtime.core import Request, Sampling
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.stats import EngineStats
-
-NUM_REQUESTS = int(os.environ.get("NEURON_SERVING_NXDI_REQUESTS", "8"))
 
 MODES: dict[str, dict[str, Any]] = {
     "slots": SLOTS,
@@ -46,60 +42,8 @@ def own_work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BASE_COMPILE_WORK_DIR", str(tmp_path / "work"))
 
 
-def some_requests(random: Random, limits: BackendLimits, vocabulary_size: int) -> Iterator[Request]:
-    """Greedy requests, whose tokens are known, beside others with all kinds of parameters."""
-    longest = (limits.max_model_length if limits.chunks_prefill else limits.longest_prefill) - 1
-    text = [random.randrange(vocabulary_size) for _ in range(longest)]
-    lengths = [1, 2, longest, 32, longest // 2, 31, 2 * longest // 3, 33]
-    for number in range(NUM_REQUESTS):
-        length = lengths[number] if number < len(lengths) else random.randint(1, longest)
-        common = random.choice((0, length // 2, length - 1))
-        prompt = (*text[:common], *(random.randrange(vocabulary_size) for _ in range(length - common)))
-        most = min(limits.max_new_tokens(length), random.choice((1, 5, 40, 150)))
-        greedy = random.random() < 0.6
-        sampling = Sampling(
-            max_tokens=max(most, 1),
-            temperature=0.0 if greedy else random.choice((0.3, 1.0, 1.7)),
-            top_k=0 if greedy else random.choice((0, 1, 7, 64)),
-            top_p=1.0 if greedy else random.choice((1.0, 0.9, 0.2)),
-            stop_token_ids=frozenset(random.sample(range(vocabulary_size), random.choice((0, 0, 3)))),
-        )
-        yield Request(f"{'greedy' if greedy else 'drawn'}-{number}", prompt, sampling)
-
-
-def serve(model: Model, settings_document: dict[str, Any], folder: Path, seed: int) -> tuple[EngineStats, Counter[str]]:
-    """Random arrivals and aborts; checks every greedy request. Returns the statistics and the steps of each graph."""
-    random = Random(seed)
-    settings = settings_for(model, **settings_document)
-    backend = backend_for(model, settings, folder)
-    backend.warm_up(lambda stage, share: None)
-    engine = Engine(backend)
-    waiting = list(some_requests(random, backend.limits, settings.vocabulary_size))
-    requests = waiting[:]
-    outputs: dict[str, list[int]] = {one.request_id: [] for one in requests}
-    ended: set[str] = set()
-    graphs: Counter[str] = Counter()
-    while waiting or engine.has_work:
-        if waiting and random.random() < 0.3:
-            engine.add(waiting.pop(0))
-        if random.random() < 0.02:
-            victim = random.choice(requests).request_id
-            engine.abort(victim)
-            ended.add(victim)
-        for event in engine.step():
-            outputs[event.request_id] += event.token_ids
-            if event.finish_reason:
-                ended.add(event.request_id)
-        if last := engine.stats.last_step:
-            graphs.update(graph.name for graph in last.graphs)
-    backend.close()
-    for one in requests:
-        if output := outputs[one.request_id]:
-            assert max(output) < settings.vocabulary_size
-            if one.sampling.greedy:
-                model.check(one, output)
-        assert one.request_id in ended
-    return engine.stats, graphs
+def serve(model: Model, document: dict[str, Any], folder: Path, seed: int) -> tuple[EngineStats, Counter[str]]:
+    return serve_checked(model, backend_for(model, settings_for(model, **document), folder), seed)
 
 
 def has_row_buckets() -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuron_runtime.backend.nxdi.bucket_plan import (
+from neuron_runtime.backend.neuron.bucket_plan import (
     FIXED_TOKENS,
     Lengths,
     choose,

@@ -17,14 +17,14 @@ from helpers.group_commands import DEMO, Stream, answer_of, document, nodes
 from helpers.nxdi import fake_nxdi, installed, process_environment
 from helpers.ports import free_ports
 from neuron_runtime.artifacts.compiling import wanted_artifact
-from neuron_runtime.backend.nxdi.devices import (
+from neuron_runtime.backend.neuron.devices import (
     PLATFORMS,
     Target,
     check_cores,
     environment_of,
     environment_of_group,
 )
-from neuron_runtime.backend.nxdi.failures import classified
+from neuron_runtime.backend.neuron.failures import classified
 from neuron_runtime.config import RuntimeConfig, parse_config
 from neuron_runtime.distributed.layout import layout_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig

@@ -24,9 +24,11 @@ from helpers.torch_models import random_model, reference
 from neuron_runtime.artifacts.key import covered, differences
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, check_artifact, provide
 from neuron_runtime.backend import nxdi
-from neuron_runtime.backend.nxdi import failures, library
-from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
-from neuron_runtime.backend.nxdi.failures import classified, when_free
+from neuron_runtime.backend.neuron import failures
+from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
+from neuron_runtime.backend.neuron.failures import classified, when_free
+from neuron_runtime.backend.neuron.model_config import completed
+from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.library import application
 from neuron_runtime.backend.nxdi.settings import settings_of
 from neuron_runtime.checkpoint import InvalidModel, check_tokenizer, read_checkpoint, read_config, read_whole_checkpoint
@@ -251,15 +253,15 @@ def test_an_artifact_with_weights_is_not_that_of_other_weights(model: Path, tmp_
 
 
 def test_what_a_library_needs_of_a_model_follows_from_its_other_fields() -> None:
-    assert library.completed({"hidden_size": 64, "num_attention_heads": 4}) == {"head_dim": 16}
+    assert completed({"hidden_size": 64, "num_attention_heads": 4}) == {"head_dim": 16}
     llama3 = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
-    assert library.completed({"rope_parameters": llama3}) == {
+    assert completed({"rope_parameters": llama3}) == {
         "rope_theta": 500000.0,
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
     }
-    assert library.completed({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}) == {"rope_theta": 1e6}
+    assert completed({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}) == {"rope_theta": 1e6}
     scaling = {"original_max_position_embeddings": 4096}
-    assert library.completed({"model_type": "gpt_oss", "rope_scaling": scaling}) == {"initial_context_length": 4096}
+    assert completed({"model_type": "gpt_oss", "rope_scaling": scaling}) == {"initial_context_length": 4096}
 
 
 def test_a_model_as_transformers_5_writes_it_is_read_alike(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from helpers.host_rows import is_of_host
 from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
+from neuron_runtime.backend.neuron.device import device_parameters
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import limits_of
-from neuron_runtime.backend.nxdi.inputs import device_parameters
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.core import (
     BackendLimits,

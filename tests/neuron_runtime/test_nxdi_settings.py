@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target, check_cores, environment_of, find_target
+from neuron_runtime.backend.neuron.devices import PLATFORMS, Target, check_cores, environment_of, find_target
 from neuron_runtime.backend.nxdi.models import text_config
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.checkpoint import InvalidModel

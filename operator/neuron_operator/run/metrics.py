@@ -98,7 +98,9 @@ class _Models(Collector):
             labels=[*model, "condition", "reason"],
         )
         desired = GaugeMetricFamily(
-            "neuron_operator_model_desired_replicas", "Replicas that the NeuronModel requests.", labels=model
+            "neuron_operator_model_desired_replicas",
+            "Replicas that the NeuronModel requests; model_name as in the series of its pods.",
+            labels=[*model, "model_name"],
         )
         ready = GaugeMetricFamily(
             "neuron_operator_model_ready_replicas", "Replicas of the NeuronModel that can serve.", labels=model
@@ -114,7 +116,9 @@ class _Models(Collector):
                     condition.add_metric(
                         [*key, kind, text(conditions[kind], "reason")], text(conditions[kind], "status") == "True"
                     )
-            desired.add_metric(key, whole(dig(body, "spec", "replicas")))
+            served = dig(body, "spec", "model", "servedNames")
+            first = served[0] if isinstance(served, list) and served else key[1]
+            desired.add_metric([*key, str(first)], whole(dig(body, "spec", "replicas")))
             ready.add_metric(key, whole(dig(body, "status", "readyReplicas")))
         for reason, number in sorted(reasons.items()):
             by_reason.add_metric([reason], number)

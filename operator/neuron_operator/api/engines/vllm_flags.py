@@ -27,6 +27,10 @@ LIMIT_SECONDS = 3600
 """Until a start fails, with all compilation; the start-up probe ends a pod at the same time."""
 
 
+SPARE_SECONDS = 30
+"""After the time for its answers to end, a pod is killed. An engine that gave them up sooner would only hang until then."""
+
+
 @dataclass(frozen=True)
 class Version:
     """What a line of releases has and lacks."""
@@ -108,6 +112,37 @@ VERSIONS: Mapping[str, Version] = {
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """Has one key, which clients must send on /v1; the engine does not ask for it elsewhere."""
+
+LOGGING_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
+
+
+def logging_config(termination_log: str) -> Json:
+    """For the file that LOGGING_VARIABLE names: errors also go to where the kubelet looks for the cause of an end.
+
+    It would look at the end of the log, where the cause of an engine's failure is not, and only if the code is not 0.
+    """
+    line = "%(levelname)s %(asctime)s [%(fileinfo)s:%(lineno)d] %(message)s"
+    both = {"handlers": ["log", "ended"], "level": "INFO", "propagate": False}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {
+            "plain": {"format": "%(message)s"},
+            "vllm": {"class": "vllm.logging_utils.NewLineFormatter", "datefmt": "%m-%d %H:%M:%S", "format": line},
+        },
+        "handlers": {
+            "log": {"class": "logging.StreamHandler", "formatter": "vllm", "stream": "ext://sys.stdout"},
+            "ended": {
+                "class": "logging.FileHandler",
+                "formatter": "plain",
+                "level": "ERROR",
+                "filename": termination_log,
+                "delay": True,
+            },
+        },
+        "loggers": {"vllm": both, "vllm_neuron": both},
+    }
+
 
 # Fields
 
@@ -267,7 +302,7 @@ FLAGS = (
     Flag(
         "--shutdown-timeout",
         "rollout.drainSeconds",
-        lambda document, _: round(document["drain"]["seconds"]) if "drain" in document else None,
+        lambda document, _: round(document["drain"]["seconds"]) + SPARE_SECONDS if "drain" in document else None,
     ),
     Flag("--additional-config", "engine.overrideNeuronConfig", _settings),
     Flag(
@@ -340,6 +375,7 @@ FORBIDDEN = (
 FORBIDDEN_ENV: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (API_KEY_VARIABLE, "set serving.apiKeySecretRef", tuple(VERSIONS)),
     ("VLLM_CACHE_ROOT", "the operator sets it", tuple(VERSIONS)),
+    (LOGGING_VARIABLE, "the operator sets it; VLLM_LOGGING_LEVEL is free", tuple(VERSIONS)),
     ("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "a pod whose engine has ended must end, too", tuple(VERSIONS)),
     ("VLLM_NEURON_CPU_MODE", "use engine.backend: torch to compute on the host", WITHOUT_NXDI),
     ("VLLM_NEURON_CPU_COMPILE", "replicas do not compile without devices", WITHOUT_NXDI),
@@ -403,10 +439,12 @@ def served(
     args: Sequence[str] = (),
     cache_dir: str = f"{names.TMP_DIR}/vllm",
     is_compiled: bool = False,
+    logging_path: str = "",
 ) -> Served:
     """The command of a document without refusals; on devices it has the planner's lengths and sequences.
 
     family: of the devices. cache_dir: where the plugin keeps compiled graphs. is_compiled: all of them are there.
+    logging_path: of a file with `logging_config`, if there is one.
     """
     line = VERSIONS[version]
     written = [
@@ -414,6 +452,7 @@ def served(
     ]
     command = ("vllm", "serve", model_dir, f"--port={port}", *written, *args)
     env = {"VLLM_CACHE_ROOT": cache_dir, "VLLM_NO_USAGE_STATS": "1", "VLLM_ENGINE_READY_TIMEOUT_S": str(LIMIT_SECONDS)}
+    env |= {LOGGING_VARIABLE: logging_path} if logging_path else {}
     if line.settings:
         core = document.get("accelerator", {}).get("logicalNeuronCore")
         env |= {names.PLATFORM_VARIABLE: family} if family else {}
@@ -589,25 +628,25 @@ LOG_REASONS: tuple[tuple[re.Pattern[str], Reason], ...] = tuple(
         (r"NCC_EVRF009|NCC_EOOM\d|NRT_RESOURCE|NRT allocation failed", Reason.DEVICE_OUT_OF_MEMORY),
         (r"KV cache budget is below minimum threshold", Reason.DEVICE_OUT_OF_MEMORY),
         (r"No available memory for the cache blocks", Reason.DEVICE_OUT_OF_MEMORY),
-        (r"To serve at least one request with the model's max seq len", Reason.DEVICE_OUT_OF_MEMORY),
         (
             r"Compilation failed - terminating process|neuronx-cc compilation failed|NCC_E[A-Z]+\d+",
             Reason.COMPILE_FAILED,
         ),
-        (r"nrta? status=(6|120[0-5])\b", Reason.DEVICE_FAILED),
         (r"Model architectures? .*(not supported|failed to be inspected)", Reason.UNSUPPORTED_ARCHITECTURE),
+        (r"does not recognize this architecture", Reason.UNSUPPORTED_ARCHITECTURE),
         (r"error: (unrecognized arguments|argument|ambiguous option)", Reason.INVALID_ENGINE_CONFIG),
+        (r"To serve at least one request with the model's max seq len", Reason.INVALID_ENGINE_CONFIG),
+        (r"Request exceeds largest bucket|Only support greedy sampling|_buckets.* must", Reason.INVALID_ENGINE_CONFIG),
         (r"validation errors? for \w+Config", Reason.INVALID_ENGINE_CONFIG),
-        (r"Request exceeds largest bucket|Only support greedy sampling", Reason.INVALID_ENGINE_CONFIG),
-        (r"_buckets.* must|is greater than the derived max_model_len", Reason.INVALID_ENGINE_CONFIG),
+        (r"nrta? status=(6|120[0-5])\b|EngineDeadError", Reason.DEVICE_FAILED),
     )
 )
-"""What a line of the log means. The first line that matches is the cause: what follows it is its consequence."""
+"""What the log means: of all rows that match somewhere in it, the first. Causes come before what follows from them."""
 
 LACKS_METRICS: Mapping[str, str] = {
     "neuron_serving_group_members_present": "`vllm:num_requests_running`, which a pod has from when it can serve",
     "neuron_serving_http_responses_total": "`http_requests_total`, by class of status",
-    "neuron_serving_requests_refused_total": "`vllm:admission_rejections_total`, from 0.31 on",
+    "neuron_serving_requests_refused_total": "`vllm:admission_rejections_total`, which 0.29 has not yet",
     "neuron_serving_waiting_tokens": "",
     "neuron_serving_open_connections": "",
     "neuron_serving_access_log_lines_lost_total": "",

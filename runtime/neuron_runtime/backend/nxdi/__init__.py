@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neuron_runtime.artifacts.loading import given_folder
+from neuron_runtime.backend.neuron.devices import PLATFORM_VARIABLE, find_target
 from neuron_runtime.backend.nxdi import library
-from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, find_target
 from neuron_runtime.backend.nxdi.foreign import holds_weights, within
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.graphs import NxdiCompiler

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from neuron_runtime.backend.neuron.devices import Target, check_cores, environment_of, find_target
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import Prefill, all_graphs
-from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of, find_target
 from neuron_runtime.backend.nxdi.foreign import (
     adopted,
     differences,

@@ -7,71 +7,23 @@ it keeps some of them and writes to others; only a block table that no row has o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from neuron_runtime.backend.neuron.device import GREEDY, Call, FloatArray, column, device_parameters, row_of
 from neuron_runtime.backend.nxdi.buckets import Decode, Graph, Prefill, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch, Sampling
-
-FloatArray = npt.NDArray[np.float32]
-
-GREEDY = (1.0, 1.0, 1.0)
-"""Top_k, top_p, temperature. The device refuses temperature 0 with other values, and overwrites them."""
-MIN_TEMPERATURE = 1e-5
-"""Below it a row is greedy, as in vLLM: the device divides float32 logits by the temperature."""
-LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch
 
 NO_SLOT = -1
 """In a slot mapping: keys and values of the token are not kept."""
 MAX_SEQUENCE_ID = 2**30
 """Identifiers of sequences start again here; NxD Inference casts them to int32."""
-
-
-def device_parameters(sampling: Sampling, global_topk: int) -> tuple[float, float, float]:
-    """Top_k, top_p and temperature of a request's rows.
-
-    Top_k 0 means all candidates of the device; NxD Inference itself would draw uniformly among them. Without candidates
-    it does not sample, but takes parameters all the same.
-    """
-    if not global_topk or sampling.temperature < MIN_TEMPERATURE:
-        return GREEDY
-    top_k = sampling.top_k if 0 < sampling.top_k <= global_topk else global_topk
-    return float(top_k), min(max(sampling.top_p, SMALLEST), 1.0), min(sampling.temperature, LARGEST)
-
-
-@dataclass(slots=True)
-class Call:
-    """One call of `forward()`."""
-
-    graph: Graph
-    arguments: dict[str, torch.Tensor]
-    rows: IntArray
-    """The rows of the batch that the call computes."""
-    places: IntArray
-    """Index of each of these rows in the output."""
-    num_tokens: int
-    """Tokens that these rows feed."""
-    tokens: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """In a decode call, the token of each of these rows; NO_TOKEN if the step before samples it."""
-    after: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """For each of these rows, its row in the step before."""
-    source: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """For each row of the call, the index of the row it holds, or repeats."""
-
-    def feed(self, previous: IntArray) -> None:
-        """Put in the tokens that the step before has sampled; `previous` holds one for each of its rows."""
-        if not len(self.source):
-            return
-        waits = np.flatnonzero(self.tokens == NO_TOKEN)
-        if len(waits):
-            self.tokens[waits] = previous[self.after[waits]]
-        self.arguments["input_ids"] = _column(self.tokens[self.source])
 
 
 @dataclass(slots=True)
@@ -184,8 +136,8 @@ class Inputs:
             width = graph.tokens
             positions = np.zeros(width, dtype=np.int64)
         arguments = {
-            "input_ids": _row(_padded(self._mirror.tokens[slot, :end], width)),
-            "position_ids": _row(positions),
+            "input_ids": row_of(_padded(self._mirror.tokens[slot, :end], width)),
+            "position_ids": row_of(positions),
             "sampling_params": torch.from_numpy(self._parameters[[slot]]),
         }
         if self._settings.layout == "slots":
@@ -198,8 +150,8 @@ class Inputs:
             fed = np.arange(start, end)
             arguments |= {
                 "seq_ids": torch.tensor([self._sequence_ids[slot]]),
-                "slot_mapping": _row(blocks[fed // self._block_size] * self._block_size + fed % self._block_size),
-                "block_table": _row(blocks[: -(-end // self._block_size)].copy()),
+                "slot_mapping": row_of(blocks[fed // self._block_size] * self._block_size + fed % self._block_size),
+                "block_table": row_of(blocks[: -(-end // self._block_size)].copy()),
                 "full_context_lens": torch.tensor([[end]]),
                 "computed_context_lens": torch.tensor([[start]]),
             }
@@ -242,7 +194,7 @@ class Inputs:
         named = rows.token[:count].copy()  # `feed` writes to it
         positions = start[places.source]
         arguments = {
-            "position_ids": _column(positions),
+            "position_ids": column(positions),
             "sampling_params": torch.from_numpy(places.parameters.copy()),
             "seq_ids": torch.from_numpy(places.identifiers.copy()),
         }
@@ -254,10 +206,10 @@ class Inputs:
             if places.table is None or places.table.shape[1] != width:
                 places.table = torch.from_numpy(self._mirror.blocks[places.of_place, :width])
             arguments |= {
-                "slot_mapping": _column(kept),
+                "slot_mapping": column(kept),
                 "block_table": places.table,
-                "full_context_lens": _column(positions + 1),
-                "computed_context_lens": _column(positions.copy()),
+                "full_context_lens": column(positions + 1),
+                "computed_context_lens": column(positions.copy()),
             }
         if not rows.repeats:
             slots = rows.slots[:count]
@@ -270,11 +222,3 @@ def _padded(tokens: npt.NDArray[np.int32], width: int) -> IntArray:
     padded = np.zeros(width, dtype=np.int64)
     padded[: len(tokens)] = tokens
     return padded
-
-
-def _row(values: IntArray) -> torch.Tensor:
-    return torch.from_numpy(values.reshape(1, -1))
-
-
-def _column(values: IntArray) -> torch.Tensor:
-    return torch.from_numpy(values.reshape(-1, 1))

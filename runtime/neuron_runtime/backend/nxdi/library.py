@@ -18,8 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from neuron_runtime.backend.neuron.model_config import ROPE, completed
+from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_config
-from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, PATH, SAMPLING
+from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, SAMPLING
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.core import DeviceMemory
@@ -182,27 +184,6 @@ def _load_config(model_dir: Path) -> Callable[[Any], None]:
                 setattr(config, name, value)
 
     return load_config
-
-
-ROPE = ("rope_theta", "rope_scaling")
-
-
-def completed(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of config.json that follow from others."""
-    missing: dict[str, Any] = {}
-    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
-    if isinstance(hidden, int) and isinstance(heads, int) and heads:
-        missing["head_dim"] = hidden // heads
-    rope = model.get("rope_parameters")
-    if isinstance(rope, Mapping) and "rope_theta" in rope:
-        # As transformers 5 writes it; the versions that NxD Inference runs with do not read it.
-        missing["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            missing["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-    scaling = model.get("rope_scaling") or rope
-    if model.get("model_type") == "gpt_oss" and isinstance(scaling, Mapping):
-        missing["initial_context_length"] = scaling.get("original_max_position_embeddings", 4096)
-    return missing
 
 
 def corrected(settings: Settings, text: Mapping[str, Any]) -> dict[str, Any]:

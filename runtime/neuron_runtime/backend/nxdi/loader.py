@@ -6,11 +6,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+from neuron_runtime.backend.neuron.devices import (
+    Target,
+    check_cores,
+    environment_of_group,
+    exec_timeout_seconds,
+    has_efa,
+)
+from neuron_runtime.backend.neuron.failures import when_free
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import limits_of
-from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of_group, exec_timeout_seconds, has_efa
-from neuron_runtime.backend.nxdi.failures import when_free
 from neuron_runtime.backend.nxdi.foreign import is_foreign
 from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weights, prepare_environment
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from neuron_runtime.backend.neuron.model_config import ignored_by, own_head_dim, quantization_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -38,7 +39,7 @@ class NxdiFamily:
     mixed: bool = False
     """Some layers keep less of a sequence than others; then a decode step reads whole cache lines."""
     ignores: tuple[str, ...] = ()
-    """Fields of config.json that the class does not read, or fails on, so they must be off: see `_OFF`."""
+    """Fields of config.json that the class does not read, or fails on, so they must be off: see `ignored_by`."""
     quantizations: tuple[str, ...] = ("",)
     """What `quantization_of` may be. The class would drop the scales of others, and compute garbage."""
     needs: Mapping[str, bool] = field(default_factory=dict)
@@ -136,14 +137,12 @@ def family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
             f"config.json: the weights are {quantization or 'unquantized'}, but NxD Inference's {family.application} "
             f"computes those that are {reads} alone: serve a checkpoint that has them",
         )
-    for name in family.ignores:
-        value = _OFF.get(name, _unless_falsy)(text, name)
-        if value is not None:
-            raise FatalError(
-                ExitCode.UNSUPPORTED_ARCHITECTURE,
-                f"config.json: NxD Inference's {family.application} does not compute {name} {json.dumps(value)}, "
-                "so it would fail, or its tokens would be wrong: remove it if the model was made without it",
-            )
+    for name, value in ignored_by(text, family.ignores):
+        raise FatalError(
+            ExitCode.UNSUPPORTED_ARCHITECTURE,
+            f"config.json: NxD Inference's {family.application} does not compute {name} {json.dumps(value)}, "
+            "so it would fail, or its tokens would be wrong: remove it if the model was made without it",
+        )
     return family
 
 
@@ -161,7 +160,7 @@ def _family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
         if family := BY_ARCHITECTURE.get(name):
             text = text_config(model)
             # Mistral's Nemo and Small: the class of older releases computes them too, but without a window.
-            other = family.before if _own_head_dim(text) and not window_of(family, text) else ""
+            other = family.before if own_head_dim(text) and not window_of(family, text) else ""
             return BY_APPLICATION.get(other, family)
     named = ", ".join(names) or "no architecture"
     known = ", ".join(sorted(BY_ARCHITECTURE))
@@ -170,39 +169,6 @@ def _family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
         f"config.json names {named}; NxD Inference runs {known}. For another class set applicationClass to "
         "`module:Class`",
     )
-
-
-def quantization_of(model: Mapping[str, Any]) -> str:
-    """How the weights are quantized, by config.json; "": they are not."""
-    config = model.get("quantization_config") or model.get("compression_config")
-    if not config:
-        return ""
-    method = str(config.get("quant_method") or "") if isinstance(config, Mapping) else ""
-    return "fp8 in blocks" if method == "fp8" and config.get("weight_block_size") else method or "an unknown method"
-
-
-def _unless_falsy(text: Mapping[str, Any], name: str) -> Any:
-    return text.get(name) or None
-
-
-def _rope_type(text: Mapping[str, Any], name: str = "rope_scaling") -> Any:
-    scaling = text.get(name) or text.get("rope_parameters")
-    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
-    return None if kind in (None, "default") else kind
-
-
-def _own_head_dim(text: Mapping[str, Any], name: str = "head_dim") -> Any:
-    size, hidden, heads = (text.get(field) for field in (name, "hidden_size", "num_attention_heads"))
-    return size if size and hidden and heads and size * heads != hidden else None
-
-
-_OFF: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
-    "rope_scaling": _rope_type,
-    "head_dim": _own_head_dim,
-    "num_experts_per_tok": lambda text, name: 1 if text.get(name) == 1 else None,
-    "decoder_sparse_step": lambda text, name: None if text.get(name) in (None, 1) else text[name],
-}
-"""The value of a field that is not off, None if it is off. Others are off if they are missing, false, 0 or empty."""
 
 
 def is_private(application: str) -> bool:

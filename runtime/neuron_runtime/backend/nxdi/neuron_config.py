@@ -6,18 +6,15 @@ checked here. A key that has a field of ours decides it if the field is left ope
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from neuron_runtime.backend.neuron.override import PATH, check_kind, near, plain
 from neuron_runtime.backend.nxdi.models import is_private
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.not_built import is_neutral
-
-PATH = "$.overrideNeuronConfig"
 
 SAMPLING = "on_device_sampling_config"
 
@@ -188,8 +185,8 @@ class Override:
 
 
 def spelled(key: str) -> str:
-    """NeuronConfig's name of a key that may be written with dashes or capitals, or by another name."""
-    name = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", key).replace("-", "_").lower()
+    """NeuronConfig's name of a key that may be written otherwise, or by another name."""
+    name = plain(key)
     return ALIASES.get(name, name)
 
 
@@ -248,21 +245,10 @@ def _of_kind(field: NeuronField, value: Any, at: str) -> Any:
         value = [value]
     if field.kind is float and isinstance(value, int) and not isinstance(value, bool):
         return value
-    if not isinstance(value, field.kind) or (field.kind is int and isinstance(value, bool)):
-        raise InvalidConfig(at, f"must be {KINDS[field.kind]}, got {value!r}")
+    check_kind(field.kind, value, at)
     if isinstance(value, list) and field.path and not all(type(one) is int and one >= 0 for one in value):
         raise InvalidConfig(at, f"must be a list of sizes, got {value!r}")
     return value
-
-
-KINDS: dict[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a word",
-    list: "a list",
-    dict: "an object",
-}
 
 
 def _read_sampling(value: Any, at: str) -> dict[str, Any]:
@@ -289,9 +275,7 @@ def _read_sampling(value: Any, at: str) -> dict[str, Any]:
 
 
 def _unknown(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"; did you mean `{near[0]}`?" if near else ""
-    return f"NxD Inference has no setting `{name}`{hint}"
+    return f"NxD Inference has no setting `{name}`{near(name, known)}"
 
 
 def merge(ours: Mapping[str, Any], also_derived: Mapping[str, Any], override: Override) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from neuron_runtime.backend.nxdi import bucket_plan
-from neuron_runtime.backend.nxdi.devices import LogicalCore, Target
+from neuron_runtime.backend.neuron import bucket_plan
+from neuron_runtime.backend.neuron.devices import LogicalCore, Target
+from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, text_config, window_of
-from neuron_runtime.backend.nxdi.neuron_config import PATH, SAMPLING, Override, merge, read_override
+from neuron_runtime.backend.nxdi.neuron_config import SAMPLING, Override, merge, read_override
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig, uses_blocks
 from neuron_runtime.core import SamplingMode

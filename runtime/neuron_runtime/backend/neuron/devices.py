@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from neuron_runtime.backend.nxdi.neuron_config import PATH, spelled
+from neuron_runtime.backend.neuron.override import PATH, plain
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.distributed.layout import address_of, bracketed, num_nodes_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -27,6 +27,8 @@ PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LOGICAL_CORE_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 LOGICAL_CORE_VARIABLES = (LOGICAL_CORE_VARIABLE, "NEURON_RT_VIRTUAL_CORE_SIZE")
 """NxD Inference reads the first, the Neuron runtime the second."""
+LOGICAL_CORE_KEYS = ("logical_nc_config", "logical_neuron_cores")
+"""Of `overrideNeuronConfig`."""
 VISIBLE_CORES_VARIABLE = "NEURON_RT_VISIBLE_CORES"
 NUM_CORES_VARIABLE = "NEURON_RT_NUM_CORES"
 PROCESS_TAG_VARIABLE = "NEURON_PROCESS_TAG"
@@ -153,7 +155,7 @@ def _wanted_logical_core(config: RuntimeConfig) -> int:
     """That of the configuration or of its override; 0: neither says one."""
     size = config.accelerator.logical_neuron_core
     for key, value in config.override_neuron_config.items():
-        if spelled(key) != "logical_nc_config":
+        if plain(key) not in LOGICAL_CORE_KEYS:
             continue
         if value not in (1, 2) or size not in (0, value):
             message = f"is {value!r}, but must be 1 or 2" + (f", and logicalNeuronCore is {size}" if size else "")
