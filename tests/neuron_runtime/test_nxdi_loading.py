@@ -766,6 +766,24 @@ def test_a_weight_that_no_module_reads_ends_the_load(model: Path, tmp_path: Path
     assert f"NxD Inference does not read the tensors {name}, so" in str(caught.value)
 
 
+def test_a_weight_that_the_configuration_names_may_stay_unread(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strange = with_tensors(model, tmp_path / "model", "model.layers.0.self_attn.q_norm.weight", "extra.weight")
+    with library_of():
+        artifact = compiled(config_of(strange), strange, tmp_path / "artifact")
+        with pytest.raises(InvalidModel, match=r"does not read the tensors extra\.weight, so"):
+            generated(strange, named_unread(strange, "*.q_norm.weight"), artifact)
+        assert generated(strange, named_unread(strange, "*.q_norm.weight", "extra.*"), artifact) == expected(model)
+    assert "does not read extra.weight, model.layers.0.self_attn.q_norm.weight" in capsys.readouterr().err
+    with library_of(), pytest.raises(InvalidConfig, match=r"unread_weights: must be a list of names of tensors"):
+        nxdi.check_config(config_of(strange, overrideNeuronConfig={"unread_weights": "extra"}))
+
+
+def named_unread(model: Path, *names: str) -> RuntimeConfig:
+    return config_of(model, overrideNeuronConfig={"unread_weights": list(names)})
+
+
 def test_buffers_that_no_module_reads_are_left_out(model: Path, tmp_path: Path) -> None:
     names = ("model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq", "vision_tower.a.weight")
     with library_of():

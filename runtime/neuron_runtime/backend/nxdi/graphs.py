@@ -125,7 +125,7 @@ class NxdiCompiler:
         with tempfile.TemporaryDirectory(prefix="nxdi-") as scratch:
             self._work = Path(scratch, "work")
             prepare_environment(self._settings, self._target, self._work)
-            with all_weights_read(self._model_dir, self._settings.application):
+            with all_weights_read(self._model_dir, self._settings):
                 library.application(self._settings, self._model_dir).compile(str(folder))
 
     def _ready(self) -> list[str]:
