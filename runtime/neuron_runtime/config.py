@@ -185,8 +185,8 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     ]
     backend: Annotated[
         BackendName,
-        "Backend: `nxdi` (Neuron devices), `transformers-neuronx` (its predecessor), `torch` (CPUs) or `simulated`; "
-        "the others are not built yet",
+        "Backend: `nxdi` or `optimum` (Neuron devices), `transformers-neuronx` (their predecessor), `torch` (CPUs) or "
+        "`simulated`; `vllm` is no backend of this runtime",
         Flag(llm=True, metavar="NAME", default="`nxdi` on a machine with Neuron devices, else `torch`"),
         COMPILED,
     ] = "torch"

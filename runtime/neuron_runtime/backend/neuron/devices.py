@@ -43,6 +43,8 @@ EFA_INTERFACES = "class/infiniband"
 EXEC_TIMEOUT_SECONDS = 600
 """The runtime's own default is documented as 30 or 600, so it is always set. NxD Inference wants 600 for long
 prompts."""
+TIMEOUT_SHARE = 0.9
+"""The share of the Neuron runtime's own limit on a step after which the watchdog ends a hung one."""
 LONG_CONTEXT = 32768
 """From this length of prompts on, NxD Inference sets variables of its own."""
 
