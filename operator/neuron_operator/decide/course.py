@@ -400,7 +400,7 @@ def _workload(
     for attempt in grouped.start:
         yield group_owner(model, served, attempt, settings.groups, is_room_known=grouped.is_room_known)
     for group in grouped.alive:
-        made = rest_of(model, group.live)
+        made = rest_of(model, group.live, revisions.get(group.revision, served).engine)
         # Only these two are ever repaired: a member that is gone ends the group.
         yield from (part for part in made if not group.is_whole or part["kind"] in ("NetworkPolicy", "Service"))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from neuron_operator.api import names
+from neuron_operator.api.engines.engine import Served
 from neuron_operator.api.reasons import Reason
 
 Json = Mapping[str, Any]
@@ -426,14 +427,6 @@ HONOURED = frozenset(
 
 
 # What runs
-
-
-@dataclass(frozen=True)
-class Served:
-    """What runs in the pod, besides what all pods have."""
-
-    command: tuple[str, ...]
-    env: Mapping[str, str]
 
 
 def served(
