@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import engine_tables
 import nxdi_tables
 import operator_tables
 import runtime_tables
@@ -57,6 +58,12 @@ TARGETS = (
     Target("docs/benchmarks.md", published_step_times, "published step times"),
     Target("docs/neuron.md", nxdi_tables.models, "models of NxD Inference"),
     Target("docs/neuron.md", nxdi_tables.statuses, "statuses of the Neuron runtime"),
+    Target("docs/neuron.md", nxdi_tables.neuronx_fields, "settings of transformers-neuronx"),
+    Target("docs/engines.md", engine_tables.vllm_versions, "versions of vLLM"),
+    Target("docs/engines.md", engine_tables.vllm_flags, "flags of vLLM"),
+    Target("docs/engines.md", engine_tables.vllm_settings, "settings of vLLM's plugin"),
+    Target("docs/engines.md", engine_tables.vllm_refused, "refused arguments of vLLM"),
+    Target("docs/engines.md", engine_tables.vllm_lacking, "panels without vLLM"),
     Target("docs/api.md", fields, "fields"),
     Target("docs/api.md", partial(fields_of, ResponsesBody), "fields of responses"),
     Target("docs/api.md", partial(names, Surface.RESPONSES, has_effect=True), "refused fields of responses"),

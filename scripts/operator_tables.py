@@ -13,6 +13,7 @@ import yaml
 from msgspec import NODEFAULT
 
 from markdown_table import table
+from neuron_operator.api.engines import ENGINES
 from neuron_operator.api.fields import Field, SpecPart, Supported, description_of, fields_of, unwrapped
 from neuron_operator.api.model import Spec
 from neuron_operator.api.model_status import Status
@@ -39,10 +40,14 @@ class Row:
     def supported(self) -> tuple[Supported, ...]:
         return self.field.annotations(Supported)
 
+    def engines(self, support: Supported) -> list[str]:
+        """Those that act on the field."""
+        return [name for name, engine in ENGINES.items() if support.is_honoured(self.path, engine.honours)]
+
 
 def fields() -> str:
     """Fields of the spec that some backend supports."""
-    acted_on = [row for row in rows(Spec) if all(support.of or support.backends for support in row.supported)]
+    acted_on = [row for row in rows(Spec) if all(support.of or row.engines(support) for support in row.supported)]
     return table(
         ("Field", "Meaning", "Values", "Default"),
         ((row.names, description_of(row.field.kind), values(row.field), default(row.field)) for row in acted_on),
@@ -132,13 +137,14 @@ def default(one: Field) -> str:
 
 
 def meaning(row: Row, support: Supported) -> str:
-    return "see above" if support.of or support.backends else description_of(row.field.kind)
+    return "see above" if support.of or row.engines(support) else description_of(row.field.kind)
 
 
 def accepted(row: Row, support: Supported) -> str:
     options = support.values if support.of else (row.field.default, *support.values)
     some = ", ".join(map(shown, options))
-    return f"{some}; any with {' and '.join(f'`{name}`' for name in support.backends)}" if support.backends else some
+    engines = [f"`{name}`" for name in row.engines(support)]
+    return f"{some}; any with {' and '.join(engines)}" if engines else some
 
 
 def shown(value: Any) -> str:

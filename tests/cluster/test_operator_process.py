@@ -209,3 +209,20 @@ async def test_a_cluster_without_the_crd_is_reported_with_the_install_command(se
     assert process.process.wait(WAIT_SECONDS) == 1
     (line,) = process.log.read_text().splitlines()
     assert "kubectl apply --server-side -f crds/neuronmodels.yaml" in line
+
+
+@pytest.mark.long
+async def test_the_operator_works_in_a_cluster_that_has_ipv6_alone(tmp_path: Path) -> None:
+    with served(tmp_path / "api-server", host="::1") as server, free_ports(2) as ports:
+        process = Process(server.kubeconfig(OPERATOR_USER), tmp_path / "log", ports, host="::1")
+        try:
+            await eventually(process.is_leading)
+            namespace = Namespace(server)
+            namespace.put_model()
+            await eventually(namespace.finish_resolve)
+            await eventually(lambda: namespace.children()["Deployment"], about=namespace.model)
+            assert namespace.get(BY_KIND["Service"], "chat")["spec"]["ipFamilies"] == ["IPv6"]
+            assert process.get("/healthz")[0] == 200
+            assert process.end() == 0
+        finally:
+            process.kill()

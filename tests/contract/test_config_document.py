@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from helpers.operator_worlds import FACTS, SETTINGS, SPEC, body
 from neuron_operator.api import names
+from neuron_operator.api.engines import own
 from neuron_operator.api.manifest import parse
 from neuron_operator.api.model import Claim, ObjectStore, Serving
 from neuron_operator.decide.pin import pin
@@ -22,7 +23,6 @@ from neuron_operator.read.records import Facts
 from neuron_operator.read.world import Place, StorageSettings
 from neuron_operator.render import config_document as operator
 from neuron_operator.render.jobs import compile_jobs, fetch_job, resolve_job
-from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
 from neuron_runtime import config as runtime
 from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
@@ -241,9 +241,9 @@ def test_the_runtime_parses_the_commands_that_fetch_and_read_stored_weights(plac
     assert serve.on_weights_miss == "fail"
 
 
-@pytest.mark.parametrize("arguments", [(), API_KEY_FLAG])
+@pytest.mark.parametrize("arguments", [(), own.API_KEYS])
 def test_the_runtime_parses_the_rendered_command_of_a_replica(arguments: tuple[str, ...]) -> None:
-    parsed = build_parser().parse_args((*SERVE_COMMAND[1:], *arguments))
+    parsed = build_parser().parse_args((*own.SERVE[1:], *arguments))
     assert parsed.record.as_posix() == names.TERMINATION_LOG
 
 

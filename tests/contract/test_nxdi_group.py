@@ -54,7 +54,7 @@ def group() -> tuple[Object, Object, Object]:
     revision = pin(model, facts, USING, 1, free=FreeDevices(()))
     leader = group_owner(model, revision, Attempt(0, 1, {}), GroupSettings(), is_room_known=True)
     live = {**leader, "metadata": {**leader["metadata"], "uid": "u"}}
-    followers = next(one for one in rest_of(model, live) if one["kind"] == "StatefulSet")
+    followers = next(one for one in rest_of(model, live, revision.engine) if one["kind"] == "StatefulSet")
     return compile_jobs(model, USING, revision)[0], leader, followers
 
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import FACTS, body
+from neuron_operator.api.engines import own
 from neuron_operator.api.manifest import parse
 from neuron_operator.place import sizing
 from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.sizing import Load, Widths, memory_of
 from neuron_operator.read.records import Facts
-from neuron_operator.render import resources
-from neuron_operator.render.resources import _weights_bytes
+from neuron_operator.render.resources import in_host_memory
 from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.devices import Target
 from neuron_runtime.backend.nxdi.graph_plan import plan_of
@@ -59,7 +59,7 @@ def facts_of(config: dict[str, Any]) -> Facts:
 
 @pytest.mark.parametrize("max_rows", [1, 8, 32, 64, 256])
 def test_operator_and_runtime_count_the_same_memory_for_forms(max_rows: int) -> None:
-    assert resources.grammar_bytes(max_rows) == grammar_bytes(max_rows)
+    assert own.grammar_bytes(max_rows) == grammar_bytes(max_rows)
 
 
 def test_operator_and_runtime_have_the_same_constants() -> None:
@@ -125,4 +125,4 @@ def test_on_the_host_a_token_takes_as_many_bytes_as_the_runtime_counts(tied: boo
     stored = counted.weights // 2 - embedding * (1 + tied)
     facts = msgspec.structs.replace(facts, parameters=stored, weights_bytes=2 * stored)
     model = parse(body({"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}}))
-    assert _weights_bytes(model, facts) >= counted.weights
+    assert own.packed(in_host_memory(model, facts)) >= counted.weights

@@ -53,6 +53,8 @@ class ApiServer:
     tokens: dict[str, str]
     bodies_of: tuple[str, ...] = ()
     """Users whose writes the audit log has with their bodies."""
+    host: str = "127.0.0.1"
+    """Its address, of IPv4 or IPv6; it and its store listen on no other."""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _idle: list[http.client.HTTPSConnection] = field(default_factory=list)
     _audited: list[dict[str, Any]] = field(default_factory=list)
@@ -61,7 +63,12 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        return f"https://127.0.0.1:{self.port}"
+        return f"https://{self.authority}:{self.port}"
+
+    @property
+    def authority(self) -> str:
+        """The host as addresses write it."""
+        return f"[{self.host}]" if ":" in self.host else self.host
 
     @property
     def ca_file(self) -> Path:
@@ -108,7 +115,7 @@ class ApiServer:
                 return connection
             connection.close()
         tls = ssl.create_default_context(cafile=str(self.ca_file))
-        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS, context=tls)
+        return http.client.HTTPSConnection(self.host, self.port, timeout=WAIT_SECONDS, context=tls)
 
     def apply(self, path: str, body: Any, manager: str = "hand") -> Any:
         """Server-side apply as admin; `path` is the object's."""
@@ -150,11 +157,13 @@ class ApiServer:
 
 
 @contextlib.contextmanager
-def running(folder: Path, users: tuple[str, ...] = (), bodies_of: tuple[str, ...] = ()) -> Iterator[ApiServer]:
+def running(
+    folder: Path, users: tuple[str, ...] = (), bodies_of: tuple[str, ...] = (), host: str = ApiServer.host
+) -> Iterator[ApiServer]:
     """A fresh server with its data in `folder`. Raises NotPossibleHere if its programs cannot be built."""
     programs = binaries.ensure("etcd", "hyper")
     with free_ports(3) as port:
-        server = ApiServer(folder, port, {user: secrets.token_hex(16) for user in ("admin", *users)}, bodies_of)
+        server = ApiServer(folder, port, {user: secrets.token_hex(16) for user in ("admin", *users)}, bodies_of, host)
         try:
             _start(server, programs["etcd"] / "etcd", programs["hyper"] / "kube-apiserver")
             yield server
@@ -166,7 +175,7 @@ def running(folder: Path, users: tuple[str, ...] = (), bodies_of: tuple[str, ...
 def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
     folder = server.folder
     folder.mkdir(parents=True, exist_ok=True)
-    client_url, peer_url = (f"http://127.0.0.1:{server.port + more}" for more in (1, 2))
+    client_url, peer_url = (f"http://{server.authority}:{server.port + more}" for more in (1, 2))
     groups = {"admin": '"system:masters"'}
     accounts = f'"{",".join(GROUPS)}"'
     tokens = "".join(f"{token},{user},{user},{groups.get(user, accounts)}\n" for user, token in server.tokens.items())
@@ -198,13 +207,13 @@ def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
         server,
         kube_apiserver,
         f"--etcd-servers={client_url}",
-        "--bind-address=127.0.0.1",
-        "--advertise-address=127.0.0.1",
+        f"--bind-address={server.host}",
+        f"--advertise-address={server.host}",
         f"--secure-port={server.port}",
         f"--cert-dir={folder / 'certs'}",
         f"--token-auth-file={folder / 'tokens.csv'}",
         "--authorization-mode=RBAC",
-        "--service-cluster-ip-range=10.96.0.0/16",
+        f"--service-cluster-ip-range={'fd00:10:96::/112' if ':' in server.host else '10.96.0.0/16'}",
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={key}",
         f"--service-account-signing-key-file={key}",

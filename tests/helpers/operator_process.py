@@ -17,7 +17,8 @@ from helpers.operator_rights import OPERATOR_NAMESPACE
 class Process:
     """Started at once. `port` is the first of two ports: of metrics and of health."""
 
-    def __init__(self, kubeconfig: Path, log: Path, port: int, *flags: str) -> None:
+    def __init__(self, kubeconfig: Path, log: Path, port: int, *flags: str, host: str = "127.0.0.1") -> None:
+        self.host = host
         self.port = port
         self.log = log
         environ = {
@@ -26,7 +27,7 @@ class Process:
             "NEURON_OPERATOR_NAMESPACE": OPERATOR_NAMESPACE,
             "NEURON_OPERATOR_KUBECONFIG": str(kubeconfig),
         }
-        command = [sys.executable, "-m", "neuron_operator", "run", "--http-host", "127.0.0.1"]
+        command = [sys.executable, "-m", "neuron_operator", "run", "--http-host", host]
         ports = ["--http-port", str(port), "--health-port", str(port + 1)]
         with log.open("wb") as out:
             self.process = subprocess.Popen([*command, *ports, *flags], env=environ, stdout=out, stderr=out)
@@ -34,7 +35,8 @@ class Process:
     def get(self, path: str) -> tuple[int, str]:
         port = self.port + 1 if path == "/healthz" else self.port
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as response:
+            authority = f"[{self.host}]" if ":" in self.host else self.host
+            with urllib.request.urlopen(f"http://{authority}:{port}{path}", timeout=60) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, ""

@@ -38,7 +38,7 @@ from helpers.operator_worlds import (
 )
 from neuron_operator.api import names
 from neuron_operator.api.model import Claim
-from neuron_operator.api.reasons import CONDITIONS, Need
+from neuron_operator.api.reasons import ABNORMAL, CONDITIONS, Need
 from neuron_operator.decide.course import MIN_RECHECK_SECONDS, RECHECK_SECONDS, decide
 from neuron_operator.read.revision import from_object
 from neuron_operator.read.world import (
@@ -520,6 +520,39 @@ def test_a_refusal_is_shown_and_everything_else_is_written(refused: Refusal, rea
     assert decision.requeue_after_seconds == MIN_RECHECK_SECONDS
 
 
+PULLING = {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}
+UNDONE = Refusal(RefusalCause.UNDONE, "Deployment", "chat", "spec.x: wanted 1, but somebody else makes it 2")
+
+
+def test_a_contest_is_a_condition_and_an_event_and_replicas_that_serve_are_ready() -> None:
+    world, _ = settle(with_ready_pods(resolved_world()[0]))
+    decision = decide(replace(world, refusals=(UNDONE,)), SETTINGS)
+    assert (condition(decision.status, "Ready")["status"], condition(decision.status, "Accepted")["status"]) == (
+        "True",
+        "True",
+    )
+    contested = condition(decision.status, "Contested")
+    assert (contested["status"], contested["reason"]) == ("True", "Contested")
+    assert "somebody else makes it 2; set the field in the manifest" in contested["message"]
+    assert [(told.type, told.reason) for told in decision.announcements] == [("Warning", "Contested")]
+    world = replace(world, body={**world.body, "status": decision.status}, now=world.now + timedelta(minutes=4))
+    later = decide(replace(world, refusals=(UNDONE,)), SETTINGS)
+    assert later.announcements == ()
+    assert later.requeue_after_seconds == 12, "a twentieth of the time that it has lasted"
+    over = decide(world, SETTINGS)
+    assert "Contested" not in {one["type"] for one in over.status["conditions"]}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("state", "reason"), [({"running": {}}, "Contested"), (PULLING, "ImagePull")])
+def test_a_contest_is_the_reason_of_what_time_alone_would_bring(state: Object, reason: str) -> None:
+    world, _ = resolved_world()
+    pod = serving_pod(find(world.children, "Deployment"), state=state)
+    ready = condition(decide(replace(world, pods=(pod,), refusals=(UNDONE,)), SETTINGS).status, "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", reason)
+    assert ready["message"].startswith("0 of 2 replicas answer; pod chat-1")
+    assert ("somebody else makes it 2" in ready["message"]) == (reason == "Contested")
+
+
 @pytest.mark.parametrize(("minutes", "seconds"), [(0, MIN_RECHECK_SECONDS), (4, 12.0), (60, RECHECK_SECONDS)])
 def test_refused_writes_are_repeated_ever_more_rarely_and_no_more_often_because_replicas_load(
     minutes: int, seconds: float
@@ -777,7 +810,7 @@ def test_no_garbage_in_an_object_makes_decide_raise(world: World, data: st.DataO
     listed = {key: tuple(found[key]) for key in ("children", "shared", "pods", "events")}
     decision = decide(replace(world, body={**world.body, "status": found["status"]}, **listed), STORING)
     assert decision.status is not None
-    assert {c["type"] for c in decision.status["conditions"]} - {"Reconciling", "Stalled"} == {*CONDITIONS, "Ready"}
+    assert {c["type"] for c in decision.status["conditions"]} - set(ABNORMAL) == {*CONDITIONS, "Ready"}
 
 
 @pytest.mark.parametrize(("minutes", "seconds"), [(0, 30), (4, 30), (20, 120), (600, 300)])

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from neuron_operator.cluster.devices import node_devices, requested
+from neuron_operator.cluster.devices import node_devices
+from neuron_operator.read.objects import requested
 from neuron_operator.read.world import NodeDevices, Taint
 
 NEURON = "aws.amazon.com/neuron"

@@ -26,11 +26,11 @@ from helpers.operator_worlds import (
 )
 from helpers.rendered_cases import Plain
 from neuron_operator.api import names
+from neuron_operator.api.engines import own
 from neuron_operator.api.reasons import Need
 from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import name_of
 from neuron_operator.read.world import Decision, FreeDevices, GroupSettings, NodeDevices, Object, World
-from neuron_operator.render.groups import follow_command
 
 CPU: dict[str, Any] = {
     "model": {"uri": "hf://acme/tiny"},
@@ -205,7 +205,7 @@ def test_the_secret_of_a_group_has_no_content_in_the_decision() -> None:
 
 def test_a_follower_gets_the_flags_of_the_leader_but_those_about_clients() -> None:
     serve = ["neuron-runtime", "serve", "--config", "serve", "--host", "0.0.0.0", "--port", "8000"]
-    assert follow_command([*serve, "--weights-dir", "/w", "--api-key-file", "/k"]) == [
+    assert own.follow([*serve, "--weights-dir", "/w", "--api-key-file", "/k"]) == [
         *("neuron-runtime", "follow", "--config", "serve", "--weights-dir", "/w")
     ]
 

@@ -77,6 +77,10 @@ def taken_name() -> World:
     return replace(serving(), refusals=(Refusal(RefusalCause.TAKEN, "Service", "chat"),))
 
 
+def contested() -> World:
+    return replace(serving(), refusals=(Refusal(RefusalCause.UNDONE, "Deployment", "chat", "spec.x: wanted 1"),))
+
+
 def failing_write() -> World:
     return replace(serving(), refusals=(Refusal(RefusalCause.FAILED, "Service", "chat", "webhook timed out"),))
 
@@ -100,6 +104,7 @@ def paused_edit(**spec: Any) -> World:
         (unknown_model, "Failed", "Stalled"),
         (crashing, "InProgress", "Reconciling"),
         (taken_name, "Failed", "Stalled"),
+        (contested, "Current", ""),
         (failing_write, "InProgress", "Reconciling"),
         (paused_edit, "Current", ""),
         (lambda: paused_edit(serving={"maxModelLength": 512}), "InProgress", ""),

@@ -214,6 +214,7 @@ def test_no_replica_ends_while_the_next_pod_would_be_refused(replicas: int) -> N
     "message",
     [
         'pods "chat-1" is forbidden: exceeded quota: q, requested: pods=1, used: pods=1, limited: pods=1',
+        'pods "chat-1" is forbidden: exceeded quota: q',
         'pods is forbidden: User "operator" cannot create resource "pods" in API group "" in the namespace "ns"',
         'admission webhook "mesh.example" does not support dry run',
     ],
@@ -224,6 +225,24 @@ def test_what_says_nothing_about_the_next_pod_holds_no_rollout(message: str) -> 
     assert isinstance(trial, Trial)
     _, decision = at_rest(replace(world, denials={trial: message}))
     assert condition(decision.status, "UpToDate")["reason"] == "RollingOut"
+
+
+@pytest.mark.parametrize(("replicas", "is_held"), [(1, False), (2, True)])
+def test_no_replica_ends_where_a_quota_would_not_suffice_for_all_that_follow(replicas: int, is_held: bool) -> None:
+    """Each holds 4 GiB of 16 GiB, others have the rest, and each of the next asks for 7 GiB: the first would fit."""
+    world = checked(edited(serving_world(replicas=replicas, rollout={"strategy": "Replace"}), **EDIT))
+    limits = {"resources": {"limits": {"memory": "4Gi"}}}
+    pods = tuple({**p, "spec": {"containers": [{"name": "runtime", **limits}]}} for p in world.pods[:replicas])
+    world = replace(world, pods=pods)
+    (trial,) = decide(world, SETTINGS).needs
+    assert isinstance(trial, Trial)
+    amounts = "requested: limits.memory=7Gi,pods=1, used: limits.memory=12Gi,pods=3, limited: limits.memory=16Gi,pods=3"
+    world, decision = at_rest(replace(world, denials={trial: f'pods "x" is forbidden: exceeded quota: q, {amounts}'}))
+    shown = condition(decision.status, "UpToDate")
+    assert shown["reason"] == ("QuotaExceeded" if is_held else "RollingOut")
+    if is_held:
+        assert shown["message"].startswith("no replica ends, because the next pod would be refused: pods")
+        assert "pods=3; raise the ResourceQuota, or request less" in shown["message"]
 
 
 def test_a_surge_tries_no_pod() -> None:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from neuron_runtime.backend import nxdi
 from neuron_runtime.backend.neuron import failures
 from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
 from neuron_runtime.backend.neuron.failures import classified, when_free
+from neuron_runtime.backend.neuron.installed import DRIVER_VERSION, device_memory
 from neuron_runtime.backend.neuron.model_config import completed
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.library import application
@@ -432,16 +434,16 @@ def test_a_step_is_hung_before_the_neuron_runtime_gives_it_up(
 
 
 def test_versions_name_the_sdk_the_compiler_and_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (driver := tmp_path / library.DRIVER_VERSION).parent.mkdir(parents=True)
+    (driver := tmp_path / DRIVER_VERSION).parent.mkdir(parents=True)
     driver.write_text("2.25.4.0\n")
     found = {"neuronx-distributed-inference": "0.8.16251", "neuronx-cc": "2.23.6484"}
 
     def version(name: str) -> str:
         if name not in found:
-            raise library.metadata.PackageNotFoundError(name)
+            raise metadata.PackageNotFoundError(name)
         return found[name]
 
-    monkeypatch.setattr(library.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     assert library.versions(tmp_path) == {"neuron-sdk": "2.28", **found, "driver": "2.25.4.0"}
 
 
@@ -460,9 +462,9 @@ def test_steps_report_the_memory_of_a_core_as_the_runtime_does(model: Path, tmp_
     config = config_of(model)
     with library_of() as fake:
         if fake is not None:
-            assert library.device_memory() is None, "no library has registered its class"
+            assert device_memory() is None, "no library has registered its class"
         artifact = compiled(config, model, tmp_path / "artifact")
-        assert library.device_memory() is None, "nothing is loaded"
+        assert device_memory() is None, "nothing is loaded"
         backend = nxdi.load_backend(model, config, quiet, artifact)
         backend.warm_up(quiet)
         engine = Engine(backend)
@@ -478,10 +480,10 @@ def test_steps_report_the_memory_of_a_core_as_the_runtime_does(model: Path, tmp_
         assert found is not None
         assert asked >= 3, "it stays between two answers"
         assert found.used_bytes > sum(path.stat().st_size for path in model.glob("*.safetensors"))
-        assert found == library.device_memory()
+        assert found == device_memory()
         if fake is not None:
             fake.SETTINGS.memory_bytes = 1
-            assert library.device_memory() is None, "what the runtime cannot tell is negative"
+            assert device_memory() is None, "what the runtime cannot tell is negative"
 
 
 @pytest.mark.parametrize(
@@ -497,7 +499,7 @@ def test_a_figure_that_a_version_tells_otherwise_is_unknown(answer: object, monk
             return answer
 
     monkeypatch.setattr(torch, "classes", SimpleNamespace(neuron=SimpleNamespace(Runtime=Runtime)))
-    assert library.device_memory() is None
+    assert device_memory() is None
 
 
 # Folders that others compiled
@@ -764,6 +766,24 @@ def test_a_weight_that_no_module_reads_ends_the_load(model: Path, tmp_path: Path
     with library_of(), pytest.raises(InvalidModel) as caught:
         generated(strange, config, compiled(config, strange, tmp_path / "artifact"))
     assert f"NxD Inference does not read the tensors {name}, so" in str(caught.value)
+
+
+def test_a_weight_that_the_configuration_names_may_stay_unread(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strange = with_tensors(model, tmp_path / "model", "model.layers.0.self_attn.q_norm.weight", "extra.weight")
+    with library_of():
+        artifact = compiled(config_of(strange), strange, tmp_path / "artifact")
+        with pytest.raises(InvalidModel, match=r"does not read the tensors extra\.weight, so"):
+            generated(strange, named_unread(strange, "*.q_norm.weight"), artifact)
+        assert generated(strange, named_unread(strange, "*.q_norm.weight", "extra.*"), artifact) == expected(model)
+    assert "does not read extra.weight, model.layers.0.self_attn.q_norm.weight" in capsys.readouterr().err
+    with library_of(), pytest.raises(InvalidConfig, match=r"unread_weights: must be a list of names of tensors"):
+        nxdi.check_config(config_of(strange, overrideNeuronConfig={"unread_weights": "extra"}))
+
+
+def named_unread(model: Path, *names: str) -> RuntimeConfig:
+    return config_of(model, overrideNeuronConfig={"unread_weights": list(names)})
 
 
 def test_buffers_that_no_module_reads_are_left_out(model: Path, tmp_path: Path) -> None:

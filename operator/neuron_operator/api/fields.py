@@ -57,15 +57,20 @@ def exactly_one(*keys: str) -> Rule:
 class Supported:
     """This version supports only some values of a valid field; others are refused, with the cure.
 
-    The default and `values` are accepted, and with one of `backends` all values. Accepted values of an idle field mean
-    the same as its default.
+    The default and `values` are accepted, and with an engine that honours the field all values. Accepted values of an
+    idle field mean the same as its default.
     """
 
     cure: str
     values: tuple[object, ...] = ()
-    backends: tuple[str, ...] = ()
+    about: str = ""
+    """The value that this is about, if other values are another matter: engines honour it as `path=value`."""
     of: Callable[[Any], object] | None = None
     """Reads the value to check against `values` from the spec; by default the field's own."""
+
+    def is_honoured(self, path: str, honours: Callable[[str], bool]) -> bool:
+        """Whether an engine acts on the field at this path."""
+        return honours(f"{path}={self.about}" if self.about else path)
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,9 @@ class Field:
     def supports(self) -> tuple[Supported, ...]:
         return self.annotations(Supported)
 
-    def is_idle(self, backend: str) -> bool:
-        """Whether nothing uses the field with this backend."""
-        return any(one.of is None and backend not in one.backends for one in self.supports)
+    def is_idle(self, path: str, honours: Callable[[str], bool]) -> bool:
+        """Whether an engine uses nothing of the field at this path."""
+        return any(one.of is None and not one.is_honoured(path, honours) for one in self.supports)
 
     @cached_property
     def unwrapped(self) -> tuple[Any, tuple[object, ...]]:

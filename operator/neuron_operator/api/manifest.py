@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from neuron_operator.api import names
+from neuron_operator.api.engines import ENGINES
 from neuron_operator.api.errors import FieldNotSupported, InvalidSpec, Refusals
 from neuron_operator.api.field_types import NAME_PATTERN
 from neuron_operator.api.fields import SpecPart, as_json, broken_rules, fields_of, located, supporting, unwrapped, walk
@@ -140,11 +141,13 @@ def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
     """An error for each valid value that this version does not support."""
     walked = walk(spec, "spec", supporting)
     values = [(path, one, support, value) for path, one, value in walked for support in one.supports]
+    engine = ENGINES.get(spec.backend)
     # Fields that others depend on, such as the backend, come first.
     for path, one, support, value in sorted(values, key=lambda row: row[2].of is None):
         value_found = support.of(spec) if support.of else value
         accepted = support.values if support.of else (one.default, *support.values)
-        if value_found not in accepted and spec.backend not in support.backends:
+        is_honoured = support.of is None and engine is not None and support.is_honoured(path, engine.honours)
+        if value_found not in accepted and not is_honoured:
             yield FieldNotSupported(path, shown(value_found), support.cure)
 
 

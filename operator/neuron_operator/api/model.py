@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
 
 from msgspec import Meta, field
 
-from neuron_operator.api import names
+from neuron_operator.api import engines, names
 from neuron_operator.api.field_types import (
     SWITCH_WORDS,
     WITHOUT_OUR_PREFIX,
@@ -47,31 +47,6 @@ from neuron_operator.api.fields import (
     exactly_one,
     unique,
 )
-
-
-@dataclass(frozen=True)
-class Backend:
-    """A backend of this version."""
-
-    does: str
-    compiles: Literal["never", "on request", "always"] = "never"
-    """Whether it serves compiled models; `on request`: with `engine.compile: Enabled` only."""
-    on_device: bool = False
-    """Whether it computes on the devices of a replica, and so has the fields of a compiled device."""
-
-
-BACKENDS = {
-    "nxdi": Backend("computes on it", compiles="always", on_device=True),
-    "torch": Backend("computes on the host", compiles="on request"),
-    "simulated": Backend("simulates a device", compiles="on request"),
-}
-
-
-COMPILING = tuple(name for name, backend in BACKENDS.items() if backend.compiles != "never")
-COMPILED_IF_ASKED = tuple(name for name, backend in BACKENDS.items() if backend.compiles != "always")
-ON_DEVICE = tuple(name for name, backend in BACKENDS.items() if backend.on_device)
-IN_PARALLEL = (*ON_DEVICE, "torch")
-"""Those that share a model out among ranks, on one or several nodes."""
 
 
 class SecretName(SpecPart, frozen=True):
@@ -167,7 +142,7 @@ class Accelerator(SpecPart, frozen=True):
         Literal[1, 2] | None,
         "Physical cores per logical core; by default the instance type's. The nodes must be set up alike.",
         ConfigKey("accelerator.logicalNeuronCore", compiled=True),
-        Supported("remove it: this backend computes on the host", backends=ON_DEVICE),
+        Supported("remove it: this backend computes on the host"),
     ] = None
 
 
@@ -180,13 +155,13 @@ class Parallelism(SpecPart, frozen=True):
         "that is documented for the devices and divides attention heads and feed-forward layers; with `torch` one "
         "rank on each node. A multiple of `nodes`.",
         ConfigKey("parallelism.tensor", compiled=True),
-        Supported("remove it: this backend does not compute", values=(1,), backends=IN_PARALLEL),
+        Supported("remove it: this backend does not compute", values=(1,)),
     ] = None
     nodes: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
         "Nodes of one replica, which then is a [group](groups.md) of as many pods. By default one; more where one does "
         "not hold the model and the chart value `groups.maxNodes` allows it.",
-        Supported("remove it: with this backend a replica is one pod", values=(1,), backends=IN_PARALLEL),
+        Supported("remove it: with this backend a replica is one pod", values=(1,)),
     ] = None
 
 
@@ -238,13 +213,13 @@ class Serving(SpecPart, frozen=True):
         Buckets,
         "Prompt lengths to compile for, ascending; by default chosen by the backend.",
         ConfigKey("buckets.context", {(): None}, compiled=True),
-        Supported("remove it: this backend computes any length", backends=ON_DEVICE),
+        Supported("remove it: this backend computes any length"),
     ] = ()
     token_generation_buckets: Annotated[
         Buckets,
         "Context lengths to compile token generation for, ascending; by default chosen by the backend.",
         ConfigKey("buckets.tokenGeneration", {(): None}, compiled=True),
-        Supported("remove it: this backend computes any length", backends=ON_DEVICE),
+        Supported("remove it: this backend computes any length"),
     ] = ()
     prefix_caching: Annotated[
         AutoToggle,
@@ -263,7 +238,7 @@ class Serving(SpecPart, frozen=True):
         "Where tokens are sampled, see [modes](sampling.md#modes); by default `Device` on a device, also on a "
         "simulated one.",
         ConfigKey("sampling", compiled=True),
-        Supported("remove it or set Host", values=("Host",), backends=("simulated", *ON_DEVICE)),
+        Supported("remove it or set Host", values=("Host",)),
     ] = None
     generation_config: Annotated[
         Toggle,
@@ -335,7 +310,7 @@ class Engine(SpecPart, frozen=True):
         ConfigKey("backend", compiled=True),
         Supported(
             "set engine.backend: nxdi (the default on Neuron) or torch (computes on the host)",
-            values=tuple(BACKENDS),
+            values=tuple(engines.ENGINES),
             of=lambda spec: spec.backend,
         ),
     ] = None
@@ -344,10 +319,8 @@ class Engine(SpecPart, frozen=True):
         "Whether the model is [compiled](compiling.md#in-a-cluster) before it is served. `Enabled`: a Job compiles it, "
         "and replicas start with the artifact. `Auto`: only for a backend that cannot serve without, today `nxdi`.",
         ConfigKey("compile", {"Auto": None, "Enabled": True, "Disabled": None}, compiled=True),
-        Supported("remove it: this backend compiles nothing", values=("Disabled",), backends=COMPILING),
-        Supported(
-            "remove it: this backend serves compiled models only", values=("Enabled",), backends=COMPILED_IF_ASKED
-        ),
+        Supported("remove it: this backend compiles nothing", values=("Disabled",)),
+        Supported("remove it: this backend serves compiled models only", values=("Enabled",), about="Disabled"),
     ] = "Auto"
     application_class: Annotated[
         Annotated[
@@ -357,7 +330,7 @@ class Engine(SpecPart, frozen=True):
         "The implementation of the model on the device: a name that the backend knows, or `module:Class` of "
         "`engine.image`; by default by the model's architecture.",
         ConfigKey("applicationClass", compiled=True),
-        Supported("remove it: this backend has no other implementation", backends=ON_DEVICE),
+        Supported("remove it: this backend has no other implementation"),
     ] = None
     override_neuron_config: Annotated[
         Json,
@@ -365,7 +338,7 @@ class Engine(SpecPart, frozen=True):
         "Settings of the backend: fields of NxD Inference's NeuronConfig for `nxdi`, or those [of a simulated device]"
         "(benchmarks.md#a-served-model-without-a-device); an unknown setting is `InvalidEngineConfig`.",
         ConfigKey("overrideNeuronConfig", compiled=True),
-        Supported("remove it: this backend has no settings", backends=("simulated", *ON_DEVICE)),
+        Supported("remove it: this backend has no settings"),
     ] = field(default_factory=dict)
     env: Annotated[
         tuple[EnvVar, ...],
@@ -655,12 +628,17 @@ class Spec(SpecPart, frozen=True):
 
     @property
     def backend(self) -> str:
-        return self.engine.backend or ("nxdi" if self.accelerator.type == "Neuron" else "torch")
+        return self.engine.backend or engines.DEFAULTS[self.accelerator.type]
+
+    @property
+    def runs(self) -> engines.Engine:
+        """What the operator knows of the backend."""
+        return engines.ENGINES[self.backend]
 
     @property
     def is_compiled(self) -> bool:
         """Whether replicas need a compiled artifact."""
-        compiles = BACKENDS[self.backend].compiles
+        compiles = self.runs.compiles
         return compiles == "always" or (compiles == "on request" and self.engine.compile == "Enabled")
 
     @property

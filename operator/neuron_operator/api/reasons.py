@@ -11,14 +11,14 @@ from enum import Enum, StrEnum
 from typing import Literal, Self, get_args
 
 Normal = Literal["Accepted", "ModelResolved", "Placed", "WeightsReady", "Compiled", "Available", "UpToDate"]
-Abnormal = Literal["Reconciling", "Stalled"]
+Abnormal = Literal["Reconciling", "Stalled", "Contested"]
 Condition = Literal[Normal, "Ready", Abnormal]
 
 CONDITIONS: tuple[Condition, ...] = get_args(Normal)
 """In the order in which a model becomes ready. `Ready` repeats the first one that is not true."""
 
 ABNORMAL: tuple[Condition, ...] = get_args(Abnormal)
-"""Present only while true, at most one of them, as kstatus (Flux, kpt, Argo CD's rules for it) expects."""
+"""Present only while true: of the first two at most one, as kstatus (Flux, kpt, Argo CD's rules for it) expects."""
 
 SHOWN: tuple[Condition, ...] = (*CONDITIONS, "Ready", *ABNORMAL)
 """Every condition that the operator writes."""
@@ -95,10 +95,11 @@ class Reason(StrEnum):
     ADMISSION_DENIED = Row(
         "AdmissionDenied",
         "An admission policy, a webhook, a LimitRange or a missing class refuses an object (`Accepted`) or the pods "
-        "(`Available`); the message quotes the API server",
+        "(`Available`); the message quotes the API server. As `UpToDate`: it would refuse the pods of an edit, so no "
+        "replica ends",
         "Follow the message; see [troubleshooting](troubleshooting.md#a-refused-object). The operator tries again, "
         "at most 30 s apart",
-        conditions=("Accepted", "Available"),
+        conditions=("Accepted", "Available", "UpToDate"),
         final=True,
     )
     OPERATOR_FORBIDDEN = Row(
@@ -119,11 +120,12 @@ class Reason(StrEnum):
     CONTESTED = Row(
         "Contested",
         "Somebody else undoes what the operator writes: a policy that changes images or tolerations, an autoscaler of "
-        "the Deployment. The message has object, field, wanted and found. Replicas serve on",
+        "the Deployment. The message has object, field, wanted and found. Replicas serve on: `Ready` is false only if "
+        "something else is not true, and has this reason if that would otherwise be progress",
         "Set the field in the manifest or in the chart's values to what the policy makes it, exempt the object, or "
         "scale the NeuronModel instead of its Deployment. After five writes the operator writes again after half a "
         "minute, at last every ten minutes",
-        conditions=("Accepted",),
+        conditions=("Contested",),
     )
     STORAGE_NOT_CONFIGURED = Row(
         "StorageNotConfigured",
@@ -160,14 +162,16 @@ class Reason(StrEnum):
     # Pods cannot be created, or do not get their resources.
     POD_SECURITY_DENIED = Row(
         "PodSecurityDenied",
-        "The namespace's Pod Security level refuses the pods",
+        "The namespace's Pod Security level refuses the pods; as `UpToDate`, those of an edit, so no replica ends",
         "The operator's pods pass `restricted`; check `podTemplate`",
+        conditions=("Available", "UpToDate"),
     )
     QUOTA_EXCEEDED = Row(
         "QuotaExceeded",
-        "A ResourceQuota refuses an object, such as the Service (`Accepted`), or the pods (`Available`)",
+        "A ResourceQuota refuses an object, such as the Service (`Accepted`), or the pods (`Available`). As "
+        "`UpToDate`: the pods of an edit would exceed it even when the earlier ones have ended, so no replica ends",
         "Raise the quota, or request less. A quota of memory or CPU demands `podTemplate.spec.resources`",
-        conditions=("Accepted", "Available"),
+        conditions=("Accepted", "Available", "UpToDate"),
     )
     ALLOCATION_REJECTED = Row(
         "AllocationRejected",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
 
 from neuron_operator.api.names import CORE_RESOURCE, DEVICE_RESOURCE
+from neuron_operator.read.objects import requested
 from neuron_operator.read.world import NodeDevices, Object, Taint
 
 
@@ -24,9 +24,9 @@ def node_devices(node: Object, pods: Iterable[Object]) -> NodeDevices:
     return NodeDevices(
         name=metadata["name"],
         devices=devices,
-        free_devices=max(0, devices - sum(requested(pod, DEVICE_RESOURCE) for pod in pods)),
+        free_devices=max(0, devices - int(sum(requested(pod, DEVICE_RESOURCE) for pod in pods))),
         cores=cores,
-        free_cores=max(0, cores - sum(requested(pod, CORE_RESOURCE) for pod in pods)),
+        free_cores=max(0, cores - int(sum(requested(pod, CORE_RESOURCE) for pod in pods))),
         labels=metadata.get("labels", {}),
         schedulable=ready and not passing and not spec.get("unschedulable", False),
         taints=tuple(taint for taint in taints if taint not in passing),
@@ -36,24 +36,6 @@ def node_devices(node: Object, pods: Iterable[Object]) -> NodeDevices:
 _KEEPS = ("NoSchedule", "NoExecute")
 _PASSING = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "karpenter.sh/")
 """Controllers give and take taints with these keys, as the state of a node changes."""
-
-
-def requested(pod: Object, resource: str) -> int:
-    """What the scheduler counts for a pod: the sum over its containers and sidecars, or its largest init container with
-    the sidecars started before it (https://kubernetes.io/docs/concepts/workloads/pods/init-containers/)."""
-
-    def of(container: Object) -> int:
-        resources: dict[str, Any] = container.get("resources", {})
-        return int(parse_quantity((resources.get("requests") or resources.get("limits") or {}).get(resource, 0)))
-
-    spec = pod["spec"]
-    sidecars = largest = 0
-    for container in spec.get("initContainers", ()):
-        if container.get("restartPolicy") == "Always":
-            sidecars += of(container)
-        else:
-            largest = max(largest, sidecars + of(container))
-    return max(largest, sidecars + sum(map(of, spec["containers"])))
 
 
 def has_devices(node: Object) -> bool:

@@ -21,7 +21,7 @@ from neuron_operator.decide import breaker, groups, nudge, pin, rollout
 from neuron_operator.decide.breaker import Allowed
 from neuron_operator.decide.rollout import Setback
 from neuron_operator.decide.sharing import upkeep
-from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, seconds_false, using, walk
+from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, seconds_of, using, walk
 from neuron_operator.place.planner import Held, is_stranded
 from neuron_operator.read.objects import dig, is_owned, kind_of, name_of, only
 from neuron_operator.read.revision import Revision
@@ -174,7 +174,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
     pace = rollout.pace_of(model, observed, allowed.revision) if allowed else None
     trial = rollout.trial_of(model, observed, allowed.revision, pace) if allowed and pace and not setback else None
-    denied = _explain_trial(trial, world) if trial else ()
+    denied = _explain_trial(trial, world, observed, model.spec.replicas) if trial else ()
     if allowed and pace and trial:
         pace = replace(pace, needs=pace.needs | {trial})
         if denied and (before := observed.serving(besides=pinned)):
@@ -249,9 +249,10 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     )
 
 
-def _explain_trial(trial: Trial, world: World) -> tuple[Finding, ...]:
+def _explain_trial(trial: Trial, world: World, observed: Observed, num_wanted: int) -> tuple[Finding, ...]:
     """Why no replica ends for the next revision; nothing if the pods of that would be created."""
-    explained = explain_trial(world.denials.get(trial, ""))
+    ending = [pod.live for pod in observed.live]
+    explained = explain_trial(world.denials.get(trial, ""), ending, min(len(ending), num_wanted))
     if explained is None:
         return ()
     reason, message = explained
@@ -399,7 +400,7 @@ def _workload(
     for attempt in grouped.start:
         yield group_owner(model, served, attempt, settings.groups, is_room_known=grouped.is_room_known)
     for group in grouped.alive:
-        made = rest_of(model, group.live)
+        made = rest_of(model, group.live, revisions.get(group.revision, served).engine)
         # Only these two are ever repaired: a member that is gone ends the group.
         yield from (part for part in made if not group.is_whole or part["kind"] in ("NetworkPolicy", "Service"))
 
@@ -582,7 +583,7 @@ def _requeue_after(
     of_groups = course.groups.due if course.groups else None
     looks = (rollout.surge_due(observed), rollout.next_look(observed), of_groups)
     times = (*retries, *starting, *looks, *course.due)
-    wait = seconds_false(observed, "Ready")
+    wait = seconds_of(observed, "Ready") or seconds_of(observed, "Contested", "True")
     is_awaiting = any(isinstance(need, Exists | Trial) for finding in findings for need in finding.needs)
     delays = (
         min(max(wait / 20, MIN_RECHECK_SECONDS), RECHECK_SECONDS) if world.refusals else None,

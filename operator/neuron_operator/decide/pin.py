@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from neuron_operator.api import names
+from neuron_operator.api.engines import Engine
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import NotPinned, SpecPart, as_json, fields_of
-from neuron_operator.api.model import BACKENDS, NeuronModel, remembered
+from neuron_operator.api.model import NeuronModel, remembered
 from neuron_operator.api.model_status import MAX_GROUPS, MemoryPlan, Plan
 from neuron_operator.api.reasons import Reason
 from neuron_operator.place.planner import Choice, Held, choose
@@ -37,18 +38,18 @@ MAX_BYTES = 2**53
 @remembered
 def spec_hash(model: NeuronModel) -> str:
     """Hash of the part of the spec that pods or placement depend on. Explicit defaults do not change it."""
-    return names.digest([FORMAT, _non_defaults(model.spec, model.spec.backend)])
+    return names.digest([FORMAT, _non_defaults(model.spec, "spec", model.spec.runs)])
 
 
-def _non_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
+def _non_defaults(part: SpecPart, path: str, engine: Engine) -> dict[str, Any]:
     """The fields that differ from their defaults, without those that nothing acts on and those that pods do not
     depend on."""
     changed: dict[str, Any] = {}
     for one in fields_of(type(part)):
-        value = getattr(part, one.name)
-        if value == one.default or one.is_idle(backend) or one.annotations(NotPinned):
+        value, here = getattr(part, one.name), f"{path}.{one.key}"
+        if value == one.default or one.is_idle(here, engine.honours) or one.annotations(NotPinned):
             continue
-        kept = _non_defaults(value, backend) if isinstance(value, SpecPart) else as_json(value)
+        kept = _non_defaults(value, here, engine) if isinstance(value, SpecPart) else as_json(value)
         if kept != {}:
             changed[one.key] = kept
     return changed
@@ -143,7 +144,7 @@ def pin(
             f"{length} exceeds the model's maximum length of {facts.max_position_embeddings} tokens",
         )
     _check_parallelism(model)
-    choice = choose(model, facts, settings, free, before) if BACKENDS[model.spec.backend].on_device else None
+    choice = choose(model, facts, settings, free, before) if model.spec.runs.on_device else None
     placement = choice.placement if choice else place(model, settings)
     if placement.nodes > 1 and model.spec.replicas > MAX_GROUPS // 2:
         raise InvalidSpec(
@@ -161,7 +162,7 @@ def pin(
         artifacts=compiling.artifacts if compiling else None,
         choice=choice,
         revision=revision_hash(spec_hash(model), model.refresh, upgrade),
-        config_name=names.config_name(model.name, config),
+        config=config,
     )
     pinned = Pinned(
         format=FORMAT,
@@ -248,7 +249,7 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         sampling=sampling_mode(model)[:64],
         memory=_memory_plan(option.memory) if option else None,
         host_bytes=min(serving_memory(model, facts, placement.nodes), MAX_BYTES),
-        summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.spec.backend].does} "
+        summary=f"each replica holds {placement.words}{where} and {model.spec.runs.does} "
         f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
         + (f"; {choice.arithmetic}" if choice else ""),
     )

@@ -253,14 +253,14 @@ def _current(jobs: Sequence[Object], waiting: Finding, observed: Observed) -> in
 def _retry_seconds(task: Task, observed: Observed) -> int:
     """A tenth of the time that the step has been waiting: a cure is noticed soon after a short fault, and attempts
     become rarer without a stored count."""
-    waited = seconds_false(observed, task.waiting.condition)
+    waited = seconds_of(observed, task.waiting.condition)
     return int(min(max(waited / 10, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS))
 
 
-def seconds_false(observed: Observed, condition: str) -> float:
-    """For how long the condition has been false."""
+def seconds_of(observed: Observed, condition: str, status: str = "False") -> float:
+    """For how long the condition has had this status; 0 if it has another."""
     before = observed.model.conditions.get(condition)
-    since = instant(before.since) if before is not None and before.status == "False" else None
+    since = instant(before.since) if before is not None and before.status == status else None
     return (observed.now - since).total_seconds() if since else 0.0
 
 

@@ -135,12 +135,14 @@ def _conditions(observed: Observed) -> list[str]:
     view = observed.model
     if not view.conditions:
         return ["Conditions", "  none: the operator has not seen the model yet"]
-    shown = [kind for kind in (*CONDITIONS, "Ready") if kind in view.conditions]
+    shown = [kind for kind in (*CONDITIONS, "Ready", "Contested") if kind in view.conditions]
     rows = [(kind, view.conditions[kind].status, view.conditions[kind].reason) for kind in shown]
     lines = ["Conditions", *_table(rows)]
     ready = view.conditions.get("Ready")
     if ready is not None and ready.status != "True":
         lines += [f"  since {ready.since}: {printable(ready.message)}"]
+    elif contested := view.conditions.get("Contested"):
+        lines += [f"  since {contested.since}: {printable(contested.message)}"]
     if ready is not None and ready.generation < view.generation:
         lines += [f"  of generation {ready.generation}: the operator has not seen generation {view.generation} yet"]
     return lines
@@ -228,6 +230,7 @@ _COMMANDS: Mapping[Reason, str] = {
         "helm upgrade neuron-serving charts/neuron-serving -n neuron-serving --reset-then-reuse-values"
     ),
     Reason.NAME_CONFLICT: "kubectl get service,deployment,poddisruptionbudget,networkpolicy {name} -n {namespace}",
+    Reason.CONTESTED: _EVENTS,
     Reason.WRITE_FAILED: "kubectl logs -n neuron-serving deploy/neuron-operator --tail=50",
     Reason.SECRET_NOT_FOUND: "kubectl get secrets -n {namespace}",
     Reason.WEIGHTS_UNAUTHORIZED: "kubectl get secrets -n {namespace}",

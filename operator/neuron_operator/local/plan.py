@@ -24,7 +24,7 @@ import yaml
 from neuron_operator.api.errors import ClusterFault, InvalidSpec, Unplaceable
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.model import BACKENDS, NeuronModel
+from neuron_operator.api.model import NeuronModel
 from neuron_operator.decide import pin
 from neuron_operator.decide.course import decide
 from neuron_operator.local.command import read_manifest
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace, live: tuple[Object, Facts] | None = None) -
         facts = read_facts(options.facts) if options.facts else live[1] if live else inspected(model)
         settings, free = _where(options)
         pinned = pin.pin(model, facts, settings, 1, free=free)
-        choice = choose(model, facts, settings, free) if BACKENDS[model.spec.backend].on_device else None
+        choice = choose(model, facts, settings, free) if model.spec.runs.on_device else None
     except (InvalidSpec, Unplaceable) as refusal:
         print(f"{refusal.reason}: {refusal}", file=sys.stderr)
         return EXIT_REFUSED

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from neuron_operator.api.engines.engine import TORCH_BYTES
 from neuron_operator.place.catalog import MIB, Family
 from neuron_operator.read.placement import counted
 from neuron_operator.read.records import Facts
@@ -36,9 +37,6 @@ BUCKET_STEP = 128
 SEGMENT_TOKENS = 2048
 """Longest prefill of one call where prompts are computed in segments; see `longest_segment`."""
 SHORTEST_PREFIX = 512
-
-TORCH_BYTES = 512 * MIB
-"""An engine with torch needs so much beside weights: 350 MiB measured, without its libraries' files."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 COMPUTED_IN = "bfloat16"

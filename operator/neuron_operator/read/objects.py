@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -112,6 +112,26 @@ def number_of(quantity: Any) -> float:
         return 0.0
     number, unit = float(match[1]), match[2]
     return number * _UNITS[unit] if unit in _UNITS else float(f"{number}{unit}") if unit[1:].isdecimal() else 0.0
+
+
+def requested(pod: Any, resource: str, kinds: Sequence[str] = ("requests", "limits")) -> float:
+    """What scheduler and quotas count for a pod: the sum over its containers and sidecars, or its largest init
+    container with the sidecars started before it (https://kubernetes.io/docs/concepts/workloads/pods/init-containers/).
+
+    kinds: of a container's resources, the first that it has.
+    """
+
+    def of(container: Any) -> float:
+        given = (dig(container, "resources", kind) for kind in kinds)
+        return number_of(dig(next(filter(None, given), {}), resource))
+
+    sidecars = largest = 0.0
+    for container in items(pod, "spec", "initContainers"):
+        if container.get("restartPolicy") == "Always":
+            sidecars += of(container)
+        else:
+            largest = max(largest, sidecars + of(container))
+    return max(largest, sidecars + sum(map(of, items(pod, "spec", "containers"))))
 
 
 def instant(value: Any) -> datetime | None:

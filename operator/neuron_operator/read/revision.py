@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from neuron_operator.api import names
+from neuron_operator.api.engines import ENGINES, Engine
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model_status import Plan
 from neuron_operator.read.objects import dig, items, name_of, text, whole
@@ -86,6 +87,11 @@ class Revision(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """The value of the revision label."""
         return revision_hash(self.pinned.spec_hash, self.pinned.refresh, self.pinned.upgrade)
+
+    @property
+    def engine(self) -> Engine:
+        """What the operator knows of its backend."""
+        return ENGINES[str(self.pinned.config.get("backend"))]
 
     @property
     def image(self) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from neuron_operator.api.fields import ConfigKey, as_json, walk
-from neuron_operator.api.model import BACKENDS, ModelSource, NeuronModel, Spec
+from neuron_operator.api.model import ModelSource, NeuronModel, Spec
 from neuron_operator.place.planner import Option
 from neuron_operator.read.objects import dig
 from neuron_operator.read.records import Facts
@@ -56,10 +56,10 @@ def config_document(model: NeuronModel, facts: Facts, option: Option | None = No
             _put(document, "limits", {"blockSize": option.load.block_size, "numBlocks": option.load.num_blocks})
     elif (ranks := ranks_of(model)) > 1:
         _put(document, "parallelism.tensor", ranks)
-    for _, one, value in walk(model.spec, "spec"):
+    for path, one, value in walk(model.spec, "spec"):
         for to in one.annotations(ConfigKey):
             written = to.words.get(value, value) if to.words else value
-            if written not in (None, {}) and not one.is_idle(model.spec.backend):
+            if written not in (None, {}) and not one.is_idle(path, model.spec.runs.honours):
                 _put(document, to.path, as_json(written))
     return document
 
@@ -92,8 +92,7 @@ def _put(document: dict[str, Any], path: str, value: Any) -> None:
 
 def sampling_mode(model: NeuronModel) -> str:
     """Where the runtime will sample tokens."""
-    on_host = model.spec.backend != "simulated" and not BACKENDS[model.spec.backend].on_device
-    return "Host" if on_host else model.spec.serving.sampling or "Device"
+    return model.spec.serving.sampling or model.spec.runs.sampling
 
 
 def to_json(document: Mapping[str, Any] | Struct) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuron_operator.api import names
+from neuron_operator.api.engines import Engine
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.read.objects import dig, labels_of, name_of, only, text
 from neuron_operator.read.revision import Revision
@@ -68,7 +69,7 @@ def group_owner(
     container["env"] = merged_env(container.get("env", ()), own_env)
     template["spec"] = without_empty(spec)
     if settings.controller == names.LEADER_WORKER_SET:
-        kind, made = names.LEADER_WORKER_SET, _leader_worker_spec(template, size)
+        kind, made = names.LEADER_WORKER_SET, _leader_worker_spec(template, revision.engine, size)
         return child(model, names.LEADER_WORKER_SET_API, kind, name, labels=own, spec=made)
     selector = {names.GROUP_LABEL: name, names.ROLE_LABEL: names.ROLE_LEADER}
     spec = _set(template, selector, service=name, replicas=1)
@@ -80,7 +81,7 @@ _INDEX_LABELS = {"StatefulSet": names.POD_INDEX_LABEL, names.LEADER_WORKER_SET: 
 with StatefulSets: `<group>-0.<group>`."""
 
 
-def _leader_worker_spec(template: Object, size: int) -> Object:
+def _leader_worker_spec(template: Object, engine: Engine, size: int) -> Object:
     """Its controller makes the headless Service, and repairs nothing: another attempt is another object."""
     return {
         "replicas": 1,
@@ -90,12 +91,12 @@ def _leader_worker_spec(template: Object, size: int) -> Object:
             "size": size,
             "restartPolicy": "None",
             "leaderTemplate": template,
-            "workerTemplate": _follower(template),
+            "workerTemplate": _follower(template, engine),
         },
     }
 
 
-def rest_of(model: NeuronModel, leader: Object) -> tuple[Object, ...]:
+def rest_of(model: NeuronModel, leader: Object, engine: Engine) -> tuple[Object, ...]:
     """What belongs to the live owner of a group. Where the last (`views.LAST_PARTS`) exists, all of it was created."""
     name = name_of(leader)
     size = int(labels_of(leader)[names.GROUP_SIZE_LABEL])
@@ -121,7 +122,7 @@ def rest_of(model: NeuronModel, leader: Object) -> tuple[Object, ...]:
     closed = part("networking.k8s.io/v1", "NetworkPolicy", name, spec=policy)
     if leader["kind"] == names.LEADER_WORKER_SET:
         return secret, closed
-    template = _follower(dig(leader, "spec", "template"))
+    template = _follower(dig(leader, "spec", "template"), engine)
     selector = {names.GROUP_LABEL: name, names.ROLE_LABEL: names.ROLE_FOLLOWER}
     followers = _set(template, selector, service=name, replicas=size - 1)
     return (
@@ -148,34 +149,18 @@ def _set(template: Object, selector: Mapping[str, str], *, service: str, replica
     }
 
 
-def _follower(template: Object) -> Object:
+def _follower(template: Object, engine: Engine) -> Object:
     """The leader's template for a pod that runs what the leader sends. It answers nobody, so nothing probes it."""
     template = copy.deepcopy(template)
     template["metadata"]["labels"][names.ROLE_LABEL] = names.ROLE_FOLLOWER
     container = _runtime(template)
     for part in ("ports", "startupProbe", "readinessProbe", "livenessProbe"):
         container.pop(part, None)
-    container["command"] = follow_command(container["command"])
+    container["command"] = engine.follow(container["command"])
     spec = template["spec"]
     for holder, part in ((container, "volumeMounts"), (spec, "volumes")):
         holder[part] = [one for one in holder[part] if one["name"] != names.API_KEY_VOLUME]
     return template
-
-
-OF_SERVING_ONLY = ("--host", "--port", "--api-key-file")
-"""Flags of `neuron-runtime serve`, each with a value, that `follow` lacks."""
-
-
-def follow_command(serve: Iterable[str]) -> list[str]:
-    """`neuron-runtime follow` with the local flags of a `serve`."""
-    words = iter(serve)
-    command: list[str] = []
-    for word in words:
-        if word in OF_SERVING_ONLY:
-            next(words)
-        else:
-            command.append("follow" if word == "serve" and len(command) == 1 else word)
-    return command
 
 
 def _apart(affinity: Mapping[str, Any], group: str, together: Iterable[str]) -> Object:

@@ -24,7 +24,6 @@ from neuron_operator.render.objects import Mount, shared
 from neuron_operator.render.pods import (
     NOT_NEURON,
     NOT_NEURON_IF_POSSIBLE,
-    SERVE_COMMAND,
     compile_image,
     runtime_image,
     step_pod_template,
@@ -128,7 +127,7 @@ def check_job(model: NeuronModel, settings: Settings, revision: Revision) -> Obj
         model,
         settings,
         CHECK,
-        [*SERVE_COMMAND, *access.arguments, "--check"],
+        model.spec.runs.check(access.arguments),
         access,
         image=revision.image,
         mounts=(_CONFIG,),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from neuron_operator.api import names
+from neuron_operator.api.engines.engine import Launch, Probe
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import ApiKeySecret, NeuronModel, Toleration
 from neuron_operator.place.catalog import INSTANCE_TYPES, label_values
@@ -20,18 +21,9 @@ from neuron_operator.render.objects import Mount, without_empty
 from neuron_operator.render.resources import Requests, overlaid
 from neuron_operator.render.storage import Access, loading, loading_artifact
 
-START_PERIOD_SECONDS = 2
-START_SECONDS = 3600
-"""How long a pod may load before the kubelet restarts it: large models over a slow network."""
 RELEASE_SECONDS = 30
 """Part of the grace period for releasing the devices after the last stream."""
 
-SERVE_COMMAND = (
-    *("neuron-runtime", "serve", "--config", f"{names.CONFIG_DIR}/{names.CONFIG_KEY}"),
-    *("--host", "0.0.0.0", "--port", str(names.PORT)),
-    *("--record", names.TERMINATION_LOG),
-)
-API_KEY_FLAG = ("--api-key-file", f"{names.API_KEY_DIR}/{names.API_KEY_FILE}")
 POD_SECURITY = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 READABLE = 0o444
 """Mode of mounted Secrets. The kubelet writes them as root, the container runs as another user, and not every cluster
@@ -69,17 +61,18 @@ def serving_pod_template(
     artifacts: Place | None,
     choice: Choice | None,
     revision: str,
-    config_name: str,
+    config: Mapping[str, Any],
 ) -> Object:
     """The pod template of one revision.
 
     Args:
         requests: the default.
+        config: the RuntimeConfig document.
         artifacts: where Jobs put the compiled model; None: it is not compiled, or the manifest names it.
         choice: the devices that it is computed on; None: it is computed on the host.
     """
     access = loading(model, weights) + loading_artifact(model, artifacts)
-    overlay = model.spec.pod_template
+    engine, overlay = model.spec.runs, model.spec.pod_template
     rollout = model.spec.rollout
     api_key = model.spec.serving.api_key_secret_ref
     own_labels = {
@@ -94,15 +87,17 @@ def serving_pod_template(
     # Of extended resources requests and limits must be equal.
     whole = {"limits": extended, "requests": extended}
     resources = overlaid(requests, as_json(overlay.spec.resources), whole)
+    document = {"configMap": {"name": names.config_name(model.name, config)}}
     mounts = (
-        Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, {"configMap": {"name": config_name}}, read_only=True),
+        Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, document, read_only=True),
         *(TMP, *access.mounts, *_api_key(api_key), *_ca_bundle(access, settings), *((SHM,) if wired_to else ())),
     )
+    served = engine.serve(Launch(config, access.arguments, has_api_keys=api_key is not None))
     container = _container(
         model,
         settings,
         image=runtime_image(model, settings),
-        command=[*SERVE_COMMAND, *access.arguments, *(API_KEY_FLAG if api_key else ())],
+        command=list(served.command),
         env=merged_env(
             _download_env(model, access, settings),
             as_json(model.spec.engine.env),
@@ -110,20 +105,15 @@ def serving_pod_template(
             (
                 {"name": "HOME", "value": names.TMP_DIR},
                 *target_env(choice.chosen.site.family.name if choice else ""),
-                {"name": names.RANK_VARIABLE, "value": "0"},
-                {"name": names.GROUP_SIZE_VARIABLE, "value": "1"},
-                {"name": names.LEADER_VARIABLE, "value": "localhost"},
+                *({"name": name, "value": value} for name, value in served.env.items()),
             ),
         ),
         resources=resources,
         mounts=mounts,
     )
     container["ports"] = [{"name": names.PORT_NAME, "containerPort": names.PORT, "protocol": "TCP"}]
-    container["startupProbe"] = _probe(
-        "/health", period=START_PERIOD_SECONDS, failures=START_SECONDS // START_PERIOD_SECONDS
-    )
-    container["readinessProbe"] = _probe("/health", period=2, failures=3)
-    container["livenessProbe"] = _probe("/live", period=10, failures=6)
+    for name in ("startup", "readiness", "liveness"):
+        container[f"{name}Probe"] = _probe(getattr(engine.probes, name))
     return {
         "metadata": without_empty(
             {"labels": {**overlay.metadata.labels, **own_labels}, "annotations": overlay.metadata.annotations}
@@ -276,12 +266,12 @@ def target_env(family: str) -> tuple[Object, ...]:
     return ({"name": names.PLATFORM_VARIABLE, "value": family},) if family else ()
 
 
-def _probe(path: str, *, period: int, failures: int) -> Object:
+def _probe(probe: Probe) -> Object:
     return {
-        "httpGet": {"path": path, "port": names.PORT_NAME},
-        "periodSeconds": period,
+        "httpGet": {"path": probe.path, "port": names.PORT_NAME},
+        "periodSeconds": probe.period_seconds,
         "timeoutSeconds": 5,
-        "failureThreshold": failures,
+        "failureThreshold": probe.failures,
     }
 
 

@@ -93,8 +93,8 @@ class _Models(Collector):
         model = ("namespace", "name")
         condition = GaugeMetricFamily(
             "neuron_operator_model_condition",
-            "1 if the condition of the NeuronModel is true, 0 if it is false or unknown. Reconciling and Stalled exist "
-            "only while true.",
+            "1 if the condition of the NeuronModel is true, 0 if it is false or unknown. Reconciling, Stalled and "
+            "Contested exist only while true.",
             labels=[*model, "condition", "reason"],
         )
         desired = GaugeMetricFamily(

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from neuron_operator.api.reasons import Finding, Reason, unmet
-from neuron_operator.read.world import Refusal, RefusalCause
+from neuron_operator.read.objects import number_of, requested
+from neuron_operator.read.world import Object, Refusal, RefusalCause
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,42 @@ def explain_denial(message: str, *, of_job: bool = False) -> tuple[Reason, str]:
     return denial.reason, (of_job and denial.cure_of_job) or denial.cure
 
 
-def explain_trial(message: str) -> tuple[Reason, str] | None:
-    """The reason and the message for a pod that was only tried; None if it could be created once another has ended."""
+def explain_trial(message: str, ending: Sequence[Object], num_next: int) -> tuple[Reason, str] | None:
+    """The reason and the message for a pod that was only tried; None if it could be created once another has ended.
+
+    ending: the pods that end for `num_next` like it.
+    """
     if not message or re.search(_OF_TRIALS, message):
+        return None
+    if "exceeded quota: " in message and not _stays_exceeded(message, ending, num_next):
         return None
     reason, cure = explain_denial(message)
     return reason, f"{message}; {cure}" if cure else message
 
 
-_OF_TRIALS = 'exceeded quota: |cannot create resource "pods"|does not support dry run'
-"""The replica that ends frees its share of the quota; the others tell of the trial alone."""
+_OF_TRIALS = r'cannot create resource "pods"|does not support dry run'
+"""Of the trial alone."""
+_AMOUNTS = r"exceeded quota: .*?requested: (\S+), used: (\S+), limited: (\S+)"
+
+
+def _stays_exceeded(message: str, ending: Sequence[Object], num_next: int) -> bool:
+    """Whether a quota would not suffice either when all pods that end have freed their share."""
+    answer = re.search(_AMOUNTS, message)
+    if answer is None:
+        return False
+    amounts = [dict(part.split("=", 1) for part in one.split(",") if "=" in part) for one in answer.groups()]
+    wanted, held, most = ({name: number_of(amount) for name, amount in one.items()} for one in amounts)
+    for name, of_next in wanted.items():
+        kind, _, resource = name.partition(".")
+        if kind in ("requests", "limits"):
+            freed = [requested(pod, resource, (kind,)) for pod in ending]
+        elif name in ("cpu", "memory", "ephemeral-storage"):
+            freed = [requested(pod, name, ("requests",)) for pod in ending]
+        else:  # the number of pods
+            freed = [of_next] * len(ending)
+        if round(held.get(name, 0.0) - sum(freed) + num_next * of_next - most.get(name, 0.0), 6) > 0:
+            return True
+    return False
 
 
 def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
@@ -143,7 +170,7 @@ def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
         cure = "set the field in the manifest or the chart's values, or exempt the object"
         who = "kubectl get --show-managed-fields -o yaml tells who it is, unless an admission policy is it"
         text = f"somebody else undoes what the operator writes, so it is written ever more rarely: {_quoted(undone)}"
-        yield unmet("Accepted", Reason.CONTESTED, f"{text}; {cure}; {who}")
+        yield Finding("Contested", "True", Reason.CONTESTED, f"{text}; {cure}; {who}")
     if by_cause[RefusalCause.TERMINATING]:
         text = "the namespace is being deleted, so nothing can be created in it"
         yield unmet("Accepted", Reason.NAMESPACE_TERMINATING, text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Literal
 
 from neuron_operator.api import model_status
 from neuron_operator.api.model_status import MAX_MESSAGE, MAX_WORD, ModelFacts
@@ -18,7 +19,8 @@ from neuron_operator.read.world import Announcement
 
 
 def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """One Finding for every condition, then Ready, then Reconciling or Stalled if Ready is not true.
+    """One Finding for every condition, then Ready, then Reconciling or Stalled if Ready is not true, then Contested if
+    somebody else undoes writes.
 
     A condition without a finding waits for the first that is not true. Of several findings about one condition, the
     last one that is not true wins. A finding about Ready says why replicas are missing although Available is true.
@@ -34,8 +36,9 @@ def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     reason = first.reason if first else Reason.RESOLVING
     waits = f"waiting for {first.condition}" if first else "not checked yet"
     all_found = [by_condition.get(kind) or Finding(kind, "Unknown", reason, waits) for kind in CONDITIONS]
-    ready = _roll_up(all_found, by_condition.get("Ready"))
-    return (*all_found, ready, *_abnormal(ready))
+    contested = by_condition.get("Contested")
+    ready = _roll_up(all_found, by_condition.get("Ready"), contested)
+    return (*all_found, ready, *_abnormal(ready), *((contested,) if contested else ()))
 
 
 def facts_of(facts: Facts) -> ModelFacts:
@@ -50,20 +53,26 @@ def facts_of(facts: Facts) -> ModelFacts:
 
 
 def announcements(model: ModelView, findings: Sequence[Finding]) -> tuple[Announcement, ...]:
-    """An Event if Ready or its reason changed."""
-    ready = next(finding for finding in findings if finding.condition == "Ready")
-    before = model.conditions.get("Ready")
-    if before is not None and (before.status, before.reason) == (ready.status, ready.reason):
-        return ()
-    is_trouble = ready.status != "True" and not ready.row.passing
-    return (Announcement("Warning" if is_trouble else "Normal", str(ready.reason), printable(ready.message)),)
+    """An Event if Ready or its reason changed, and one if Contested is new."""
+    told = []
+    for finding in findings:
+        before = model.conditions.get(finding.condition)
+        is_new = before is None or (before.status, before.reason) != (finding.status, finding.reason)
+        if is_new and finding.condition in ("Ready", "Contested"):
+            is_trouble = (finding.condition, finding.status) != ("Ready", "True") and not finding.row.passing
+            kind: Literal["Warning", "Normal"] = "Warning" if is_trouble else "Normal"
+            told.append(Announcement(kind, str(finding.reason), printable(finding.message)))
+    return tuple(told)
 
 
-def _roll_up(findings: Sequence[Finding], missing: Finding | None) -> Finding:
-    """`missing`: a reason of Available although that is true. It counts in Available's place."""
+def _roll_up(findings: Sequence[Finding], missing: Finding | None, contested: Finding | None) -> Finding:
+    """`missing`: a reason of Available although that is true. It counts in Available's place. `contested`: time alone
+    brings nothing about that somebody else undoes."""
     available = next(finding for finding in findings if finding.condition == "Available")
     in_order = [missing if missing and finding is available else finding for finding in findings]
     first = next((finding for finding in in_order if finding.status != "True"), None)
+    if first is not None and first.row.passing and contested is not None:
+        return Finding("Ready", "False", contested.reason, f"{first.message}; {contested.message}", first.needs)
     if first is not None:
         return Finding("Ready", "False", first.reason, first.message, first.needs)
     reason = "ScaledToZero" if available.reason == "ScaledToZero" else "Ready"

@@ -21,6 +21,7 @@ PACKAGES = {
     "torch": "neuron_runtime.backend.torch",
     "simulated": "neuron_runtime.backend.simulated",
     "nxdi": "neuron_runtime.backend.nxdi",
+    "optimum": "neuron_runtime.backend.optimum",
     "transformers-neuronx": "neuron_runtime.backend.transformers_neuronx",
 }
 

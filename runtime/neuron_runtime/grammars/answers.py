@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from neuron_runtime.grammars.language import compiled
 
@@ -48,16 +48,10 @@ class Answer:
         self.num_followed = 0
         """Tokens that the matcher knows."""
         self._grammar = grammar
-        self._start: LLMatcher | None = None
-        """Whose automaton the matcher uses."""
-        self._matcher: LLMatcher | None = None
         self._renewed_at = -1
         """How many tokens there were when it asked for a new automaton."""
         grammar.answers.add(self)
-
-    @property
-    def matcher(self) -> LLMatcher:
-        return self._matcher or self._begun()
+        self._begin()
 
     def followed(self) -> int:
         """The next token, which the matcher learns now."""
@@ -73,14 +67,14 @@ class Answer:
                 return False
             self._renewed_at = len(self.tokens)
             self._grammar.renew()
-        self._begun()
+        self._begin()
         return True
 
-    def _begun(self) -> LLMatcher:
+    def _begin(self) -> None:
         self._start = self._grammar.start
-        self._matcher = self._start.deep_copy()  # the library's deep copy shares the automaton
-        self._matcher.consume_tokens(self.tokens[: self.num_followed].tolist())
-        return self._matcher
+        self.matcher = self._start.deep_copy()  # the library's deep copy shares the automaton
+        if self.num_followed:
+            self.matcher.consume_tokens(self.tokens[: self.num_followed].tolist())
 
 
 def try_answers(

@@ -113,25 +113,28 @@ class GrammarGuides:
         bits = np.empty((len(guides), size), dtype=np.uint8)
         executor = self._executor = self._executor or LLExecutor()
         ours = [guide for guide in guides if isinstance(guide, _GrammarGuide)]
+        answers = [guide.answer for guide in ours]
         byte, bit = end // 8, np.uint8(1 << end % 8)
-        answers = [(guide.answer, at) for at, guide in enumerate(ours)]
-        while answers:
+        asked, may_end = list(enumerate(answers)), list[int]()
+        while asked:
             # A token that does not fit leaves its matcher in an error, which is found below.
-            while behind := [(one.matcher, one.followed()) for one, _ in answers if one.num_followed < len(one.tokens)]:
+            while behind := [
+                (answer.matcher, answer.followed()) for answer in answers if answer.num_followed < len(answer.tokens)
+            ]:
                 executor.consume_token_par(behind)
-            matchers = [(one.matcher, at) for one, at in answers]
-            executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, size, len(ours))
-            ends = (bits[:, byte] & bit).tolist()
-            answers = [(one, at) for one, at in answers if ends[at] and one.restart()]
+            matchers = [(answer.matcher, at) for at, answer in asked]
+            executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, size, len(answers))
+            may_end = np.flatnonzero(bits[:, byte] & bit).tolist()
+            asked = [(at, answers[at]) for at in may_end if answers[at].restart()]
         failed = []
-        for at in np.flatnonzero(bits[:, byte] & bit).tolist():
+        for at in may_end:
             # The answer may end here, or the matcher has given up, as it does where no token fits.
             guide = ours[at]
             bits[at, byte] &= ~bit
             for token in guide.end_token_ids:
                 if token < end:
                     bits[at, token // 8] |= 1 << token % 8
-            if guide.answer.matcher.is_error() or not bits[at].any():
+            if answers[at].matcher.is_error() or not bits[at].any():
                 bits[at] = 0xFF
                 failed.append(at)
         return Masks(bits.reshape(-1).data, failed)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from neuron_operator.api import names
+from neuron_operator.api.engines.engine import Served
 from neuron_operator.api.reasons import Reason
 
 Json = Mapping[str, Any]
@@ -27,7 +28,7 @@ LIMIT_SECONDS = 3600
 
 
 SPARE_SECONDS = 30
-"""After the time for its answers to end, a pod is killed. An engine that gave them up sooner would only hang until then."""
+"""A pod is killed so long after its answers had to end. If the engine gave them up sooner, it would hang until then."""
 
 
 @dataclass(frozen=True)
@@ -428,14 +429,6 @@ HONOURED = frozenset(
 # What runs
 
 
-@dataclass(frozen=True)
-class Served:
-    """What runs in the pod, besides what all pods have."""
-
-    command: tuple[str, ...]
-    env: Mapping[str, str]
-
-
 def served(
     document: Json,
     *,
@@ -668,5 +661,8 @@ LACKS_METRICS: Mapping[str, str] = {
     "neuron_serving_load_seconds": "`vllm_neuron:model_load_time_seconds`",
     "neuron_serving_warm_up_seconds": "`vllm_neuron:compilation_time_seconds`",
     "neuron_serving_group_wait_seconds_total": "",
+    "neuron_serving_neuron_logical_core_memory_used_bytes": "`neuroncore_memory_usage_*`, of AWS's exporter",
+    "neuron_serving_neuron_logical_core_memory_free_bytes": "",
+    "process_*": "`container_*` of the kubelet",
 }
-"""Our metrics that the engine has not, and what is nearest. Of vLLM's, `process_*` has no label `process`."""
+"""Our metrics that the engine has not, and what is nearest."""

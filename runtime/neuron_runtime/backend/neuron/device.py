@@ -225,6 +225,7 @@ class DeviceBackend:
         *,
         memory: Callable[[], DeviceMemory | None] = lambda: None,
         in_group: bool = False,
+        prefills_on_host: bool = False,
     ) -> None:
         """Takes a loaded application that has run nothing.
 
@@ -232,8 +233,10 @@ class DeviceBackend:
             warm_up_steps: one for each graph that a call takes.
             memory: asks the device; not called while it works.
             in_group: other nodes run parts of the model.
+            prefills_on_host: calls for prompts return logits, although the device samples the other rows.
         """
         self._in_group = in_group
+        self._prefills_on_host = prefills_on_host
         self._application = application
         self.limits = limits
         self._inputs = inputs
@@ -243,7 +246,7 @@ class DeviceBackend:
         self._running: deque[_Step] = deque()
         self._thread: DeviceThread[tuple[_Step, Late | None], _Done] = DeviceThread(self._run)
         # Used on that thread alone:
-        self._host = None if limits.sampling == "Device" else HostRows(limits)
+        self._host = None if limits.sampling == "Device" and not prefills_on_host else HostRows(limits)
         self._tokens: IntArray = np.zeros(0, dtype=np.int64)
         """One for each row of the step that ran last."""
         self._failure: BaseException | None = None
@@ -266,7 +269,7 @@ class DeviceBackend:
         launched = self._launched.popleft()
         if launched.batch.step != step:
             raise IllegalBatch(f"sample of step {step}, but step {launched.batch.step} was launched")
-        if late is not None and self._host is None:
+        if late is not None and self.limits.sampling == "Device":
             raise IllegalBatch(f"step {step} restricts tokens, and the graphs return no logits")
         self._running.append(launched)
         self._thread.put((launched, late))
@@ -314,6 +317,8 @@ class DeviceBackend:
             for added in step.batch.added:
                 self._host.add(added)
             of_host = self._host.of_host[rows.slots] & rows.samples
+            if self._prefills_on_host:
+                of_host[rows.num_decodes :] = rows.samples[rows.num_decodes :]
         on_device = self.limits.sampling != "Host"
         logits: list[torch.Tensor] = []
         logits_of: list[IntArray] = []
@@ -322,7 +327,7 @@ class DeviceBackend:
             began = time.perf_counter()
             output = self._application(**call.arguments)
             seconds += time.perf_counter() - began
-            if on_device:
+            if on_device and output.tokens is not None:
                 tokens[call.rows] = output.tokens.numpy()[call.places]
             if of_host is not None and len(chosen := np.flatnonzero(of_host[call.rows])):
                 logits.append(_rows_of(output.logits, call.places[chosen]))

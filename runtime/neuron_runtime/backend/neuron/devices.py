@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from neuron_runtime.backend.neuron.override import PATH, plain
+from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.distributed.layout import address_of, bracketed, num_nodes_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.flags import plain
 from neuron_runtime.host import DEV, device_nodes
 
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
@@ -43,6 +44,8 @@ EFA_INTERFACES = "class/infiniband"
 EXEC_TIMEOUT_SECONDS = 600
 """The runtime's own default is documented as 30 or 600, so it is always set. NxD Inference wants 600 for long
 prompts."""
+TIMEOUT_SHARE = 0.9
+"""The share of the Neuron runtime's own limit on a step after which the watchdog ends a hung one."""
 LONG_CONTEXT = 32768
 """From this length of prompts on, NxD Inference sets variables of its own."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neuron_runtime.backend.neuron.device import Application, DeviceBackend
+from neuron_runtime.backend.neuron.installed import device_memory
 from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, span_that_takes
 from neuron_runtime.backend.nxdi.inputs import Inputs
-from neuron_runtime.backend.nxdi.library import device_memory
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.warming import lone_step
 from neuron_runtime.core import BackendLimits, Batch

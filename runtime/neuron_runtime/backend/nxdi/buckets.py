@@ -9,15 +9,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from neuron_runtime.backend.neuron.devices import TIMEOUT_SHARE
 from neuron_runtime.backend.nxdi.settings import RECOMPUTED, Settings
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket
 
 LOOKAHEAD = 2
 """In asynchronous mode, a decode step this close below the end of a bucket runs alone, in the next larger bucket."""
-
-
-TIMEOUT_SHARE = 0.9
-"""The share of the Neuron runtime's own limit on a step after which the watchdog ends a hung one."""
 
 
 class Prefill(NamedTuple):

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from neuron_runtime.backend.neuron.devices import Target, check_cores, environment_of, find_target
+from neuron_runtime.backend.neuron.installed import platform_target
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import Prefill, all_graphs
 from neuron_runtime.backend.nxdi.foreign import (
@@ -125,7 +126,7 @@ class NxdiCompiler:
         with tempfile.TemporaryDirectory(prefix="nxdi-") as scratch:
             self._work = Path(scratch, "work")
             prepare_environment(self._settings, self._target, self._work)
-            with all_weights_read(self._model_dir, self._settings.application):
+            with all_weights_read(self._model_dir, self._settings):
                 library.application(self._settings, self._model_dir).compile(str(folder))
 
     def _ready(self) -> list[str]:
@@ -187,7 +188,7 @@ def prepare_environment(settings: Settings, target: Target, scratch: Path | None
 def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]:
     """What to compile or to load. Raises as `settings_of` and `find_target`, and as `check_cores` on a machine with
     devices."""
-    target = find_target(config, ask=library.platform_target)
+    target = find_target(config, ask=platform_target)
     settings = settings_of(config, read_config(model_dir), target)
     if target.granted_cores:
         check_cores(target, settings.tensor)

@@ -12,19 +12,18 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from neuron_runtime.backend.neuron.installed import driver_version, has_module, missing
+from neuron_runtime.backend.neuron.installed import version_of as installed_version
 from neuron_runtime.backend.neuron.model_config import ROPE, completed
 from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_config
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, SAMPLING
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.checkpoint import read_config
-from neuron_runtime.core import DeviceMemory
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
 
 IMAGE = "runtime-neuron"
@@ -51,39 +50,27 @@ SDK_OF_RELEASE = {
 }
 """The Neuron SDK that brings a release of NxD Inference."""
 
-DRIVER_VERSION = "module/neuron/version"
-"""Below /sys."""
-
 
 def check_installed() -> None:
     """Raises InvalidConfig naming the packages that are missing."""
-    missing = [name for name, module in PACKAGES.items() if not _has(module)]
-    if missing:
-        message = f"nxdi needs {', '.join(missing)}, which is not installed: use the image {IMAGE}, or another backend"
+    if lacks := missing(PACKAGES):
+        message = f"nxdi needs {', '.join(lacks)}, which is not installed: use the image {IMAGE}, or another backend"
         raise InvalidConfig("$.backend", message)
-
-
-def _has(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def version_of(distribution: str) -> str:
     """The installed version; empty if it is not installed, or does not say."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(distribution)
-    if distribution == INFERENCE and _has(PACKAGES[INFERENCE]):
+    version = installed_version(distribution)
+    if not version and distribution == INFERENCE and has_module(PACKAGES[INFERENCE]):
         # Installed from a checkout. Importing it imports nothing else.
         return str(getattr(importlib.import_module(PACKAGES[INFERENCE]), "__version__", ""))
-    return ""
+    return version
 
 
 def compiler_version() -> str:
     """The version of the compiler. Raises FatalError with COMPILE_FAILED if it is missing."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(COMPILER)
+    if version := installed_version(COMPILER):
+        return version
     try:
         return str(importlib.import_module(COMPILER_MODULE).__version__)
     except (ImportError, AttributeError) as error:
@@ -109,32 +96,8 @@ def versions(sys: Path = Path("/sys")) -> dict[str, str]:
     installed = {name: value for name, value in named.items() if value}
     if sdk := sdk_of(installed.get(INFERENCE, "")):
         installed = {"neuron-sdk": sdk, **installed}
-    with suppress(OSError):
-        installed["driver"] = (sys / DRIVER_VERSION).read_text().strip()
-    return installed
-
-
-def platform_target() -> str:
-    """The platform of this machine by torch-neuronx; empty if that does not know it."""
-    try:
-        return str(importlib.import_module("torch_neuronx.utils").get_platform_target())
-    except Exception:  # noqa: BLE001 - off a Neuron instance it raises what it likes
-        return ""
-
-
-def device_memory() -> DeviceMemory | None:
-    """Memory of one logical core of this process, which must have loaded a model; None if it is unknown.
-
-    Not called while the model runs.
-    """
-    import torch  # noqa: PLC0415  (takes seconds)
-
-    try:
-        # torch-neuronx registers the class. Asking for one, or for a method, that a version lacks is an error.
-        used, free = map(int, torch.classes.neuron.Runtime().get_vnc_memory_stats())
-    except Exception:  # noqa: BLE001 - a figure for monitoring ends no load, whatever a version raises
-        return None
-    return DeviceMemory(used, free) if used >= 0 and free >= 0 else None
+    driver = driver_version(sys)
+    return {**installed, "driver": driver} if driver else installed
 
 
 def application(settings: Settings, model_dir: Path) -> Any:

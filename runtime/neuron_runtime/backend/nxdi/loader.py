@@ -59,7 +59,7 @@ def load(
 
     def attempt() -> Any:
         made = library.application(settings, model_dir)
-        with all_weights_read(model_dir, settings.application):
+        with all_weights_read(model_dir, settings):
             made.load(str(artifact), **share, skip_warmup=True)
         return made
 

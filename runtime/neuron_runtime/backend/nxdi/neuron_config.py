@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from neuron_runtime.backend.neuron.override import PATH, check_kind, near, plain
+from neuron_runtime.backend.neuron.override import PATH, check_kind, near
 from neuron_runtime.backend.nxdi.models import is_private
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
+from neuron_runtime.flags import plain
 from neuron_runtime.not_built import is_neutral
 
 SAMPLING = "on_device_sampling_config"
 
 SHARDED = "save_sharded_checkpoint"
 """Puts the weights into the artifact."""
+
+UNREAD = "unread_weights"
+"""A setting of our own, which NeuronConfig never gets: see `unread`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,8 @@ class Override:
     """Fields of OnDeviceSamplingConfig."""
     on_host: bool = False
     """Whether on-device sampling is switched off."""
+    unread: tuple[str, ...] = ()
+    """Patterns of names of tensors that no module needs to read."""
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.values.get(name, default)
@@ -198,7 +204,7 @@ def read_override(override: Mapping[str, Any], application: str) -> Override:
             path may have further fields, which `library` checks.
     """
     problems, values, sampling = ConfigProblems(), dict[str, Any](), dict[str, Any]()
-    on_host = False
+    on_host, unread = False, tuple[str, ...]()
     for key, value in override.items():
         with problems.collecting():
             name, at = spelled(key), f"{PATH}.{key}"
@@ -207,6 +213,10 @@ def read_override(override: Mapping[str, Any], application: str) -> Override:
             elif name == SAMPLING:
                 for inner, one in _read_sampling(value, at).items():
                     _put(sampling, inner, one, f"{at}.{inner}")
+            elif name == UNREAD:
+                if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+                    raise InvalidConfig(at, f"must be a list of names of tensors, got {value!r}")
+                unread = (*unread, *value)
             elif name == "global_topk":
                 _put(sampling, name, _of_kind(SAMPLING_FIELDS[name], value, at), at)
             else:
@@ -214,7 +224,7 @@ def read_override(override: Mapping[str, Any], application: str) -> Override:
     if on_host and sampling:
         problems.add(f"{PATH}.{SAMPLING}", "is off, so it has no global_topk: leave out one of them")
     problems.check()
-    return Override(values, sampling, on_host)
+    return Override(values, sampling, on_host, unread)
 
 
 def _put(values: dict[str, Any], name: str, value: Any, at: str) -> None:
@@ -228,7 +238,7 @@ def _read(name: str, value: Any, at: str, application: str) -> Any:
     if field is None:
         if is_private(application):
             return value
-        raise InvalidConfig(at, _unknown(name, [*BY_NAME, *ALIASES, "global_topk"]))
+        raise InvalidConfig(at, _unknown(name, [*BY_NAME, *ALIASES, "global_topk", UNREAD]))
     if field.only_experts and application and application not in EXPERTS and not is_private(application):
         raise InvalidConfig(at, f"is for mixtures of experts, which {application} is not: leave it out")
     if field.feature:

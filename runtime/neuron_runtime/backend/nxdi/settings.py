@@ -82,6 +82,8 @@ class Settings:
     vocabulary_size: int
     neuron_config: Mapping[str, Any]
     """All arguments of NeuronConfig, as plain JSON."""
+    unread_weights: tuple[str, ...] = ()
+    """Patterns of names of tensors that no module needs to read. It changes no graph."""
 
 
 def settings_of(
@@ -183,6 +185,7 @@ class _Derivation:
             asynchronous=asynchronous,
             vocabulary_size=vocabulary_size,
             neuron_config={},
+            unread_weights=self._override.unread,
         )
         ours = {
             **_arguments(plain),

@@ -11,10 +11,12 @@ import re
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from neuron_runtime.backend.nxdi.models import is_private
+from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.checkpoint import HEAD, InvalidModel, named, read_checkpoint
 from neuron_runtime.console import say
 
@@ -60,10 +62,9 @@ def _ends(name: str, lost: Collection[str]) -> Iterator[bool]:
 
 
 @contextmanager
-def all_weights_read(model_dir: Path, application: str) -> Iterator[None]:
-    """Within it, reading a checkpoint whose weights the library drops is an error.
-
-    application: one that is not of the library may leave out what it likes: that is only said.
+def all_weights_read(model_dir: Path, settings: Settings) -> Iterator[None]:
+    """Within it, reading a checkpoint whose weights the library drops is an error. What the settings allow to be left
+    out, and what an application leaves out that is not of the library, is only said.
 
     Raises:
         InvalidModel: names the tensors.
@@ -74,16 +75,17 @@ def all_weights_read(model_dir: Path, application: str) -> Iterator[None]:
         if not text.startswith(WARNING):
             shown(message, *where, **others)
             return
-        lost = unread(
-            set(ast.literal_eval(text.removeprefix(WARNING))), read_checkpoint(model_dir).tensors, application
-        )
-        if lost and is_private(application):
-            say(f"warning: the application class does not read {named(lost)}")
-        elif lost:
+        dropped, tensors = set(ast.literal_eval(text.removeprefix(WARNING))), read_checkpoint(model_dir).tensors
+        lost = unread(dropped, tensors, settings.application)
+        allowed = ["*"] if is_private(settings.application) else settings.unread_weights
+        if missed := [name for name in lost if not any(fnmatchcase(name, one) for one in allowed)]:
             raise InvalidModel(
-                f"{model_dir}: NxD Inference does not read the tensors {named(lost)}, so its tokens would be wrong: "
-                "remove them if the model was made without them"
+                f"{model_dir}: NxD Inference does not read the tensors {named(missed)}, so its tokens would be wrong: "
+                "remove them if the model was made without them; or name them in overrideNeuronConfig.unread_weights "
+                "if its tokens are right all the same"
             )
+        if lost:
+            say(f"warning: the application class does not read {named(lost)}")
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", re.escape(WARNING))

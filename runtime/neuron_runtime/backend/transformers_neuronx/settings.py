@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from neuron_runtime.backend.neuron import bucket_plan
-from neuron_runtime.backend.neuron.devices import Target
+from neuron_runtime.backend.neuron.devices import TIMEOUT_SHARE, Target
 from neuron_runtime.backend.neuron.model_config import ignored_by, quantization_of
-from neuron_runtime.backend.neuron.override import PATH, check_kind, near, plain
+from neuron_runtime.backend.neuron.override import PATH, check_kind, near
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket, SamplingMode
 from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
+from neuron_runtime.flags import plain
 from neuron_runtime.neuronx_fields import BY_NAME
 from neuron_runtime.not_built import is_neutral
 
@@ -31,8 +32,6 @@ GLOBAL_TOP_K = 256
 to this one (`hlo.topk_masked`)."""
 PLATFORMS = ("inf2", "trn1")
 """It compiles for `trn1` alone, whose cores are those of inf2 (`compiler.compile_hlo_module`)."""
-TIMEOUT_SHARE = 0.9
-"""See `buckets` of the nxdi backend."""
 
 AMP = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """The library's names of dtypes (`dtypes.to_torch_dtype`)."""

@@ -1,0 +1,104 @@
+"""`Engine`: what the operator knows of a value of `engine.backend`, as data and pure functions over plain values.
+
+Parser, planner, renderer and `why` ask the row: outside this package nobody knows an engine by its name. Each module
+beside this one has the rows of one kind of engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+MIB = 2**20
+TORCH_BYTES = 512 * MIB
+"""An engine with torch needs so much beside weights: 350 MiB measured, without its libraries' files."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one replica is started."""
+
+    document: Mapping[str, Any]
+    """The RuntimeConfig document, which is also mounted."""
+    arguments: Sequence[str]
+    """Where weights and artifacts are, as flags of our runtime."""
+    has_api_keys: bool
+
+
+@dataclass(frozen=True)
+class Served:
+    """What runs in the pod, besides what all pods have."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The path that is asked, how often, and how many failures in a row count."""
+
+    path: str
+    period_seconds: int
+    failures: int
+
+
+@dataclass(frozen=True)
+class Probes:
+    startup: Probe
+    readiness: Probe
+    liveness: Probe
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Bytes of a model in the memory of a pod's host."""
+
+    weights: int
+    """In the number type that they are computed in."""
+    embedding: int
+    """One copy of it."""
+    cache: int
+    loading: int
+    """Of an engine that brings the weights to devices."""
+    sequences: int
+    """Number that it has room for."""
+
+
+@dataclass(frozen=True)
+class CompilerMemory:
+    """What compiling takes. Only a guess to start with: a compiler that runs out of memory gets twice as much."""
+
+    bytes: int
+    per_layer: int = 0
+    per_weight_byte: float = 0.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    does: str
+    """Where it computes, for the plan."""
+    fields: frozenset[str]
+    """What it acts on among the fields that some engines refuse: paths below `spec`, or `path=value`."""
+    serve: Callable[[Launch], Served]
+    """How a replica's pod, or the leader of a group, is started."""
+    follow: Callable[[Iterable[str]], list[str]]
+    """From the command of a group's leader to that of its followers."""
+    check: Callable[[Sequence[str]], list[str]]
+    """With the arguments of a launch: the command of a Job that asks whether a replica would accept its document."""
+    probes: Probes
+    millicores: Callable[[HostBytes], int]
+    """CPU to load the model and to answer at about a token per second."""
+    memory: Callable[[HostBytes], int]
+    """Bytes, likewise."""
+    sampling: str = "Host"
+    """Where it samples unless the manifest says."""
+    on_device: bool = False
+    """Whether it computes on the devices of a replica, which are then planned."""
+    compiles: Literal["never", "on request", "always"] = "never"
+    """Whether it serves compiled models; `on request`: with `engine.compile: Enabled` only."""
+    compiler: CompilerMemory = CompilerMemory(0)
+
+    def honours(self, path: str) -> bool:
+        """Whether it acts on a field, by its path in the manifest."""
+        return path.removeprefix("spec.") in self.fields

@@ -1,0 +1,5 @@
+from fake_optimum.config import NeuronConfig
+
+
+class NxDNeuronConfig(NeuronConfig):
+    pass
