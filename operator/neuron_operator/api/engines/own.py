@@ -93,8 +93,9 @@ _row = partial(
         liveness=Probe("/live", 10, 6),
     ),
 )
-IN_PARALLEL = frozenset({"parallelism.tensor", "parallelism.nodes"})
-COMPILED_IF_ASKED = frozenset({"engine.compile", "engine.compile=Disabled"})
+EVERY = frozenset({"accelerator.cores"})
+IN_PARALLEL = EVERY | {"parallelism.tensor", "parallelism.nodes"}
+COMPILED_IF_ASKED = EVERY | {"engine.compile", "engine.compile=Disabled"}
 
 NXDI = _row(
     does="computes on it",
