@@ -1,4 +1,7 @@
-"""Tables of docs/neuron.md: the models that NxD Inference runs, and what its errors end with. Used by `generate`."""
+"""Tables of docs/neuron.md: models of NxD Inference, what its errors end with, and keywords of transformers-neuronx.
+
+Used by `generate`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 from markdown_table import table
 from neuron_runtime.backend.neuron.failures import CODES
 from neuron_runtime.backend.nxdi.models import FAMILIES, NxdiFamily
+from neuron_runtime.neuronx_fields import FIELDS
 
 
 def models() -> str:
@@ -41,3 +45,18 @@ def statuses() -> str:
         for code in sorted({one.exit_code for one in CODES})
     )
     return table(("Exit code", "Status of the Neuron runtime"), rows)
+
+
+def neuronx_fields() -> str:
+    """What becomes of each keyword of transformers-neuronx, with its own backend and with others."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for field in FIELDS:
+        own = f"refused: {field.refused}" if field.refused else "Llama only" if field.llama_only else "honoured"
+        other = f"refused: {field.cure}" if field.cure else "accepted without effect"
+        if field.name == "continuous_batching":
+            other = "`max_num_seqs` and `max_model_len` of it are those flags"
+        rows.setdefault((own, other), []).append(f"`{field.name}`")
+    return table(
+        ("Keyword", "`transformers-neuronx`", "Other backends"),
+        ((", ".join(names), own, other) for (own, other), names in rows.items()),
+    )

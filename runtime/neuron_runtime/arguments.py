@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,17 @@ import msgspec
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
 from neuron_runtime.console import say
 from neuron_runtime.errors import ConfigProblems, FatalError, InvalidConfig
-from neuron_runtime.flags import absolute, as_flag, fields_of
+from neuron_runtime.flags import absolute, as_flag, fields_of, plain
 from neuron_runtime.host import DEV, device_nodes
-from neuron_runtime.not_built import Surface, refuse
+from neuron_runtime.neuronx_fields import BY_NAME as BY_FIELD
+from neuron_runtime.neuronx_fields import OTHER_VARIABLES, QUANT_VARIABLE, SEVERAL_NODES
+from neuron_runtime.not_built import Surface, is_neutral, refuse
 
 DEFAULT_BACKEND = "torch"
 NEURON_BACKEND = "nxdi"
 """The default on a machine with Neuron devices. It serves compiled graphs only."""
+LEGACY_BACKEND = "transformers-neuronx"
+COMPILING_BACKENDS = (NEURON_BACKEND, LEGACY_BACKEND)
 BACKENDS_WITHOUT_BUCKETS = ("torch", "simulated")
 BUCKET_VARIABLES = {
     "NEURON_CONTEXT_LENGTH_BUCKETS": "context_buckets",
@@ -34,9 +38,12 @@ FRAMEWORK_VARIABLE = "VLLM_NEURON_FRAMEWORK"
 FRAMEWORKS = {
     "neuronx-distributed-inference": NEURON_BACKEND,
     "optimum-neuron": "optimum",
-    "transformers-neuronx": "transformers-neuronx",
+    "transformers-neuronx": LEGACY_BACKEND,
 }
 """Backends by vLLM's names of them, which this variable has."""
+
+TARGET_VARIABLE = "VLLM_TARGET_DEVICE"
+"""With the value cpu, scripts that were written for devices run on the CPU, unchanged."""
 
 FIELDS = tuple(fields_of(RuntimeConfig))
 
@@ -99,6 +106,10 @@ def on_this_machine(
     """
     values = dict(arguments)
     problems = ConfigProblems()
+    if os.environ.get(TARGET_VARIABLE) == "cpu" and "backend" not in values and device in (None, "auto", "neuron"):
+        device = "cpu"
+        values.pop("tensor_parallel_size", None)
+        say(f"{TARGET_VARIABLE} is cpu: the model is computed on the CPU, in one process")
     with problems.collecting():
         override = _neuron_config(values.pop("override_neuron_config", None), additional_config, written)
         if override:
@@ -109,15 +120,76 @@ def on_this_machine(
             if backend is not None:
                 values.setdefault("backend", backend)
         values |= _of_environment(values)
+    with problems.collecting():
+        values |= _of_transformers_neuronx(values, written)
     problems.check()
-    if values.get("backend") == NEURON_BACKEND:
+    backend = values.get("backend", DEFAULT_BACKEND)
+    if backend in COMPILING_BACKENDS:
         values.setdefault("compile", True)
         if _has_one_block_per_request(values):
             del values["block_size"]
             say(
                 "the block size is the model's length: each request has one contiguous line of the cache (layout slots)"
             )
+        elif backend == LEGACY_BACKEND and values.pop("block_size", None):
+            say("the block size has no effect: each request has one contiguous line of the cache (layout slots)")
     return values
+
+
+def _of_transformers_neuronx(arguments: Mapping[str, Any], written: Callable[[str], str]) -> dict[str, Any]:
+    """What a manifest that was written for transformers-neuronx sets otherwise, on that backend or on another one.
+
+    What changes results there is honoured or refused with the cure; the rest is accepted with a notice.
+    """
+    backend, problems = arguments.get("backend", DEFAULT_BACKEND), ConfigProblems()
+    override, dtype = arguments.get("override_neuron_config"), os.environ.get(QUANT_VARIABLE)
+    name = "override_neuron_config"
+    with suppress(ValueError):  # whoever makes the document says what is wrong
+        override = BY_ARGUMENT[name].read(override)
+    values: dict[str, Any] = {}
+    if isinstance(override, Mapping):
+        sizes = {key: one for key, one in override.items() if plain(key) == "continuous_batching"}
+        values[name] = override = {key: one for key, one in override.items() if key not in sizes}
+        for size in sizes.values():
+            values |= _batching(size, arguments)
+    if backend == LEGACY_BACKEND:
+        if wrong := [variable for variable in SEVERAL_NODES if os.environ.get(variable)]:
+            problems.add(wrong[0], f"the {backend} backend runs on one node: unset it")
+        if dtype:
+            say(f"{QUANT_VARIABLE}: weights are quantized to {dtype}")
+            values[name] = {"quant": {"quant_dtype": dtype}, **values.get(name, {})}
+        problems.check()
+        return values
+    if dtype:
+        problems.add(QUANT_VARIABLE, f"is {dtype!r}: {BY_FIELD['quant'].cure}")
+    if unread := [variable for variable in OTHER_VARIABLES if os.environ.get(variable)]:
+        say(f"{', '.join(unread)}: no effect, only transformers-neuronx reads such variables")
+    if isinstance(override, Mapping):
+        kept, ignored = dict[str, Any](), list[str]()
+        for key, value in override.items():
+            field = BY_FIELD.get(plain(key))
+            if field is None or (field.shared and backend == NEURON_BACKEND):
+                kept[key] = value
+            elif field.cure and not is_neutral(value, field.neutral):
+                problems.add(f"{written(name)}[{key!r}]", f"is of transformers-neuronx: {field.cure}")
+            else:
+                ignored.append(key)
+        if ignored:
+            say(f"{written(name)}: {', '.join(ignored)}: no effect, these are layouts of transformers-neuronx")
+        values[name] = kept
+    problems.check()
+    return values
+
+
+def _batching(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that keywords of ContinuousBatchingConfig mean, unless they are set."""
+    names = {
+        "max_num_seqs": "max_num_seqs",
+        "batch_size_for_shared_caches": "max_num_seqs",
+        "max_model_len": "max_model_len",
+    }
+    sizes = {names.get(key): one for key, one in config.items()} if isinstance(config, Mapping) else {}
+    return {name: one for name, one in sizes.items() if name and one is not None and name not in arguments}
 
 
 def _has_one_block_per_request(arguments: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from neuron_runtime.dtypes import ComputedDtype, dtype_name
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
-from neuron_runtime.flags import Flag, json_or_text, json_value, numbers, template, word_or_folder
+from neuron_runtime.flags import Flag, json_or_pairs, json_or_text, numbers, template, word_or_folder
 from neuron_runtime.uris import parse_uri
 from neuron_runtime.validation import explain, problems
 
@@ -246,7 +246,7 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     text: TextOptions = TextOptions()
     server: ServerOptions = ServerOptions()
     override_neuron_config: Annotated[
-        dict[str, Any], "Settings for the backend", Flag(llm=True, metavar="JSON", read=json_value), COMPILED
+        dict[str, Any], "Settings for the backend", Flag(llm=True, metavar="JSON", read=json_or_pairs), COMPILED
     ] = {}
 
 

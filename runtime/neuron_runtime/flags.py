@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +159,11 @@ def whole_number(text: str) -> int:
     return int(number)
 
 
+def plain(key: str) -> str:
+    """The name of a key that may be written with dashes or capitals."""
+    return re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", key).replace("-", "_").lower()
+
+
 def numbers(text: str) -> list[int]:
     """A list of numbers with commas between them; brackets as in JSON are allowed."""
     inside = text.strip().removeprefix("[").removesuffix("]")
@@ -194,6 +200,18 @@ def json_value(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{text!r} is not JSON: {error}") from error
+
+
+def json_or_pairs(text: str) -> Any:
+    """JSON or, as vLLM took it with transformers-neuronx, `name:value` with commas between them."""
+    pairs = [one.partition(":") for one in text.split(",")]
+    if not all(re.fullmatch(r"\s*\w+", name) and colon for name, colon, _ in pairs):
+        return json_value(text)
+    words = {"True": True, "False": False, "None": None}
+    return {
+        name.strip(): words[value.strip()] if value.strip() in words else json_or_text(value.strip())
+        for name, _, value in pairs
+    }
 
 
 def json_or_text(text: str) -> Any:

@@ -32,6 +32,7 @@ class NeuronxField:
 
 
 _Flag, _Number, _Word = (partial(NeuronxField, kind=kind) for kind in (bool, int, str))
+_DENSE = "sparse attention is not supported: leave it out"
 _QUANTIZES = "only the backend transformers-neuronx quantizes weights: leave it out, or use that one"
 
 
@@ -60,7 +61,7 @@ FIELDS = (
     ),
     _Flag("log_softmax_scores", refused="log-probabilities come from the logits: leave it out", neutral=(False,)),
     # Not built.
-    NeuronxField("sparse_attn", refused="sparse attention is not supported: leave it out"),
+    NeuronxField("sparse_attn", cure=_DENSE, refused=_DENSE),
     _Word(
         "cache_layout",
         refused="paged attention is not supported: each request has one line of the cache, so leave it out",
@@ -86,3 +87,16 @@ FIELDS = (
 )
 
 BY_NAME = {field.name: field for field in FIELDS}
+
+QUANT_VARIABLE = "NEURON_QUANT_DTYPE"
+"""Its own backend quantizes weights to this type."""
+
+SEVERAL_NODES = ("NEURON_RANK_ID", "NEURON_LOCAL_TP", "NEURON_PP_STAGES")
+"""Variables by which the library divides a model among nodes, which its own backend refuses."""
+
+OTHER_VARIABLES = (
+    *SEVERAL_NODES,
+    *("NEURON_INTERNAL_TRANSFORM_WEIGHT_LAYOUT", "NEURON_INTERNAL_ASSUME_ALL_PROMPT_LENGTHS_ARE_EQUAL"),
+    *("NEURON_VOCAB_PAD_DIVISOR", "HLO_SNAPSHOT_PATH", "HLO_SNAPSHOT_STEPS", "HLO_SNAPSHOT_ALL_WORKERS"),
+)
+"""Variables that only the library reads."""

@@ -166,6 +166,17 @@ def test_a_path_that_resembles_a_mount_is_unchanged(tmp_path: Path) -> None:
     assert plan.argv[-3:] == ("/scratchfile", str(tmp_path / "default.chat/chat-0/tmp/x"), "127.0.0.1")
 
 
+def test_the_value_of_a_flag_is_translated_by_what_the_flag_means(tmp_path: Path) -> None:
+    body = pod()
+    several = ["--port=8000", "--port", "8000", "--host=::", "--max-model-len=8000", "--max-num-seqs", "8000"]
+    body["spec"]["containers"][0]["args"] = [*several, "--chat-template=/scratch/x", '--config={"a":"/scratch"}']
+    plan = interpret(body, host(tmp_path), {8000: 9001})
+    assert plan.argv[6:] == (
+        *("--port=9001", "--port", "9001", "--host=127.0.0.1", "--max-model-len=8000", "--max-num-seqs", "8000"),
+        *(f"--chat-template={tmp_path}/default.chat/chat-0/tmp/x", '--config={"a":"/scratch"}'),
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "value", "complaint"),
     [
@@ -241,6 +252,23 @@ async def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_p
     await process.stop()
     ended = await watching
     assert ended.exit_code == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("policy", "code", "is_taken"),
+    [("FallbackToLogsOnError", 3, True), ("File", 3, False), ("FallbackToLogsOnError", 0, False)],
+)
+async def test_the_end_of_the_log_is_the_message_of_a_failed_pod_that_left_none(
+    tmp_path: Path, port: int, policy: str, code: int, is_taken: bool
+) -> None:
+    body = pod()
+    program = f"print('early'); print('x' * 3000); print('the cause'); raise SystemExit({code})"
+    body["spec"]["containers"][0] |= {"command": [sys.executable, "-c", program], "terminationMessagePolicy": policy}
+    process = PodProcess(interpret(body, host(tmp_path), {8000: port}), lambda _, line: None)
+    await process.start()
+    ended = await process.watch(lambda: None)
+    assert (ended.exit_code, ended.message.endswith("x\nthe cause\n")) == (code, is_taken)
+    assert len(ended.message) == (2048 if is_taken else 0)
 
 
 async def test_a_pod_with_a_failing_startup_probe_is_stopped(tmp_path: Path, port: int) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.rig.needs import NotPossibleHere
+from helpers import vllm_cpu
 from neuron_operator.api.engines.vllm_flags import (
     FLAGS,
     FORBIDDEN,
@@ -330,6 +334,34 @@ def test_a_model_without_an_implementation_is_refused() -> None:
     assert "serving.prefixCaching" in refused(document(), "0.29", architecture="Qwen3VLForConditionalGeneration")
 
 
+RULES: tuple[tuple[str, str, Document], ...] = (
+    ("0.29", "parallelism.tensor", {"parallelism": {"tensor": 12}}),
+    ("0.16", "parallelism.tensor", {"parallelism": {"tensor": 6}}),
+    ("0.16", "serving.contextBuckets", {"buckets": {"context": [512, 2048]}}),
+    ("0.16", "serving.tokenGenerationBuckets", {"buckets": {"tokenGeneration": [512, 2048]}}),
+    ("0.16", "serving.chunkedPrefill", {"chunkedPrefill": "enabled"}),
+    ("0.16", "serving.blockSize", {"limits": {"blockSize": 48}}),
+    ("0.16", "serving.blockSize", {"limits": {"blockSize": 32}, "prefixCaching": "disabled"}),
+    ("0.16", "serving.numBlocks", {"limits": {"blockSize": 32, "numBlocks": 1023}}),
+    ("0.24", "serving.tokenGenerationBuckets", {"buckets": {"tokenGeneration": [192]}}),
+    ("0.24", "serving.tokenGenerationBuckets", {"buckets": {"tokenGeneration": [8192]}}),
+    ("0.24", "serving.contextBuckets", {"buckets": {"context": [8192]}}),
+    ("0.24", "serving.contextBuckets", {"buckets": {"context": [1024, 2048]}}),
+    ("0.24", "serving.contextBuckets", {"buckets": {"context": [1000]}}),
+    ("0.24", "serving.contextBuckets", {"buckets": {"context": [1024, 4096]}, "prefixCaching": "enabled"}),
+    ("0.24", "serving.contextBuckets", {"buckets": {"context": [1024, 4096]}, "chunkedPrefill": "enabled"}),
+    ("0.24", "serving.chunkedPrefill", {"limits": {"maxModelLength": 16512}, "chunkedPrefill": "disabled"}),
+    ("0.24", "serving.blockSize", {"limits": {"blockSize": 48}}),
+    ("0.24", "engine.overrideNeuronConfig.num_seqs_buckets", {"overrideNeuronConfig": {"num_seqs_buckets": [1, 4]}}),
+    ("0.24", "engine.overrideNeuronConfig.num_seqs_buckets", {"overrideNeuronConfig": {"num_seqs_buckets": [8, 1]}}),
+)
+
+
+@pytest.mark.parametrize(("version", "path", "parts"), RULES)
+def test_a_rule_of_the_plugin_is_checked(version: str, path: str, parts: Document) -> None:
+    assert refused(document(**parts), version).keys() == {path}
+
+
 def test_a_cpu_has_nothing_to_compile() -> None:
     given = document(buckets={"context": [4096]}, overrideNeuronConfig={"x": 1}, sampling="Device")
     assert refused(given, "cpu").keys() == {
@@ -350,6 +382,84 @@ def test_our_parsers_are_among_those_of_every_version() -> None:
     for name, theirs in zip(("reasoning_parser", "tool_call_parser"), PARSERS, strict=True):
         (field,) = (one for one in fields_of(Serving) if one.name == name)
         assert {*get_args(field.unwrapped[0])} == {*theirs}
+
+
+# The real parser
+
+
+READ = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+sys.argv = ["vllm", "serve"]
+parser = make_arg_parser(FlexibleArgumentParser())
+read = [vars(parser.parse_args(argv)) for argv in json.load(sys.stdin)]
+known = [ReasoningParserManager.list_registered(), ToolParserManager.list_registered()]
+print(json.dumps([read, known, list(parser._option_string_actions)], default=str))
+"""
+
+
+@pytest.mark.slow
+def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
+    """Of its release for CPUs. It also knows our parsers, and has no flag that we would take for one of a field."""
+    template = "{%- for m in messages -%}\n-- <｜User｜>{{ m.content }}\\n{% endfor %}"
+    full = document(
+        servedNames=["chat", "gpt"],
+        limits={"maxQueuedRequests": 5, "blockSize": 32, "numBlocks": 99},
+        text={"chatTemplate": template, "toolCallParser": "hermes", "reasoningParser": "qwen3"},
+        prefixCaching="disabled",
+        server={"accessLog": False},
+    )
+    commands = [serve(full, "cpu", args=("--seed", "-1")).command[2:], serve(document(), "0.29").command[2:]]
+    try:
+        program = vllm_cpu.folder() / "python"
+    except NotPossibleHere as error:
+        pytest.skip(str(error))
+    given = json.dumps(commands)
+    done = subprocess.run(
+        [program, "-c", READ],
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={"HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (first, second), known, options = json.loads(done.stdout.splitlines()[-1])
+    expected = {
+        "model_tag": "/models/m",
+        "port": 8000,
+        "served_model_name": ["chat", "gpt"],
+        "dtype": "bfloat16",
+        "max_model_len": 4096,
+        "max_num_seqs": 8,
+        "max_num_queued_reqs": 13,
+        "block_size": 32,
+        "num_gpu_blocks_override": 99,
+        "tensor_parallel_size": 8,
+        "enable_prefix_caching": False,
+        "chat_template": template,
+        "tool_call_parser": "hermes",
+        "reasoning_parser": "qwen3",
+        "enable_auto_tool_choice": True,
+        "disable_uvicorn_access_log": True,
+        "shutdown_timeout": 330,
+        "allowed_origins": [],
+        "seed": -1,
+    }
+    assert {key: first[key] for key in expected} == expected
+    assert second["additional_config"] == {"neuron_config": settings(document(), "0.29")}
+    for names, theirs in zip(PARSERS, known, strict=True):
+        assert {*names} <= {*theirs}
+    by_fields = [flag.name for flag in FLAGS if flag.field and flag.unless is None]
+    assert {*by_fields} <= {*options}
+    owned = {*by_fields, *(flag for one in FORBIDDEN for flag in one.flags)}
+    free = [name for name in options if name.startswith("--") and name not in owned]
+    assert [name for name in free if any(flag.startswith(name) for flag in owned)] == []
 
 
 # The log

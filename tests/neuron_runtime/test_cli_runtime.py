@@ -203,6 +203,92 @@ def test_variables_set_buckets_that_no_flag_sets(
         on_this_machine(given)
 
 
+def test_manifests_for_transformers_neuronx_are_honoured_by_its_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "neuron0").touch()
+    monkeypatch.setenv("VLLM_NEURON_FRAMEWORK", "transformers-neuronx")
+    monkeypatch.setenv("NEURON_QUANT_DTYPE", "s8")
+    monkeypatch.setenv("NEURON_CONTEXT_LENGTH_BUCKETS", "128,512,1024")
+    given = {"block_size": 8, "max_model_len": 2048, "override_neuron_config": "shard_over_sequence:True"}
+    assert on_this_machine(given, device="neuron", dev=tmp_path) == {
+        "backend": "transformers-neuronx",
+        "compile": True,
+        "max_model_len": 2048,
+        "context_buckets": [128, 512, 1024],
+        "override_neuron_config": {"quant": {"quant_dtype": "s8"}, "shard_over_sequence": True},
+    }
+    said = capsys.readouterr().err
+    assert "the block size has no effect: each request has one contiguous line of the cache" in said
+    assert "NEURON_QUANT_DTYPE: weights are quantized to s8" in said
+    sizes = {"override_neuron_config": {"continuous_batching": {"batch_size_for_shared_caches": 4}}}
+    assert on_this_machine(sizes, device="neuron", dev=tmp_path)["max_num_seqs"] == 4
+    monkeypatch.setenv("NEURON_PP_STAGES", "2")
+    with pytest.raises(InvalidConfig, match="NEURON_PP_STAGES: the transformers-neuronx backend runs on one node"):
+        on_this_machine(given, device="neuron", dev=tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["torch", "nxdi"])
+def test_manifests_for_transformers_neuronx_keep_their_results_on_other_backends(
+    backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NEURON_VOCAB_PAD_DIVISOR", "64")
+    batching = {"max_num_seqs": 4, "max_model_len": 128, "optimized_paged_attention": True}
+    override = {"shard_over_sequence": True, "fuse_qkv": True, "cast_logits_dtype": "float32", "own": 1}
+    values = on_this_machine(
+        {"backend": backend, "override_neuron_config": {"continuous_batching": batching, **override}}
+    )
+    assert values.pop("compile", None) == (True if backend == "nxdi" else None)
+    assert values == {
+        "backend": backend,
+        "max_num_seqs": 4,
+        "max_model_len": 128,
+        "override_neuron_config": {"own": 1},
+    }
+    said = capsys.readouterr().err
+    assert "NEURON_VOCAB_PAD_DIVISOR: no effect" in said
+    assert "--override-neuron-config: shard_over_sequence, fuse_qkv, cast_logits_dtype: no effect" in said
+    monkeypatch.setenv("NEURON_QUANT_DTYPE", "s8")
+    changes = {"quant": {}, "on_device_generation": {}, "cast_logits_dtype": "bfloat16", "bf16_rms_norm": True}
+    with pytest.raises(InvalidConfig) as caught:
+        on_this_machine({"backend": backend, "override_neuron_config": changes})
+    assert [path for path, _ in caught.value.parts] == [
+        "NEURON_QUANT_DTYPE",
+        *(f"--override-neuron-config[{key!r}]" for key in changes),
+    ]
+    assert "leave it out, or set the sampling mode to Device" in str(caught.value)
+
+
+def test_settings_of_nxd_inference_with_the_same_name_are_left_to_it() -> None:
+    given = {"backend": "nxdi", "override_neuron_config": {"padding_side": "right", "kv_cache_quant": False}}
+    assert on_this_machine(given)["override_neuron_config"] == given["override_neuron_config"]
+
+
+def test_scripts_for_devices_run_on_the_cpu_if_a_variable_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    given = {"tensor_parallel_size": 32, "max_model_len": 128}
+    assert on_this_machine(given, device="neuron") == {"backend": "torch", "max_model_len": 128}
+    assert "VLLM_TARGET_DEVICE is cpu: the model is computed on the CPU, in one process" in capsys.readouterr().err
+    assert on_this_machine({**given, "backend": "torch"}) == {**given, "backend": "torch"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("a:True", {"a": True}),
+        ("a:None, b:2,c:word", {"a": None, "b": 2, "c": "word"}),
+    ],
+)
+def test_settings_of_a_backend_are_json_or_pairs(text: str, value: dict[str, Any]) -> None:
+    config = arguments.config_of("hf://a/m", {"override_neuron_config": text})
+    assert config.override_neuron_config == value
+    with pytest.raises(InvalidConfig, match="is not JSON"):
+        arguments.config_of("hf://a/m", {"override_neuron_config": "a b:1"})
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [

@@ -274,7 +274,10 @@ def test_an_artifact_is_compiled_without_a_device_and_found_by_what_its_graphs_n
                 {**SMALL, "sampling": "Host"},
             )
         ]
+        monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
+        flags = covered("b", "m", transformers_neuronx.compiler(config_of(**SMALL), llama.folder).needs)
     assert needs[0] == needs[1]
+    assert differences(needs[0], flags) == ['settings.compilerFlags: "-O1" instead of nothing']
     assert differences(needs[0], needs[2]) == [
         'settings.neuronConfig.quant: {"dequant_dtype":"f32","quant_dtype":"s8"} instead of nothing'
     ]

@@ -29,16 +29,10 @@ _CLUSTER_ONLY_POD_FIELDS = (
     "tolerations", "topologySpreadConstraints", "hostname", "nodeName",
 )  # fmt: skip
 _POD_FIELDS = ("containers", "volumes", "restartPolicy", "terminationGracePeriodSeconds", "subdomain")
-_CLUSTER_ONLY_CONTAINER_FIELDS = (
-    "image",
-    "imagePullPolicy",
-    "lifecycle",
-    "securityContext",
-    "terminationMessagePolicy",
-)
+_CLUSTER_ONLY_CONTAINER_FIELDS = ("image", "imagePullPolicy", "lifecycle", "securityContext")
 _CONTAINER_FIELDS = (
     "name", "command", "args", "env", "ports", "resources", "volumeMounts", "startupProbe", "readinessProbe",
-    "livenessProbe", "terminationMessagePath",
+    "livenessProbe", "terminationMessagePath", "terminationMessagePolicy",
 )  # fmt: skip
 _VOLUME_SOURCES = ("configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "secret")
 _HOST_RESOURCES = frozenset({"cpu", "memory", "ephemeral-storage"})
@@ -71,6 +65,8 @@ class ContainerPlan:
     secrets: Mapping[Path, str]
     """Files with mode 0600 that are deleted when the process ends."""
     termination_message: Path
+    takes_message_from_log: bool
+    """If the process fails and leaves none."""
     ports: Mapping[str, int]
     startup: Probe | None
     readiness: Probe | None
@@ -126,17 +122,26 @@ def interpret(pod: Json, host: LocalHost, ports: Mapping[int, int]) -> Container
         folders.append(folder)
         places[mount["mountPath"]] = folder
     message = host.root / name / "termination-message"
-    places[container.get("terminationMessagePath", "/dev/termination-log")] = message
+    message_path = container.get("terminationMessagePath", "/dev/termination-log")
+    places[message_path] = message
+    # A program may learn it from a file.
+    files = {file: text.replace(message_path, str(message)) for file, text in files.items()}
 
     declared = {str(inside): str(outside) for inside, outside in ports.items()}
 
     neighbours = f".{spec.get('subdomain', name)}.{pod['metadata'].get('namespace', 'default')}.svc"
 
-    def here(value: str) -> str:
-        is_here = value == "0.0.0.0" or value.endswith(neighbours)
-        return LOOPBACK if is_here else declared.get(value) or _translate(value, places)
+    def here(value: str, flag: str = "") -> str:
+        is_here = value in ("0.0.0.0", "::") or value.endswith(neighbours)
+        may_be_port = not flag.startswith("--") or flag.endswith("port")
+        return LOOPBACK if is_here else (may_be_port and declared.get(value)) or _translate(value, places)
 
-    argv = [here(word) for word in (*container.get("command", []), *container.get("args", []))]
+    def argument(word: str, before: str) -> str:
+        flag, is_both, value = word.partition("=")
+        return f"{flag}={here(value, flag)}" if is_both and flag.startswith("--") else here(word, before)
+
+    words = (*container.get("command", []), *container.get("args", []))
+    argv = [argument(word, before) for word, before in zip(words, ("", *words), strict=False)]
     if not argv:
         raise CannotRunHere("spec.containers[0].command: missing; `local` does not use the image's command")
     env = {
@@ -153,6 +158,7 @@ def interpret(pod: Json, host: LocalHost, ports: Mapping[int, int]) -> Container
         files=files,
         secrets=secrets,
         termination_message=message,
+        takes_message_from_log=container.get("terminationMessagePolicy") == "FallbackToLogsOnError",
         ports=named,
         startup=_probe(container.get("startupProbe"), "startupProbe", named, ports),
         readiness=_probe(container.get("readinessProbe"), "readinessProbe", named, ports),
@@ -280,7 +286,10 @@ def _program(program: str, env: Mapping[str, str]) -> str:
     """The path of a program: of this Python environment first, then of PATH."""
     path = shutil.which(program, path=f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}")
     if path is None:
-        raise CannotRunHere(f"{program} is not installed: install neuron-serving with the extra 'runtime'")
+        cure = "install neuron-serving with the extra 'runtime'"
+        if program != "neuron-runtime":
+            cure = "install it into an environment of its own, and put the folder of its program into PATH"
+        raise CannotRunHere(f"{program} is not installed: {cure}")
     return path
 
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import signal
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +20,8 @@ import aiohttp
 from neuron_operator.local.pods import LOOPBACK, CannotRunHere, ContainerPlan, Probe
 
 MAX_TERMINATION_MESSAGE_BYTES = 4096
+MAX_LOG_LINES, MAX_LOG_BYTES = 80, 2048
+"""The end of the log that a kubelet takes for the message of a failed container that left none."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,10 @@ class PodProcess:
         assert self._process is not None
         assert self._process.stdout is not None
         probing = asyncio.create_task(self._probe_forever(changed))
+        last = deque[bytes](maxlen=MAX_LOG_LINES)
         try:
             async for line in self._process.stdout:
+                last.append(line)
                 self._log(self.plan.pod, line.decode(errors="replace").rstrip("\n"))
             code = await self._process.wait()
         finally:
@@ -81,7 +86,9 @@ class PodProcess:
             probing.cancel()
             await asyncio.wait([probing])  # unlike awaiting the task, this keeps our own cancellation
         self.ready = False
-        message = self.plan.termination_message.read_bytes()[:MAX_TERMINATION_MESSAGE_BYTES]
+        message = self.plan.termination_message.read_bytes()[-MAX_TERMINATION_MESSAGE_BYTES:]
+        if code and not message and self.plan.takes_message_from_log:
+            message = b"".join(last)[-MAX_LOG_BYTES:]
         self.terminated = Terminated(
             exit_code=code if code >= 0 else 128 - code,
             message=message.decode(errors="replace"),

@@ -296,7 +296,8 @@ class Engine:
         ]
 
     def _sample_late(self, batch: Batch, events: list[TokenEvent]) -> None:
-        """Sample the step scheduled last, after the one before was applied. A request whose guide fails ends."""
+        """Sample the step scheduled last, after the one before was applied. A request whose guide can follow it no
+        further ends as one that has all its tokens."""
         assert self._guides is not None
         guided = [(row, guide) for row, guide in enumerate(self._guides_of_rows()) if guide is not None]
         masks = self._guides.masks([guide for _, guide in guided])
@@ -308,7 +309,7 @@ class Engine:
         for row in failed:
             name = self._scheduler.scheduled[-1].sequences[row].request.request_id
             self.abort(name)
-            events.append(TokenEvent(name, (), FinishReason.ERROR))
+            events.append(TokenEvent(name, (), FinishReason.LENGTH))
 
 
 def stream_gap_bound(

@@ -12,6 +12,8 @@ Schema = dict[str, Any] | bool
 
 KNOWN_FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """The formats of the library; it refuses others, which are annotations to JSON Schema."""
+MAX_COUNTED = 4096
+"""Characters that a text of a schema may have to have: the automaton has a state for each byte that it counts."""
 _EMPTY: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedItems": (True, {}),
@@ -31,13 +33,18 @@ _OF_LIST = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 
 
 def readable(schema: Any) -> Any:
-    """A schema that allows the same texts, without what llguidance would refuse for nothing."""
+    """A schema that allows the same texts, without what llguidance would refuse for nothing.
+
+    Raises ValueError for a text that must be so long that every answer would be cut.
+    """
     if not isinstance(schema, dict):
         return schema
     if _is_one_of(schema.get("not"), (True, {})):
         return False
     plain = {key: _below(key, value) for key, value in schema.items()}
     plain = {key: value for key, value in plain.items() if not _is_one_of(value, _EMPTY.get(key, ()))}
+    if isinstance(shortest := plain.get("minLength"), int) and shortest > MAX_COUNTED:
+        raise ValueError(f"minLength: {shortest} is more than {MAX_COUNTED}, which no answer would reach")
     form = plain.get("format")
     if isinstance(form, str) and form not in KNOWN_FORMATS:
         del plain["format"]

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from neuron_runtime.backend.neuron.override import PATH, plain
+from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.distributed.layout import address_of, bracketed, num_nodes_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.flags import plain
 from neuron_runtime.host import DEV, device_nodes
 
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"

@@ -1,9 +1,8 @@
-"""The keys of `overrideNeuronConfig`, whichever Neuron library they are for: spelling and types. Pure."""
+"""The keys of `overrideNeuronConfig`, whichever Neuron library they are for: errors about names and types. Pure."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,11 +18,6 @@ KINDS: dict[type, str] = {
     list: "a list",
     dict: "an object",
 }
-
-
-def plain(key: str) -> str:
-    """The name of a key that may be written with dashes or capitals."""
-    return re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", key).replace("-", "_").lower()
 
 
 def check_kind(kind: type, value: Any, at: str) -> None:

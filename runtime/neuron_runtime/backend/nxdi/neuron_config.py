@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from neuron_runtime.backend.neuron.override import PATH, check_kind, near, plain
+from neuron_runtime.backend.neuron.override import PATH, check_kind, near
 from neuron_runtime.backend.nxdi.models import is_private
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
+from neuron_runtime.flags import plain
 from neuron_runtime.not_built import is_neutral
 
 SAMPLING = "on_device_sampling_config"

@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from neuron_runtime.backend.neuron.devices import PLATFORM_VARIABLE, find_target
-from neuron_runtime.backend.neuron.override import plain
 from neuron_runtime.backend.transformers_neuronx import library
 from neuron_runtime.backend.transformers_neuronx.graphs import NeuronxCompiler
 from neuron_runtime.backend.transformers_neuronx.settings import check_document, settings_of
@@ -18,6 +17,7 @@ from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, Progres
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import plain
 
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True

@@ -22,6 +22,8 @@ from neuron_runtime.console import say
 
 COMPILE_CACHE_VARIABLE = "NEURON_COMPILE_CACHE_URL"
 """Where the compiler keeps what it made; without it, in a folder that all processes of a machine share."""
+FLAGS_VARIABLE = "NEURON_CC_FLAGS"
+"""Options of the compiler that the library adds to its own (`compiler.get_compiler_flags`)."""
 TARGET = "trn1"
 """Of every graph: see `settings.PLATFORMS`."""
 
@@ -47,6 +49,7 @@ class NeuronxCompiler:
                 "modelClass": settings.model_class,
                 "dtype": settings.dtype,
                 "globalTopK": settings.global_top_k,
+                **({"compilerFlags": flags} if (flags := os.environ.get(FLAGS_VARIABLE, "").strip()) else {}),
                 "neuronConfig": {
                     name: value for name, value in settings.neuron_config.items() if name != "compilation_worker_count"
                 },

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.devices import TIMEOUT_SHARE, Target
 from neuron_runtime.backend.neuron.model_config import ignored_by, quantization_of
-from neuron_runtime.backend.neuron.override import PATH, check_kind, near, plain
+from neuron_runtime.backend.neuron.override import PATH, check_kind, near
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket, SamplingMode
 from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
+from neuron_runtime.flags import plain
 from neuron_runtime.neuronx_fields import BY_NAME
 from neuron_runtime.not_built import is_neutral
 

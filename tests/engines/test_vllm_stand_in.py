@@ -1,0 +1,125 @@
+"""The stand-in for `vllm serve` as a process: what it accepts, says and does, where no device is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fakes.vllm_serve.serve import FAULTS, parse, refusals
+from helpers.ports import free_ports
+from neuron_operator.api.engines.vllm_flags import LOG_REASONS, LOGGING_VARIABLE, logging_config, served
+from neuron_operator.api.reasons import Reason
+
+PROGRAM = Path(__file__).parents[1] / "fakes" / "vllm_serve" / "serve.py"
+MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
+DOCUMENT = {
+    "servedNames": ["chat"],
+    "dtype": "bfloat16",
+    "limits": {"maxModelLength": 4096, "maxSequences": 8},
+    "parallelism": {"tensor": 8},
+    "drain": {"delaySeconds": 10, "seconds": 300},
+}
+
+
+@contextlib.contextmanager
+def running(folder: Path, *arguments: str, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    """The process, its address, and its termination file."""
+    ended, config = folder / "ended", folder / "logging.json"
+    config.write_text(json.dumps(logging_config(str(ended))))
+    with free_ports() as port, (folder / "log").open("wb") as log:
+        command = [sys.executable, str(PROGRAM), "serve", str(MODEL), "--host=127.0.0.1", f"--port={port}", *arguments]
+        variables = {**os.environ, LOGGING_VARIABLE: str(config), **env}
+        process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+        try:
+            yield process, f"http://127.0.0.1:{port}", ended
+        finally:
+            process.kill()
+            process.wait()
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", verify=False).status_code == 200
+    return False
+
+
+@pytest.mark.parametrize("version", ["0.16", "0.24", "0.29"])
+@pytest.mark.parametrize(
+    "parts", [{}, {"buckets": {"context": [512], "tokenGeneration": [1024, 4096]}}, {"sampling": "Host"}]
+)
+def test_each_version_accepts_the_command_that_is_written_for_it(version: str, parts: dict[str, Any]) -> None:
+    command = served({**DOCUMENT, **parts}, version=version, model_dir="/m", port=8000).command
+    assert list(refusals(parse(list(command[1:]), version), version, {})) == []
+
+
+REASONS = {
+    "no-device": Reason.DRIVER_INCOMPATIBLE,
+    "cache-miss": Reason.ARTIFACT_MISSING,
+    "too-many-blocks": Reason.DEVICE_OUT_OF_MEMORY,
+    "cores-busy": Reason.DEVICE_HELD,
+    "kv-budget": Reason.DEVICE_OUT_OF_MEMORY,
+    "compile-failed": Reason.COMPILE_FAILED,
+    "engine-dies": Reason.DEVICE_FAILED,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_kubelet_keeps_of_a_failure_tells_its_reason(tmp_path: Path, fault: str) -> None:
+    with running(tmp_path, FAKE_VLLM_FAULT=fault) as (process, _, ended):
+        code = process.wait(60)
+    kept = ended.read_text() if ended.exists() else (tmp_path / "log").read_text()[-2048:]
+    assert next(reason for pattern, reason in LOG_REASONS if pattern.search(kept)) is REASONS[fault]
+    assert code == (0 if fault == "engine-dies" else 1)
+
+
+def test_it_refuses_connections_until_it_has_loaded_and_ignores_sigterm_before(tmp_path: Path) -> None:
+    with running(tmp_path, FAKE_VLLM_LOAD_SECONDS="1") as (process, url, _):
+        until(lambda: b"Starting to load model" in (tmp_path / "log").read_bytes())
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+        process.terminate()
+        until(lambda: is_ready(url))
+
+
+def test_it_drains_behind_a_healthy_probe_and_ends_with_zero(tmp_path: Path) -> None:
+    body = {"model": str(MODEL), "prompt": "a", "max_tokens": 40, "stream": True}
+    with running(tmp_path, "--shutdown-timeout=60", FAKE_VLLM_VERSION="0.29") as (process, url, _):
+        until(lambda: is_ready(url))
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            until(lambda: httpx.post(f"{url}/v1/completions", json=body).status_code == 500)
+            assert is_ready(url)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(60) == 0
+
+
+def test_a_stream_that_outlives_the_time_to_drain_keeps_the_process(tmp_path: Path) -> None:
+    body = {"model": str(MODEL), "prompt": "a", "max_tokens": 1000, "stream": True}
+    with running(tmp_path) as (process, url, _):
+        until(lambda: is_ready(url))
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+            process.send_signal(signal.SIGTERM)
+            until(lambda: b"Waiting for connections to close" in (tmp_path / "log").read_bytes())
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
