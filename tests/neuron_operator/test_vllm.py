@@ -33,7 +33,7 @@ CPU: dict[str, Any] = {
     "engine": {"backend": "vllm"},
 }
 TRN2 = {"podTemplate": {"spec": {"nodeSelector": {"node.kubernetes.io/instance-type": "trn2.48xlarge"}}}}
-NEURON |= TRN2
+NEURON = {**CPU, "accelerator": {}, **TRN2}
 
 
 def container_of(template: Object) -> dict[str, Any]:
