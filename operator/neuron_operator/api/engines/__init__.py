@@ -10,6 +10,7 @@ __all__ = ["DEFAULTS", "ENGINES", "SETTINGS", "Engine"]
 ENGINES: Mapping[str, Engine] = {
     "nxdi": own.NXDI,
     "vllm": vllm.VLLM,
+    "transformers-neuronx": own.TRANSFORMERS_NEURONX,
     "torch": own.TORCH,
     "simulated": own.SIMULATED,
 }

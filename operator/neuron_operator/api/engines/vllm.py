@@ -13,6 +13,7 @@ from functools import partial
 from neuron_operator.api import names
 from neuron_operator.api.engines import vllm_flags
 from neuron_operator.api.engines.engine import MIB, TORCH_BYTES, Engine, Launch, Probe, Probes, Served
+from neuron_operator.api.engines.own import IN_BLOCKS
 from neuron_operator.api.reasons import Reason
 
 LOGGING_KEY = "vllm-logging.json"
@@ -80,7 +81,7 @@ CPU = _row(
     does="computes on the host",
     setting="vllm-cpu",
     versions=tuple(name for name, version in vllm_flags.VERSIONS.items() if not version.settings),
-    fields=frozenset({"parallelism.tensor", "engine.args"}),
+    fields=IN_BLOCKS | {"parallelism.tensor", "engine.args", "engine.compile=Disabled"},
     millicores=lambda _: 2000,
     memory=lambda model: NUM_PROCESSES * 2 * TORCH_BYTES + model.weights + model.cache,
 )
