@@ -1,4 +1,4 @@
-"""Tables of docs/engines.md: what vLLM's releases have, and which panels and alerts lack their series there.
+"""Tables of docs/engines.md: fields by engine, what vLLM's releases have, and panels and alerts that lack series there.
 `generate.py` calls them."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from markdown_table import table
+from neuron_operator.api.engines import ENGINES
 from neuron_operator.api.engines.vllm_flags import (
     FLAGS,
     FORBIDDEN,
@@ -19,6 +20,8 @@ from neuron_operator.api.engines.vllm_flags import (
     SET_BY_FIELDS,
     VERSIONS,
 )
+from neuron_operator.api.model import Spec
+from operator_tables import rows, shown
 
 CHART = Path(__file__).resolve().parents[1] / "charts" / "neuron-serving"
 KNOWN = {
@@ -27,6 +30,27 @@ KNOWN = {
     "documentation": "AWS's documentation only",
     None: "no plugin",
 }
+
+
+def fields() -> str:
+    """What each engine accepts of the fields that not all of them have; `FieldNotSupported` follows from the same."""
+    return table(
+        ("Field", *(f"`{name}`" for name in ENGINES)),
+        (
+            (
+                f"`{row.path}`" + (f": `{support.about}`" if support.about else ""),
+                *(
+                    "any"
+                    if name in row.engines(support)
+                    else ", ".join(map(shown, (row.field.default, *support.values)))
+                    for name in ENGINES
+                ),
+            )
+            for row in rows(Spec)
+            for support in row.supported
+            if row.engines(support)
+        ),
+    )
 
 
 def vllm_versions() -> str:

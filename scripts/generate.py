@@ -59,6 +59,7 @@ TARGETS = (
     Target("docs/neuron.md", nxdi_tables.models, "models of NxD Inference"),
     Target("docs/neuron.md", nxdi_tables.statuses, "statuses of the Neuron runtime"),
     Target("docs/neuron.md", nxdi_tables.neuronx_fields, "settings of transformers-neuronx"),
+    Target("docs/engines.md", engine_tables.fields, "fields by engine"),
     Target("docs/engines.md", engine_tables.vllm_versions, "versions of vLLM"),
     Target("docs/engines.md", engine_tables.vllm_flags, "flags of vLLM"),
     Target("docs/engines.md", engine_tables.vllm_settings, "settings of vLLM's plugin"),

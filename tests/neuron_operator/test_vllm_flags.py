@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cluster.rig.needs import NotPossibleHere
 from helpers import vllm_cpu
+from neuron_operator.api.engines.engine import Served
 from neuron_operator.api.engines.vllm_flags import (
     FLAGS,
     FORBIDDEN,
@@ -21,7 +22,6 @@ from neuron_operator.api.engines.vllm_flags import (
     SEGMENTS,
     SET_BY_FIELDS,
     VERSIONS,
-    Served,
     refusals,
     served,
 )

@@ -29,7 +29,7 @@ _CLUSTER_ONLY_POD_FIELDS = (
     "tolerations", "topologySpreadConstraints", "hostname", "nodeName",
 )  # fmt: skip
 _POD_FIELDS = ("containers", "volumes", "restartPolicy", "terminationGracePeriodSeconds", "subdomain")
-_CLUSTER_ONLY_CONTAINER_FIELDS = ("image", "imagePullPolicy", "securityContext")
+_CLUSTER_ONLY_CONTAINER_FIELDS = ("image", "imagePullPolicy", "lifecycle", "securityContext")
 _CONTAINER_FIELDS = (
     "name", "command", "args", "env", "ports", "resources", "volumeMounts", "startupProbe", "readinessProbe",
     "livenessProbe", "terminationMessagePath", "terminationMessagePolicy",
