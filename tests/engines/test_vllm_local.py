@@ -115,6 +115,7 @@ def real() -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600, func_only=True)
 def test_vllm_answers_as_torch_does_and_ends_a_stream_before_itself(tmp_path: Path, real: dict[str, str]) -> None:
     with local(tmp_path / "torch", {"engine": {"backend": "torch"}}) as ours:
         ours.until(lambda: "Ctrl-C stops it" in ours.text)
@@ -196,3 +197,12 @@ def test_without_vllm_in_the_path_the_command_says_how_to_get_it(tmp_path: Path)
     with local(tmp_path, {"engine": {"backend": "vllm"}}, PATH="/usr/bin:/bin") as command:
         assert command.wait() == 2
     assert "vllm is not installed: install it into an environment of its own" in command.text
+
+
+def test_the_key_that_clients_send_comes_from_the_shell(tmp_path: Path, fake: dict[str, str]) -> None:
+    serving = {**MANIFEST["spec"]["serving"], "apiKeySecretRef": {"name": "chat", "key": "TOKEN"}}
+    spec = {"engine": {"backend": "vllm"}, "serving": serving}
+    with local(tmp_path, spec, TOKEN="sk-local", **fake) as command:
+        command.until(lambda: "Ctrl-C stops it" in command.text)
+        assert httpx.get(f"{command.url}/v1/models").status_code == 401
+    assert "sk-local" not in command.text
