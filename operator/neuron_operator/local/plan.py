@@ -21,7 +21,6 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from neuron_operator.api import engines
 from neuron_operator.api.errors import ClusterFault, InvalidSpec, Unplaceable
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.manifest import parse
@@ -39,7 +38,6 @@ from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import (
     DEVICE_MODES,
     ClaimTemplate,
-    EngineSettings,
     FreeDevices,
     GroupSettings,
     Object,
@@ -56,7 +54,6 @@ EXIT_OK, EXIT_REFUSED, EXIT_USAGE = 0, 1, 2
 
 SETTINGS = Settings(
     runtime_image="neuron-serving-runtime",
-    engines={name: EngineSettings(image=name) for name, engine in engines.SETTINGS.items() if not engine.is_ours},
     storage=StorageSettings(artifacts=Place(pvc_template=ClaimTemplate(size="10Gi"))),
 )
 """Those of an installation that is not known here."""
@@ -144,8 +141,7 @@ def inspected(model: NeuronModel) -> Facts:
     program = str(beside) if beside.is_file() else shutil.which("neuron-runtime")
     if program is None:
         raise CannotRunHere("neuron-runtime is not installed here: pass the facts with --facts FILE")
-    command = [program, "inspect", model.spec.model.uri, "--json"]
-    command += ["--backend", model.spec.backend] if model.spec.runs.is_ours else []
+    command = [program, "inspect", model.spec.model.uri, "--backend", model.spec.backend, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
