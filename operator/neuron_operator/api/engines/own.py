@@ -93,9 +93,10 @@ _row = partial(
         liveness=Probe("/live", 10, 6),
     ),
 )
-IN_PARALLEL = frozenset({"parallelism.tensor", "parallelism.nodes"})
+EVERY = frozenset({"accelerator.cores"})
+IN_PARALLEL = EVERY | {"parallelism.tensor", "parallelism.nodes"}
+COMPILED_IF_ASKED = EVERY | {"engine.compile", "engine.compile=Disabled"}
 IN_BLOCKS = frozenset(f"serving.{name}" for name in ("blockSize", "numBlocks", "prefixCaching", "chunkedPrefill"))
-COMPILED_IF_ASKED = frozenset({"engine.compile", "engine.compile=Disabled"})
 
 NXDI = _row(
     does="computes on it",
@@ -118,38 +119,17 @@ NXDI = _row(
     millicores=lambda _: 3 * PROCESS_MILLICORES,
     memory=lambda model: _beside(model) + model.loading,
 )
-OPTIMUM = _row(
-    does="computes on it with optimum-neuron",
-    fields=frozenset(
-        {
-            "parallelism.tensor",
-            "serving.chunkedPrefill",
-            "serving.sampling",
-            "engine.compile",
-            "engine.overrideNeuronConfig",
-        }
-    ),
-    on_device=True,
-    asks_cache=True,
-    compiles="always",
-    # As nxdi, which runs the same compiler.
-    compiler=CompilerMemory(bytes=4096 * MIB, per_weight_byte=2.5),
-    sampling="Device",
-    millicores=lambda _: 3 * PROCESS_MILLICORES,
-    memory=lambda model: _beside(model) + model.loading,
-)
 TRANSFORMERS_NEURONX = _row(
     does="computes on it, with a library whose support has ended",
-    fields=frozenset(
-        {
-            "parallelism.tensor",
-            "serving.contextBuckets",
-            "serving.tokenGenerationBuckets",
-            "serving.sampling",
-            "engine.compile",
-            "engine.overrideNeuronConfig",
-        }
-    ),
+    fields=EVERY
+    | {
+        "parallelism.tensor",
+        "serving.contextBuckets",
+        "serving.tokenGenerationBuckets",
+        "serving.sampling",
+        "engine.compile",
+        "engine.overrideNeuronConfig",
+    },
     on_device=True,
     compiles="always",
     # As nxdi, which runs the same compiler; this one also reads the weights into memory.
