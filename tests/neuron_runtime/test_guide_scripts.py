@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import nxdi, optimum, transformers_neuronx
+from helpers import optimum, transformers_neuronx
 from helpers.random_model import model_config, write_random_model
 from helpers.serve_command import ServeCommand
 
@@ -161,7 +161,6 @@ MODELS = (
 CPU = {"VLLM_TARGET_DEVICE": "cpu"}
 ON_FAKES = {
     "transformers-neuronx": transformers_neuronx.process_environment(),
-    "neuronx-distributed-inference": nxdi.process_environment(),
     "optimum-neuron": optimum.process_environment(),
 }
 
@@ -229,9 +228,7 @@ def test_a_script_of_the_guides_runs_unchanged_on_the_cpu(script: str, model: Pa
     ("script", "framework"),
     [
         ("continuous batching", "transformers-neuronx"),
-        ("override", "transformers-neuronx"),
-        pytest.param("continuous batching", "neuronx-distributed-inference", marks=pytest.mark.long),
-        pytest.param("optimum", "optimum-neuron", marks=pytest.mark.long),
+        pytest.param("override", "transformers-neuronx", marks=pytest.mark.long),
     ],
 )
 def test_a_script_of_the_guides_runs_unchanged_on_its_library(
@@ -262,7 +259,7 @@ def flags_of(command: str, model: Path) -> list[str]:
     [
         ("vllm serve", "transformers-neuronx"),
         ("api_server", "transformers-neuronx"),
-        pytest.param("optimum", "optimum-neuron", marks=pytest.mark.long),
+        ("optimum", "optimum-neuron"),
     ],
 )
 def test_a_command_of_the_guides_is_accepted_by_its_library(
