@@ -412,19 +412,6 @@ SET_BY_FIELDS: Mapping[str, Mapping[str, str]] = {
 }
 """Settings of the plugin that are written from fields, by the key of `--additional-config`."""
 
-HONOURED = frozenset(
-    {
-        *("accelerator.devices", "accelerator.logicalNeuronCore", "parallelism.tensor"),
-        *("serving.maxModelLength", "serving.maxSequences", "serving.blockSize", "serving.numBlocks"),
-        *("serving.maxQueuedRequests", "serving.dtype", "serving.contextBuckets", "serving.tokenGenerationBuckets"),
-        *("serving.prefixCaching", "serving.chunkedPrefill", "serving.sampling", "serving.generationConfig"),
-        *("serving.chatTemplate", "serving.reasoningParser", "serving.toolCallParser", "serving.accessLog"),
-        *("serving.apiKeySecretRef", "engine.overrideNeuronConfig", "engine.env", "engine.image"),
-        *("rollout.drainDelaySeconds", "rollout.drainSeconds"),
-    }
-)
-"""Fields below `spec` that change what this engine does; `refusals` has what a version refuses of their values."""
-
 
 # What runs
 
