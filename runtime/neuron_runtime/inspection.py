@@ -15,7 +15,10 @@ from typing import Any
 
 import msgspec
 
+from neuron_runtime.backend.nxdi.graph_plan import COMPILE_SECONDS_PER_LAYER
 from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
+from neuron_runtime.backend.optimum import models as optimum
+from neuron_runtime.backend.optimum.hub_cache import cached_graphs
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
@@ -29,9 +32,10 @@ from neuron_runtime.console import bytes_text
 from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.record import ModelFacts
+from neuron_runtime.uris import HubModel, parse_uri
 from neuron_runtime.weights.fetching import outline
 
-NXDI = "nxdi"
+NXDI, OPTIMUM = "nxdi", "optimum"
 
 
 def inspect_model(uri: str, backend: str = "", application_class: str = "") -> ModelFacts:
@@ -53,6 +57,10 @@ def inspect_model(uri: str, backend: str = "", application_class: str = "") -> M
     ):
         facts = model_facts(read_checkpoint(folder), digest, backend, application_class)
         check_tokenizer(folder)
+        if backend == OPTIMUM:
+            model = parse_uri(uri, "URI")
+            cached = cached_graphs(folder, model.repository if isinstance(model, HubModel) else "")
+            facts = msgspec.structs.replace(facts, cached=cached)
         return facts
 
 
@@ -70,6 +78,8 @@ def model_facts(
         )
     if application_class or backend == NXDI:
         family_of(checkpoint.config, application_class)
+    if backend == OPTIMUM:
+        optimum.family_of(checkpoint.config)
     if is_private(application_class) or (checkpoint.is_sharded and backend in ("", NXDI)):
         # Its tensors are its own business.
         shape = _shape_by_config(checkpoint)
@@ -77,11 +87,9 @@ def model_facts(
         try:
             shape = _checked_shape(checkpoint)
         except FatalError as error:
-            if error.exit_code != ExitCode.UNSUPPORTED_ARCHITECTURE or backend not in ("", NXDI):
+            unknown = error.exit_code == ExitCode.UNSUPPORTED_ARCHITECTURE
+            if not (unknown and _runs_on_device(checkpoint, backend, application_class)):
                 raise
-            if not application_class and not BY_ARCHITECTURE.keys() & _architectures(checkpoint):
-                raise
-            family_of(checkpoint.config, application_class)
             shape = _shape_by_config(checkpoint)
     num_bytes_by_dtype: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
@@ -100,6 +108,18 @@ def model_facts(
         dtype=BY_STORED[dtype].name,
         digest=digest or checkpoint.digest,
     )
+
+
+def _runs_on_device(checkpoint: Checkpoint, backend: str, application_class: str) -> bool:
+    """Whether a backend for Neuron devices has the architecture. Raises as `family_of` if it computes it wrongly."""
+    names = _architectures(checkpoint)
+    if backend in ("", NXDI) and (application_class or BY_ARCHITECTURE.keys() & names):
+        family_of(checkpoint.config, application_class)
+        return True
+    if backend in ("", OPTIMUM) and optimum.BY_ARCHITECTURE.keys() & names:
+        optimum.family_of(checkpoint.config)
+        return True
+    return False
 
 
 def _checked_shape(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -154,19 +174,39 @@ def _number(config: Mapping[str, Any], name: str) -> int:
 def facts_as_text(uri: str, facts: ModelFacts) -> str:
     """A summary for people, one line per fact."""
     heads = f"{facts.num_heads} heads, {facts.num_kv_heads} for keys and values, of {facts.head_dim}"
-    only_nxdi = "" if facts.architecture in FAMILIES else ", with backend nxdi"
+    tables: dict[str, Mapping[str, Any]] = {NXDI: BY_ARCHITECTURE, OPTIMUM: optimum.BY_ARCHITECTURE}
+    on_device = " or ".join(name for name, table in tables.items() if facts.architecture in table)
+    only = "" if facts.architecture in FAMILIES else f", with backend {on_device or NXDI}"
     cache_bytes = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim
     rows = {
         "model": uri,
-        "architecture": f"{facts.architecture} (supported{only_nxdi})",
+        "architecture": f"{facts.architecture} (supported{only})",
         "weights": f"{_amount(facts.parameters)} parameters, {bytes_text(facts.weights_bytes)} in {facts.dtype}",
         "shape": f"{facts.num_layers} layers of {facts.hidden_size}, {heads}",
         "vocabulary": f"{facts.vocabulary_size:,} tokens",
         "longest": f"{facts.max_position_embeddings:,} tokens",
         "cache": f"{cache_bytes:,} elements per token",
+        **({} if facts.cached is None else {"graphs": _graphs_as_text(facts)}),
         "digest": facts.digest,
     }
     return "\n".join(f"{name + ':':<14}{value}" for name, value in rows.items())
+
+
+def _graphs_as_text(facts: ModelFacts) -> str:
+    """What of the optimum backend's graphs need not be compiled."""
+    if not facts.cached:
+        minutes = max(1, round(NUM_GRAPHS * COMPILE_SECONDS_PER_LAYER * facts.num_layers / 60))
+        return f"must be compiled, about {minutes} min"
+    places = {"trn1": "inf2 or trn1"}
+    return "; ".join(
+        f"cached for {places.get(one.target, one.target)}, {one.cores} cores, {one.sequences} requests of {one.tokens} "
+        "tokens"
+        for one in facts.cached
+    )
+
+
+NUM_GRAPHS = 2
+"""That optimum-neuron compiles of a model."""
 
 
 def facts_as_json(facts: ModelFacts) -> str:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from helpers.operator_worlds import FACTS, SETTINGS, SPEC, body
 from neuron_operator.api import names
 from neuron_operator.api.engines import own
+from neuron_operator.api.errors import FieldNotSupported
 from neuron_operator.api.manifest import parse
 from neuron_operator.api.model import Claim, ObjectStore, Serving
 from neuron_operator.decide.pin import pin
@@ -28,6 +29,7 @@ from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
 from neuron_runtime.backend.neuron.devices import PLATFORM_VARIABLE, PLATFORMS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
+from neuron_runtime.backend.transformers_neuronx import settings as transformers_neuronx
 from neuron_runtime.commands.command_line import build_parser
 
 KNOWN = msgspec.convert(FACTS, Facts)
@@ -128,6 +130,34 @@ def test_the_document_tells_a_compiler_without_devices_what_it_compiles_for() ->
     assert (config.parallelism.tensor, config.accelerator.logical_neuron_core) == (3, 2)
     assert config.buckets == runtime.Buckets(context=(128, 512), token_generation=(512,))
     assert config.accelerator.cores == 0  # those that a pod is granted are counted in the pod
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        *(("serving", {name: 8}) for name in ("blockSize", "numBlocks")),
+        *(("serving", {name: "Enabled"}) for name in ("prefixCaching", "chunkedPrefill")),
+        ("engine", {"applicationClass": "llama"}),
+        ("parallelism", {"nodes": 2}),
+        ("accelerator", {"type": "Neuron", "logicalNeuronCore": 2}),
+    ],
+)
+def test_the_operator_refuses_what_transformers_neuronx_lacks_before_the_runtime_does(
+    path: str, value: dict[str, Any]
+) -> None:
+    serving = {"contextBuckets": [128, 512], "tokenGenerationBuckets": [512], "sampling": "Host"}
+    accepted: dict[str, Any] = {
+        **SPEC,
+        "accelerator": {"type": "Neuron"},
+        "engine": {"backend": "transformers-neuronx", "overrideNeuronConfig": {"shard_over_sequence": True}},
+        "serving": {**serving, "prefixCaching": "Disabled"},
+    }
+    document = operator.config_document(parse(body(accepted)), KNOWN, TRN2)
+    config = runtime.parse_config(operator.to_json(document).encode())
+    transformers_neuronx.check_document(config)
+    assert (config.backend, config.compile, config.sampling) == ("transformers-neuronx", True, "Host")
+    with pytest.raises(FieldNotSupported, match=f"spec.{path}.{list(value)[-1]}"):
+        parse(body({**accepted, path: {**accepted.get(path, {}), **value}}))
 
 
 def test_operator_and_runtime_know_the_same_devices() -> None:

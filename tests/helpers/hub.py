@@ -159,7 +159,7 @@ class Shelf:
 
 REPOSITORY = r"(?P<repository>[\w.-]+/[\w.-]+)"
 API = re.compile(rf"/api/models/{REPOSITORY}(/revision/(?P<revision>.+))?")
-TREE = re.compile(rf"/api/models/{REPOSITORY}/tree/(?P<revision>[^/]+)")
+TREE = re.compile(rf"/api/models/{REPOSITORY}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?")
 RESOLVE = re.compile(rf"/{REPOSITORY}/resolve/(?P<revision>[^/]+)/(?P<name>.+)")
 LARGE = re.compile(rf"/large/{REPOSITORY}/(?P<commit>\w+)/(?P<name>.+)")
 
@@ -251,7 +251,9 @@ class HubHandler(Handler):
         if path == "/health":
             self._send(200, {}, b"ok")
         elif match := TREE.fullmatch(path):
-            self._tree(match["repository"], unquote(match["revision"]), token or None)
+            folder = unquote(match["folder"] or "")
+            recursive = parse_qs(url.query).get("recursive", ["false"])[0].lower() in ("true", "1")
+            self._tree(match["repository"], unquote(match["revision"]), folder, token or None, recursive)
         elif match := API.fullmatch(path):
             with_sizes = parse_qs(url.query).get("blobs", ["false"])[0].lower() in ("true", "1")
             self._info(match["repository"], unquote(match["revision"] or "main"), token or None, with_sizes)
@@ -289,15 +291,20 @@ class HubHandler(Handler):
         else:
             self._send_json(answer)
 
-    def _tree(self, repository: str, revision: str, token: str | None) -> None:
+    def _tree(self, repository: str, revision: str, folder: str, token: str | None, recursive: bool) -> None:
+        """Files and folders directly in a folder, or all files below it."""
         self.shelf.check_visible(repository, token)
         _, files = self.shelf.files(repository, revision)
-        self._send_json(
-            [
-                {"type": "file", "oid": file.oid, "size": file.size, "path": file.name} | _large_entry(file)
-                for file in files.values()
-            ]
-        )
+        begins, entries = f"{folder}/" if folder else "", {}
+        for file in files.values():
+            below = file.name.removeprefix(begins)
+            name, deeper, _ = (below, "", "") if recursive else below.partition("/")
+            if file.name.startswith(begins):
+                kind = {"type": "directory"} if deeper else {"type": "file", "size": file.size} | _large_entry(file)
+                entries[name] = {"oid": file.oid, "path": begins + name, **kind}
+        if not entries:
+            raise Refused(404, "EntryNotFound", f"{folder} does not exist")
+        self._send_json([*entries.values()])
 
     def _resolve(self, repository: str, revision: str, name: str, token: str | None) -> None:
         self.shelf.check_readable(repository, token)

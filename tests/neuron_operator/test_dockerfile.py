@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from cluster.rig.images import ROOT, context_files
 
@@ -42,7 +44,10 @@ def test_the_dockerfile_needs_no_external_frontend() -> None:
     assert not [line for line in lines() if line.lower().startswith("# syntax")]
 
 
-@pytest.mark.parametrize("target", ["operator", "runtime-cpu", "runtime-cpu-compile", "runtime-neuron"])
+TARGETS = ("operator", "runtime-cpu", "runtime-cpu-compile", "runtime-neuron", "runtime-optimum")
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_every_target_runs_as_an_unprivileged_user_and_has_labels(target: str) -> None:
     text = DOCKERFILE.read_text().partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
     assert [line for line in text.splitlines() if line.startswith("USER")][-1] == "USER 65532:65532"
@@ -61,6 +66,19 @@ def test_the_image_that_compiles_is_the_runtime_image_with_a_compiler() -> None:
         f"COPY --link --from=runtime-cpu {path} {path}" for path in ("/opt/venv", "/models/demo", "/opt/neuron-serving")
     ]
     assert copied == {line.split()[-1] for line in ours}
+
+
+def test_what_optimum_neuron_wants_is_in_the_versions_of_neuron_images() -> None:
+    """By the metadata of the commit that the image has; its Neuron packages come with the base image."""
+    pinned = dict(re.findall(r"^([\w.-]+)==(.+)$", (ROOT / "constraints-neuron.txt").read_text(), re.MULTILINE))
+    wanted = {
+        "transformers": ">=4.57.1,<4.58",
+        "huggingface-hub": ">=0.35.3",
+        "torch": "==2.9.1",
+        "numpy": ">=1.22.2,<=2.4.6",
+        "protobuf": ">=3.20.3",
+    }
+    assert not [name for name, versions in wanted.items() if pinned[name] not in SpecifierSet(versions)]
 
 
 def test_the_build_context_contains_only_what_the_images_need() -> None:

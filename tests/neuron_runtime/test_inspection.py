@@ -203,7 +203,7 @@ def test_an_architecture_that_only_nxd_inference_runs_has_facts(tmp_path: Path) 
     facts = inspect_model(f"file://{folder}")
     assert facts == inspect_model(f"file://{folder}", "nxdi")
     assert (facts.architecture, facts.num_layers, facts.head_dim) == ("MixtralForCausalLM", 2, 8)
-    assert "MixtralForCausalLM (supported, with backend nxdi)" in facts_as_text("model", facts)
+    assert "MixtralForCausalLM (supported, with backend nxdi or optimum)" in facts_as_text("model", facts)
     with pytest.raises(FatalError, match="not supported by the torch backend"):
         inspect_model(f"file://{folder}", "torch")
 

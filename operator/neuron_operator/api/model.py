@@ -183,11 +183,13 @@ class Serving(SpecPart, frozen=True):
         Annotated[int, Meta(ge=1, le=4096)] | None,
         "Tokens of one block of the KV cache. Setting it or `numBlocks` selects the block layout.",
         ConfigKey("limits.blockSize", compiled=True),
+        Supported("remove it: with this backend each request has one line of the cache"),
     ] = None
     num_blocks: Annotated[
         Annotated[int, Meta(ge=1, le=16_777_216)] | None,
         "Blocks of the KV cache.",
         ConfigKey("limits.numBlocks", compiled=True),
+        Supported("remove it: with this backend each request has one line of the cache"),
     ] = None
     max_queued_requests: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)] | None,
@@ -226,12 +228,14 @@ class Serving(SpecPart, frozen=True):
         "Whether [common prefixes of prompts are computed once](runtime.md#prefix-caching). `Enabled` selects the "
         "block layout; `Auto`: enabled with the block layout.",
         ConfigKey("prefixCaching", SWITCH_WORDS, compiled=True),
+        Supported("remove it: this backend computes each prompt as a whole", values=("Disabled",)),
     ] = "Auto"
     chunked_prefill: Annotated[
         AutoToggle,
         "Whether long prompts are computed in chunks while other answers continue. `Disabled`: a prompt longer than "
         "one step is refused; `Auto`: enabled if the backend supports it.",
         ConfigKey("chunkedPrefill", SWITCH_WORDS, compiled=True),
+        Supported("remove it: this backend computes each prompt as a whole", values=("Disabled",)),
     ] = "Auto"
     sampling: Annotated[
         Literal["Device", "DeviceWithLogits", "Host"] | None,

@@ -144,24 +144,23 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     revisions = observed.revisions.values()
     wanted = pin.wanted(model, revisions)
     image, is_behind = runtime_image(model, settings), _is_behind(model, observed, settings, wanted)
-    moves = is_behind and world.has_turn
+    moves, because = is_behind and world.has_turn, ""
     defaults = pin.defaults_key(model, settings)
     idle = wanted if wanted and not observed.has_served(wanted.name) else None
-    renews = idle is not None and idle.pinned.defaults not in ("", defaults)
     next_number, held = pin.next_number(revisions), pin.held(revisions)
-    because = image if moves else defaults if renews else ""
-    if moves or renews:
-        wanted = pin.wanted(model, revisions, image if moves else "", "" if moves else defaults)
+    if moves:
+        wanted, because = pin.wanted(model, revisions, image=image), image
+    elif idle is not None and idle.pinned.defaults not in ("", defaults):
+        wanted, because = pin.wanted(model, revisions, defaults=defaults), defaults
     elif idle is not None and _is_stranded(model, observed, settings, idle, held):
         wanted, because = None, f"{next_number}:{defaults}"
-    facts = wanted.pinned.facts if wanted else pin.known_facts(model, settings, revisions)
     known = Known(
         model,
         settings,
         partial(pin.pin, model, settings=settings, number=next_number, upgrade=because, free=world.free, before=held),
         tried=frozenset((*observed.tried, observed.model.failed_revision)),
         answers=not observed.model.is_paused and any(pod.is_answering for pod in observed.live),
-        facts=facts,
+        facts=wanted.pinned.facts if wanted else pin.known_facts(model, settings, revisions),
         revision=wanted,
     )
     done = walk(steps, known, observed)
@@ -198,8 +197,8 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *cleaning,
     )
     # Hundreds of models may wait for a Job: its owners look after it.
-    waited = [observed.jobs[name] for name in map(name_of, done.desired) if name in observed.jobs]
-    waited = [job for job in waited if is_owned(job.live, model.uid)]
+    live_jobs = filter(None, map(observed.jobs.get, map(name_of, done.desired)))
+    waited = [job for job in live_jobs if is_owned(job.live, model.uid)]
     nudges = (nudge.change(job, observed) for job in waited)
     due = (
         rollout.next_deadline(model, observed, pinned) if pinned else None,
@@ -212,9 +211,8 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
             if job.created is not None and not observed.pods_of(job.name)
         ),
     )
-    is_settled = done.is_complete and not world.refusals
-    earlier = (name for known in kept_revisions for name in known.shared)
-    kept = (name for name in earlier if name in observed.keepers)  # a Job that still works for one works for nothing
+    # A Job that still works for an earlier one works for nothing.
+    kept = (name for known in kept_revisions for name in known.shared if name in observed.keepers)
     shared = upkeep(model, observed, done, frozenset((*kept, *map(name_of, cleaning))), world.used_by_others)
     # May get new pods.
     attempted = {served.name, allowed.revision.name} if served and allowed and model.spec.replicas else set()
@@ -224,11 +222,8 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *(grouped.end if grouped else ()),
         *(pod.live for pod in observed.live if not pod.group and awaited(pod, observed) in observed.existing),
         *(pod.live for pod in breaker.surplus(observed, attempted) if not pod.group),
-        *(_unneeded(model, observed, kept_revisions) if is_settled else ()),
+        *(_unneeded(model, observed, kept_revisions) if done.is_complete and not world.refusals else ()),
     )
-    upgrade: Upgrade | None = "Running" if moves else "Waiting"
-    if not is_behind:
-        upgrade = _begun(model, observed, pinned, setback)
     return Course(
         findings=(ACCEPTED, *explain_refusals(world.refusals), *done.findings, *denied),
         decision=Decision(
@@ -236,7 +231,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
             changes=(*shared.changes, *filter(None, nudges)),
             delete=tuple(_not_refused(delete, world)),
             uses=shared.uses,
-            upgrade=upgrade,
+            upgrade=("Running" if moves else "Waiting") if is_behind else _begun(model, observed, pinned, setback),
         ),
         wanted=pinned,
         served=allowed.revision if allowed else None,

@@ -19,6 +19,15 @@ Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{40,64}\Z")]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
+class CachedGraphs(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Graphs of a model that the hub's cache has."""
+
+    target: str
+    cores: Count
+    sequences: Count
+    tokens: Count
+
+
 class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """What `inspect` reports about a model. Fields with a default are missing in what earlier versions wrote."""
 
@@ -37,6 +46,7 @@ class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tru
     intermediate_size: Count = 0
     num_experts: Count = 0
     tied_embeddings: bool = False
+    cached: tuple[CachedGraphs, ...] | None = None
     digest: str
 
 

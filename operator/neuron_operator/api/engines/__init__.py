@@ -7,6 +7,11 @@ from neuron_operator.api.engines.engine import Engine
 
 __all__ = ["DEFAULTS", "ENGINES", "Engine"]
 
-ENGINES: Mapping[str, Engine] = {"nxdi": own.NXDI, "torch": own.TORCH, "simulated": own.SIMULATED}
+ENGINES: Mapping[str, Engine] = {
+    "nxdi": own.NXDI,
+    "transformers-neuronx": own.TRANSFORMERS_NEURONX,
+    "torch": own.TORCH,
+    "simulated": own.SIMULATED,
+}
 DEFAULTS: Mapping[str, str] = {"Neuron": "nxdi", "CPU": "torch"}
 """By `accelerator.type`."""

@@ -94,11 +94,13 @@ _row = partial(
     ),
 )
 IN_PARALLEL = frozenset({"parallelism.tensor", "parallelism.nodes"})
+IN_BLOCKS = frozenset(f"serving.{name}" for name in ("blockSize", "numBlocks", "prefixCaching", "chunkedPrefill"))
 COMPILED_IF_ASKED = frozenset({"engine.compile", "engine.compile=Disabled"})
 
 NXDI = _row(
     does="computes on it",
     fields=IN_PARALLEL
+    | IN_BLOCKS
     | {
         "accelerator.logicalNeuronCore",
         "serving.contextBuckets",
@@ -116,9 +118,29 @@ NXDI = _row(
     millicores=lambda _: 3 * PROCESS_MILLICORES,
     memory=lambda model: _beside(model) + model.loading,
 )
+TRANSFORMERS_NEURONX = _row(
+    does="computes on it, with a library whose support has ended",
+    fields=frozenset(
+        {
+            "parallelism.tensor",
+            "serving.contextBuckets",
+            "serving.tokenGenerationBuckets",
+            "serving.sampling",
+            "engine.compile",
+            "engine.overrideNeuronConfig",
+        }
+    ),
+    on_device=True,
+    compiles="always",
+    # As nxdi, which runs the same compiler; this one also reads the weights into memory.
+    compiler=CompilerMemory(bytes=4096 * MIB, per_weight_byte=3.5),
+    sampling="Device",
+    millicores=lambda _: 3 * PROCESS_MILLICORES,
+    memory=lambda model: _beside(model) + model.loading,
+)
 TORCH = _row(
     does="computes on the host",
-    fields=IN_PARALLEL | COMPILED_IF_ASKED,
+    fields=IN_PARALLEL | IN_BLOCKS | COMPILED_IF_ASKED,
     compiles="on request",
     # AOTInductor and g++, one graph at a time: 1.2 GB measured with 4 layers, 2.3 GB with 12.
     compiler=CompilerMemory(bytes=2048 * MIB, per_layer=96 * MIB),
@@ -127,7 +149,7 @@ TORCH = _row(
 )
 SIMULATED = _row(
     does="simulates a device",
-    fields=COMPILED_IF_ASKED | {"serving.sampling", "engine.overrideNeuronConfig"},
+    fields=IN_BLOCKS | COMPILED_IF_ASKED | {"serving.sampling", "engine.overrideNeuronConfig"},
     compiles="on request",
     compiler=CompilerMemory(bytes=256 * MIB),
     sampling="Device",

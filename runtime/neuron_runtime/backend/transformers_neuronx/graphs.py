@@ -13,6 +13,7 @@ from pathlib import Path
 
 from neuron_runtime.artifacts.store import DOCUMENT
 from neuron_runtime.backend.neuron.devices import Target, check_cores, environment_of, find_target
+from neuron_runtime.backend.neuron.installed import platform_target
 from neuron_runtime.backend.transformers_neuronx import library
 from neuron_runtime.backend.transformers_neuronx.settings import Settings, all_graphs, settings_of
 from neuron_runtime.backend_protocol import CompileUnit, Needs
@@ -91,7 +92,7 @@ def prepare_environment(settings: Settings, target: Target, scratch: Path | None
 def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]:
     """What to compile or to load. Raises as `settings_of` and `find_target`, and as `check_cores` on a machine with
     devices."""
-    target = find_target(config)
+    target = find_target(config, ask=platform_target)
     settings = settings_of(config, read_config(model_dir), target)
     if target.granted_cores:
         check_cores(target, settings.tensor)

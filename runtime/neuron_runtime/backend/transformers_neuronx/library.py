@@ -9,12 +9,10 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from neuron_runtime.backend.neuron.installed import driver_version, missing, version_of
 from neuron_runtime.backend.neuron.model_config import completed
 from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.transformers_neuronx.settings import AMP, Settings
@@ -35,19 +33,12 @@ SUCCESSORS = "nxdi or optimum"
 
 def check_installed() -> None:
     """Raises InvalidConfig naming the packages that are missing."""
-    if missing := [name for name, module in PACKAGES.items() if find_spec(module) is None]:
+    if absent := missing(PACKAGES):
         message = (
-            f"transformers-neuronx needs {', '.join(missing)}, which is not installed: use an image with Neuron SDK "
+            f"transformers-neuronx needs {', '.join(absent)}, which is not installed: use an image with Neuron SDK "
             f"{END_OF_SUPPORT} or older, or the backend {SUCCESSORS}"
         )
         raise InvalidConfig("$.backend", message)
-
-
-def version_of(distribution: str) -> str:
-    """The installed version; empty if it is not installed, or does not say."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(distribution)
-    return ""
 
 
 def required_versions() -> dict[str, str]:
@@ -57,7 +48,7 @@ def required_versions() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """All versions that a report of a problem should have; imports nothing."""
-    named = {name: version_of(name) for name in (*PACKAGES, *OTHERS)}
+    named = {name: version_of(name) for name in (*PACKAGES, *OTHERS)} | {"driver": driver_version()}
     return {name: value for name, value in named.items() if value}
 
 

@@ -11,6 +11,7 @@ import torch
 from neuron_runtime.backend.neuron.device import Application, DeviceBackend
 from neuron_runtime.backend.neuron.devices import check_cores, exec_timeout_seconds
 from neuron_runtime.backend.neuron.failures import when_free
+from neuron_runtime.backend.neuron.installed import device_memory
 from neuron_runtime.backend.transformers_neuronx import library
 from neuron_runtime.backend.transformers_neuronx.graphs import described, prepare_environment
 from neuron_runtime.backend.transformers_neuronx.inputs import Inputs
@@ -70,7 +71,8 @@ class LoadedModel:
 
 
 def backend_of(application: Application, settings: Settings, limits: BackendLimits) -> DeviceBackend:
-    return DeviceBackend(application, Inputs(settings, limits), limits, list(warm_up_steps(settings, limits)))
+    steps = list(warm_up_steps(settings, limits))
+    return DeviceBackend(application, Inputs(settings, limits), limits, steps, memory=device_memory)
 
 
 def warm_up_steps(settings: Settings, limits: BackendLimits) -> Iterator[Batch]:
