@@ -34,6 +34,7 @@ from neuron_operator.api.model import ObjectStore
 from neuron_operator.read.world import (
     CaBundle,
     ClaimTemplate,
+    EngineSettings,
     GroupSettings,
     JobSettings,
     KeyRef,
@@ -56,6 +57,7 @@ EVERYTHING: dict[str, Any] = {
         "pullPolicy": "IfNotPresent",
         "pullSecrets": ["one", "two"],
     },
+    "engines": {"vllm": {"image": "registry.test:5000/vllm:1", "version": "0.24"}},
     "commonLabels": {"team": "serving", "example.com/cost-center": "42"},
     "replicas": 3,
     "lease": {"seconds": 15},
@@ -459,6 +461,7 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     jobs = EVERYTHING["jobs"]
     assert seen.models.runtime_image == "registry.test:5000/runtime:1"
     assert seen.models.compile_image == "registry.test:5000/compile:1"
+    assert seen.models.engines == {"vllm": EngineSettings("registry.test:5000/vllm:1", "0.24")}
     assert seen.models.image_pull_policy == "IfNotPresent"
     assert seen.models.image_pull_secrets == ("one", "two")
     assert seen.models.jobs == JobSettings(

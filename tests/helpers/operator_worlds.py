@@ -19,7 +19,7 @@ from neuron_operator.api.reasons import TROUBLESHOOTING
 from neuron_operator.decide.course import decide
 from neuron_operator.decide.steps import STEPS, Step
 from neuron_operator.read.objects import is_shared, owners_of
-from neuron_operator.read.world import Decision, JobSettings, Object, Settings, StorageSettings, World
+from neuron_operator.read.world import Decision, EngineSettings, JobSettings, Object, Settings, StorageSettings, World
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 SETTINGS = Settings(runtime_image="registry.example/neuron-serving-runtime:1")
@@ -76,7 +76,8 @@ def settings(values: Mapping[str, Any]) -> Settings:
     given = dict(values)
     jobs = JobSettings(**given.pop("jobs", {}))
     storage = msgspec.convert(given.pop("storage", {}), StorageSettings)
-    return replace(SETTINGS, jobs=jobs, storage=storage, **given)
+    engines = msgspec.convert(given.pop("engines", {}), dict[str, EngineSettings])
+    return replace(SETTINGS, jobs=jobs, storage=storage, engines=engines, **given)
 
 
 def success_record(facts: Mapping[str, Any] = FACTS) -> str:

@@ -142,7 +142,7 @@ def test_a_transition_emits_one_event() -> None:
 
 
 def test_a_problem_emits_a_warning_event() -> None:
-    decision = decide(fresh(spec={"model": {"uri": "hf://a/b"}, "engine": {"backend": "vllm"}}), SETTINGS)
+    decision = decide(fresh(spec={"model": {"uri": "hf://a/b"}, "serving": {"quantization": "int8"}}), SETTINGS)
     assert [(a.type, a.reason) for a in decision.announcements] == [("Warning", "FieldNotSupported")]
 
 

@@ -182,7 +182,8 @@ def test_the_value_of_a_flag_is_translated_by_what_the_flag_means(tmp_path: Path
     [
         (("spec", "initContainers"), [{}], "spec.initContainers"),
         (("spec", "hostNetwork"), True, "spec.hostNetwork"),
-        (("spec", "containers", 0, "lifecycle"), {}, "lifecycle"),
+        (("spec", "containers", 0, "lifecycle"), {"postStart": {}}, "lifecycle.postStart"),
+        (("spec", "containers", 0, "lifecycle"), {"preStop": {"exec": {}}}, "lifecycle.preStop.exec"),
         (("spec", "containers", 0, "startupProbe"), {"exec": {}}, "startupProbe.exec"),
         (("spec", "containers", 0, "readinessProbe"), {"httpGet": {"port": "web"}}, "web is not a declared port"),
         (("spec", "containers", 0, "resources"), {"limits": {"aws.amazon.com/neuron": 1}}, "accelerator.type: CPU"),

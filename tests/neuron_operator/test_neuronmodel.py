@@ -86,7 +86,7 @@ def test_everything_invalid_is_refused_together() -> None:
 
 def test_everything_unsupported_is_refused_together_with_each_cure() -> None:
     changes = {
-        "engine": {"backend": "vllm", "overrideNeuronConfig": {"x": 1}},
+        "engine": {"backend": "optimum", "overrideNeuronConfig": {"x": 1}},
         "accelerator": {"logicalNeuronCore": 1},
         "serving": {"quantization": "int8"},
     }

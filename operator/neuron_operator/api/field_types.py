@@ -58,13 +58,16 @@ class ParsedUri:
     scheme: str
     place: str
     """The claim, image, bucket or hub organization."""
+    path: str = ""
+    """What follows."""
 
     @classmethod
     def parse(cls, uri: str) -> ParsedUri:
         """Parts of a URI of any form; a scheme that is unknown has its place before the first `/`."""
         scheme, _, rest = uri.partition(":")
         form = URI_SCHEMES.get(scheme)
-        return cls(scheme, rest.removeprefix("//").partition(form.separator if form else "/")[0])
+        place, _, path = rest.removeprefix("//").partition(form.separator if form else "/")
+        return cls(scheme, place, path)
 
 
 IS_RELATIVE = f"self.startsWith('{RELATIVE_FILE}')"

@@ -141,7 +141,7 @@ def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
     """An error for each valid value that this version does not support."""
     walked = walk(spec, "spec", supporting)
     values = [(path, one, support, value) for path, one, value in walked for support in one.supports]
-    engine = ENGINES.get(spec.backend)
+    engine = spec.runs if spec.backend in ENGINES else None
     # Fields that others depend on, such as the backend, come first.
     for path, one, support, value in sorted(values, key=lambda row: row[2].of is None):
         value_found = support.of(spec) if support.of else value

@@ -137,6 +137,7 @@ class Accelerator(SpecPart, frozen=True):
         Annotated[int, Meta(ge=1, le=512)] | None,
         "NeuronCores instead of devices; only on nodes labelled "
         f"`{names.ALLOCATION_LABEL}={names.ALLOCATION_CORES}`. Excludes `devices`; not with `CPU`.",
+        Supported("set devices: this backend takes whole ones"),
     ] = None
     logical_neuron_core: Annotated[
         Literal[1, 2] | None,
@@ -308,12 +309,13 @@ class Engine(SpecPart, frozen=True):
 
     backend: Annotated[
         Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"] | None,
-        "By default `nxdi` on Neuron and `torch` on CPU. `torch` computes on the host. `simulated` "
+        "By default `nxdi` on Neuron and `torch` on CPU. `vllm` runs [vLLM's own image](engines.md), on both. `torch` "
+        "computes on the host. `simulated` "
         "computes nothing: steps [take as long as on a device]"
         "(benchmarks.md#a-served-model-without-a-device), for load tests of everything except the model.",
         ConfigKey("backend", compiled=True),
         Supported(
-            "set engine.backend: nxdi (the default on Neuron) or torch (computes on the host)",
+            "set engine.backend: nxdi (the default on Neuron), vllm or torch (computes on the host)",
             values=tuple(engines.ENGINES),
             of=lambda spec: spec.backend,
         ),
@@ -353,10 +355,17 @@ class Engine(SpecPart, frozen=True):
         "refused. Jobs do not get these variables: set mirrors and proxies in the chart's `jobs.env`.",
         unique(by="name"),
     ] = ()
+    args: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=4096)], ...],
+        Meta(max_length=64),
+        "Further flags of the command of `vllm`. Those that contradict a field are refused, with the field.",
+        Supported("remove it: this backend has fields for all its settings"),
+    ] = ()
     image: Annotated[
         Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^\S+$")] | None,
         "Runtime image for this model and its Jobs, with a compiler if it is compiled; by default the chart's "
-        "`image.runtime` and `image.compile`.",
+        "`image.runtime` and `image.compile`. With `vllm` the image of the replicas alone; by default the chart's "
+        "`engines`.",
     ] = None
     image_pull_policy: Annotated[
         Literal["Always", "IfNotPresent", "Never"] | None,
@@ -637,7 +646,8 @@ class Spec(SpecPart, frozen=True):
     @property
     def runs(self) -> engines.Engine:
         """What the operator knows of the backend."""
-        return engines.ENGINES[self.backend]
+        row = engines.ENGINES[self.backend]
+        return row.on_host if row.on_host and self.accelerator.type == "CPU" else row
 
     @property
     def is_compiled(self) -> bool:

@@ -31,7 +31,7 @@ from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.groups import group_owner, rest_of
 from neuron_operator.render.jobs import with_owners
-from neuron_operator.render.pods import runtime_image
+from neuron_operator.render.pods import serving_image
 from neuron_operator.render.serving import Pace
 from neuron_operator.render.storage import check_source, own_claims
 from neuron_operator.why import status
@@ -143,7 +143,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     check_source(model, settings)
     revisions = observed.revisions.values()
     wanted = pin.wanted(model, revisions)
-    image, is_behind = runtime_image(model, settings), _is_behind(model, observed, settings, wanted)
+    image, is_behind = serving_image(model, settings), _is_behind(model, observed, settings, wanted)
     moves, because = is_behind and world.has_turn, ""
     defaults = pin.defaults_key(model, settings)
     idle = wanted if wanted and not observed.has_served(wanted.name) else None
@@ -262,7 +262,7 @@ def _is_behind(model: NeuronModel, observed: Observed, settings: Settings, wante
         and not observed.model.is_paused
         and not model.rollback_to
         and wanted is not None
-        and wanted.image != runtime_image(model, settings)
+        and wanted.image != serving_image(model, settings)
         and sum(pod.is_answering for pod in observed.live) >= model.spec.replicas
     )
 

@@ -13,7 +13,8 @@ import msgspec
 
 from neuron_operator.api import names
 from neuron_operator.api.engines import Engine
-from neuron_operator.api.errors import InvalidSpec
+from neuron_operator.api.engines.engine import Launch
+from neuron_operator.api.errors import InvalidSpec, Refusals
 from neuron_operator.api.fields import NotPinned, SpecPart, as_json, fields_of
 from neuron_operator.api.model import NeuronModel, remembered
 from neuron_operator.api.model_status import MAX_GROUPS, MemoryPlan, Plan
@@ -27,7 +28,7 @@ from neuron_operator.read.revision import FORMAT, Compiling, Pinned, Revision, r
 from neuron_operator.read.world import FreeDevices, Object, Settings
 from neuron_operator.render.config_document import config_document, ranks_of, sampling_mode
 from neuron_operator.render.objects import child
-from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
+from neuron_operator.render.pods import compile_image, launch_of, runtime_image, serving_image, serving_pod_template
 from neuron_operator.render.resources import serving_memory, serving_requests
 from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
 
@@ -70,12 +71,19 @@ def defaults_key(model: NeuronModel, settings: Settings) -> str:
     change: a wrong image or a missing pull Secret may be why it does not."""
     storage = settings.storage
     pinned = (
-        (runtime_image(model, settings), compile_image(model, settings)),
+        _images(model, settings),
         (settings.image_pull_policy, settings.image_pull_secrets, settings.ca_bundle, settings.jobs.env),
         (storage.weights, storage.artifacts, storage.image_volumes),
         (settings.provisionable, settings.device_mode, settings.device_scheduler_name),
     )
     return names.digest(as_json(pinned))
+
+
+def _images(model: NeuronModel, settings: Settings) -> tuple[object, ...]:
+    images = runtime_image(model, settings), compile_image(model, settings)
+    if model.spec.runs.is_ours:
+        return images
+    return (*images, serving_image(model, settings), settings.engines)
 
 
 def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "", defaults: str = "") -> Revision | None:
@@ -153,16 +161,21 @@ def pin(
     weights = weights_place(model, settings)
     compiling = _compiling(model, settings, choice)
     config = config_document(model, facts, choice.chosen if choice else None)
+    artifacts = compiling.artifacts if compiling else None
+    launch = launch_of(
+        model, config, settings, digest=facts.digest, weights=weights, artifacts=artifacts, choice=choice
+    )
+    _refuse(model, launch, facts)
     template = serving_pod_template(
         model,
         placement,
         settings,
         requests=serving_requests(model, facts, placement.nodes),
         weights=weights,
-        artifacts=compiling.artifacts if compiling else None,
+        artifacts=artifacts,
         choice=choice,
         revision=revision_hash(spec_hash(model), model.refresh, upgrade),
-        config=config,
+        launch=launch,
     )
     pinned = Pinned(
         format=FORMAT,
@@ -196,6 +209,15 @@ def _check_parallelism(model: NeuronModel) -> None:
         )
     if model.spec.accelerator.cores:
         raise InvalidSpec("spec.accelerator.cores", "a replica on several nodes has whole devices: set devices")
+
+
+def _refuse(model: NeuronModel, launch: Launch, facts: Facts) -> None:
+    """Raises InvalidSpec for what the engine itself would refuse or ignore."""
+    variables = [one.name for one in model.spec.engine.env]
+    found = model.spec.runs.refusals(launch, facts.architecture, variables)
+    refused = [InvalidSpec(f"spec.{path}", cure, Reason.FIELD_NOT_SUPPORTED) for path, cure in found]
+    if refused:
+        raise refused[0] if len(refused) == 1 else Refusals(refused)
 
 
 def _compiling(model: NeuronModel, settings: Settings, choice: Choice | None) -> Compiling | None:

@@ -17,7 +17,7 @@ from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import MAX_HISTORY, MAX_WORD, PastRevision
-from neuron_operator.api.reasons import Need, Reason, Trial
+from neuron_operator.api.reasons import Need, Trial
 from neuron_operator.decide import groups
 from neuron_operator.read.objects import dig, printable, written
 from neuron_operator.read.placement import NodeRules
@@ -182,16 +182,17 @@ def _failures(model: NeuronModel, observed: Observed, revision: Revision) -> Ite
     for pod in observed.live:
         if pod.revision == revision.name and not pod.is_ready:
             due, error = _due(model, pod, revision), explain_pod(pod, observed, revision.placement).message
-            if _is_hopeless(pod):
+            if _is_hopeless(pod, revision):
                 yield error
             elif due is not None and due <= observed.now:
                 yield f"not ready within {seconds} s: {error}"
     yield from groups.failures(observed, revision.name)
 
 
-def _is_hopeless(pod: PodView) -> bool:
+def _is_hopeless(pod: PodView, revision: Revision) -> bool:
     """It has ended twice, for a reason that another start would not change."""
-    reason = Reason.of_exit_code(pod.container.ended.exit_code) if pod.container.ended else None
+    end = pod.container.ended
+    reason = revision.engine.explain(end.exit_code, end.message)[0] if end else None
     return reason is not None and reason.row.final and pod.container.num_restarts > 0
 
 

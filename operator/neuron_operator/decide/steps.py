@@ -34,6 +34,7 @@ from neuron_operator.render.jobs import (
     resolve_job,
     with_owners,
 )
+from neuron_operator.render.pods import runtime_image
 from neuron_operator.render.storage import source, words
 from neuron_operator.why.jobs import explain_job, has_run_out_of_memory, ran_out_of_memory
 from neuron_operator.why.pods import awaited
@@ -284,7 +285,8 @@ def _finish_place(known: Known) -> tuple[Known, Finding]:
 def _fetch_jobs(known: Known) -> tuple[Object, ...]:
     pinned = known.pinned
     place, facts = pinned.pinned.weights, pinned.pinned.facts
-    return (fetch_job(known.model, known.settings, place, facts, pinned.image),) if place else ()
+    image = pinned.image if known.model.spec.runs.is_ours else runtime_image(known.model, known.settings)
+    return (fetch_job(known.model, known.settings, place, facts, image),) if place else ()
 
 
 def _learn_weights(known: Known, record: Record) -> Known | None:
@@ -313,6 +315,8 @@ def _finish_compile(known: Known) -> tuple[Known, Finding]:
     if known.model.spec.is_compiled and known.model.spec.names_artifact:
         message = f"replicas load the artifact that {names.ARTIFACT_VARIABLE} of spec.engine.env names, if it fits"
         return known, met("Compiled", message, "NotRequired")
+    if known.model.spec.runs.compiles == "on device":
+        return known, met("Compiled", "each replica compiles on its devices as it starts", "NotRequired")
     if artifact is None:
         return known, met("Compiled", "replicas need no compiled artifact", "NotRequired")
     how = "found in its store" if artifact.reused else f"compiled in {artifact.seconds:.0f} s"
@@ -322,7 +326,7 @@ def _finish_compile(known: Known) -> tuple[Known, Finding]:
 
 def _check_jobs(known: Known) -> tuple[Object, ...]:
     """Nothing is at risk if no replica answers, or the rollout has begun."""
-    is_needed = known.answers and known.pinned.name not in known.tried
+    is_needed = known.model.spec.runs.is_ours and known.answers and known.pinned.name not in known.tried
     return (check_job(known.model, known.settings, known.pinned),) if is_needed else ()
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import aiohttp
 import yaml
 
-from neuron_operator.api import manifest, names
+from neuron_operator.api import engines, manifest, names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.reasons import CONDITIONS
@@ -48,6 +48,7 @@ from neuron_operator.read.objects import is_shared, items, written
 from neuron_operator.read.objects import text as text_of
 from neuron_operator.read.world import (
     ClaimTemplate,
+    EngineSettings,
     FreeDevices,
     GroupSettings,
     Place,
@@ -65,6 +66,9 @@ _DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 SETTINGS = Settings(
     runtime_image="this-machine",  # a placeholder: the programs of this environment run instead
+    engines={
+        name: EngineSettings(image="this-machine") for name, engine in engines.SETTINGS.items() if not engine.is_ours
+    },
     storage=StorageSettings(artifacts=Place(pvc_template=ClaimTemplate(size="1Ti")), keep_days=0),
     groups=GroupSettings(restart_seconds=1),
 )

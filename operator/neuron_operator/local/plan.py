@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
+from neuron_operator.api import engines
 from neuron_operator.api.errors import ClusterFault, InvalidSpec, Unplaceable
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.manifest import parse
@@ -38,6 +39,7 @@ from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import (
     DEVICE_MODES,
     ClaimTemplate,
+    EngineSettings,
     FreeDevices,
     GroupSettings,
     Object,
@@ -54,6 +56,7 @@ EXIT_OK, EXIT_REFUSED, EXIT_USAGE = 0, 1, 2
 
 SETTINGS = Settings(
     runtime_image="neuron-serving-runtime",
+    engines={name: EngineSettings(image=name) for name, engine in engines.SETTINGS.items() if not engine.is_ours},
     storage=StorageSettings(artifacts=Place(pvc_template=ClaimTemplate(size="10Gi"))),
 )
 """Those of an installation that is not known here."""
@@ -141,7 +144,8 @@ def inspected(model: NeuronModel) -> Facts:
     program = str(beside) if beside.is_file() else shutil.which("neuron-runtime")
     if program is None:
         raise CannotRunHere("neuron-runtime is not installed here: pass the facts with --facts FILE")
-    command = [program, "inspect", model.spec.model.uri, "--backend", model.spec.backend, "--json"]
+    command = [program, "inspect", model.spec.model.uri, "--json"]
+    command += ["--backend", model.spec.backend] if model.spec.runs.is_ours else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

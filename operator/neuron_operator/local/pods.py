@@ -32,7 +32,7 @@ _POD_FIELDS = ("containers", "volumes", "restartPolicy", "terminationGracePeriod
 _CLUSTER_ONLY_CONTAINER_FIELDS = ("image", "imagePullPolicy", "securityContext")
 _CONTAINER_FIELDS = (
     "name", "command", "args", "env", "ports", "resources", "volumeMounts", "startupProbe", "readinessProbe",
-    "livenessProbe", "terminationMessagePath", "terminationMessagePolicy",
+    "livenessProbe", "lifecycle", "terminationMessagePath", "terminationMessagePolicy",
 )  # fmt: skip
 _VOLUME_SOURCES = ("configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "secret")
 _HOST_RESOURCES = frozenset({"cpu", "memory", "ephemeral-storage"})
@@ -105,6 +105,9 @@ def interpret(pod: Json, host: LocalHost, ports: Mapping[int, int]) -> Container
     if len(spec["containers"]) != 1:
         raise CannotRunHere(f"spec.containers: {len(spec['containers'])} containers; `local` runs one per pod")
     container = spec["containers"][0]
+    lifecycle = container.get("lifecycle", {})  # here are no endpoints, which a pod would leave first
+    _refuse_unknown(lifecycle, ("preStop",), "spec.containers[0].lifecycle")
+    _refuse_unknown(lifecycle.get("preStop", {}), ("sleep",), "spec.containers[0].lifecycle.preStop")
     _refuse_unknown(container, (*_CONTAINER_FIELDS, *_CLUSTER_ONLY_CONTAINER_FIELDS), "spec.containers[0]")
     _check_devices(container, host.num_neuron_devices)
 

@@ -284,6 +284,14 @@ class GroupSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     """Nodes of a replica whose manifest does not say how many: more only where the model does not fit on fewer."""
 
 
+class EngineSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """Chart values `engines.*`: the image of one engine."""
+
+    image: str = ""
+    version: str = ""
+    """Of an engine that has several; empty: the newest."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the installation for all models; the rim loads them from flags and environment."""
@@ -291,6 +299,8 @@ class Settings:
     runtime_image: str
     compile_image: str = ""
     """Has a compiler; empty: the runtime image has one."""
+    engines: Mapping[str, EngineSettings] = field(default_factory=dict)
+    """By `engines.SETTINGS`: images of engines for which `runtime_image` is not right."""
     image_pull_policy: str = ""
     """Empty: Kubernetes' own default (by tag)."""
     image_pull_secrets: tuple[str, ...] = ()

@@ -9,17 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from neuron_operator.api import names
-from neuron_operator.api.engines.engine import Launch, Probe
+from neuron_operator.api.engines.engine import Engine, Launch, Probe
+from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import ApiKeySecret, NeuronModel, Toleration
 from neuron_operator.place.catalog import INSTANCE_TYPES, label_values
 from neuron_operator.place.planner import Choice
 from neuron_operator.place.sizes import size_rule
 from neuron_operator.read.placement import TOLERATES_NEURON, Placement
-from neuron_operator.read.world import DeviceMode, Object, Place, Settings
+from neuron_operator.read.world import DeviceMode, EngineSettings, Object, Place, Settings
 from neuron_operator.render.objects import Mount, without_empty
 from neuron_operator.render.resources import Requests, overlaid
-from neuron_operator.render.storage import Access, loading, loading_artifact
+from neuron_operator.render.storage import Access, folder_of, loading, loading_artifact
 
 RELEASE_SECONDS = 30
 """Part of the grace period for releasing the devices after the last stream."""
@@ -61,13 +62,13 @@ def serving_pod_template(
     artifacts: Place | None,
     choice: Choice | None,
     revision: str,
-    config: Mapping[str, Any],
+    launch: Launch,
 ) -> Object:
     """The pod template of one revision.
 
     Args:
         requests: the default.
-        config: the RuntimeConfig document.
+        launch: what `launch_of` says.
         artifacts: where Jobs put the compiled model; None: it is not compiled, or the manifest names it.
         choice: the devices that it is computed on; None: it is computed on the host.
     """
@@ -87,16 +88,22 @@ def serving_pod_template(
     # Of extended resources requests and limits must be equal.
     whole = {"limits": extended, "requests": extended}
     resources = overlaid(requests, as_json(overlay.spec.resources), whole)
-    document = {"configMap": {"name": names.config_name(model.name, config)}}
+    document = {"configMap": {"name": names.config_name(model.name, launch.document)}}
     mounts = (
         Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, document, read_only=True),
-        *(TMP, *access.mounts, *_api_key(api_key), *_ca_bundle(access, settings), *((SHM,) if wired_to else ())),
+        *(
+            TMP,
+            *access.mounts,
+            *_api_key(api_key, engine),
+            *_ca_bundle(access, settings),
+            *((SHM,) if wired_to or not engine.is_ours else ()),
+        ),
     )
-    served = engine.serve(Launch(config, access.arguments, has_api_keys=api_key is not None))
+    served = engine.serve(launch)
     container = _container(
         model,
         settings,
-        image=runtime_image(model, settings),
+        image=serving_image(model, settings),
         command=list(served.command),
         env=merged_env(
             _download_env(model, access, settings),
@@ -106,6 +113,7 @@ def serving_pod_template(
                 {"name": "HOME", "value": names.TMP_DIR},
                 *target_env(choice.chosen.site.family.name if choice else ""),
                 *({"name": name, "value": value} for name, value in served.env.items()),
+                *_api_key_variable(api_key, engine),
             ),
         ),
         resources=resources,
@@ -113,7 +121,11 @@ def serving_pod_template(
     )
     container["ports"] = [{"name": names.PORT_NAME, "containerPort": names.PORT, "protocol": "TCP"}]
     for name in ("startup", "readiness", "liveness"):
-        container[f"{name}Probe"] = _probe(getattr(engine.probes, name))
+        if probe := getattr(engine.probes, name):
+            container[f"{name}Probe"] = _probe(probe)
+    if served.stop_delay_seconds:
+        container["lifecycle"] = {"preStop": {"sleep": {"seconds": served.stop_delay_seconds}}}
+    user = {"runAsUser": engine.user} if engine.user else {}
     return {
         "metadata": without_empty(
             {"labels": {**overlay.metadata.labels, **own_labels}, "annotations": overlay.metadata.annotations}
@@ -122,7 +134,7 @@ def serving_pod_template(
             {
                 **_pod_frame(model, settings, container, mounts),
                 "serviceAccountName": overlay.spec.service_account_name or names.service_account_name(model.name),
-                "securityContext": {**POD_SECURITY, **as_json(overlay.spec.security_context)},
+                "securityContext": {**POD_SECURITY, **user, **as_json(overlay.spec.security_context)},
                 "terminationGracePeriodSeconds": rollout.drain_delay_seconds + rollout.drain_seconds + RELEASE_SECONDS,
                 "nodeSelector": {
                     **_architecture(model, placement),
@@ -253,12 +265,52 @@ def _container(
     )
 
 
+def launch_of(
+    model: NeuronModel,
+    config: Mapping[str, Any],
+    settings: Settings,
+    *,
+    digest: str,
+    weights: Place,
+    artifacts: Place | None,
+    choice: Choice | None,
+) -> Launch:
+    """How a replica with this RuntimeConfig document is started. Raises InvalidSpec if its engine cannot be."""
+    engine, setting = model.spec.runs, _engine_setting(model)
+    if not serving_image(model, settings):
+        raise InvalidSpec("spec.engine.image", f"set it, or the chart value engines.{setting}.image")
+    version = settings.engines.get(setting, EngineSettings()).version
+    return Launch(
+        config,
+        (loading(model, weights) + loading_artifact(model, artifacts)).arguments,
+        has_api_keys=model.spec.serving.api_key_secret_ref is not None,
+        model_dir="" if engine.is_ours else folder_of(model, weights, digest),
+        version=version or next(reversed(engine.versions), ""),
+        family=choice.chosen.site.family.name if choice else "",
+        args=model.spec.engine.args,
+    )
+
+
+def serving_image(model: NeuronModel, settings: Settings) -> str:
+    """The image of replicas; empty: nobody has set one for the engine."""
+    return _own_image(model, settings) or (settings.runtime_image if model.spec.runs.is_ours else "")
+
+
 def runtime_image(model: NeuronModel, settings: Settings) -> str:
-    return model.spec.engine.image or settings.runtime_image
+    """The image of Jobs, which run our runtime whatever serves."""
+    return serving_image(model, settings) if model.spec.runs.is_ours else settings.runtime_image
 
 
 def compile_image(model: NeuronModel, settings: Settings) -> str:
-    return model.spec.engine.image or settings.compile_image or settings.runtime_image
+    return _own_image(model, settings) or settings.compile_image or settings.runtime_image
+
+
+def _own_image(model: NeuronModel, settings: Settings) -> str:
+    return model.spec.engine.image or settings.engines.get(_engine_setting(model), EngineSettings()).image
+
+
+def _engine_setting(model: NeuronModel) -> str:
+    return model.spec.runs.setting or model.spec.backend
 
 
 def target_env(family: str) -> tuple[Object, ...]:
@@ -293,9 +345,15 @@ def _credentials(model: NeuronModel, access: Access, scheme: str) -> Iterator[Ob
             yield {"name": key, "valueFrom": {"secretKeyRef": ref}}
 
 
-def _api_key(secret: ApiKeySecret | None) -> Iterator[Mount]:
+def _api_key_variable(secret: ApiKeySecret | None, engine: Engine) -> Iterator[Object]:
+    if secret is not None and engine.api_key_variable:
+        ref = {"name": secret.name, "key": secret.key}
+        yield {"name": engine.api_key_variable, "valueFrom": {"secretKeyRef": ref}}
+
+
+def _api_key(secret: ApiKeySecret | None, engine: Engine) -> Iterator[Mount]:
     """The Secret with the keys, which the kubelet keeps up to date. The operator does not read it."""
-    if secret is not None:
+    if secret is not None and not engine.api_key_variable:
         items = [{"key": secret.key, "path": names.API_KEY_FILE}]
         source = {"secretName": secret.name, "items": items, "defaultMode": READABLE}
         yield Mount(names.API_KEY_VOLUME, names.API_KEY_DIR, {"secret": source}, read_only=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuron_operator.api import names
+from neuron_operator.api.engines import ENGINES
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel, remembered
 from neuron_operator.api.reasons import Needed
@@ -98,7 +99,8 @@ def network_policy(model: NeuronModel, settings: Settings) -> Object:
 
 def config_map(model: NeuronModel, document: dict[str, Any]) -> Object:
     """Immutable and named by its content, so that a restarted container has the same configuration."""
-    name, data = names.config_name(model.name, document), {names.CONFIG_KEY: to_json(document)}
+    name = names.config_name(model.name, document)
+    data = {names.CONFIG_KEY: to_json(document), **ENGINES[document["backend"]].files}
     return child(model, "v1", "ConfigMap", name, immutable=True, data=data)
 
 

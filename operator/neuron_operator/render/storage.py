@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from urllib.parse import unquote
 
 import msgspec
 
@@ -101,6 +102,23 @@ def loading(model: NeuronModel, place: Place) -> Access:
         return reading(WEIGHTS, place)
     limit = place.empty_dir.size_limit if place.empty_dir else None
     return replace(source(model), arguments=(WEIGHTS.folder_flag, WEIGHTS.folder)) + Access((_folder(WEIGHTS, limit),))
+
+
+def folder_of(model: NeuronModel, place: Place, digest: str) -> str:
+    """Where the model lies in a pod of an engine that downloads nothing. Raises InvalidSpec if it would have to."""
+    uri = model.uri
+    if uri.scheme == "file":
+        return f"/{unquote(uri.path)}"
+    if uri.scheme in ("pvc", "oci"):
+        root = names.IMAGE_DIR if uri.scheme == "oci" else f"{names.CLAIMS_DIR}/{uri.place}"
+        return f"{root}/{uri.path.strip('/')}".rstrip("/")
+    if place.persistent_volume_claim is None:
+        text = (
+            f"backend {model.spec.backend} reads the weights from a volume: set persistentVolumeClaim, or the chart "
+            "value storage.weights, for example storage.weights.pvcTemplate.size=1Ti"
+        )
+        raise InvalidSpec("spec.storage.weights", text, Reason.STORAGE_NOT_CONFIGURED)
+    return f"{WEIGHTS.folder}/{digest}"
 
 
 def is_fetched_by_job(model: NeuronModel, place: Place) -> bool:

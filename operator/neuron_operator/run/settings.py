@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from neuron_operator.api.engines import SETTINGS as SETTINGS_OF_ENGINES
 from neuron_operator.api.errors import OperatorError
 from neuron_operator.api.reasons import TROUBLESHOOTING
 from neuron_operator.cluster.lease import LeaseTimings
@@ -24,6 +25,7 @@ from neuron_operator.read.world import (
     DEVICE_MODES,
     RUNTIME_UPGRADES,
     CaBundle,
+    EngineSettings,
     GroupSettings,
     JobSettings,
     Object,
@@ -93,6 +95,17 @@ def _families(value: str) -> dict[str, str]:
     return families
 
 
+def _engines(value: str) -> dict[str, EngineSettings]:
+    engines = msgspec.json.decode(value, type=dict[str, EngineSettings])
+    for name, setting in engines.items():
+        if name not in SETTINGS_OF_ENGINES:
+            raise ValueError(f"{name} is no engine; known are {', '.join(SETTINGS_OF_ENGINES)}")
+        versions = ("", *SETTINGS_OF_ENGINES[name].versions)
+        if setting.version not in versions:
+            raise ValueError(f"{name}.version must be one of {', '.join(word or 'empty' for word in versions)}")
+    return engines
+
+
 @dataclass(frozen=True)
 class _Setting:
     """`name` gives the flag `--a-b` and the variable `NEURON_OPERATOR_A_B`."""
@@ -119,6 +132,13 @@ def _json(name: str, kind: Any, help_text: str, default: str = "{}") -> _Setting
 SETTINGS = (
     _Setting("runtime_image", "runtime image of models that set none", default=None),
     _Setting("compile_image", "image of Jobs that compile, for models that set none; empty: the runtime image"),
+    _Setting(
+        "engines",
+        'JSON: images of engines with one of their own, and their versions, e.g. {"vllm": {"image": "...", "version": '
+        '"0.24"}}',
+        _engines,
+        "{}",
+    ),
     _Setting(
         "image_pull_policy",
         "pull policy of the runtime image; empty: Kubernetes' default",

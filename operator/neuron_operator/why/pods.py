@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from neuron_operator.api import names
+from neuron_operator.api.engines.engine import by_exit_code
 from neuron_operator.api.reasons import Exists, Finding, Need, Reason, unmet
 from neuron_operator.place.sizes import describe_free, describe_sizes
 from neuron_operator.read.objects import instant, items, text
@@ -143,8 +144,10 @@ def _explain_end(pod: PodView, end: Termination, observed: Observed) -> Finding:
         cure = "raise podTemplate.spec.resources.limits.memory, or lower serving.maxSequences or maxModelLength"
         text = f"{how}: {limit}{estimate}; {cure}; its last line: {last_words(end)}"
         return unmet("Available", Reason.DEVICE_OUT_OF_MEMORY, text)
-    reason = Reason.of_exit_code(end.exit_code) or Reason.CRASH_LOOP
-    text = f"{how}: {last_words(end)}"
+    explain = revision.engine.explain if revision else by_exit_code
+    known, said = explain(end.exit_code, end.message)
+    reason = known or Reason.CRASH_LOOP
+    text = f"{how}: {said[:MAX_LINE] or last_words(end)}"
     if reason is Reason.CRASH_LOOP:
         text += _hint_at_variables(pod, end, revision)
     return unmet(reason.row.of_pods, reason, text)

@@ -2,16 +2,21 @@
 
 from collections.abc import Mapping
 
-from neuron_operator.api.engines import own
+from neuron_operator.api.engines import own, vllm
 from neuron_operator.api.engines.engine import Engine
 
-__all__ = ["DEFAULTS", "ENGINES", "Engine"]
+__all__ = ["DEFAULTS", "ENGINES", "SETTINGS", "Engine"]
 
 ENGINES: Mapping[str, Engine] = {
     "nxdi": own.NXDI,
+    "vllm": vllm.VLLM,
     "transformers-neuronx": own.TRANSFORMERS_NEURONX,
     "torch": own.TORCH,
     "simulated": own.SIMULATED,
 }
 DEFAULTS: Mapping[str, str] = {"Neuron": "nxdi", "CPU": "torch"}
 """By `accelerator.type`."""
+SETTINGS: Mapping[str, Engine] = {
+    row.setting or name: row for name, engine in ENGINES.items() for row in (engine, engine.on_host) if row
+}
+"""By the key of the installation's settings for it."""

@@ -6,9 +6,11 @@ beside this one has the rows of one kind of engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from neuron_operator.api.reasons import Reason
 
 MIB = 2**20
 TORCH_BYTES = 512 * MIB
@@ -24,6 +26,14 @@ class Launch:
     arguments: Sequence[str]
     """Where weights and artifacts are, as flags of our runtime."""
     has_api_keys: bool
+    model_dir: str = ""
+    """The folder of the model, of an engine that is not our runtime."""
+    version: str = ""
+    """One of the row's."""
+    family: str = ""
+    """Of the devices; empty: it is computed on the host."""
+    args: Sequence[str] = ()
+    """The manifest's own flags."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,8 @@ class Served:
 
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    stop_delay_seconds: int = 0
+    """From when the pod leaves the endpoints until it is told to stop, if it does not wait by itself."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class Probe:
 class Probes:
     startup: Probe
     readiness: Probe
-    liveness: Probe
+    liveness: Probe | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,10 @@ class CompilerMemory:
     per_weight_byte: float = 0.0
 
 
+def by_exit_code(exit_code: int, _: str) -> tuple[Reason | None, str]:
+    return Reason.of_exit_code(exit_code), ""
+
+
 @dataclass(frozen=True)
 class Engine:
     does: str
@@ -95,9 +111,30 @@ class Engine:
     """Where it samples unless the manifest says."""
     on_device: bool = False
     """Whether it computes on the devices of a replica, which are then planned."""
-    compiles: Literal["never", "on request", "always"] = "never"
-    """Whether it serves compiled models; `on request`: with `engine.compile: Enabled` only."""
+    compiles: Literal["never", "on request", "always", "on device"] = "never"
+    """Whether Jobs compile models for it; `on request`: with `engine.compile: Enabled` only; `on device`: each replica
+    compiles as it starts."""
     compiler: CompilerMemory = CompilerMemory(0)
+    on_host: Engine | None = None
+    """The row with `accelerator.type: CPU`, if that is another one."""
+
+    is_ours: bool = True
+    """Whether it is our runtime: its image has the commands of Jobs, and it loads weights from their store."""
+    setting: str = ""
+    """Key of the installation's image for it; empty: the backend's name."""
+    versions: Sequence[str] = ()
+    """Of that image, the one that is assumed last; empty: our own."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What is mounted beside the document, by name. Another content needs another name: the ConfigMap is immutable."""
+    api_key_variable: str = ""
+    """The variable with the one key that clients must send; empty: it reads a file of keys."""
+    user: int = 0
+    """The user that the image runs as; 0: its own."""
+    refusals: Callable[[Launch, str, Collection[str]], Iterable[tuple[str, str]]] = lambda *_: ()
+    """For a launch, the model's architecture and the variables of the manifest: the path below `spec` and the cure of
+    what it would refuse or ignore."""
+    explain: Callable[[int, str], tuple[Reason | None, str]] = by_exit_code
+    """What an exit code and a termination message mean, and the words that say so; empty: the last line."""
 
     def honours(self, path: str) -> bool:
         """Whether it acts on a field, by its path in the manifest."""

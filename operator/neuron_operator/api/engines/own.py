@@ -93,9 +93,10 @@ _row = partial(
         liveness=Probe("/live", 10, 6),
     ),
 )
-IN_PARALLEL = frozenset({"parallelism.tensor", "parallelism.nodes"})
+EVERY = frozenset({"accelerator.cores"})
+IN_PARALLEL = EVERY | {"parallelism.tensor", "parallelism.nodes"}
+COMPILED_IF_ASKED = EVERY | {"engine.compile", "engine.compile=Disabled"}
 IN_BLOCKS = frozenset(f"serving.{name}" for name in ("blockSize", "numBlocks", "prefixCaching", "chunkedPrefill"))
-COMPILED_IF_ASKED = frozenset({"engine.compile", "engine.compile=Disabled"})
 
 NXDI = _row(
     does="computes on it",
@@ -120,16 +121,15 @@ NXDI = _row(
 )
 TRANSFORMERS_NEURONX = _row(
     does="computes on it, with a library whose support has ended",
-    fields=frozenset(
-        {
-            "parallelism.tensor",
-            "serving.contextBuckets",
-            "serving.tokenGenerationBuckets",
-            "serving.sampling",
-            "engine.compile",
-            "engine.overrideNeuronConfig",
-        }
-    ),
+    fields=EVERY
+    | {
+        "parallelism.tensor",
+        "serving.contextBuckets",
+        "serving.tokenGenerationBuckets",
+        "serving.sampling",
+        "engine.compile",
+        "engine.overrideNeuronConfig",
+    },
     on_device=True,
     compiles="always",
     # As nxdi, which runs the same compiler; this one also reads the weights into memory.

@@ -1,0 +1,106 @@
+"""The rows of vLLM, whose images run unchanged: AWS's with the plugin for Neuron, and the one for CPUs.
+
+`vllm_flags` has what its versions want and refuse; here is what it does otherwise than our runtime.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from functools import partial
+
+from neuron_operator.api import names
+from neuron_operator.api.engines import vllm_flags
+from neuron_operator.api.engines.engine import MIB, TORCH_BYTES, Engine, Launch, Probe, Probes, Served
+from neuron_operator.api.engines.own import IN_BLOCKS
+from neuron_operator.api.reasons import Reason
+
+LOGGING_KEY = "vllm-logging.json"
+PERIOD_SECONDS = 2
+NUM_PROCESSES = 3
+"""The server, the engine and a worker, each with torch: 0.9 GB measured."""
+COMPILED_BYTES_PER_WEIGHT = 2.5
+"""Of a replica that compiles as it starts, as of a Job of `nxdi`."""
+ENGINE_DIED = "its engine died, after which vLLM ends with exit code 0; see kubectl logs --previous"
+
+
+def serve(launch: Launch) -> Served:
+    """`/health` stays 200 while it drains, so the pod leaves the endpoints before it is told to stop. Versions that
+    cannot drain are told when the time for answers is over."""
+    made = vllm_flags.served(
+        launch.document,
+        version=launch.version,
+        model_dir=launch.model_dir,
+        port=names.PORT,
+        family=launch.family,
+        args=launch.args,
+        logging_path=f"{names.CONFIG_DIR}/{LOGGING_KEY}",
+    )
+    drain, lacks = launch.document["drain"], vllm_flags.VERSIONS[launch.version].lacks
+    waits = drain["delaySeconds"] + (drain["seconds"] if "--shutdown-timeout" in lacks else 0)
+    # The image knows no user of this number, whose name libraries ask for.
+    return replace(made, env={"USER": "vllm", **made.env}, stop_delay_seconds=waits)
+
+
+def refusals(launch: Launch, architecture: str, variables: Collection[str]) -> Iterator[tuple[str, str]]:
+    return vllm_flags.refusals(
+        launch.document, version=launch.version, args=launch.args, env=variables, architecture=architecture
+    )
+
+
+def explain(exit_code: int, message: str) -> tuple[Reason | None, str]:
+    """Exit codes tell nothing: what it logged as an error does."""
+    for pattern, reason in vllm_flags.LOG_REASONS:
+        if match := pattern.search(message):
+            start = message.rfind("\n", 0, match.start()) + 1
+            return reason, message[start:].partition("\n")[0].strip()
+    return None, ENGINE_DIED if exit_code == 0 else ""
+
+
+_row = partial(
+    Engine,
+    serve=serve,
+    follow=list,
+    check=lambda _: [],
+    refusals=refusals,
+    explain=explain,
+    is_ours=False,
+    files={LOGGING_KEY: json.dumps(vllm_flags.logging_config(names.TERMINATION_LOG), indent=2)},
+    api_key_variable=vllm_flags.API_KEY_VARIABLE,
+    user=65532,
+    probes=Probes(
+        startup=Probe("/health", PERIOD_SECONDS, vllm_flags.LIMIT_SECONDS // PERIOD_SECONDS),
+        readiness=Probe("/health", PERIOD_SECONDS, 1),
+        # It ends by itself when its engine does, and answers nothing else that would tell.
+        liveness=None,
+    ),
+)
+
+CPU = _row(
+    does="computes on the host",
+    setting="vllm-cpu",
+    versions=tuple(name for name, version in vllm_flags.VERSIONS.items() if not version.settings),
+    fields=IN_BLOCKS | {"parallelism.tensor", "engine.args", "engine.compile=Disabled"},
+    millicores=lambda _: 2000,
+    memory=lambda model: NUM_PROCESSES * 2 * TORCH_BYTES + model.weights + model.cache,
+)
+VLLM = _row(
+    does="computes on it",
+    setting="vllm",
+    versions=tuple(name for name, version in vllm_flags.VERSIONS.items() if version.settings),
+    fields=CPU.fields
+    | {
+        "accelerator.logicalNeuronCore",
+        "serving.contextBuckets",
+        "serving.tokenGenerationBuckets",
+        "serving.sampling",
+        "engine.overrideNeuronConfig",
+    },
+    sampling="Device",
+    on_device=True,
+    compiles="on device",
+    millicores=lambda _: 1000,
+    memory=lambda model: 2048 * MIB + model.loading + int(COMPILED_BYTES_PER_WEIGHT * model.weights),
+    on_host=CPU,
+)

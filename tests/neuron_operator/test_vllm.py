@@ -1,0 +1,135 @@
+"""Models that vLLM serves: its images, what is refused before a pod exists, and what is said about its ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from helpers.operator_worlds import FACTS, SETTINGS, body
+from neuron_operator.api.engines import vllm
+from neuron_operator.api.errors import InvalidSpec
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.model import Claim
+from neuron_operator.api.reasons import Reason
+from neuron_operator.decide.pin import pin
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import EngineSettings, Object, Place, StorageSettings
+from neuron_operator.render.jobs import fetch_job, resolve_job
+from neuron_operator.render.pods import runtime_image
+
+USING = replace(
+    SETTINGS,
+    engines={"vllm": EngineSettings("vllm:0.29"), "vllm-cpu": EngineSettings("vllm-cpu:0.32")},
+    storage=StorageSettings(weights=Place(persistent_volume_claim=Claim(claim_name="kept"))),
+)
+KNOWN = msgspec.convert(FACTS, Facts)
+CPU: dict[str, Any] = {
+    "model": {"uri": "hf://acme/tiny"},
+    "accelerator": {"type": "CPU"},
+    "engine": {"backend": "vllm"},
+}
+TRN2 = {"podTemplate": {"spec": {"nodeSelector": {"node.kubernetes.io/instance-type": "trn2.48xlarge"}}}}
+NEURON = {**CPU, "accelerator": {}, **TRN2}
+
+
+def container_of(template: Object) -> dict[str, Any]:
+    (container,) = template["spec"]["containers"]
+    return dict(container)
+
+
+def refused(spec: dict[str, Any], using: Any = USING) -> str:
+    with pytest.raises(InvalidSpec) as refusal:
+        pin(parse(body(spec)), KNOWN, using, 1)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(("spec", "image"), [(CPU, "vllm-cpu:0.32"), (NEURON, "vllm:0.29")], ids=["cpu", "neuron"])
+def test_replicas_run_the_image_of_the_engine_and_jobs_that_of_our_runtime(spec: dict[str, Any], image: str) -> None:
+    model = parse(body(spec))
+    revision = pin(model, KNOWN, USING, 1)
+    assert revision.image == image
+    jobs = [resolve_job(model, USING)]
+    assert revision.pinned.weights is not None
+    jobs.append(fetch_job(model, USING, revision.pinned.weights, KNOWN, runtime_image(model, USING)))
+    assert {container_of(job["spec"]["template"])["image"] for job in jobs} == {SETTINGS.runtime_image}
+
+
+def test_the_document_and_the_arguments_say_the_same() -> None:
+    serving = {"maxModelLength": 1024, "maxSequences": 8}
+    pinned = pin(parse(body({**NEURON, "serving": serving})), KNOWN, USING, 1).pinned
+    command = container_of(pinned.template)["command"]
+    assert command[:3] == ["vllm", "serve", f"/var/lib/neuron-serving/weights/{KNOWN.digest}"]
+    limits = pinned.config["limits"]
+    assert {f"--max-model-len={limits['maxModelLength']}", f"--max-num-seqs={limits['maxSequences']}"} <= set(command)
+    assert f"--tensor-parallel-size={pinned.config['parallelism']['tensor']}" in command
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"engine": {"backend": "vllm", "args": ["--max-num-seqs=3"]}}, "serving.maxSequences"),
+        ({"engine": {"backend": "vllm", "env": [{"name": "VLLM_API_KEY", "value": "x"}]}}, "apiKeySecretRef"),
+        ({"storage": {"weights": {"emptyDir": {}}}}, "storage.weights: backend vllm reads the weights from a volume"),
+    ],
+    ids=["flag", "variable", "storage"],
+)
+def test_what_the_engine_would_refuse_is_refused_before_a_pod_exists(changes: dict[str, Any], says: str) -> None:
+    assert says in refused({**CPU, **changes})
+
+
+def test_a_model_that_the_version_does_not_list_is_refused_by_name() -> None:
+    facts = msgspec.structs.replace(KNOWN, architecture="MambaForCausalLM")
+    with pytest.raises(InvalidSpec, match=r"spec.model.uri: MambaForCausalLM has no implementation") as refusal:
+        pin(parse(body(NEURON)), facts, USING, 1)
+    assert refusal.value.reason is Reason.FIELD_NOT_SUPPORTED
+
+
+def test_without_an_image_the_refusal_names_the_values_of_the_chart() -> None:
+    assert "engines.vllm-cpu.image" in refused(CPU, SETTINGS)
+    assert "engines.vllm.image" in refused(NEURON, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({**NEURON, "accelerator": {"cores": 2}}, "accelerator.cores"),
+        ({**NEURON, "parallelism": {"nodes": 2}}, "parallelism.nodes"),
+        ({**NEURON, "engine": {"backend": "vllm", "compile": "Enabled"}}, "engine.compile"),
+        ({**CPU, "serving": {"contextBuckets": [128]}}, "serving.contextBuckets"),
+        ({**CPU, "engine": {"backend": "torch", "args": ["--x"]}}, "engine.args"),
+    ],
+    ids=str,
+)
+def test_a_field_that_an_engine_does_not_honour_is_refused_by_name(spec: dict[str, Any], field: str) -> None:
+    assert f"spec.{field}: " in refused(spec)
+
+
+def test_a_version_that_cannot_drain_is_told_to_stop_when_the_time_for_answers_is_over() -> None:
+    waits = {}
+    for version in ("0.16", "0.24"):
+        using = replace(USING, engines={"vllm": EngineSettings("i", version)})
+        spec = {**NEURON, "rollout": {"drainDelaySeconds": 5, "drainSeconds": 40}}
+        found = container_of(pin(parse(body(spec)), KNOWN, using, 1).pinned.template)
+        waits[version] = found["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert waits == {"0.16": 45, "0.24": 5}
+
+
+def test_the_reason_of_an_end_is_what_it_logged_and_not_its_exit_code() -> None:
+    cause = "ValueError: No available memory for the cache blocks. Try"
+    log = f"Traceback\n{cause}\nRuntimeError: see above"
+    for code in (0, 1, 31):
+        reason, said = vllm.explain(code, log)
+        assert (reason, said) == (
+            Reason.DEVICE_OUT_OF_MEMORY,
+            "ValueError: No available memory for the cache blocks. Try",
+        )
+    assert vllm.explain(0, "") == (None, vllm.ENGINE_DIED)
+    assert vllm.explain(2, "") == (None, "")
+
+
+def test_what_it_logs_is_configured_by_a_file_beside_the_document() -> None:
+    assert json.loads(vllm.VLLM.files[vllm.LOGGING_KEY])["version"] == 1
