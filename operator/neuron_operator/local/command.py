@@ -327,7 +327,8 @@ def _authorization(plan: ContainerPlan) -> dict[str, str]:
     """The headers for a pod with API keys: its first key."""
     files = (text for path, text in plan.secrets.items() if path.name == names.API_KEY_FILE)
     lines = (line.strip() for text in files for line in text.splitlines())
-    key = next(filter(None, lines), None)
+    variables = (plan.env.get(row.api_key_variable) for row in engines.SETTINGS.values())
+    key = next(filter(None, (*lines, *variables)), None)
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 

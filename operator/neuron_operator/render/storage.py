@@ -108,7 +108,7 @@ def folder_of(model: NeuronModel, place: Place, digest: str) -> str:
     """Where the model lies in a pod of an engine that downloads nothing. Raises InvalidSpec if it would have to."""
     uri = model.uri
     if uri.scheme == "file":
-        return f"/{unquote(uri.path)}"
+        return f"//{unquote(uri.path)}"  # no path of a volume, which `local` would translate
     if uri.scheme in ("pvc", "oci"):
         root = names.IMAGE_DIR if uri.scheme == "oci" else f"{names.CLAIMS_DIR}/{uri.place}"
         return f"{root}/{uri.path.strip('/')}".rstrip("/")

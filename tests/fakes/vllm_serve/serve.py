@@ -66,7 +66,9 @@ NEWER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "0.16": (),
     "0.24": ("shutdown-timeout",),
     "0.29": ("shutdown-timeout", "max-num-queued-reqs"),
+    "cpu": ("shutdown-timeout", "max-num-queued-reqs"),
 }
+"""`cpu`: vLLM without the plugin."""
 logger = logging.getLogger("vllm.fake")
 
 
@@ -107,6 +109,8 @@ def parse(words: list[str], version: str) -> argparse.Namespace:
 
 def refusals(asked: argparse.Namespace, version: str, env: Mapping[str, str]) -> Iterator[str]:
     """What the plugin of a version refuses before it loads anything."""
+    if version == "cpu":
+        return
     config = (asked.additional_config or {}).get("neuron_config", {})
     length, sequences, block = asked.max_model_len or 4096, asked.max_num_seqs or 256, asked.block_size or 32
     if asked.tensor_parallel_size and asked.tensor_parallel_size & (asked.tensor_parallel_size - 1):

@@ -1,0 +1,208 @@
+"""`neuron-operator local` with `backend: vllm`: from a manifest to tokens, with the real vLLM on the CPU, and to the
+reason of a failure, with its stand-in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.rig.needs import NotPossibleHere
+from fakes.vllm_serve import serve as stand_in
+from helpers import vllm_cpu
+from helpers.ports import free_ports
+from helpers.serve_command import children
+
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
+MANIFEST: dict[str, Any] = {
+    "apiVersion": "neuron-serving.dev/v1alpha1",
+    "kind": "NeuronModel",
+    "metadata": {"name": "demo"},
+    "spec": {
+        "model": {"uri": DEMO_MODEL.as_uri()},
+        "accelerator": {"type": "CPU"},
+        "serving": {"dtype": "float32", "maxModelLength": 512, "maxSequences": 4},
+        "rollout": {"drainDelaySeconds": 0, "drainSeconds": 120},
+    },
+}
+EAGER = {"backend": "vllm", "args": ["--enforce-eager"]}
+PROMPTS = ("What is a pod?", "A replica of a model", "kubectl")
+
+
+class Local:
+    """The command, while it runs."""
+
+    def __init__(self, folder: Path, spec: dict[str, Any], port: int, env: dict[str, str]) -> None:
+        file = folder / "model.yaml"
+        file.write_text(json.dumps({**MANIFEST, "spec": {**MANIFEST["spec"], **spec}}))
+        self.lines: list[str] = []
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(file), "--port", str(port)]
+        self.process = subprocess.Popen(
+            [*command, "--cache-dir", str(folder / "cache")],
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            self.lines.extend(lines)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def until(self, holds: Callable[[], object]) -> None:
+        while not holds():
+            assert self.process.poll() is None, self.text
+            time.sleep(0.05)
+
+    def wait(self) -> int:
+        code = self.process.wait()
+        self._reader.join()
+        return code
+
+
+@contextlib.contextmanager
+def local(folder: Path, spec: dict[str, Any], **env: str) -> Iterator[Local]:
+    folder.mkdir(exist_ok=True)
+    with free_ports() as port:
+        command = Local(folder, spec, port, env)
+        try:
+            yield command
+        finally:
+            for _ in range(2):  # the second kills
+                command.process.send_signal(signal.SIGINT)
+            command.wait()
+
+
+def answers(url: str) -> list[tuple[str, int]]:
+    """Greedy answers with their number of tokens."""
+    found = []
+    for prompt in PROMPTS:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
+        found.append((answer["choices"][0]["text"], answer["usage"]["completion_tokens"]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def real() -> dict[str, str]:
+    """Variables of a shell in which `vllm` is the real one."""
+    try:
+        folder = vllm_cpu.folder()
+    except NotPossibleHere as error:
+        pytest.skip(str(error))
+    return {**vllm_cpu.ENVIRONMENT, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600, func_only=True)
+def test_vllm_answers_as_torch_does_and_ends_a_stream_before_itself(tmp_path: Path, real: dict[str, str]) -> None:
+    with local(tmp_path / "torch", {"engine": {"backend": "torch"}}) as ours:
+        ours.until(lambda: "Ctrl-C stops it" in ours.text)
+        expected = answers(ours.url)
+    with local(tmp_path / "vllm", {"engine": EAGER}, **real) as theirs:
+        theirs.until(lambda: "Ctrl-C stops it" in theirs.text)
+        assert answers(theirs.url) == expected
+        body = {"model": "demo", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{theirs.url}/v1/completions", json=body, timeout=120) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            theirs.process.send_signal(signal.SIGTERM)
+            events = [line for line in lines if line]
+        assert '"finish_reason":"length"' in events[-2]
+        assert events[-1] == "data: [DONE]"
+        assert theirs.wait() == 0, theirs.text
+
+
+@pytest.mark.long
+def test_an_engine_that_is_killed_is_started_again(tmp_path: Path, real: dict[str, str]) -> None:
+    with local(tmp_path, {"engine": EAGER}, **real) as command:
+        command.until(lambda: "Ctrl-C stops it" in command.text)
+        expected = answers(command.url)
+        ((server, _),) = children(command.process.pid)
+        (engine,) = (pid for pid, line in children(server) if "EngineCore" in line or "spawn_main" in line)
+        os.kill(engine, signal.SIGKILL)
+        command.until(lambda: command.text.count("Application startup complete") == 2)
+        assert answers(command.url) == expected
+
+
+@pytest.mark.long
+def test_a_cache_that_is_too_small_ends_the_command_with_the_cause(tmp_path: Path, real: dict[str, str]) -> None:
+    """The engine process fails, far above the end of the log."""
+    serving = {**MANIFEST["spec"]["serving"], "numBlocks": 1}
+    with local(tmp_path, {"engine": EAGER, "serving": serving}, **real) as command:
+        assert command.wait() == 1
+    found, message = reason_of(command)
+    assert found == "InvalidEngineConfig"
+    assert "To serve at least one request" in message
+
+
+def reason_of(command: Local) -> tuple[str, str]:
+    """What the command ended with."""
+    (line,) = (line for line in command.lines if line.startswith("neuron-operator local: "))
+    reason, _, message = line.removeprefix("neuron-operator local: ").partition(": ")
+    return reason, message
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of a shell in which `vllm` is the stand-in."""
+    program = tmp_path_factory.mktemp("bin") / "vllm"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in.__file__} "$@"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "FAKE_VLLM_VERSION": "cpu"}
+
+
+def test_a_failure_of_vllm_ends_the_command_with_the_cause_and_not_the_last_line(
+    tmp_path: Path, fake: dict[str, str]
+) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("corpus"))
+    spec = {"engine": {"backend": "vllm"}, "model": {"uri": "file:./model"}}
+    with local(tmp_path, spec, FAKE_VLLM_FAULT="cores-busy", **fake) as command:
+        assert command.wait() == 1
+    found, message = reason_of(command)
+    assert found == "DeviceHeld"
+    assert "Logical Neuron Core(s) not available" in message
+
+
+def test_a_wrong_flag_is_named(tmp_path: Path, fake: dict[str, str]) -> None:
+    with local(tmp_path, {"engine": {"backend": "vllm", "args": ["--no-such-flag"]}}, **fake) as command:
+        assert command.wait() == 1
+    found, message = reason_of(command)
+    assert found == "InvalidEngineConfig"
+    assert "unrecognized arguments: --no-such-flag" in message
+
+
+def test_without_vllm_in_the_path_the_command_says_how_to_get_it(tmp_path: Path) -> None:
+    with local(tmp_path, {"engine": {"backend": "vllm"}}, PATH="/usr/bin:/bin") as command:
+        assert command.wait() == 2
+    assert "vllm is not installed: install it into an environment of its own" in command.text
+
+
+def test_the_key_that_clients_send_comes_from_the_shell(tmp_path: Path, fake: dict[str, str]) -> None:
+    serving = {**MANIFEST["spec"]["serving"], "apiKeySecretRef": {"name": "chat", "key": "TOKEN"}}
+    spec = {"engine": {"backend": "vllm"}, "serving": serving}
+    with local(tmp_path, spec, TOKEN="sk-local", **fake) as command:
+        command.until(lambda: "Ctrl-C stops it" in command.text)
+        assert httpx.get(f"{command.url}/v1/models").status_code == 401
+    assert "sk-local" not in command.text
