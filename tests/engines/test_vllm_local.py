@@ -24,7 +24,6 @@ from cluster.rig.needs import NotPossibleHere
 from fakes.vllm_serve import serve as stand_in
 from helpers import vllm_cpu
 from helpers.ports import free_ports
-from helpers.serve_command import children
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 MANIFEST: dict[str, Any] = {
@@ -132,29 +131,6 @@ def test_vllm_answers_as_torch_does_and_ends_a_stream_before_itself(tmp_path: Pa
         assert '"finish_reason":"length"' in events[-2]
         assert events[-1] == "data: [DONE]"
         assert theirs.wait() == 0, theirs.text
-
-
-@pytest.mark.long
-def test_an_engine_that_is_killed_is_started_again(tmp_path: Path, real: dict[str, str]) -> None:
-    with local(tmp_path, {"engine": EAGER}, **real) as command:
-        command.until(lambda: "Ctrl-C stops it" in command.text)
-        expected = answers(command.url)
-        ((server, _),) = children(command.process.pid)
-        (engine,) = (pid for pid, line in children(server) if "EngineCore" in line or "spawn_main" in line)
-        os.kill(engine, signal.SIGKILL)
-        command.until(lambda: command.text.count("Application startup complete") == 2)
-        assert answers(command.url) == expected
-
-
-@pytest.mark.long
-def test_a_cache_that_is_too_small_ends_the_command_with_the_cause(tmp_path: Path, real: dict[str, str]) -> None:
-    """The engine process fails, far above the end of the log."""
-    serving = {**MANIFEST["spec"]["serving"], "numBlocks": 1}
-    with local(tmp_path, {"engine": EAGER, "serving": serving}, **real) as command:
-        assert command.wait() == 1
-    found, message = reason_of(command)
-    assert found == "InvalidEngineConfig"
-    assert "To serve at least one request" in message
 
 
 def reason_of(command: Local) -> tuple[str, str]:
