@@ -15,10 +15,9 @@ from typing import Any
 
 import msgspec
 
-from neuron_runtime.backend.nxdi.graph_plan import COMPILE_SECONDS_PER_LAYER
 from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.optimum import models as optimum
-from neuron_runtime.backend.optimum.hub_cache import cached_graphs
+from neuron_runtime.backend.optimum.hub_cache import cached_graphs, in_words
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
@@ -60,7 +59,7 @@ def inspect_model(uri: str, backend: str = "", application_class: str = "") -> M
         if backend == OPTIMUM:
             model = parse_uri(uri, "URI")
             cached = cached_graphs(folder, model.repository if isinstance(model, HubModel) else "")
-            facts = msgspec.structs.replace(facts, cached=cached)
+            facts = msgspec.structs.replace(facts, graphs=in_words(cached, facts.num_layers))
         return facts
 
 
@@ -186,27 +185,10 @@ def facts_as_text(uri: str, facts: ModelFacts) -> str:
         "vocabulary": f"{facts.vocabulary_size:,} tokens",
         "longest": f"{facts.max_position_embeddings:,} tokens",
         "cache": f"{cache_bytes:,} elements per token",
-        **({} if facts.cached is None else {"graphs": _graphs_as_text(facts)}),
+        **({"graphs": facts.graphs} if facts.graphs else {}),
         "digest": facts.digest,
     }
     return "\n".join(f"{name + ':':<14}{value}" for name, value in rows.items())
-
-
-def _graphs_as_text(facts: ModelFacts) -> str:
-    """What of the optimum backend's graphs need not be compiled."""
-    if not facts.cached:
-        minutes = max(1, round(NUM_GRAPHS * COMPILE_SECONDS_PER_LAYER * facts.num_layers / 60))
-        return f"must be compiled, about {minutes} min"
-    places = {"trn1": "inf2 or trn1"}
-    return "; ".join(
-        f"cached for {places.get(one.target, one.target)}, {one.cores} cores, {one.sequences} requests of {one.tokens} "
-        "tokens"
-        for one in facts.cached
-    )
-
-
-NUM_GRAPHS = 2
-"""That optimum-neuron compiles of a model."""
 
 
 def facts_as_json(facts: ModelFacts) -> str:

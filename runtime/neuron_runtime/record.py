@@ -19,17 +19,6 @@ MAX_MESSAGE_CHARACTERS = 1024
 GENERAL_FAILURE = 1
 
 
-class CachedGraphs(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Graphs of a model that Hugging Face's cache has, so that compiling it takes a download."""
-
-    target: str
-    """`trn1`, also for Inferentia2, or `trn2`."""
-    cores: int
-    sequences: int
-    tokens: int
-    """Of prompt plus output."""
-
-
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """Facts about a model from its config and index, without reading weights."""
 
@@ -51,8 +40,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     num_experts: int = 0
     tied_embeddings: bool = False
     """Whether the checkpoint has one matrix for embedding and head, of which devices hold two."""
-    cached: tuple[CachedGraphs, ...] | None = None
-    """Graphs for the optimum backend that need not be compiled; None: unknown, or not asked for."""
+    graphs: str = ""
+    """Of the optimum backend, in words: those that Hugging Face's cache has, or that all must be compiled; empty:
+    unknown, or not asked for."""
     digest: str
     """The commit for hf://, else sha256 over config, index and headers of the weights; pins the served model."""
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import FACTS, SETTINGS, SPEC, body
+from helpers.optimum import fake_optimum
 from neuron_operator.api import names
 from neuron_operator.api.engines import own
 from neuron_operator.api.errors import FieldNotSupported
@@ -27,6 +28,7 @@ from neuron_operator.render.jobs import compile_jobs, fetch_job, resolve_job
 from neuron_runtime import config as runtime
 from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
+from neuron_runtime.backend import optimum
 from neuron_runtime.backend.neuron.devices import PLATFORM_VARIABLE, PLATFORMS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
 from neuron_runtime.backend.transformers_neuronx import settings as transformers_neuronx
@@ -160,6 +162,31 @@ def test_the_operator_refuses_what_transformers_neuronx_lacks_before_the_runtime
         parse(body({**accepted, path: {**accepted.get(path, {}), **value}}))
 
 
+def test_the_operator_refuses_what_optimum_neuron_lacks_before_the_runtime_does() -> None:
+    accepted: dict[str, Any] = {
+        **SPEC,
+        "accelerator": {"type": "Neuron"},
+        "engine": {"backend": "optimum", "overrideNeuronConfig": {"max_topk": 64}},
+        "serving": {"sampling": "Host", "chunkedPrefill": "Enabled", "prefixCaching": "Disabled"},
+    }
+    config = runtime.parse_config(
+        operator.to_json(operator.config_document(parse(body(accepted)), KNOWN, TRN2)).encode()
+    )
+    with fake_optimum():
+        optimum.check_config(config)
+    assert (config.backend, config.compile, config.sampling) == ("optimum", True, "Host")
+    assert config.chunked_prefill == "enabled"
+    for part, value in (
+        ("serving", {"blockSize": 8}),
+        ("serving", {"prefixCaching": "Enabled"}),
+        ("serving", {"contextBuckets": [128]}),
+        ("engine", {"applicationClass": "llama"}),
+        ("parallelism", {"nodes": 2}),
+    ):
+        with pytest.raises(FieldNotSupported, match=f"spec.{part}.{list(value)[-1]}"):
+            parse(body({**accepted, part: {**accepted.get(part, {}), **value}}))
+
+
 def test_operator_and_runtime_know_the_same_devices() -> None:
     assert {name: (one.physical_cores, one.logical_core) for name, one in FAMILIES.items()} == {
         name: (one.physical_cores, one.logical_core) for name, one in PLATFORMS.items()
@@ -179,6 +206,13 @@ def test_the_class_that_runs_a_private_architecture_reaches_inspection_and_docum
     spec = {**SPEC, "engine": {"backend": "nxdi", "applicationClass": "ours.serving:OursForCausalLM"}}
     options = build_parser().parse_args(command_of(resolve_job(parse(body(spec)), SETTINGS)["spec"]["template"]))
     assert options.application_class == rendered(spec).application_class == "ours.serving:OursForCausalLM"
+
+
+@pytest.mark.parametrize(("backend", "told"), [("optimum", "optimum"), ("nxdi", ""), ("transformers-neuronx", "")])
+def test_inspection_is_told_the_engine_whose_graphs_it_asks_for(backend: str, told: str) -> None:
+    spec = {**SPEC, "accelerator": {"type": "Neuron"}, "engine": {"backend": backend}}
+    options = build_parser().parse_args(command_of(resolve_job(parse(body(spec)), SETTINGS)["spec"]["template"]))
+    assert options.backend == told
 
 
 @pytest.mark.parametrize(

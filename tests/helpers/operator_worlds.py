@@ -39,7 +39,7 @@ FACTS: dict[str, Any] = {
     "intermediateSize": 576,
     "numExperts": 0,
     "tiedEmbeddings": True,
-    "cached": None,
+    "graphs": "",
     "digest": "sha256:0123456789abcdef",
 }
 SPEC: dict[str, Any] = {

@@ -73,10 +73,10 @@ def test_the_longest_name_reaches_the_model(tmp_path: Path) -> None:
 
 
 def test_an_unsupported_field_ends_the_command_with_a_remedy(tmp_path: Path) -> None:
-    ended = local(tmp_path, MODEL % ("file:///x", "Neuron", "  engine: {backend: optimum}"))
+    ended = local(tmp_path, MODEL % ("file:///x", "Neuron", "  engine: {backend: optimum}\n  serving: {blockSize: 8}"))
     assert ended.returncode == 1
-    assert "FieldNotSupported: spec.engine.backend" in ended.stderr
-    assert "set engine.backend: nxdi" in ended.stderr
+    assert "FieldNotSupported: spec.serving.blockSize" in ended.stderr
+    assert "remove it: with this backend each request has one line of the cache" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,16 @@ def test_replicas_on_cpus_run_where_their_image_does_and_leave_devices_to_others
     assert names.PREFERRED_AFFINITY not in on_device["affinity"]["nodeAffinity"]
 
 
+def test_the_status_says_which_graphs_need_not_be_compiled() -> None:
+    facts = msgspec.convert({**FACTS, "graphs": "cached for trn2, 4 cores, 4 requests of 4096 tokens"}, Facts)
+    for backend, ends in (("optimum", f"; its graphs: {facts.graphs}"), ("nxdi", FACTS["digest"])):
+        model = parse(body({"model": {"uri": "hf://acme/tiny"}, "engine": {"backend": backend}}))
+        known = Known(model, SETTINGS, lambda facts: pytest.fail("nothing is pinned yet"), facts=facts)
+        _, finding = STEPS[0].finish(known)
+        assert finding is not None
+        assert finding.message.endswith(ends)
+
+
 def test_labels_and_annotations_of_the_pods_of_jobs_come_from_chart_and_manifest() -> None:
     keep, mesh = {"karpenter.sh/do-not-disrupt": "true"}, {"sidecar.istio.io/inject": "false"}
     model = parse(body({"model": {"uri": "hf://acme/tiny"}, "jobs": {"labels": mesh, "annotations": keep}}))

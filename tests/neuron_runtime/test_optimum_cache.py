@@ -15,16 +15,18 @@ from helpers.tiny_model import TINY_CONFIG, write_tiny_model
 from neuron_runtime.backend.optimum.hub_cache import (
     RELEASE,
     REPOSITORY,
+    CachedGraphs,
     digest_of_entry,
     digest_of_model,
+    in_words,
     installed_release,
 )
 from neuron_runtime.inspection import facts_as_text, inspect_model
-from neuron_runtime.record import CachedGraphs
 
 COMPILER = f"neuronxcc-{RELEASE[1]}+82129205"
 SMALL = CachedGraphs(target="trn1", cores=2, sequences=4, tokens=4096)
 LARGE = CachedGraphs(target="trn2", cores=4, sequences=16, tokens=8192)
+ONE = f"cached for {SMALL}"
 
 
 @pytest.fixture
@@ -64,16 +66,16 @@ def test_graphs_of_a_model_that_the_cache_names_are_found_with_those_of_its_arch
     fill(shelf, entry(LARGE), entry(SMALL), entry(SMALL, "acme/other"), alias="acme/tiny")
     fill(shelf, entry(LARGE, hidden_size=64))
     facts = inspect_model("hf://acme/tiny", "optimum")
-    assert facts.cached == (SMALL, LARGE)
-    text = facts_as_text("hf://acme/tiny", facts)
-    assert "cached for inf2 or trn1, 2 cores, 4 requests of 4096 tokens; cached for trn2, 4 cores" in text
+    small, large = "inf2 or trn1, 2 cores, 4 requests of 4096 tokens", "trn2, 4 cores, 16 requests of 8192 tokens"
+    assert facts.graphs == f"cached for {small}; {large}"
+    assert f"graphs:       cached for {small}" in facts_as_text("hf://acme/tiny", facts)
 
 
 def test_another_model_of_an_architecture_has_its_graphs(shelf: Shelf) -> None:
     folder = shelf.root / "acme/tiny/main"
     fill(shelf, entry(SMALL, "acme/first"), digest=digest_of_model(folder))
-    assert inspect_model("hf://acme/tiny", "optimum").cached == (SMALL,)
-    assert inspect_model(f"file://{folder}", "optimum").cached == (SMALL,)
+    assert inspect_model("hf://acme/tiny", "optimum").graphs == ONE
+    assert inspect_model(f"file://{folder}", "optimum").graphs == ONE
 
 
 def test_tokens_of_a_vocabulary_that_only_name_something_do_not_change_the_architecture(
@@ -93,17 +95,16 @@ def test_a_model_that_the_cache_does_not_have_must_be_compiled(shelf: Shelf, fil
     if not fills:
         fill(shelf, release="0.4.4")
     facts = inspect_model("hf://acme/tiny", "optimum")
-    assert facts.cached == ()
-    assert "graphs:       must be compiled, about 1 min" in facts_as_text("hf://acme/tiny", facts)
+    assert facts.graphs == "must be compiled, about 1 min"
 
 
 def test_graphs_of_another_release_do_not_count(shelf: Shelf) -> None:
     fill(shelf, entry(SMALL), alias="acme/tiny")
     with fake_optimum("0.4.5"):
         assert installed_release() == ("0.4.5", "2.21.33363.0")
-        assert inspect_model("hf://acme/tiny", "optimum").cached == ()
+        assert inspect_model("hf://acme/tiny", "optimum").graphs.startswith("must be compiled")
     with fake_optimum("sdk2.31"):
-        assert inspect_model("hf://acme/tiny", "optimum").cached == (SMALL,)
+        assert inspect_model("hf://acme/tiny", "optimum").graphs == ONE
 
 
 @pytest.mark.parametrize("status", [0, 500])
@@ -112,17 +113,25 @@ def test_a_cache_that_does_not_answer_is_unknown_and_the_model_is_inspected(
 ) -> None:
     folder = shelf.root / "acme/tiny/main"
     shelf.fail_next(*[status] * 9)
-    assert inspect_model(f"file://{folder}", "optimum").cached is None
+    assert inspect_model(f"file://{folder}", "optimum").graphs == ""
     assert "the cache of compiled graphs does not tell what it has" in capsys.readouterr().err
 
 
 def test_other_backends_do_not_ask(shelf: Shelf) -> None:
     fill(shelf, entry(SMALL), alias="acme/tiny")
-    assert inspect_model("hf://acme/tiny").cached is None
+    assert inspect_model("hf://acme/tiny").graphs == ""
     assert not [asked for asked in shelf.asked if REPOSITORY in asked.path]
 
 
 def test_entries_that_are_no_decoders_are_left_out(shelf: Shelf) -> None:
     stray = {**entry(SMALL), "neuron": {"static_batch_size": 1}}
     fill(shelf, entry(SMALL), stray, alias="acme/tiny")
-    assert inspect_model("hf://acme/tiny", "optimum").cached == (SMALL,)
+    assert inspect_model("hf://acme/tiny", "optimum").graphs == ONE
+
+
+def test_words_name_a_few_and_count_the_others() -> None:
+    many = [CachedGraphs("trn2", 4, 1024 * number, 1) for number in range(1, 100)]
+    text = in_words(many, 32)
+    assert text.endswith("; trn2, 4 cores, 1 requests of 6144 tokens; and 93 more")
+    assert len(text) < 500
+    assert in_words([], 32) == "must be compiled, about 3 min"

@@ -273,7 +273,8 @@ def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:
 def _finish_resolve(known: Known) -> tuple[Known, Finding]:
     facts = known.resolved
     message = f"{facts.architecture}, {facts.parameters} parameters, at {facts.digest}"
-    return known, met("ModelResolved", message)
+    graphs = f"; its graphs: {facts.graphs}" if facts.graphs and known.model.spec.runs.asks_cache else ""
+    return known, met("ModelResolved", message + graphs)
 
 
 def _finish_place(known: Known) -> tuple[Known, Finding]:

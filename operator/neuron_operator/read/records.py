@@ -19,15 +19,6 @@ Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{40,64}\Z")]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
-class CachedGraphs(Struct, frozen=True, kw_only=True, rename="camel"):
-    """Graphs of a model that the hub's cache has."""
-
-    target: str
-    cores: Count
-    sequences: Count
-    tokens: Count
-
-
 class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """What `inspect` reports about a model. Fields with a default are missing in what earlier versions wrote."""
 
@@ -46,7 +37,8 @@ class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tru
     intermediate_size: Count = 0
     num_experts: Count = 0
     tied_embeddings: bool = False
-    cached: tuple[CachedGraphs, ...] | None = None
+    graphs: Annotated[str, Meta(max_length=1000)] = ""
+    """Which graphs need not be compiled, in words; empty: unknown."""
     digest: str
 
 

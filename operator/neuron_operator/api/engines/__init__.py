@@ -9,6 +9,7 @@ __all__ = ["DEFAULTS", "ENGINES", "SETTINGS", "Engine"]
 
 ENGINES: Mapping[str, Engine] = {
     "nxdi": own.NXDI,
+    "optimum": own.OPTIMUM,
     "vllm": vllm.VLLM,
     "transformers-neuronx": own.TRANSFORMERS_NEURONX,
     "torch": own.TORCH,

@@ -111,6 +111,8 @@ class Engine:
     """Where it samples unless the manifest says."""
     on_device: bool = False
     """Whether it computes on the devices of a replica, which are then planned."""
+    asks_cache: bool = False
+    """Whether `inspect` is told the engine, because it asks a cache for its graphs."""
     compiles: Literal["never", "on request", "always", "on device"] = "never"
     """Whether Jobs compile models for it; `on request`: with `engine.compile: Enabled` only; `on device`: each replica
     compiles as it starts."""

@@ -119,6 +119,26 @@ NXDI = _row(
     millicores=lambda _: 3 * PROCESS_MILLICORES,
     memory=lambda model: _beside(model) + model.loading,
 )
+OPTIMUM = _row(
+    does="computes on it with optimum-neuron",
+    fields=frozenset(
+        {
+            "parallelism.tensor",
+            "serving.chunkedPrefill",
+            "serving.sampling",
+            "engine.compile",
+            "engine.overrideNeuronConfig",
+        }
+    ),
+    on_device=True,
+    asks_cache=True,
+    compiles="always",
+    # As nxdi, which runs the same compiler.
+    compiler=CompilerMemory(bytes=4096 * MIB, per_weight_byte=2.5),
+    sampling="Device",
+    millicores=lambda _: 3 * PROCESS_MILLICORES,
+    memory=lambda model: _beside(model) + model.loading,
+)
 TRANSFORMERS_NEURONX = _row(
     does="computes on it, with a library whose support has ended",
     fields=EVERY

@@ -11,17 +11,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
+from neuron_runtime.backend.nxdi.graph_plan import COMPILE_SECONDS_PER_LAYER
 from neuron_runtime.backend.optimum.library import COMPILER, OPTIMUM
 from neuron_runtime.console import say
-from neuron_runtime.record import CachedGraphs
 from neuron_runtime.uris import HubModel
 from neuron_runtime.weights.hub import HubSource
 from neuron_runtime.weights.source import TIMEOUT_SECONDS
@@ -32,8 +32,10 @@ RELEASE = ("0.4.7.dev0", "2.26.6360.0")
 """Versions of optimum-neuron and of its compiler in our image, which are asked for where they are not installed."""
 MAX_ENTRIES = 100
 """Entries of an architecture that are read."""
-MAX_SHOWN = 12
-"""Kinds of graphs that are reported at most: a record is short."""
+MAX_NAMED = 6
+"""Kinds of graphs that are named at most: a record is short."""
+NUM_GRAPHS = 2
+"""That the library compiles of a model."""
 TASK = "text-generation"
 
 NOT_OF_ARCHITECTURE = (
@@ -44,6 +46,22 @@ NOT_OF_ARCHITECTURE = (
 """Fields of a configuration that the library leaves out of the architecture."""
 NOT_OF_CONFIGURATION = ("neuron", "_entry_class", "_model_id", "_task")
 """What an entry has besides the configuration."""
+
+
+PLACES = {"trn1": "inf2 or trn1"}
+"""Where graphs of a target run, if not there alone."""
+
+
+class CachedGraphs(NamedTuple):
+    target: str
+    cores: int
+    tokens: int
+    """Of prompt plus output."""
+    sequences: int
+
+    def __str__(self) -> str:
+        place = PLACES.get(self.target, self.target)
+        return f"{place}, {self.cores} cores, {self.sequences} requests of {self.tokens} tokens"
 
 
 class NotAsked(Exception):
@@ -61,6 +79,17 @@ def cached_graphs(model_dir: Path, repository: str = "") -> tuple[CachedGraphs, 
     except Exception as error:  # noqa: BLE001 - what fails between here and a hub, or reading what it sent, has no end
         say(f"the cache of compiled graphs does not tell what it has ({type(error).__name__}): taken as unknown")
         return None
+
+
+def in_words(graphs: Sequence[CachedGraphs] | None, num_layers: int) -> str:
+    """What need not be compiled; empty if that is unknown."""
+    if graphs is None:
+        return ""
+    if not graphs:
+        minutes = max(1, round(NUM_GRAPHS * COMPILE_SECONDS_PER_LAYER * num_layers / 60))
+        return f"must be compiled, about {minutes} min"
+    others = f"; and {len(graphs) - MAX_NAMED} more" if len(graphs) > MAX_NAMED else ""
+    return f"cached for {'; '.join(map(str, graphs[:MAX_NAMED]))}{others}"
 
 
 class _Cache:
@@ -83,7 +112,7 @@ class _Cache:
             for name in self._files(f"{registry}/{digest}")[:MAX_ENTRIES]
             if (graphs := _graphs(self._read(name)))
         }
-        return tuple(sorted(found, key=lambda one: (one.target, one.cores, one.tokens, one.sequences))[:MAX_SHOWN])
+        return tuple(sorted(found))
 
     def _registry(self) -> str | None:
         """The folder of the installed versions; None if the cache has none for them."""
@@ -152,9 +181,7 @@ def _graphs(entry: Mapping[str, Any]) -> CachedGraphs | None:
     neuron = entry.get("neuron")
     if not isinstance(neuron, Mapping) or not all(isinstance(neuron.get(name), int) for name in _NUMBERS):
         return None
-    return CachedGraphs(
-        target=str(neuron.get("target")), **{ours: int(neuron[theirs]) for theirs, ours in _NUMBERS.items()}
-    )
+    return CachedGraphs(str(neuron.get("target")), *(int(neuron[name]) for name in _NUMBERS))
 
 
-_NUMBERS = {"tp_degree": "cores", "batch_size": "sequences", "sequence_length": "tokens"}
+_NUMBERS = ("tp_degree", "sequence_length", "batch_size")
