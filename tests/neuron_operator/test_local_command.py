@@ -276,7 +276,7 @@ async def test_no_line_of_a_pod_lands_inside_a_printed_answer(tmp_path: Path) ->
     app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", chat)])
     shown = io.StringIO()
     async with TestServer(app) as server:
-        plan = SimpleNamespace(ports={"http": server.port}, secrets={})
+        plan = SimpleNamespace(ports={"http": server.port}, secrets={}, env={})
         pods = SimpleNamespace(running=[SimpleNamespace(process=SimpleNamespace(ready=True, plan=plan))])
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
             await session._announce(pods)  # type: ignore[arg-type]
