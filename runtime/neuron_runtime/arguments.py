@@ -26,9 +26,10 @@ from neuron_runtime.not_built import Surface, is_neutral, refuse
 DEFAULT_BACKEND = "torch"
 NEURON_BACKEND = "nxdi"
 """The default on a machine with Neuron devices. It serves compiled graphs only."""
+OPTIMUM_BACKEND = "optimum"
 LEGACY_BACKEND = "transformers-neuronx"
-COMPILING_BACKENDS = (NEURON_BACKEND, LEGACY_BACKEND)
-BACKENDS_WITHOUT_BUCKETS = ("torch", "simulated")
+COMPILING_BACKENDS = (NEURON_BACKEND, OPTIMUM_BACKEND, LEGACY_BACKEND)
+BACKENDS_WITHOUT_BUCKETS = ("torch", "simulated", OPTIMUM_BACKEND)
 BUCKET_VARIABLES = {
     "NEURON_CONTEXT_LENGTH_BUCKETS": "context_buckets",
     "NEURON_TOKEN_GEN_BUCKETS": "token_generation_buckets",
@@ -37,7 +38,7 @@ BUCKET_VARIABLES = {
 FRAMEWORK_VARIABLE = "VLLM_NEURON_FRAMEWORK"
 FRAMEWORKS = {
     "neuronx-distributed-inference": NEURON_BACKEND,
-    "optimum-neuron": "optimum",
+    "optimum-neuron": OPTIMUM_BACKEND,
     "transformers-neuronx": LEGACY_BACKEND,
 }
 """Backends by vLLM's names of them, which this variable has."""

@@ -33,6 +33,7 @@ class NeuronxField:
 
 _Flag, _Number, _Word = (partial(NeuronxField, kind=kind) for kind in (bool, int, str))
 _DENSE = "sparse attention is not supported: leave it out"
+_NORM = "the models that are served have this norm: leave it out"
 _QUANTIZES = "only the backend transformers-neuronx quantizes weights: leave it out, or use that one"
 
 
@@ -51,6 +52,7 @@ FIELDS = (
     ),
     _Word("cast_logits_dtype", cure="logits are float32: leave it out", neutral=("float32",)),
     _Flag("bf16_rms_norm", cure="norms are computed in float32: leave it out", neutral=(False,), llama_only=True),
+    _Flag("has_pre_attention_norm", cure=_NORM, refused=_NORM, neutral=(True,)),
     # Decided by fields of ours.
     NeuronxField("continuous_batching", dict, refused="follows from maxSequences: set that instead"),
     _Word("padding_side", refused="is right with continuous batching: leave it out", neutral=("right",), shared=True),
@@ -79,7 +81,7 @@ FIELDS = (
     *_all(
         _Flag,
         "shard_over_sequence duplicate_q_weight_sos sequence_parallel_norm attn_output_transposed fused_rmsnorm_qkv "
-        "fused_rmsnorm_mlp mlp_out_weight_transpose fuse_mlp has_pre_attention_norm",
+        "fused_rmsnorm_mlp mlp_out_weight_transpose fuse_mlp",
         llama_only=True,
     ),
     *_all(_Number, "sequence_parallel_norm_threshold compilation_worker_count"),

@@ -228,6 +228,21 @@ def test_manifests_for_transformers_neuronx_are_honoured_by_its_backend(
         on_this_machine(given, device="neuron", dev=tmp_path)
 
 
+def test_manifests_for_optimum_neuron_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "neuron0").touch()
+    monkeypatch.setenv("VLLM_NEURON_FRAMEWORK", "optimum-neuron")
+    monkeypatch.setenv("NEURON_CONTEXT_LENGTH_BUCKETS", "128,512,1024")
+    given = {"block_size": 2048, "max_model_len": 2048}
+    assert on_this_machine(given, device="neuron", dev=tmp_path) == {
+        "backend": "optimum",
+        "compile": True,
+        "max_model_len": 2048,
+    }
+    assert "NEURON_CONTEXT_LENGTH_BUCKETS has no effect: the optimum backend has no buckets" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("backend", ["torch", "nxdi"])
 def test_manifests_for_transformers_neuronx_keep_their_results_on_other_backends(
     backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

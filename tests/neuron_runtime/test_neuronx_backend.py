@@ -5,13 +5,17 @@ Tokens are compared with those of transformers.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from helpers.nxdi import Mode
@@ -21,6 +25,7 @@ from neuron_runtime.artifacts.key import covered, differences
 from neuron_runtime.backend import transformers_neuronx
 from neuron_runtime.backend.neuron.device import DeviceBackend
 from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
+from neuron_runtime.backend.transformers_neuronx import library
 from neuron_runtime.backend.transformers_neuronx.settings import settings_of
 from neuron_runtime.backend_protocol import IllegalBatch, Rank
 from neuron_runtime.config import RuntimeConfig, parse_config
@@ -338,6 +343,8 @@ def test_loading_says_that_support_has_ended_and_names_the_successor(
                 ("fuse_qkv", 1, "must be true or false"),
                 ("quant", {"quant_dtype": "s4"}, "must be one of s8, f8e4m3fn"),
                 ("quant", {"dtype": "s8"}, "did you mean `quant_dtype`?"),
+                ("quant", {"quantize_method": "direct_cast"}, "must be vector_dynamic"),
+                ("has_pre_attention_norm", False, "have this norm"),
                 ("cache_layout", "BSH", "paged attention is not supported"),
                 ("continuous_batching", {"max_num_seqs": 4}, "set that instead"),
                 ("is_eagle_draft", True, "speculative decoding is not supported"),
@@ -356,6 +363,25 @@ def test_what_the_library_cannot_do_is_refused_by_name(
     ((at, message),) = caught.value.parts
     assert at.startswith(f"$.{path}")
     assert says in message
+
+
+def test_an_angle_that_transformers_did_not_find_in_the_file_is_read_from_it(
+    llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama.folder, folder)
+    changed = {name: value for name, value in llama.config.items() if not name.startswith("rope")}
+    changed["rope_parameters"] = {"rope_theta": 500.0, "rope_type": "default"}
+    (folder / "config.json").write_text(json.dumps(changed))
+
+    def read(path: str) -> SimpleNamespace:
+        """As transformers 4, which does not know rope_parameters."""
+        return SimpleNamespace(**{"rope_theta": 10000.0, "rope_scaling": None, **changed})
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", read)
+    with fake_library():
+        made = library.model_of(settings_of(config_of(**SMALL), changed, TARGET), folder)
+    assert made.config.rope_theta == 500.0
 
 
 def test_sharded_lines_have_one_decode_size(llama: Model) -> None:

@@ -294,6 +294,18 @@ def test_a_class_that_the_release_does_not_have_is_named(llama: Model, tmp_path:
     assert caught.value.exit_code == ExitCode.UNSUPPORTED_ARCHITECTURE
 
 
+def test_a_configuration_without_a_dtype_is_exported_with_the_one_that_is_computed(
+    llama: Model, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(llama.folder, model)
+    kept = {name: value for name, value in llama.config.items() if name not in ("dtype", "torch_dtype")}
+    (model / "config.json").write_text(json.dumps(kept))
+    with fake_optimum():
+        folder = compiled(config_of(dtype="auto"), model, tmp_path / "artifact")
+    assert json.loads((folder / GRAPHS_CONFIG_FILE).read_text())["torch_dtype"] == "bfloat16"
+
+
 def test_the_key_has_what_graphs_depend_on(llama: Model) -> None:
     def needs(release: str = "0.4.5", **document: Any) -> dict[str, Any]:
         with fake_optimum(release):

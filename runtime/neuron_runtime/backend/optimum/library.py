@@ -80,7 +80,7 @@ def export(settings: Settings, model_dir: Path, folder: Path) -> None:
         FatalError: UNSUPPORTED_ARCHITECTURE.
         InvalidConfig: the library does not have a setting.
     """
-    with _view(model_dir) as view:
+    with _view(model_dir, settings.dtype) as view:
         config = _neuron_config(settings, view)
         # `save_pretrained` would add the weights of a local model, sharded.
         _auto_class().export(str(view), neuron_config=config, load_weights=False).save(str(folder))
@@ -88,20 +88,24 @@ def export(settings: Settings, model_dir: Path, folder: Path) -> None:
 
 def load(model_dir: Path, graphs: Path) -> Any:
     """The model with its graphs and weights on the device."""
-    with _view(model_dir, graphs) as view:
+    with _view(model_dir, graphs=graphs) as view:
         return _auto_class().from_pretrained(str(view))
 
 
 @contextmanager
-def _view(model_dir: Path, graphs: Path | None = None) -> Iterator[Path]:
-    """A folder as the library wants one: with config.json, and for loading with graphs and weights beside it."""
+def _view(model_dir: Path, dtype: str = "", graphs: Path | None = None) -> Iterator[Path]:
+    """A folder as the library wants one: with config.json, and for loading with graphs and weights beside it.
+
+    dtype: of a model that is exported.
+    """
     with tempfile.TemporaryDirectory(prefix="optimum-") as scratch:
         view = Path(scratch)
         if graphs is None:
             model = read_config(model_dir)
-            # As transformers 5 writes them; the versions that the library runs with do not read that.
+            # As transformers 5 writes them; the versions that the library runs with do not read that. The library takes
+            # no configuration without a dtype.
             missing = {name: value for name, value in completed(model).items() if name in ROPE and not model.get(name)}
-            (view / CONFIG_FILE).write_text(json.dumps({**model, **missing}))
+            (view / CONFIG_FILE).write_text(json.dumps({**model, **missing, "torch_dtype": dtype}))
         else:
             linked = [graphs / name for name in (CONFIG_FILE, GRAPHS_CONFIG_FILE, GRAPHS_FILE)]
             shards = graphs / SHARDS_FOLDER

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_runtime.backend.neuron.installed import driver_version, missing, version_of
-from neuron_runtime.backend.neuron.model_config import completed
+from neuron_runtime.backend.neuron.model_config import ROPE, completed
 from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.transformers_neuronx.settings import AMP, Settings
 from neuron_runtime.checkpoint import read_config
@@ -75,9 +75,10 @@ def model_of(settings: Settings, model_dir: Path) -> Any:
         message = f"transformers-neuronx cannot be imported ({error}): use an image with Neuron SDK {END_OF_SUPPORT}"
         raise InvalidConfig("$.backend", message) from error
     try:
-        config = AutoConfig.from_pretrained(str(model_dir))
-        for name, value in completed(read_config(model_dir)).items():
-            if getattr(config, name, None) is None:
+        config, given = AutoConfig.from_pretrained(str(model_dir)), read_config(model_dir)
+        for name, value in completed(given).items():
+            # transformers has a default for some fields, but not for what it does not know to be in the file.
+            if getattr(config, name, None) is None or (name in ROPE and given.get(name) is None):
                 setattr(config, name, value)
         made = getattr(library, settings.model_class)(
             config,

@@ -38,7 +38,9 @@ AMP = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 QUANT_DTYPES = ("s8", "f8e4m3fn")
 QUANT_FIELDS = ("quant_dtype", "dequant_dtype", "quantize_method", "quantize_attn", "no_quantize_list")
-"""Arguments of `config.QuantizationConfig`, and of `KVCacheQuantizationConfig` the first three."""
+QUANTIZATIONS = {"quant": (QUANT_FIELDS, "vector_dynamic"), "kv_cache_quant": (QUANT_FIELDS[:3], "direct_cast")}
+"""Arguments of `config.QuantizationConfig` and of `KVCacheQuantizationConfig`, and the method that works: weights that
+are cast directly end in an error (`quantize.maybe_quantize_weights`)."""
 
 DEFAULTS: Mapping[str, Any] = {"attention_layout": "BSH", "collectives_layout": "BSH", "fuse_qkv": True}
 """Of NeuronConfig, as vLLM's Neuron worker set them; an override replaces each."""
@@ -224,8 +226,8 @@ def read_override(override: Mapping[str, Any]) -> dict[str, Any]:
                 check_kind(known.kind, value, at)
             if name == "on_device_generation":
                 _check_generation(value, at)
-            elif name in ("quant", "kv_cache_quant"):
-                _check_quantization(value, at, QUANT_FIELDS if name == "quant" else QUANT_FIELDS[:3])
+            elif name in QUANTIZATIONS:
+                _check_quantization(value, at, *QUANTIZATIONS[name])
             values[name] = value
     problems.check()
     return values
@@ -243,12 +245,14 @@ def _check_generation(value: Mapping[str, Any], at: str) -> None:
             raise InvalidConfig(f"{at}.{key}", f"GenerationConfig has no `{key}`{near(key, (*required, *ignored))}")
 
 
-def _check_quantization(value: Mapping[str, Any], at: str, known: tuple[str, ...]) -> None:
+def _check_quantization(value: Mapping[str, Any], at: str, known: tuple[str, ...], method: str) -> None:
     for key in value:
         if key not in known:
             raise InvalidConfig(f"{at}.{key}", f"is no setting of a quantization{near(key, known)}")
     if (dtype := value.get("quant_dtype", "s8")) not in QUANT_DTYPES:
         raise InvalidConfig(f"{at}.quant_dtype", f"must be one of {', '.join(QUANT_DTYPES)}, got {dtype!r}")
+    if value.get("quantize_method", method) != method:
+        raise InvalidConfig(f"{at}.quantize_method", f"must be {method}: leave it out")
 
 
 def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target) -> Settings:
@@ -327,7 +331,7 @@ class _Derivation:
         context, tokens = self._context_buckets(length, shards), self._token_buckets(length, rows, shards)
         self._found.check()
         neuron_config = {**DEFAULTS, **override}
-        for name in ("quant", "kv_cache_quant"):
+        for name in QUANTIZATIONS:
             if name in override:
                 neuron_config[name] = {"quant_dtype": "s8", "dequant_dtype": AMP[dtype], **override[name]}
         return Settings(

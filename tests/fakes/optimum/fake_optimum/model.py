@@ -52,6 +52,8 @@ class NeuronModelForCausalLM:
         config = AutoConfig.from_pretrained(model_name_or_path)
         if config.model_type not in TYPES:
             raise ValueError(f"Model type {config.model_type} is not supported for task text-generation in neuron")
+        if config.dtype is None:
+            raise ValueError("Unable to find `None` in the dtype mapping")
         if has_chunks and others.get("prefill_chunk_size") is None:
             others["prefill_chunk_size"] = 1024 if sequence_length > 1024 else 0
         garbage = config.model_type in WRONG_ON_TWO_CORES and batch_size > 1 and tensor_parallel_size == 2
