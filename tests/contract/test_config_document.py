@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from helpers.operator_worlds import FACTS, SETTINGS, SPEC, body
 from helpers.optimum import fake_optimum
 from neuron_operator.api import names
-from neuron_operator.api.engines import own
+from neuron_operator.api.engines import ENGINES, own
 from neuron_operator.api.errors import FieldNotSupported
 from neuron_operator.api.manifest import parse
 from neuron_operator.api.model import Claim, ObjectStore, Serving
@@ -30,6 +30,7 @@ from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
 from neuron_runtime.backend import optimum
 from neuron_runtime.backend.neuron.devices import PLATFORM_VARIABLE, PLATFORMS
+from neuron_runtime.backend.optimum.settings import COMPILE_TARGETS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
 from neuron_runtime.backend.transformers_neuronx import settings as transformers_neuronx
 from neuron_runtime.commands.command_line import build_parser
@@ -160,6 +161,13 @@ def test_the_operator_refuses_what_transformers_neuronx_lacks_before_the_runtime
     assert (config.backend, config.compile, config.sampling) == ("transformers-neuronx", True, "Host")
     with pytest.raises(FieldNotSupported, match=f"spec.{path}.{list(value)[-1]}"):
         parse(body({**accepted, path: {**accepted.get(path, {}), **value}}))
+
+
+def test_the_operator_knows_on_which_devices_a_backend_runs_and_where_it_samples() -> None:
+    assert ENGINES["optimum"].families == tuple(COMPILE_TARGETS)
+    assert ENGINES["transformers-neuronx"].families == transformers_neuronx.PLATFORMS
+    # Qwen and Mixtral on the host, others on the device.
+    assert not operator.sampling_mode(parse(body({**SPEC, "engine": {"backend": "optimum"}})))
 
 
 def test_the_operator_refuses_what_optimum_neuron_lacks_before_the_runtime_does() -> None:

@@ -22,7 +22,7 @@ from neuron_operator.api.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.api.manifest import parse
 from neuron_operator.api.reasons import Reason
 from neuron_operator.place.catalog import INSTANCE_TYPES
-from neuron_operator.place.planner import Choice, Held, Supply, choose
+from neuron_operator.place.planner import Choice, Held, Supply, choose, is_stranded
 from neuron_operator.place.sizes import legal_sizes
 from neuron_operator.read.objects import number_of
 from neuron_operator.read.placement import NodeRules
@@ -186,6 +186,17 @@ def test_the_types_of_hyperpod_are_those_that_they_are_named_after() -> None:
     rule = chosen(LLAMA, ("trn1.32xlarge",)).node_rule
     assert rule is not None
     assert {"trn1.32xlarge", "ml.trn1.32xlarge"} <= set(rule["values"])
+
+
+def test_a_model_is_placed_on_devices_that_its_engine_runs_on() -> None:
+    engine, small = {"backend": "transformers-neuronx"}, node("trn2.3xlarge", 1)
+    assert chosen(LLAMA, ("inf2.8xlarge",), small).chosen.site.name == "trn2.3xlarge"
+    assert chosen(LLAMA, ("inf2.8xlarge",), small, engine=engine).chosen.site.name == "inf2.8xlarge"
+    with pytest.raises(Unplaceable, match="transformers-neuronx runs on inf2, trn1, not on trn2: set another"):
+        chosen(LLAMA, (), small, engine=engine)
+    assert chosen(LLAMA, (), small, engine={"backend": "optimum"}).chosen.site.name == "trn2.3xlarge"
+    model = parse(body({"model": {"uri": "hf://acme/tiny"}, "engine": engine}))
+    assert not is_stranded(model, SETTINGS, Held("inf2.8xlarge", "inf2", 1), FreeDevices((small,)))
 
 
 def test_an_administrator_can_name_the_family_of_any_type() -> None:

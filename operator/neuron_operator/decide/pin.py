@@ -268,7 +268,7 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         num_blocks=(load and load.num_blocks) or serving.num_blocks,
         backend=model.spec.backend,
         dtype=(serving.dtype or facts.dtype)[:64],
-        sampling=sampling_mode(model)[:64],
+        sampling=sampling_mode(model)[:64] or None,
         memory=_memory_plan(option.memory) if option else None,
         host_bytes=min(serving_memory(model, facts, placement.nodes), MAX_BYTES),
         summary=f"each replica holds {placement.words}{where} and {model.spec.runs.does} "

@@ -349,7 +349,8 @@ def is_stranded(model: NeuronModel, settings: Settings, held: Held, free: FreeDe
         sites = _sites(model, settings, place(model, settings), free)
     except Unplaceable:
         return False
-    return not any(map(held.is_on, sites))
+    usable = [site for site in sites if _runs_on(model, site.family)]
+    return bool(usable) and not any(map(held.is_on, usable))
 
 
 @dataclass(frozen=True)
@@ -384,11 +385,24 @@ class _Case:
         return bool(self.wishes.length and self.wishes.sequences and (accelerator.devices or accelerator.cores))
 
     def compatible(self, sites: tuple[Site, ...]) -> tuple[Site, ...]:
-        """The sites that have logical cores as the manifest wants them. Raises InvalidSpec if there are none."""
+        """The sites that the engine runs on, with logical cores as the manifest wants them.
+
+        Raises:
+            Unplaceable: the engine runs on none of them.
+            InvalidSpec: none has such cores.
+        """
+        running = tuple(site for site in sites if _runs_on(self.model, site.family))
+        if sites and not running:
+            text = (
+                f"{self.model.spec.backend} runs on {', '.join(self.model.spec.runs.families)}, not on "
+                f"{', '.join(sorted({site.family.name for site in sites}))}: set another engine.backend, or allow "
+                "other nodes"
+            )
+            raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text, needs=(Need.FREE_DEVICES,))
         wished = self.model.spec.accelerator.logical_neuron_core or 1
-        having = tuple(site for site in sites if wished <= site.family.logical_core)
-        if sites and not having:
-            message = f"{sites[0].family.name} has no logical cores of {wished} physical ones: remove it"
+        having = tuple(site for site in running if wished <= site.family.logical_core)
+        if running and not having:
+            message = f"{running[0].family.name} has no logical cores of {wished} physical ones: remove it"
             raise InvalidSpec("spec.accelerator.logicalNeuronCore", message)
         return having
 
@@ -484,7 +498,8 @@ class _Case:
     def nearest(self, sites: tuple[Site, ...]) -> str:
         """The cheapest places that would hold the model, for a message: one known node, and several that may be
         used; if there is neither, several of any type."""
-        everywhere = tuple(_site(kind.name, kind.family) for kind in INSTANCE_TYPES.values())
+        known = (kind for kind in INSTANCE_TYPES.values() if _runs_on(self.model, kind.family))
+        everywhere = tuple(_site(kind.name, kind.family) for kind in known)
         anyhow = structs.replace(self.model.spec, accelerator=Accelerator(), parallelism=Parallelism())
         freely = replace(
             self,
@@ -574,6 +589,11 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
         f"{NAME_THE_TYPE}, or list types in the chart value provisionable.instanceTypes{left_out}",
         needs=(Need.FREE_DEVICES,),
     )
+
+
+def _runs_on(model: NeuronModel, family: Family) -> bool:
+    families = model.spec.runs.families
+    return not families or family.name in families
 
 
 def _rules(model: NeuronModel) -> NodeRules:

@@ -91,7 +91,7 @@ def _put(document: dict[str, Any], path: str, value: Any) -> None:
 
 
 def sampling_mode(model: NeuronModel) -> str:
-    """Where the runtime will sample tokens."""
+    """Where the runtime will sample tokens; empty: it depends on the model."""
     return model.spec.serving.sampling or model.spec.runs.sampling
 
 

@@ -108,9 +108,11 @@ class Engine:
     memory: Callable[[HostBytes], int]
     """Bytes, likewise."""
     sampling: str = "Host"
-    """Where it samples unless the manifest says."""
+    """Where it samples unless the manifest says; empty: it depends on the model."""
     on_device: bool = False
     """Whether it computes on the devices of a replica, which are then planned."""
+    families: tuple[str, ...] = ()
+    """Of devices that it runs on; empty: all."""
     asks_cache: bool = False
     """Whether `inspect` is told the engine, because it asks a cache for its graphs."""
     compiles: Literal["never", "on request", "always", "on device"] = "never"

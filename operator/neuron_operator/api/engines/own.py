@@ -131,11 +131,12 @@ OPTIMUM = _row(
         }
     ),
     on_device=True,
+    families=("inf2", "trn1", "trn2"),
     asks_cache=True,
     compiles="always",
     # As nxdi, which runs the same compiler.
     compiler=CompilerMemory(bytes=4096 * MIB, per_weight_byte=2.5),
-    sampling="Device",
+    sampling="",
     millicores=lambda _: 3 * PROCESS_MILLICORES,
     memory=lambda model: _beside(model) + model.loading,
 )
@@ -151,6 +152,7 @@ TRANSFORMERS_NEURONX = _row(
         "engine.overrideNeuronConfig",
     },
     on_device=True,
+    families=("inf2", "trn1"),
     compiles="always",
     # As nxdi, which runs the same compiler; this one also reads the weights into memory.
     compiler=CompilerMemory(bytes=4096 * MIB, per_weight_byte=3.5),
