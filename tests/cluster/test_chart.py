@@ -130,6 +130,7 @@ EXCEPTIONS = {
 }
 """What kube-score complains about and we keep, by kind and check, with the reason."""
 NO_LIMITS = "a limit of CPU slows steps down, one of memory ends a pod that needs more"
+NO_LIVENESS = "vLLM ends by itself when its engine ends, and says no more of its health; golden files have the probes"
 IMAGES_USER = "the user of the image, which runAsNonRoot holds to be other than root; a model may bring its own image"
 OF_ALL_MODELS = {
     "container-resources": NO_LIMITS,
@@ -141,6 +142,7 @@ OF_ALL_MODELS = {
 EXCEPTIONS_OF_MODELS = {
     **{(kind, check): why for kind in ("Deployment", "Job", "CronJob") for check, why in OF_ALL_MODELS.items()},
     ("Deployment", "deployment-replicas"): "one replica unless the model asks for more",
+    ("Deployment", "pod-probes"): NO_LIVENESS,
     ("CronJob", "cronjob-has-deadline"): "a clean-up that begins late is as good",
 }
 """The same for the objects of models."""
@@ -174,6 +176,7 @@ CHECKOV_EXCEPTIONS = {
             }.items()
         },
         ("Deployment", "CKV_K8S_35"): "libraries of stores read their credentials from the environment",
+        ("Deployment", "CKV_K8S_8"): NO_LIVENESS,
         ("StatefulSet", "CKV_K8S_8"): "followers open no port: their supervisor ends them, and the leader tells",
         ("StatefulSet", "CKV_K8S_9"): "the same",
         ("Pod", "CKV2_K8S_6"): "pods of Jobs listen on no port, and their egress is open",
