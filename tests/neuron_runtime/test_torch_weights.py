@@ -186,9 +186,10 @@ def test_tensors_are_read_ahead_in_the_order_of_loading(tmp_path: Path, monkeypa
     large = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(12)]
     order = ["model.embed_tokens.weight", *large]
     assert sorted(order, key=last.__getitem__) == order
-    if leaves_cache:
-        while not all(cached_share(tmp_path / file) == 1.0 for file in checkpoint.files):  # the kernel takes its time
-            time.sleep(0.01)
+    # The kernel takes its time, leaves some out where memory is short, and may forget a file while it reads the next.
+    unread = set(checkpoint.files) if leaves_cache else set()
+    while unread := {file for file in unread if cached_share(tmp_path / file) < 0.5}:
+        time.sleep(0.01)
 
 
 def test_reading_ahead_waits_for_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
