@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 from helpers.operator_worlds import SETTINGS, SPEC, condition, find, resolved_world, serving_pod
 from helpers.operator_worlds import settle as at_rest
 from helpers.operator_worlds import stepped as after_jobs
+from neuron_operator.api.model import Claim
 from neuron_operator.decide.course import decide
-from neuron_operator.read.world import Decision, Object, Settings, Upgrade, World
+from neuron_operator.read.world import (
+    Decision,
+    EngineSettings,
+    Object,
+    Place,
+    Settings,
+    StorageSettings,
+    Upgrade,
+    World,
+)
 from neuron_operator.run.upgrades import Key, Turns
 
 A, B, C = ("ns", "a"), ("ns", "b"), ("ns", "c")
@@ -95,6 +105,18 @@ def test_a_model_that_should_not_move_takes_no_turn(change: dict[str, Any]) -> N
     decision = decide(replace(world, has_turn=True), ROLLING)
     assert decision.upgrade is None
     assert all(image_of(made) != ROLLING.runtime_image for made in decision.desired if made["kind"] == "Deployment")
+
+
+def test_a_model_whose_engine_has_lost_its_image_keeps_its_pods_and_takes_no_turn() -> None:
+    spec = {**SPEC, "accelerator": {"type": "CPU"}, "engine": {"backend": "vllm"}}
+    storage = StorageSettings(weights=Place(persistent_volume_claim=Claim(claim_name="kept")))
+    using = replace(ROLLING, engines={"vllm-cpu": EngineSettings("registry.example/vllm:1")}, storage=storage)
+    world = replace(served(resolved_world(using, spec=spec)[0], using), has_turn=True)
+    moved = {"vllm-cpu": EngineSettings("registry.example/vllm:2")}
+    assert decide(world, replace(using, engines=moved)).upgrade == "Running"
+    world, decision = settle(world, replace(using, engines={}))
+    assert (decision.upgrade, condition(decision.status, "UpToDate")["status"]) == (None, "True")
+    assert image_of(find(world.children, "Deployment")) == "registry.example/vllm:1"
 
 
 def turns_of(*models: Key) -> tuple[Turns, list[Key]]:

@@ -256,13 +256,13 @@ def _explain_trial(trial: Trial, world: World, observed: Observed, num_wanted: i
 
 def _is_behind(model: NeuronModel, observed: Observed, settings: Settings, wanted: Revision | None) -> bool:
     """Whether the model is to move to another runtime image by itself. One that does not answer is left to its owner:
-    it would hold up all others."""
+    it would hold up all others. One whose engine has no image any more has nowhere to go."""
     return (
         settings.runtime_upgrade == "Rolling"
         and not observed.model.is_paused
         and not model.rollback_to
         and wanted is not None
-        and wanted.image != serving_image(model, settings)
+        and serving_image(model, settings) not in ("", wanted.image)
         and sum(pod.is_answering for pod in observed.live) >= model.spec.replicas
     )
 
