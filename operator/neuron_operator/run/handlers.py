@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, cast
 
+import aiohttp
 import kopf
 from kubernetes.aio.client import Configuration
 
@@ -90,12 +91,14 @@ async def run_kopf(
     registry = kopf.OperatorRegistry()
     ended = asyncio.Event()
     working: list[asyncio.Task[None]] = []
+    # Kopf opens another session for a request that begins when it has closed its own, and leaves that one open.
+    sessions: dict[kopf.ConnectionInfo, aiohttp.ClientSession] = {}
 
     @kopf.on.login(registry=registry)
-    async def login(**__: Any) -> kopf.ConnectionInfo:
+    async def login(**__: Any) -> kopf.AiohttpSession:
         header = await configuration.get_api_key_with_prefix("BearerToken") or ""
         scheme, _, token = header.partition(" ")
-        return kopf.ConnectionInfo(
+        access = kopf.ConnectionInfo(
             server=configuration.host,
             ca_path=configuration.ssl_ca_cert,
             insecure=not configuration.verify_ssl,
@@ -103,8 +106,14 @@ async def run_kopf(
             token=token or None,
             certificate_path=configuration.cert_file,
             private_key_path=configuration.key_file,
-            proxy_url=configuration.proxy,
         )
+        if access not in sessions:  # kopf tells from an equal answer that it cannot log in
+            sessions[access] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, ssl=access.as_ssl_context()),
+                headers=access.as_http_headers(),
+                proxy=configuration.proxy,
+            )
+        return kopf.AiohttpSession(server=access.server, aiohttp_session=sessions[access])
 
     @kopf.on.startup(registry=registry)
     async def start(**_: Any) -> None:
@@ -142,6 +151,9 @@ async def run_kopf(
         raise
     except Exception as error:  # kopf does not export what its client raises
         raise _fault(error) from error
+    finally:
+        for session in sessions.values():
+            await session.close()
     if working and not working[0].cancelled():
         working[0].result()
 
