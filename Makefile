@@ -3,6 +3,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve format generate lint check test all-tests test-long test-neuron-versions bench bench-operator programs clients cluster cluster-env cluster-images cluster-down cluster-deps clean-cache
 
+# Python then keeps the bytecode of the packages that are used: compiling all of them takes half of the setup.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 BIN := .venv/bin
 RIG := PYTHONPATH=tests $(BIN)/python -m cluster.rig
