@@ -41,6 +41,17 @@ def test_the_requests_of_a_pod_are_counted_as_the_scheduler_counts(body: dict[st
     assert requested(body, NEURON) == devices
 
 
+@pytest.mark.parametrize(
+    ("resources", "requests", "limits"),
+    [({}, 1, 0), ({"requests": {"cpu": "2"}}, 3, 0), ({"requests": {"cpu": "2"}, "limits": {"cpu": "4"}}, 3, 5)],
+)
+def test_the_overhead_of_a_runtime_class_adds_to_requests_and_to_limits_that_are_set(
+    resources: dict[str, Any], requests: int, limits: int
+) -> None:
+    body = {"spec": {"containers": [{"resources": resources}], "overhead": {"cpu": "1"}}}
+    assert (requested(body, "cpu", ("requests",)), requested(body, "cpu", ("limits",))) == (requests, limits)
+
+
 def node(name: str = "n1", devices: int = 6, **spec: Any) -> dict[str, Any]:
     labels = {"node.kubernetes.io/instance-type": "inf2.24xlarge"}
     offered = {NEURON: str(devices)} if devices else {}

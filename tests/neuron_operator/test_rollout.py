@@ -245,6 +245,21 @@ def test_no_replica_ends_where_a_quota_would_not_suffice_for_all_that_follow(rep
         assert "pods=3; raise the ResourceQuota, or request less" in shown["message"]
 
 
+def test_what_the_runtime_class_of_a_replica_adds_is_freed_with_it() -> None:
+    """Its RuntimeClass adds 1 GiB to the 4 GiB that it has; the quota's controller counts both."""
+    world = checked(edited(serving_world(replicas=1, rollout={"strategy": "Replace"}), **EDIT))
+    memory = {"limits": {"memory": "4Gi"}, "requests": {"memory": "2Gi"}}
+    spec = {"containers": [{"name": "runtime", "resources": memory}], "overhead": {"memory": "1Gi", "cpu": "100m"}}
+    world = replace(world, pods=({**world.pods[0], "spec": spec},))
+    (trial,) = decide(world, SETTINGS).needs
+    wanted = "limits.memory=8Gi,requests.cpu=100m,requests.memory=8Gi"
+    held = "limits.memory=13Gi,requests.cpu=100m,requests.memory=11Gi"
+    most = "limits.memory=16Gi,requests.cpu=100m,requests.memory=16Gi"
+    message = f'pods "x" is forbidden: exceeded quota: q, requested: {wanted}, used: {held}, limited: {most}'
+    _, decision = at_rest(replace(world, denials={trial: message}))  # type: ignore[dict-item]
+    assert condition(decision.status, "UpToDate")["reason"] == "RollingOut"
+
+
 def test_a_surge_tries_no_pod() -> None:
     world = checked(edited(serving_world(rollout={"strategy": "Surge"}), **EDIT))
     assert decide(world, SETTINGS).needs == frozenset()

@@ -116,7 +116,8 @@ def number_of(quantity: Any) -> float:
 
 def requested(pod: Any, resource: str, kinds: Sequence[str] = ("requests", "limits")) -> float:
     """What scheduler and quotas count for a pod: the sum over its containers and sidecars, or its largest init
-    container with the sidecars started before it (https://kubernetes.io/docs/concepts/workloads/pods/init-containers/).
+    container with the sidecars started before it (https://kubernetes.io/docs/concepts/workloads/pods/init-containers/),
+    and what its RuntimeClass adds: to requests always, to limits only where there are any.
 
     kinds: of a container's resources, the first that it has.
     """
@@ -131,7 +132,10 @@ def requested(pod: Any, resource: str, kinds: Sequence[str] = ("requests", "limi
             sidecars += of(container)
         else:
             largest = max(largest, sidecars + of(container))
-    return max(largest, sidecars + sum(map(of, items(pod, "spec", "containers"))))
+    held = max(largest, sidecars + sum(map(of, items(pod, "spec", "containers"))))
+    if held or "requests" in kinds:
+        held += number_of(dig(pod, "spec", "overhead", resource))
+    return held
 
 
 def instant(value: Any) -> datetime | None:
