@@ -131,5 +131,12 @@ def test_the_reason_of_an_end_is_what_it_logged_and_not_its_exit_code() -> None:
     assert vllm.explain(2, "") == (None, "")
 
 
+def test_an_end_without_a_known_cause_is_explained_by_the_first_error_and_not_the_last_line() -> None:
+    cause = "OSError: [Errno 28] No space left on device"
+    log = f"EngineCore failed to start.\n  File x, line 1\n{cause}\nTraceback\nRuntimeError: Worker failed\nWorker died"
+    assert vllm.explain(1, log) == (None, cause)
+    assert vllm.explain(1, "RuntimeError: Engine core initialization failed. See root cause above.") == (None, "")
+
+
 def test_what_it_logs_is_configured_by_a_file_beside_the_document() -> None:
     assert json.loads(vllm.VLLM.files[vllm.LOGGING_KEY])["version"] == 1

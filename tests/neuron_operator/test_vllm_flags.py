@@ -472,6 +472,8 @@ LINES = {
     "[NCC_EBVF030] too many instructions": Reason.COMPILE_FAILED,
     "[NCC_EVRF009] memory": Reason.DEVICE_OUT_OF_MEMORY,
     "NRT_RESOURCE while loading a graph": Reason.DEVICE_OUT_OF_MEMORY,
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 2097152000000 bytes. Error code 12 (Cannot allocate memory)": Reason.DEVICE_OUT_OF_MEMORY,
     "Computed KV cache budget is below minimum threshold": Reason.DEVICE_OUT_OF_MEMORY,
     "ERROR cores busy, ret=-16": Reason.DEVICE_HELD,
     "vllm serve: error: unrecognized arguments: --nonsense 3": Reason.INVALID_ENGINE_CONFIG,

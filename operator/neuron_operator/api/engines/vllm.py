@@ -55,7 +55,8 @@ def explain(exit_code: int, message: str) -> tuple[Reason | None, str]:
         if match := pattern.search(message):
             start = message.rfind("\n", 0, match.start()) + 1
             return reason, message[start:].partition("\n")[0].strip()
-    return None, ENGINE_DIED if exit_code == 0 else ""
+    error = vllm_flags.ERROR.search(message)
+    return None, error[0] if error else ENGINE_DIED if exit_code == 0 else ""
 
 
 _row = partial(

@@ -615,6 +615,7 @@ LOG_REASONS: tuple[tuple[re.Pattern[str], Reason], ...] = tuple(
         (r"NCC_EVRF009|NCC_EOOM\d|NRT_RESOURCE|NRT allocation failed", Reason.DEVICE_OUT_OF_MEMORY),
         (r"KV cache budget is below minimum threshold", Reason.DEVICE_OUT_OF_MEMORY),
         (r"No available memory for the cache blocks", Reason.DEVICE_OUT_OF_MEMORY),
+        (r"DefaultCPUAllocator: can't allocate memory", Reason.DEVICE_OUT_OF_MEMORY),
         (
             r"Compilation failed - terminating process|neuronx-cc compilation failed|NCC_E[A-Z]+\d+",
             Reason.COMPILE_FAILED,
@@ -629,6 +630,9 @@ LOG_REASONS: tuple[tuple[re.Pattern[str], Reason], ...] = tuple(
     )
 )
 """What the log means: of all rows that match somewhere in it, the first. Causes come before what follows from them."""
+
+ERROR = re.compile(r"^[\w.]*(Error|Exception): (?!Engine core initialization failed).*", re.MULTILINE)
+"""The first line like this is nearest to the cause: what fails after it quotes it, or says less."""
 
 LACKS_METRICS: Mapping[str, str] = {
     "neuron_serving_group_members_present": "`vllm:num_requests_running`, which a pod has from when it can serve",
