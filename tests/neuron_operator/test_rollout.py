@@ -245,6 +245,35 @@ def test_no_replica_ends_where_a_quota_would_not_suffice_for_all_that_follow(rep
         assert "pods=3; raise the ResourceQuota, or request less" in shown["message"]
 
 
+@pytest.mark.parametrize(("limit", "is_held"), [(10, True), (11, False)])
+def test_no_replica_ends_where_a_quota_is_so_far_below_todays_use_that_its_successor_would_not_fit(
+    limit: int, is_held: bool
+) -> None:
+    """Each of three has 4 GiB, and each of the next asks for 3 GiB: together they would fit."""
+    world = checked(edited(serving_world(replicas=3, rollout={"strategy": "Replace"}), **EDIT))
+    memory = {"resources": {"limits": {"memory": "4Gi"}}}
+    world = replace(
+        world, pods=tuple({**p, "spec": {"containers": [{"name": "runtime", **memory}]}} for p in world.pods[:3])
+    )
+    (trial,) = decide(world, SETTINGS).needs
+    amounts = f"requested: limits.memory=3Gi, used: limits.memory=12Gi, limited: limits.memory={limit}Gi"
+    message = f'pods "x" is forbidden: exceeded quota: q, {amounts}'
+    _, decision = at_rest(replace(world, denials={trial: message}))  # type: ignore[dict-item]
+    assert condition(decision.status, "UpToDate")["reason"] == ("QuotaExceeded" if is_held else "RollingOut")
+
+
+def test_a_quota_lowered_in_mid_rollout_is_named_with_its_cure() -> None:
+    begun, _ = at_rest(checked(edited(serving_world(replicas=3, rollout={"strategy": "Replace"}), **EDIT)))
+    text = 'pods "chat-1" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'
+    failure = {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": text}]}
+    children = (obj | ({"status": failure} if obj["kind"] == "Deployment" else {}) for obj in begun.children)
+    _, decision = at_rest(replace(begun, children=tuple(children), pods=begun.pods[:2]))
+    shown = condition(decision.status, "Ready")
+    assert shown["reason"] == "QuotaExceeded"
+    assert "2 of 3 replicas answer" in shown["message"]
+    assert "raise the ResourceQuota, or request less" in shown["message"]
+
+
 def test_what_the_runtime_class_of_a_replica_adds_is_freed_with_it() -> None:
     """Its RuntimeClass adds 1 GiB to the 4 GiB that it has; the quota's controller counts both."""
     world = checked(edited(serving_world(replicas=1, rollout={"strategy": "Replace"}), **EDIT))

@@ -169,7 +169,8 @@ class Reason(StrEnum):
     QUOTA_EXCEEDED = Row(
         "QuotaExceeded",
         "A ResourceQuota refuses an object, such as the Service (`Accepted`), or the pods (`Available`). As "
-        "`UpToDate`: the pods of an edit would exceed it even when the earlier ones have ended, so no replica ends",
+        "`UpToDate`: it refuses the next pod of an edit, and the end of one earlier pod would not make room for it, or "
+        "the end of all not for all, so no replica ends",
         "Raise the quota, or request less. A quota of memory or CPU demands `podTemplate.spec.resources`",
         conditions=("Accepted", "Available", "UpToDate"),
     )

@@ -123,7 +123,8 @@ _AMOUNTS = r"exceeded quota: .*?requested: (\S+), used: (\S+), limited: (\S+)"
 
 
 def _stays_exceeded(message: str, ending: Sequence[Object], num_next: int) -> bool:
-    """Whether a quota would not suffice either when all pods that end have freed their share."""
+    """Whether a quota would not suffice either for the first pod once one has ended, or for all once all have. One ends
+    at a time, so that between the two no step needs more than both."""
     answer = re.search(_AMOUNTS, message)
     if answer is None:
         return False
@@ -137,7 +138,9 @@ def _stays_exceeded(message: str, ending: Sequence[Object], num_next: int) -> bo
             freed = [requested(pod, name, ("requests",)) for pod in ending]
         else:  # the number of pods
             freed = [of_next] * len(ending)
-        if round(held.get(name, 0.0) - sum(freed) + num_next * of_next - most.get(name, 0.0), 6) > 0:
+        of_others = held.get(name, 0.0) - sum(freed)
+        needed = of_next + (num_next - 1) * max(of_next, sum(freed) / max(len(freed), 1))
+        if round(of_others + needed - most.get(name, 0.0), 6) > 0:
             return True
     return False
 
