@@ -119,7 +119,8 @@ def test_vllm_answers_as_torch_does_and_ends_a_stream_before_itself(tmp_path: Pa
     with local(tmp_path / "torch", {"engine": {"backend": "torch"}}) as ours:
         ours.until(lambda: "Ctrl-C stops it" in ours.text)
         expected = answers(ours.url)
-    with local(tmp_path / "vllm", {"engine": EAGER}, **real) as theirs:
+    one = {**MANIFEST["spec"]["serving"], "maxSequences": 1, "blockSize": 128, "numBlocks": 4}
+    with local(tmp_path / "vllm", {"engine": EAGER, "serving": one}, **real) as theirs:
         theirs.until(lambda: "Ctrl-C stops it" in theirs.text)
         assert answers(theirs.url) == expected
         body = {"model": "demo", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}

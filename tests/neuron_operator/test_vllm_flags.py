@@ -162,6 +162,15 @@ def test_blocks_are_a_whole_sequence_in_nxdi_without_prefix_caching() -> None:
     assert "--enable-prefix-caching" in shared
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_vllm_has_one_block_more_than_sequences_use(version: str) -> None:
+    """It keeps one empty; the plugin with NxD Inference adds that itself."""
+    counted = document(limits={"blockSize": 32, "maxSequences": 1})
+    given = document(limits={**counted["limits"], "numBlocks": 128})
+    for of in (counted, given):
+        assert flags(of, version)["--num-gpu-blocks-override"] == ("128" if version == "0.16" else "129")
+
+
 def test_variables_are_those_of_the_version() -> None:
     cores = document(accelerator={"logicalNeuronCore": 2})
     variables = {version: serve(cores, version, family="trn2", is_compiled=True).env for version in VERSIONS}
@@ -439,7 +448,7 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
         "max_num_seqs": 8,
         "max_num_queued_reqs": 13,
         "block_size": 32,
-        "num_gpu_blocks_override": 99,
+        "num_gpu_blocks_override": 100,
         "tensor_parallel_size": 8,
         "enable_prefix_caching": False,
         "chat_template": template,

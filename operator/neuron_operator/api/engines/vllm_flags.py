@@ -204,16 +204,16 @@ def _block_size(document: Json, version: Version) -> int | None:
 
 
 def _num_blocks(document: Json, version: Version) -> int | None:
-    """Always a number on devices: it is a shape of every graph, and the plugin's own guess differs without devices."""
+    """Always a number on devices: it is a shape of every graph, and the plugin's own guess differs without devices.
+
+    vLLM keeps one block empty, which only the plugin with NxD Inference adds by itself.
+    """
     limits = document.get("limits", {})
-    if "numBlocks" in limits:
-        return int(limits["numBlocks"])
     length, sequences = int(limits.get("maxModelLength", 0)), int(limits.get("maxSequences", 0))
-    if not length or not sequences:
-        return None
-    if version.settings == "override_neuron_config":  # which adds vLLM's empty block
-        return sequences * -(-length // (_block_size(document, version) or length))
-    return 1 + sequences * -(-length // (_block_size(document, version) or version.block_size))
+    adds_empty = version.settings == "override_neuron_config"
+    block_size = _block_size(document, version) or (length if adds_empty else version.block_size)
+    blocks = int(limits.get("numBlocks", 0)) or (sequences * -(-length // block_size) if length else 0)
+    return blocks + (not adds_empty) if blocks else None
 
 
 def _queue(document: Json, _: Version) -> int | None:
