@@ -15,7 +15,6 @@ from helpers.environments import python_environment
 PINS = Path(__file__).parents[1] / "engines" / "vllm" / "requirements.txt"
 ENVIRONMENT = {
     "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",

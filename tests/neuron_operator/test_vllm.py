@@ -68,6 +68,20 @@ def test_the_document_and_the_arguments_say_the_same() -> None:
     assert f"--tensor-parallel-size={pinned.config['parallelism']['tensor']}" in command
 
 
+def test_on_a_cpu_the_cache_takes_what_a_pod_requests_for_it() -> None:
+    sizes, requests = [], []
+    for sequences in (256, 512):
+        serving = {"maxModelLength": 1024, "maxSequences": sequences, "dtype": "float32"}
+        template = pin(parse(body({**CPU, "serving": serving})), KNOWN, USING, 1).pinned.template
+        found = container_of(template)
+        (size,) = (word for word in found["command"] if word.startswith("--kv-cache-memory-bytes="))
+        sizes.append(int(size.partition("=")[2]))
+        requests.append(int(found["resources"]["requests"]["memory"].removesuffix("Mi")) * 2**20)
+    token = 2 * KNOWN.num_layers * KNOWN.num_kv_heads * KNOWN.head_dim * 4
+    assert sizes[0] == token * (256 * (1024 + 128) + 128)
+    assert abs((requests[1] - requests[0]) - (sizes[1] - sizes[0])) <= 64 * 2**20
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

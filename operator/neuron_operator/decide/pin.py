@@ -29,7 +29,7 @@ from neuron_operator.read.world import FreeDevices, Object, Settings
 from neuron_operator.render.config_document import config_document, ranks_of, sampling_mode
 from neuron_operator.render.objects import child
 from neuron_operator.render.pods import compile_image, launch_of, runtime_image, serving_image, serving_pod_template
-from neuron_operator.render.resources import serving_memory, serving_requests
+from neuron_operator.render.resources import in_host_memory, serving_memory, serving_requests
 from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
 
 MAX_BYTES = 2**53
@@ -163,7 +163,14 @@ def pin(
     config = config_document(model, facts, choice.chosen if choice else None)
     artifacts = compiling.artifacts if compiling else None
     launch = launch_of(
-        model, config, settings, digest=facts.digest, weights=weights, artifacts=artifacts, choice=choice
+        model,
+        config,
+        settings,
+        digest=facts.digest,
+        host=in_host_memory(model, facts, placement.nodes),
+        weights=weights,
+        artifacts=artifacts,
+        choice=choice,
     )
     _refuse(model, launch, facts)
     template = serving_pod_template(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from neuron_operator.api import names
-from neuron_operator.api.engines.engine import Engine, Launch, Probe
+from neuron_operator.api.engines.engine import Engine, HostBytes, Launch, Probe
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import ApiKeySecret, NeuronModel, Toleration
@@ -271,6 +271,7 @@ def launch_of(
     settings: Settings,
     *,
     digest: str,
+    host: HostBytes,
     weights: Place,
     artifacts: Place | None,
     choice: Choice | None,
@@ -284,6 +285,7 @@ def launch_of(
         config,
         (loading(model, weights) + loading_artifact(model, artifacts)).arguments,
         has_api_keys=model.spec.serving.api_key_secret_ref is not None,
+        host=host,
         model_dir="" if engine.is_ours else folder_of(model, weights, digest),
         version=version or next(reversed(engine.versions), ""),
         family=choice.chosen.site.family.name if choice else "",

