@@ -64,7 +64,8 @@ def _by_kind(rendered: dict[str, Any]) -> dict[str, Any]:
         revision = named["ControllerRevision"]
         # The templates of a group are made from that of its revision.
         template = named["Deployment"]["spec"]["template"] if "Deployment" in named else revision["data"]["template"]
-        same = {"template": template, "config": json.loads(named["ConfigMap"]["data"]["config.json"])}
+        files = dict(named["ConfigMap"]["data"])
+        same = {"template": template, "config": json.loads(files.pop("config.json")), "files": files}
         data = {key: "the same" if value == same.get(key) else value for key, value in revision["data"].items()}
         named["ControllerRevision"] = {**revision, "data": data}
     return named

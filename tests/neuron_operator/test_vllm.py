@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from helpers.operator_worlds import FACTS, SETTINGS, body
+from helpers.operator_worlds import FACTS, SETTINGS, body, find, fresh, settle, stepped
 from neuron_operator.api.engines import vllm
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.manifest import parse
@@ -17,6 +17,7 @@ from neuron_operator.api.model import Claim
 from neuron_operator.api.reasons import Reason
 from neuron_operator.decide.pin import pin
 from neuron_operator.read.records import Facts
+from neuron_operator.read.revision import from_object, from_running
 from neuron_operator.read.world import EngineSettings, Object, Place, StorageSettings
 from neuron_operator.render.jobs import fetch_job, resolve_job
 from neuron_operator.render.pods import runtime_image
@@ -150,6 +151,26 @@ def test_an_end_without_a_known_cause_is_explained_by_the_first_error_and_not_th
     log = f"EngineCore failed to start.\n  File x, line 1\n{cause}\nTraceback\nRuntimeError: Worker failed\nWorker died"
     assert vllm.explain(1, log) == (None, cause)
     assert vllm.explain(1, "RuntimeError: Engine core initialization failed. See root cause above.") == (None, "")
+
+
+def test_another_content_of_a_file_needs_another_config_map_and_moves_no_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {**CPU, "model": {"uri": "pvc://models/tiny"}}
+    world, _ = stepped(*settle(fresh(spec=given), USING), USING)
+    (first,) = (found for found in world.children if found["kind"] == "ConfigMap")
+    assert isinstance(vllm.CPU.files, dict)
+    monkeypatch.setitem(vllm.CPU.files, vllm.LOGGING_KEY, "{}")
+    after, _ = settle(world, USING)
+    assert after.children == world.children
+    deployment = find(world.children, "Deployment")
+    rebuilt = from_running(deployment, [first])
+    kept = from_object(find(world.children, "ControllerRevision"))
+    assert rebuilt is not None
+    assert kept is not None
+    assert rebuilt.pinned.files == kept.pinned.files == {vllm.LOGGING_KEY: first["data"][vllm.LOGGING_KEY]}
+    fresh_one, _ = stepped(*settle(fresh(spec=given), USING), USING)
+    (second,) = (found for found in fresh_one.children if found["kind"] == "ConfigMap")
+    assert second["data"][vllm.LOGGING_KEY] == "{}"
+    assert second["metadata"]["name"] != first["metadata"]["name"]
 
 
 def test_what_it_logs_is_configured_by_a_file_beside_the_document() -> None:

@@ -190,8 +190,9 @@ def revision_name(model: str, revision: str) -> str:
     return _derived(model, f"-{revision}")
 
 
-def config_name(model: str, document: object) -> str:
-    return _derived(model, f"-config-{digest(document)}")
+def config_name(model: str, document: object, files: Mapping[str, str]) -> str:
+    """files: what is mounted beside the document."""
+    return _derived(model, f"-config-{digest([document, files] if files else document)}")
 
 
 def group_name(model: str, replica: int, revision: str, attempt: int) -> str:

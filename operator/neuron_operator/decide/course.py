@@ -382,7 +382,7 @@ def _workload(
     """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
     still, served = _with_pods(observed), allowed.revision
     revisions = {served.name: served, **only(observed.revisions, still)}
-    config_maps = (serving.config_map(model, known.pinned.config) for known in revisions.values())
+    config_maps = (serving.config_map(model, known.pinned) for known in revisions.values())
     yield from {name_of(config_map): config_map for config_map in config_maps}.values()
     if served.placement.nodes == 1:
         yield serving.deployment(model, served, allowed.num_pods, pace, nudge.of_deployment(observed).value)
@@ -404,7 +404,7 @@ def _unneeded(model: NeuronModel, observed: Observed, kept: Sequence[Revision]) 
     """Our revisions that nothing needs any more, and their ConfigMaps."""
     needed = {
         "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
-        "ConfigMap": {names.config_name(model.name, known.pinned.config) for known in kept},
+        "ConfigMap": {names.config_name(model.name, known.pinned.config, known.pinned.files) for known in kept},
     }
     for child in observed.children:
         name = name_of(child)

@@ -200,6 +200,7 @@ def pin(
         weights=weights if is_fetched_by_job(model, weights) else None,
         compiling=compiling,
         config=config,
+        files=dict(model.spec.runs.files),
         template=template,
     )
     return Revision(number=number, pinned=pinned)

@@ -66,6 +66,8 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
     """None: replicas need no artifact."""
     config: dict[str, Any]
     """The RuntimeConfig document."""
+    files: dict[str, str] = {}
+    """What the engine has beside it, by name: a later version of the operator may have another content."""
     template: dict[str, Any]
     """The pod template of a replica."""
 
@@ -127,7 +129,7 @@ def shared_annotation(revision: Revision) -> dict[str, str]:
 def beside_template(revision: Revision) -> str:
     """What `from_running` cannot read from the pod template and its ConfigMap. An annotation of the Deployment, not of
     the pod template, so that pods of earlier versions are not replaced."""
-    without = msgspec.structs.replace(revision.pinned, config={}, template={})
+    without = msgspec.structs.replace(revision.pinned, config={}, files={}, template={})
     kept = {key: value for key, value in as_json(without).items() if key not in ("config", "template")}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
@@ -140,9 +142,10 @@ def from_running(deployment: Object, config_maps: Iterable[Object]) -> Revision 
     config_map = next((one for one in config_maps if name_of(one) == mounted), None)
     kept = _parsed_json(text(dig(deployment, "metadata", "annotations"), names.PINNED_ANNOTATION))
     config = _parsed_json(text(config_map, "data", names.CONFIG_KEY))
+    files = {key: content for key, content in (dig(config_map, "data") or {}).items() if key != names.CONFIG_KEY}
     if not isinstance(kept, dict):
         return None
-    return _parsed(1, {**kept, "config": config, "template": template}, deployment)
+    return _parsed(1, {**kept, "config": config, "files": files, "template": template}, deployment)
 
 
 def _parsed(number: int, data: object, annotated: Object) -> Revision | None:

@@ -88,7 +88,7 @@ def serving_pod_template(
     # Of extended resources requests and limits must be equal.
     whole = {"limits": extended, "requests": extended}
     resources = overlaid(requests, as_json(overlay.spec.resources), whole)
-    document = {"configMap": {"name": names.config_name(model.name, launch.document)}}
+    document = {"configMap": {"name": names.config_name(model.name, launch.document, engine.files)}}
     mounts = (
         Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, document, read_only=True),
         *(

@@ -6,14 +6,12 @@ Called by `decide`. All but the last two exist before the first replica and outl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from neuron_operator.api import names
-from neuron_operator.api.engines import ENGINES
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel, remembered
 from neuron_operator.api.reasons import Needed
-from neuron_operator.read.revision import Revision, beside_template, shared_annotation
+from neuron_operator.read.revision import Pinned, Revision, beside_template, shared_annotation
 from neuron_operator.read.world import Object, Settings
 from neuron_operator.render.config_document import to_json
 from neuron_operator.render.objects import child, without_empty
@@ -97,10 +95,10 @@ def network_policy(model: NeuronModel, settings: Settings) -> Object:
     return child(model, "networking.k8s.io/v1", "NetworkPolicy", model.name, spec=spec)
 
 
-def config_map(model: NeuronModel, document: dict[str, Any]) -> Object:
+def config_map(model: NeuronModel, pinned: Pinned) -> Object:
     """Immutable and named by its content, so that a restarted container has the same configuration."""
-    name = names.config_name(model.name, document)
-    data = {names.CONFIG_KEY: to_json(document), **ENGINES[document["backend"]].files}
+    name = names.config_name(model.name, pinned.config, pinned.files)
+    data = {names.CONFIG_KEY: to_json(pinned.config), **pinned.files}
     return child(model, "v1", "ConfigMap", name, immutable=True, data=data)
 
 

@@ -135,7 +135,7 @@ class Engine:
     versions: Sequence[str] = ()
     """Of that image, the one that is assumed last; empty: our own."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """What is mounted beside the document, by name. Another content needs another name: the ConfigMap is immutable."""
+    """What is mounted beside the document, by name."""
     api_key_variable: str = ""
     """The variable with the one key that clients must send; empty: it reads a file of keys."""
     user: int = 0
