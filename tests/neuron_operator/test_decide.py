@@ -543,6 +543,38 @@ def test_a_contest_is_a_condition_and_an_event_and_replicas_that_serve_are_ready
     assert "Contested" not in {one["type"] for one in over.status["conditions"]}  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("kind", "field", "reaches"),
+    [
+        ("Service", "spec.selector.app", False),
+        ("Service", "metadata.labels.team", True),
+        ("NetworkPolicy", "spec.ingress", True),
+    ],
+)
+def test_a_model_whose_service_somebody_else_changes_is_not_available_and_one_event_says_so(
+    kind: str, field: str, reaches: bool
+) -> None:
+    world, _ = settle(with_ready_pods(resolved_world()[0]))
+    undone = Refusal(RefusalCause.UNDONE, kind, "chat", f"{field}: wanted a, but somebody else makes it b")
+    decision = decide(replace(world, refusals=(undone,)), SETTINGS)
+    available, ready = (condition(decision.status, name) for name in ("Available", "Ready"))
+    assert (available["status"], ready["status"]) == (("True", "True") if reaches else ("False", "False"))
+    if not reaches:
+        assert (available["reason"], ready["reason"]) == ("Contested", "Contested")
+        assert available["message"].startswith("requests may not reach the replicas: Service chat: spec.selector.app")
+    assert condition(decision.status, "UpToDate")["status"] == "True"
+    assert condition(decision.status, "Contested")["status"] == "True"
+    assert [(told.type, told.reason) for told in decision.announcements] == [("Warning", "Contested")]
+
+
+def test_an_edit_that_waits_for_a_step_says_so_while_the_service_is_contested() -> None:
+    world = with_ready_pods(resolved_world()[0])
+    world = replace(world, body={**world.body, "spec": {**world.body["spec"], "model": {"uri": "hf://acme/other"}}})
+    undone = Refusal(RefusalCause.UNDONE, "Service", "chat", "spec.type: wanted a")
+    shown = condition(decide(replace(world, refusals=(undone,)), SETTINGS).status, "UpToDate")
+    assert shown["reason"] == "Resolving"
+
+
 @pytest.mark.parametrize(("state", "reason"), [({"running": {}}, "Contested"), (PULLING, "ImagePull")])
 def test_a_contest_is_the_reason_of_what_time_alone_would_bring(state: Object, reason: str) -> None:
     world, _ = resolved_world()

@@ -137,9 +137,9 @@ def test_a_refused_write_blames_no_pod() -> None:
 
 def test_what_somebody_else_undoes_is_told_of_a_ready_model_too() -> None:
     serving = with_pods(*(lambda d, n=n: serving_pod(d, f"chat-{n}", ready=True) for n in range(2)))
-    text = told(replace(serving, refusals=(Refusal(RefusalCause.UNDONE, "Service", "chat", "spec.x: wanted 1"),)))
+    text = told(replace(serving, refusals=(Refusal(RefusalCause.UNDONE, "Deployment", "chat", "spec.x: wanted 1"),)))
     assert text.startswith("NeuronModel team/chat: ready\n")
-    assert re.search(r"\n  Contested +True +Contested\n  since .*: somebody else undoes .* Service chat: spec.x", text)
+    assert re.search(r"\n  Contested +True +Contested\n  since .*: somebody else undoes .* chat: spec.x", text)
 
 
 def test_a_ready_model_leads_to_a_chat() -> None:

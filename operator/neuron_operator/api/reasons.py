@@ -121,11 +121,12 @@ class Reason(StrEnum):
         "Contested",
         "Somebody else undoes what the operator writes: a policy that changes images or tolerations, an autoscaler of "
         "the Deployment. The message has object, field, wanted and found. Replicas serve on: `Ready` is false only if "
-        "something else is not true, and has this reason if that would otherwise be progress",
+        "something else is not true, and has this reason if that would otherwise be progress. As `Available`: the "
+        "object is the Service, so requests may not reach the replicas",
         "Set the field in the manifest or in the chart's values to what the policy makes it, exempt the object, or "
         "scale the NeuronModel instead of its Deployment. After five writes the operator writes again after half a "
         "minute, at last every ten minutes",
-        conditions=("Contested",),
+        conditions=("Available", "Contested"),
     )
     STORAGE_NOT_CONFIGURED = Row(
         "StorageNotConfigured",

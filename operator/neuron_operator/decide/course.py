@@ -504,11 +504,14 @@ def _runs_only(observed: Observed, revision_name: str) -> bool:
 
 def _explain_waiting(course: Course, served: Revision) -> tuple[Finding, ...]:
     """An edit waits for a step: the reason is that of the step, unless that is about `UpToDate` itself."""
-    waits = next((f for f in course.findings if f.status == "False" and f.condition != "Accepted"), None)
+    waits = next((f for f in course.findings if f.status == "False" and f.condition not in _OF_NO_STEP), None)
     if waits is None or waits.condition == "UpToDate":
         return ()
     text = f"revision {served.name} serves until {waits.condition} is true: {waits.message}"
     return (replace(waits, condition="UpToDate", message=text),)
+
+
+_OF_NO_STEP = ("Accepted", "Available")
 
 
 def _status(observed: Observed, course: Course, findings: Sequence[Finding], page: str, *, is_held: bool) -> Object:

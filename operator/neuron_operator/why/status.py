@@ -53,12 +53,14 @@ def facts_of(facts: Facts) -> ModelFacts:
 
 
 def announcements(model: ModelView, findings: Sequence[Finding]) -> tuple[Announcement, ...]:
-    """An Event if Ready or its reason changed, and one if Contested is new."""
+    """An Event if Ready or its reason changed, and one if Contested is new and not the reason of Ready."""
     told = []
+    is_of_ready = any((one.condition, one.reason) == ("Ready", Reason.CONTESTED) for one in findings)
+    telling = ("Ready",) if is_of_ready else ("Ready", "Contested")
     for finding in findings:
         before = model.conditions.get(finding.condition)
         is_new = before is None or (before.status, before.reason) != (finding.status, finding.reason)
-        if is_new and finding.condition in ("Ready", "Contested"):
+        if is_new and finding.condition in telling:
             is_trouble = (finding.condition, finding.status) != ("Ready", "True") and not finding.row.passing
             kind: Literal["Warning", "Normal"] = "Warning" if is_trouble else "Normal"
             told.append(Announcement(kind, str(finding.reason), printable(finding.message)))
