@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +34,7 @@ from helpers.operator_worlds import settle as at_rest
 from neuron_operator.api import names
 from neuron_operator.api.reasons import Need, Trial
 from neuron_operator.decide.course import decide
+from neuron_operator.read.views import observe
 from neuron_operator.read.world import Decision, FreeDevices, NodeDevices, Object, World
 
 DEVICES = SPEC["accelerator"]["devices"]
@@ -563,3 +565,32 @@ def test_a_rollout_fails_at_once_if_its_pod_ended_twice_for_a_reason_that_no_res
     if fails:
         message = condition(world.body["status"], "UpToDate")["message"]
         assert "chat template: unexpected end; it is not tried again until the spec changes" in message
+
+
+# A revision of a newer operator, after a downgrade
+
+
+def of_unknown_engine(world: World) -> World:
+    """What runs was pinned for an engine that this version does not know."""
+
+    def renamed(obj: Object) -> Object:
+        data = msgspec.json.encode(obj.get("data")).replace(b"torch", b"newer")
+        return {**obj, "data": msgspec.json.decode(data)} if "data" in obj else obj
+
+    return replace(world, children=tuple(map(renamed, world.children)))
+
+
+def test_a_revision_whose_engine_only_a_newer_operator_knows_serves_on_until_an_edit_retires_it() -> None:
+    world = of_unknown_engine(serving_world())
+    assert {known.pinned.config["backend"] for known in observe(world).revisions.values()} == {"newer"}
+    refused = edited(world, engine={"backend": "newer"})
+    crashed = serving_pod(find(world.children, "Deployment"), "chat-0", last=ended(1, "boom"), restarts=3)
+    decision = decide(replace(refused, pods=(crashed, *world.pods[1:])), SETTINGS)
+    assert condition(decision.status, "Accepted")["message"].startswith("spec.engine.backend: must be one of")
+    shown = condition(decision.status, "Available")
+    assert (shown["status"], "pod chat-0 ended with exit code 1" in shown["message"]) == ("True", True)
+    assert (decision.desired, decision.delete) == ((), ())
+    begun, decision = settle(edited(refused, engine={"backend": "simulated"}))
+    assert condition(decision.status, "UpToDate")["reason"] == "RollingOut"
+    kept = [str(obj["data"]) for obj in begun.children if obj["kind"] == "ConfigMap"]
+    assert any("newer" in data for data in kept), "a pod of the earlier revision may start again until it is replaced"

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from neuron_operator.api import names
-from neuron_operator.api.engines import ENGINES, Engine
+from neuron_operator.api.engines import ASSUMED, ENGINES, Engine
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model_status import Plan
 from neuron_operator.read.objects import dig, items, name_of, text, whole
@@ -92,8 +92,8 @@ class Revision(Struct, frozen=True, kw_only=True):
 
     @property
     def engine(self) -> Engine:
-        """What the operator knows of its backend."""
-        return ENGINES[str(self.pinned.config.get("backend"))]
+        """What the operator knows of its backend. Of one that only a newer operator knows, it assumes our runtime."""
+        return ENGINES.get(str(self.pinned.config.get("backend")), ASSUMED)
 
     @property
     def image(self) -> str:

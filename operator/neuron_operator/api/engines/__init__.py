@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from neuron_operator.api.engines import own, vllm
 from neuron_operator.api.engines.engine import Engine
 
-__all__ = ["DEFAULTS", "ENGINES", "SETTINGS", "Engine"]
+__all__ = ["ASSUMED", "DEFAULTS", "ENGINES", "SETTINGS", "Engine"]
 
 ENGINES: Mapping[str, Engine] = {
     "nxdi": own.NXDI,
@@ -15,6 +15,8 @@ ENGINES: Mapping[str, Engine] = {
     "torch": own.TORCH,
     "simulated": own.SIMULATED,
 }
+ASSUMED = own.TORCH
+"""Of what runs an engine that is not among them, after a downgrade."""
 DEFAULTS: Mapping[str, str] = {"Neuron": "nxdi", "CPU": "torch"}
 """By `accelerator.type`."""
 SETTINGS: Mapping[str, Engine] = {
