@@ -137,6 +137,23 @@ def test_an_object_keeps_to_keywords_that_can_be_written_otherwise(
     assert [text for text in wrong if accepts(guides, form, tokenizer, text)] == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        ({"type": "string", "minLength": 2.0, "maxLength": 3.0}, ['"ab"', '"abc"'], ['"a"', '"abcd"']),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ['"éé"', '"東京都"', '"😀😀"'], ['"é"', '"東"', '"😀"']),
+        ({"type": "string", "maxLength": 2}, ['"東京"', '"😀😀"'], ['"東京都"', '"😀😀😀"']),
+        ({"type": "array", "minItems": 1.0, "maxItems": 2.0}, ["[1]", "[1, 2]"], ["[]", "[1, 2, 3]"]),
+    ],
+)
+def test_lengths_are_counted_in_characters_and_may_be_written_as_any_whole_number(
+    guides: GrammarGuides, tokenizer: Tokenizer, fields: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    form = schema(**fields)
+    assert [text for text in right if not accepts(guides, form, tokenizer, text)] == []
+    assert [text for text in wrong if accepts(guides, form, tokenizer, text)] == []
+
+
 @pytest.mark.parametrize("name", ["password", "uuid4", "uri-reference", "regex", "binary"])
 def test_a_format_that_only_describes_a_text_allows_any(guides: GrammarGuides, tokenizer: Tokenizer, name: str) -> None:
     form = schema(type="array", items={"type": "string", "format": name, "pattern": "^a"}, uniqueItems=False)
@@ -297,6 +314,7 @@ def refusal(guides: GrammarGuides, form: Form) -> InvalidRequest:
         (schema(type="strange"), "strange"),
         (schema(**{"$defs": {"a": {}, "b/c": {"uniqueItems": True}}, "$ref": "#/$defs/b~1c"}), "#/$defs/b~1c: Unimpl"),
         (schema(type="array", uniqueItems=0), "uniqueItems"),
+        (schema(items={"minLength": 5000.0}), "minLength: 5000 is more than 4096, which no answer would reach"),
         (schema(items={"minLength": 4097}), "minLength: 4097 is more than 4096, which no answer would reach"),
         (schema(type="object", properties={}, propertyNames={"enum": ["a"]}), "propertyNames"),
         (schema(**{"$ref": "#"}), "no text fits it"),

@@ -13,7 +13,9 @@ Schema = dict[str, Any] | bool
 KNOWN_FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """The formats of the library; it refuses others, which are annotations to JSON Schema."""
 MAX_COUNTED = 4096
-"""Characters that a text of a schema may have to have: the automaton has a state for each byte that it counts."""
+"""Characters that a text of a schema may have to have. The automaton has a state for each byte of those it counts."""
+_COUNTS = frozenset(f"{bound}{of}" for bound in ("min", "max") for of in ("Items", "Length", "Properties"))
+"""Whole numbers, which JSON Schema may have as 2.0 and the library refuses so."""
 _EMPTY: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedItems": (True, {}),
@@ -52,6 +54,8 @@ def readable(schema: Any) -> Any:
 
 
 def _below(key: str, value: Any) -> Any:
+    if key in _COUNTS and isinstance(value, float) and value.is_integer():
+        return int(value)
     if key in _OF_SCHEMAS and isinstance(value, dict):
         return {name: readable(one) for name, one in value.items()}
     if key in _OF_LIST and isinstance(value, list):
