@@ -6,7 +6,7 @@ torch, no I/O, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import pairwise
@@ -259,6 +259,14 @@ class Late(msgspec.Struct, frozen=True, gc=False):
     num_positions: int = 1
     """Masks per row: one for the next token, then one for each draft token before it is known to be right. A row
     produces at most so many tokens."""
+
+    def allows(self, at: int, token_ids: Sequence[int]) -> bool:
+        """Whether row `rows[at]` may produce these tokens."""
+        size = len(self.masks) // (len(self.rows) * self.num_positions)
+        return len(token_ids) <= self.num_positions and all(
+            token // 8 < size and self.masks[place * size + token // 8] >> token % 8 & 1
+            for place, token in enumerate(token_ids, at * self.num_positions)
+        )
 
     def of_rows(self, rows: Iterable[int]) -> dict[int, memoryview]:
         """By index in `rows`, those of them that have masks; each with its own masks, one behind the other."""

@@ -522,6 +522,37 @@ def test_a_request_whose_guide_fails_is_cut_and_others_go_on(limits: BackendLimi
         assert tuple(tokens[one.request_id]) == alone(one, even_only)[0]
 
 
+class UnmaskedBackend(RecordingBackend):
+    """Samples each step after the first few without the masks."""
+
+    def sample(self, step: int, late: Late | None) -> None:
+        super().sample(step, late if step < 4 else None)
+
+
+@pytest.mark.parametrize("limits", [DEVICE, HOST])
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_answer_with_a_token_that_no_mask_allowed_ends_as_an_error_and_others_go_on(
+    limits: BackendLimits, ends: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether that token would end the answer or not."""
+    form, free = request("even", 5, 12), request("free", 5, 30)
+    if ends:
+        odd = frozenset(range(1, VOCABULARY_SIZE, 2))
+        form = replace(form, sampling=replace(form.sampling, stop_token_ids=odd))
+    engine = Engine(UnmaskedBackend(limits), guides=RuleGuides(even_only, VOCABULARY_SIZE))
+    engine.add(form)
+    engine.add(free)
+    events = [event for _ in range(60) for event in engine.step()]
+    ended = {event.request_id: event.finish_reason for event in events if event.finish_reason}
+    assert ended == {"even": FinishReason.ERROR, "free": FinishReason.LENGTH}
+    tokens = {name: [t for event in events if event.request_id == name for t in event.token_ids] for name in ended}
+    assert tokens["even"]
+    assert not any(token % 2 for token in tokens["even"])
+    assert tuple(tokens["free"]) == alone(free)[0]
+    assert not engine.has_work
+    assert capsys.readouterr().err.count("broke the form of even") == 1
+
+
 def test_an_abort_of_a_waiting_request_leaves_room_in_the_queue() -> None:
     engine = Engine(RecordingBackend(NEURON), max_queued_tokens=10)
     for name in "abc":

@@ -189,3 +189,23 @@ async def test_a_mark_that_the_tokenizer_hides_is_left_to_the_model(
         answer = await ask(served)
         assert answer.status_code == 200, answer.text
         assert served.engine.engine._guides._grammars == {}  # type: ignore[attr-defined]
+
+
+async def test_an_answer_that_the_backend_takes_out_of_its_form_is_an_error_in_each_api(
+    served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strict_backend, "next_token", lambda *_, **__: 77)
+    (choice,) = (await ask(served, response_format={"type": "json_object"})).json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("error", "")
+    tool = {"type": "function", **FUNCTION}
+    forced = {"messages": None, "input": "Rain?", "tools": [tool], "tool_choice": "required", "store": False}
+    response = await ask(served, "/v1/responses", **forced)
+    assert (response.status_code, "did not keep to the form" in response.text) == (503, True)
+    stream = (await ask(served, "/v1/responses", **forced, stream=True)).text
+    assert ("event: response.failed" in stream, "event: response.completed" in stream) == (True, False)
+    tool = {"name": "weather", "input_schema": PARAMETERS}
+    fields = {"model": "alias", "max_tokens": 200, "tools": [tool], "tool_choice": {"type": "any"}}
+    message = await ask(served, "/v1/messages", **fields)
+    assert (message.status_code, message.json()["type"]) == (529, "error")
+    stream = (await ask(served, "/v1/messages", **fields, stream=True)).text
+    assert ("event: error" in stream, "event: message_stop" in stream) == (True, False)

@@ -16,6 +16,8 @@ import msgspec
 
 from neuron_runtime.apis.generation import Generation, Piece
 from neuron_runtime.apis.logprobs import Located
+from neuron_runtime.core import FinishReason
+from neuron_runtime.errors import BackendFailed
 from neuron_runtime.text.tool_calls import CallPiece, whole_calls
 
 SectionKind = Literal["reasoning", "text", "call"]
@@ -84,13 +86,20 @@ class SectionWriter(ABC):
         return b"".join(out)
 
     def end(self) -> bytes:
+        self._check()
         return b"".join((*self._close(), self.ended()))
 
     def whole(self, answers: Sequence[Piece]) -> bytes:
+        self._check()
         (answer,) = answers
         answer.calls = whole_calls(answer.calls)
         self.pieces([answer])
         return msgspec.json.encode(self.answer())
+
+    def _check(self) -> None:
+        """Raises BackendFailed: these APIs have an error in place of a reason why such an answer ended."""
+        if self.generation.choices[0].finish_reason is FinishReason.ERROR:
+            raise BackendFailed("the model did not keep to the form of the answer: its backend is broken")
 
     def _events(self, piece: Piece) -> Iterator[bytes]:
         if piece.details is not None:

@@ -16,6 +16,7 @@ from operator import add
 from msgspec.structs import replace
 
 from neuron_runtime.backend_protocol import Backend
+from neuron_runtime.console import say
 from neuron_runtime.core import (
     BackendLimits,
     Batch,
@@ -65,6 +66,8 @@ class Engine:
         self._guides = guides
         self._guide_of: dict[str, Guide] = {}
         """Guides of live requests that have a form."""
+        self._masked: Late | None = None
+        """The masks of the step sampled last, until it is applied."""
         self._preparing: dict[str, tuple[Request, futures.Future[Guide]]] = {}
         """Requests whose guides are not ready; they hold no row and are not in the scheduler."""
         self._refused: list[tuple[str, InvalidRequest]] = []
@@ -241,15 +244,21 @@ class Engine:
         self._in_flight.append(batch)
 
     def _apply(self, batch: Batch, output: StepOutput) -> list[TokenEvent]:
+        broken = self._broken_by(output)
         events = self._scheduler.apply(output)
         ended = []
         for at, event in enumerate(events):
             if event.first:
                 first = replace(event.first, queue_seconds=self._queue_seconds.pop(event.request_id))
                 events[at] = replace(event, first=first)
+            if event.request_id in broken:
+                say(f"the backend broke the form of {event.request_id}: no mask allows {broken[event.request_id]}")
+                events[at] = replace(events[at], token_ids=(), logprobs=(), finish_reason=FinishReason.ERROR)
             if event.finish_reason:
                 self._guide_of.pop(event.request_id, None)
                 ended.append(event.request_id)
+            elif event.request_id in broken:
+                self.abort(event.request_id)
             elif self._guide_of and (guide := self._guide_of.get(event.request_id)) is not None:
                 guide.advance(event.token_ids)
         self._measure(batch.kind)
@@ -269,6 +278,18 @@ class Engine:
             graphs=output.graphs,
         )
         return events
+
+    def _broken_by(self, output: StepOutput) -> dict[str, tuple[int, ...]]:
+        """Of the oldest step, requests with the tokens that no mask allowed: the backend sampled without it."""
+        late, self._masked = self._masked, None
+        if late is None:
+            return {}
+        sequences = self._scheduler.scheduled[0].sequences
+        return {
+            sequences[row].request.request_id: output.token_ids[row]
+            for at, row in enumerate(late.rows)
+            if sequences[row].phase is not Phase.FINISHED and not late.allows(at, output.token_ids[row])
+        }
 
     def _measure(self, kind: StepKind) -> None:
         """Measure the time since the end of the previous step."""
@@ -304,7 +325,8 @@ class Engine:
         failed = [guided[at][0] for at in masks.failed]
         began = self._clock()
         rows = tuple(row for row, _ in guided)
-        self._backend.sample(batch.step, Late(rows, masks.bits) if rows else None)
+        self._masked = Late(rows, masks.bits) if rows else None
+        self._backend.sample(batch.step, self._masked)
         self._stats.backend_seconds_total += self._clock() - began
         for row in failed:
             name = self._scheduler.scheduled[-1].sequences[row].request.request_id
