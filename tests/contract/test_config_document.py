@@ -164,8 +164,8 @@ def test_the_operator_refuses_what_transformers_neuronx_lacks_before_the_runtime
 
 
 def test_the_operator_knows_on_which_devices_a_backend_runs_and_where_it_samples() -> None:
-    assert ENGINES["optimum"].families == tuple(COMPILE_TARGETS)
-    assert ENGINES["transformers-neuronx"].families == transformers_neuronx.PLATFORMS
+    assert ENGINES["optimum"].devices("", (), {}).families == tuple(COMPILE_TARGETS)
+    assert ENGINES["transformers-neuronx"].devices("", (), {}).families == transformers_neuronx.PLATFORMS
     # Qwen and Mixtral on the host, others on the device.
     assert not operator.sampling_mode(parse(body({**SPEC, "engine": {"backend": "optimum"}})))
 

@@ -30,6 +30,7 @@ from neuron_operator.read.records import Facts
 from neuron_operator.read.world import (
     DEVICE_MODES,
     DeviceMode,
+    EngineSettings,
     FreeDevices,
     GroupSettings,
     NodeDevices,
@@ -57,11 +58,17 @@ def chosen(
     mode: DeviceMode = "PluginWithExtension",
     max_nodes: int = 1,
     families: Mapping[str, str] | None = None,
+    version: str = "",
     **spec: Any,
 ) -> Choice:
     groups = GroupSettings(max_nodes=max_nodes)
     using = replace(
-        SETTINGS, device_mode=mode, provisionable=Provisionable(types), groups=groups, device_families=families or {}
+        SETTINGS,
+        device_mode=mode,
+        provisionable=Provisionable(types),
+        groups=groups,
+        device_families=families or {},
+        engines={"vllm": EngineSettings("i", version)},
     )
     return choose(parse(body({"model": {"uri": "hf://acme/tiny"}, **spec})), facts, using, FreeDevices(nodes))
 
@@ -197,6 +204,67 @@ def test_a_model_is_placed_on_devices_that_its_engine_runs_on() -> None:
     assert chosen(LLAMA, (), small, engine={"backend": "optimum"}).chosen.site.name == "trn2.3xlarge"
     model = parse(body({"model": {"uri": "hf://acme/tiny"}, "engine": engine}))
     assert not is_stranded(model, SETTINGS, Held("inf2.8xlarge", "inf2", 1), FreeDevices((small,)))
+
+
+def by_vllm(*args: str, **env: str) -> dict[str, Any]:
+    variables = [{"name": name, "value": value} for name, value in env.items()]
+    return {"backend": "vllm", "args": list(args), "env": variables}
+
+
+LONG = {"maxModelLength": 32768, "maxSequences": 8}
+SHARE, LEAST = "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION", "VLLM_NEURON_MIN_KV_BUDGET_GIB"
+
+
+@pytest.mark.parametrize("version", ["0.24", "0.29"])
+def test_an_engine_that_caps_its_cache_is_given_more_cores_unless_the_manifest_raises_the_cap(version: str) -> None:
+    types = ("trn2.3xlarge", "trn2.48xlarge")
+    assert outcome(chosen(LLAMA, types, serving=LONG))[:3] == (1, "trn2.3xlarge", 4)
+    capped = chosen(LLAMA, types, version=version, serving=LONG, engine=by_vllm())
+    assert outcome(capped)[:3] == (4, "trn2.48xlarge", 16)
+    (small,) = (one for one in capped.others if one.site.name == "trn2.3xlarge")
+    assert "the engine would leave 7.0 GB to the cache" in small.problem
+    assert "8.6 GB are needed" in small.problem
+    raised = chosen(LLAMA, types, version=version, serving=LONG, engine=by_vllm(**{SHARE: "0.5"}))
+    assert outcome(raised)[:3] == (1, "trn2.3xlarge", 4)
+    assert "the engine leaves 11.6 GB to the cache" in raised.arithmetic
+    half = chosen(LLAMA, types, version=version, serving=LONG, engine=by_vllm("--kv-cache-dtype=fp8"))
+    assert outcome(half)[:3] == (1, "trn2.3xlarge", 4)
+
+
+def test_the_budget_of_the_cache_is_what_weights_leave_of_the_share_that_the_manifest_sets() -> None:
+    short = {"maxModelLength": 2048, "maxSequences": 1}
+    for args in (["--gpu-memory-utilization=0.19"], ["--gpu_memory_utilization", "0.19"]):
+        with pytest.raises(Unplaceable, match=r"leave 0.9 GB to the cache, beside weights of 4.0 GB, and 1.1 GB are"):
+            chosen(LLAMA, ("trn2.3xlarge",), serving=short, engine=by_vllm(*args))
+        less = by_vllm(*args, **{LEAST: "0.5"})
+        assert chosen(LLAMA, ("trn2.3xlarge",), serving=short, engine=less).chosen.fits
+
+
+def test_the_plan_of_an_engine_with_blocks_pins_their_number() -> None:
+    load = chosen(LLAMA, ("trn2.3xlarge",), engine=by_vllm()).chosen.load
+    assert (load.block_size, load.num_blocks, load.longest_prefill) == (32, 16 * 128, 2048)
+    assert load.num_graphs == 1 + 5, "prompts, and decoding of 1, 2, 4, 8 and 16 sequences"
+    wished = {"contextBuckets": [512], "tokenGenerationBuckets": [1024, 2048], "maxSequences": 3}
+    assert chosen(LLAMA, ("trn2.3xlarge",), engine=by_vllm(), serving=wished).chosen.load.num_graphs == 1 + 3 * 3
+
+
+def test_only_degrees_that_the_engine_takes_are_planned() -> None:
+    facts = msgspec.structs.replace(LLAMA, num_heads=24, intermediate_size=12288)
+    accelerator = {"devices": 6}
+    assert outcome(chosen(facts, ("inf2.48xlarge",), accelerator=accelerator))[2] == 12
+    vllm = {"accelerator": accelerator, "engine": by_vllm(), "version": "0.16"}
+    assert outcome(chosen(facts, ("inf2.48xlarge",), **vllm))[2] == 8
+    with pytest.raises(InvalidSpec, match=r"5 does not divide the 24 attention heads; choose one of 1, 2, 4, 8$"):
+        chosen(facts, ("inf2.48xlarge",), **vllm, parallelism={"tensor": 5})
+
+
+@pytest.mark.parametrize(("version", "site"), [("0.16", "inf2.8xlarge"), ("0.29", "trn2.3xlarge")])
+def test_the_version_of_an_engine_decides_on_which_devices_it_runs(version: str, site: str) -> None:
+    types = ("inf2.8xlarge", "trn2.3xlarge")
+    assert outcome(chosen(LLAMA, types, version=version, engine=by_vllm()))[1] == site
+    if version == "0.29":
+        with pytest.raises(Unplaceable, match=r"vllm runs on trn2, trn3, not on inf2"):
+            chosen(LLAMA, types[:1], version=version, engine=by_vllm())
 
 
 def test_an_administrator_can_name_the_family_of_any_type() -> None:

@@ -16,8 +16,10 @@ from cluster.rig.needs import NotPossibleHere
 from helpers import vllm_cpu
 from neuron_operator.api.engines.engine import Served
 from neuron_operator.api.engines.vllm_flags import (
+    CACHE_SHARE_VARIABLE,
     FLAGS,
     FORBIDDEN,
+    LEAST_CACHE_VARIABLE,
     LOG_REASONS,
     SEGMENTS,
     SET_BY_FIELDS,
@@ -86,6 +88,7 @@ EXPECTED = {
         "--tensor-parallel-size=8 --enable-prefix-caching --shutdown-timeout=330 "
         '--additional-config={"neuron_config":{"enable_structured_outputs":true,"kv_segment_size_buckets":[2048],'
         '"num_batched_tokens_buckets":[2048],"on_device_sampling_config":{"all_greedy":false}}} '
+        "--gpu-memory-utilization=0.9 "
         "--host=:: --allowed-origins=[] --disable-access-log-for-endpoints=/health,/metrics,/v1/models"
     ),
     "cpu": (
@@ -174,7 +177,7 @@ def test_vllm_has_one_block_more_than_sequences_use(version: str) -> None:
 def test_on_a_cpu_the_cache_has_a_size_unless_the_manifest_gives_a_share_of_memory() -> None:
     size = "--kv-cache-memory-bytes=500"
     assert size in serve(document(parallelism={"tensor": 2}), "cpu", cache_bytes=1000).command
-    assert not [word for word in serve(document(), "0.29", cache_bytes=1000).command if "memory" in word]
+    assert not [word for word in serve(document(), "0.29", cache_bytes=1000).command if "cache-memory" in word]
     share = ("--gpu-memory-util=0.4",)
     assert [word for word in serve(document(), "cpu", cache_bytes=1, args=share).command if "memory" in word] == [
         *share
@@ -334,9 +337,22 @@ def test_what_a_version_lacks_is_refused_there_by_name(one: Any) -> None:
 
 def test_variables_that_would_undo_a_choice_are_refused() -> None:
     names = ("MY_OWN", "VLLM_LOGGING_LEVEL", "VLLM_API_KEY", "NEURON_LIBTORCH_REMOTE_CACHE")
-    assert "NEURON_LIBTORCH_REMOTE_CACHE" in refused(document(), "0.29", env=names[3:])["engine.env"]
-    assert refused(document(), "0.24", env=names[3:]) == {}
-    assert "serving.apiKeySecretRef" in refused(document(), "cpu", env=names[:3])["engine.env"]
+    assert (
+        "NEURON_LIBTORCH_REMOTE_CACHE" in refused(document(), "0.29", env=dict.fromkeys(names[3:], "x"))["engine.env"]
+    )
+    assert refused(document(), "0.24", env=dict.fromkeys(names[3:], "x")) == {}
+    assert "serving.apiKeySecretRef" in refused(document(), "cpu", env=dict.fromkeys(names[:3], "x"))["engine.env"]
+
+
+@pytest.mark.parametrize("version", LITE)
+def test_numbers_that_devices_are_planned_with_are_checked(version: str) -> None:
+    for bad in ("0", "1.5", "nan", "much", ""):
+        for args in ((f"--gpu-memory-utilization={bad}",), ("--gpu-memory-util", bad)):
+            assert "above 0" in refused(document(), version, args=args)["engine.args"]
+        assert "above 0" in refused(document(), version, env={CACHE_SHARE_VARIABLE: bad})["engine.env"]
+    assert "GiB" in refused(document(), version, env={LEAST_CACHE_VARIABLE: "-1"})["engine.env"]
+    good = {CACHE_SHARE_VARIABLE: "0.5", LEAST_CACHE_VARIABLE: "0"}
+    assert refused(document(), version, args=("--gpu-memory-utilization", ".92"), env=good) == {}
 
 
 @pytest.mark.parametrize("version", ON_DEVICES)

@@ -372,6 +372,11 @@ class Engine(SpecPart, frozen=True):
         "When a node pulls the image; by default the chart's `image.pullPolicy`.",
     ] = None
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """Values of `env` by name; of one that comes from elsewhere, an empty text."""
+        return {one.name: one.value or "" for one in self.env}
+
 
 class Claim(SpecPart, frozen=True):
     """A PersistentVolumeClaim in the same namespace, which the pods of several nodes can mount."""
@@ -648,6 +653,11 @@ class Spec(SpecPart, frozen=True):
         """What the operator knows of the backend."""
         row = engines.ENGINES[self.backend]
         return row.on_host if row.on_host and self.accelerator.type == "CPU" else row
+
+    @property
+    def engine_setting(self) -> str:
+        """Key of the installation's settings for the engine."""
+        return self.runs.setting or self.backend
 
     @property
     def is_compiled(self) -> bool:

@@ -221,8 +221,7 @@ def _check_parallelism(model: NeuronModel) -> None:
 
 def _refuse(model: NeuronModel, launch: Launch, facts: Facts) -> None:
     """Raises InvalidSpec for what the engine itself would refuse or ignore."""
-    variables = [one.name for one in model.spec.engine.env]
-    found = model.spec.runs.refusals(launch, facts.architecture, variables)
+    found = model.spec.runs.refusals(launch, facts.architecture, model.spec.engine.variables)
     refused = [InvalidSpec(f"spec.{path}", cure, Reason.FIELD_NOT_SUPPORTED) for path, cure in found]
     if refused:
         raise refused[0] if len(refused) == 1 else Refusals(refused)

@@ -196,7 +196,7 @@ def report(pinned: Revision, choice: Choice | None) -> Iterator[str]:
         return
     best, second = choice.chosen, choice.runner_up
     yield ""
-    yield from _table(best)
+    yield from _table(best, is_ours=pinned.engine.is_ours)
     yield ""
     rows = {
         "cheapest": f"{best.words}, {_costs(best)}",
@@ -209,11 +209,11 @@ def report(pinned: Revision, choice: Choice | None) -> Iterator[str]:
         yield from _aligned({f"  {option.words}": option.problem for option in choice.others})
 
 
-def _table(option: Option) -> Iterator[str]:
+def _table(option: Option, *, is_ours: bool) -> Iterator[str]:
     memory, load, facts = option.memory, option.load, option.memory.parts
     notes = {
-        "cache": load.words,
-        "graphs": f"at most {load.num_graphs}: see neuron-runtime plan-buckets",
+        "cache": load.words + (f", of at most {gb(most)}" if (most := memory.cache_limit) is not None else ""),
+        "graphs": f"at most {load.num_graphs}{': see neuron-runtime plan-buckets' if is_ours else ''}",
         "weights": f"a share of {option.tensor}",
     }
     of_all = f"{option.tensor} of {option.cores}" if option.tensor < option.cores else f"{option.tensor}"
@@ -223,7 +223,8 @@ def _table(option: Option) -> Iterator[str]:
     has = f" of {gb(option.site.host_memory)}" if option.site.host_memory else ""
     why = "requested" if option.host.is_requested else "while loading"
     yield f"  {'host':<12}{gb(option.host.memory):>10}  {why}{has}"
-    yield f"  {'Neuron SDK':<12}{option.site.family.last_sdk:>10}  or older"
+    if is_ours:
+        yield f"  {'Neuron SDK':<12}{option.site.family.last_sdk:>10}  or older"
 
 
 def _costs(option: Option) -> str:

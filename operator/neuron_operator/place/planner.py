@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import structs
 
 from neuron_operator.api import names
+from neuron_operator.api.engines.engine import CacheBudget, DeviceRules
 from neuron_operator.api.errors import InvalidSpec, Unplaceable
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import Accelerator, NeuronModel, Parallelism
@@ -125,6 +126,8 @@ class Wishes:
     widths: Widths
     longest: int
     """The model's length."""
+    budget: CacheBudget | None = None
+    """Of an engine that shares out memory by rules of its own."""
 
     @property
     def least(self) -> tuple[tuple[int, int], ...]:
@@ -133,14 +136,16 @@ class Wishes:
         return tuple(dict.fromkeys(shapes))
 
     def load(self, length: int, sequences: int, logical_core: int) -> Load:
-        prefill, block_size, num_blocks = length, 0, 0
-        if self.uses_blocks:
-            block_size = self.block_size or min(BLOCK_SIZE, length)
-            length = length if self.length else max(1, length // block_size) * block_size
+        prefill, block_size, num_blocks, budget = length, 0, 0, self.budget
+        if self.uses_blocks or budget:
+            block_size = self.block_size or (budget.block_size if budget else min(BLOCK_SIZE, length))
+            length = length if self.length or budget else max(1, length // block_size) * block_size
             num_blocks = self.num_blocks or sequences * -(-length // block_size)
             shares = self.shares_prefixes if self.shares_prefixes is not None else logical_core > 1
             segments = self.chunks_prefill if self.chunks_prefill is not None else logical_core > 1 or shares
             prefill = sizing.longest_segment(length, logical_core) if segments else length
+        if budget:
+            prefill = length if self.chunks_prefill is False else min(length, sizing.SEGMENT_TOKENS)
         return Load(
             length=length,
             sequences=sequences,
@@ -149,6 +154,7 @@ class Wishes:
             longest_prefill=max(self.context_buckets, default=prefill),
             context_buckets=len(self.context_buckets),
             token_buckets=len({*self.token_buckets, length}) if self.token_buckets else 0,
+            decode_sizes=(sequences - 1).bit_length() + 1 if budget else 0,
         )
 
     def loads(self, least: tuple[int, int], logical_core: int) -> Iterator[Load]:
@@ -220,8 +226,15 @@ class Option:
     @property
     def problem(self) -> str:
         """Why it does not fit; empty: it does."""
-        if not self.memory.fits:
-            used = f"{self.tensor} of {self.cores}" if self.tensor < self.cores else f"{self.tensor}"
+        memory = self.memory
+        used = f"{self.tensor} of {self.cores}" if self.tensor < self.cores else f"{self.tensor}"
+        if not memory.cache_fits:
+            needs = max(memory.cache, memory.least_cache)
+            return (
+                f"on each of {used} cores the engine would leave {gb(memory.cache_limit or 0)} to the cache, beside "
+                f"weights of {gb(memory.weights)}, and {gb(needs)} are needed for {self.load.words}"
+            )
+        if not memory.fits:
             return (
                 f"each of {used} cores would need {gb(self.memory.total)} (weights {gb(self.memory.weights)}, "
                 f"cache {gb(self.memory.cache)}) for {self.load.words}, and may use {gb(self.memory.limit)}"
@@ -272,7 +285,8 @@ class Choice:
         memory, load = self.chosen.memory, self.chosen.load
         parts = " + ".join(f"{name} {gb(part)}" for name, part in memory.parts.items())
         why = f"; {self.chosen.words}: {self.why}" if self.why else ""
-        return f"{load.words}; on each core {parts} = {gb(memory.total)} of {gb(memory.limit)}{why}"
+        leaves = "" if memory.cache_limit is None else f"; the engine leaves {gb(memory.cache_limit)} to the cache"
+        return f"{load.words}; on each core {parts} = {gb(memory.total)} of {gb(memory.limit)}{leaves}{why}"
 
     @property
     def why(self) -> str:
@@ -313,7 +327,9 @@ def choose(
     if not asked.resources:
         text = f"{model.spec.backend} runs on Neuron devices: set accelerator.type Neuron"
         raise InvalidSpec("spec.engine.backend", text)
-    case = _Case(model, facts, settings.device_mode, wishes_of(model, facts), settings.groups.max_nodes)
+    rules = rules_of(model, settings)
+    wishes = wishes_of(model, facts, rules.cache)
+    case = _Case(model, facts, rules, settings.device_mode, wishes, settings.groups.max_nodes)
     sites = case.compatible(_sites(model, settings, asked, free))
     case.check_tensor(sites)
     ranked = [tuple(case.options(sites, least, nodes)) for nodes in case.node_counts for least in case.wishes.least]
@@ -349,7 +365,8 @@ def is_stranded(model: NeuronModel, settings: Settings, held: Held, free: FreeDe
         sites = _sites(model, settings, place(model, settings), free)
     except Unplaceable:
         return False
-    usable = [site for site in sites if _runs_on(model, site.family)]
+    rules = rules_of(model, settings)
+    usable = [site for site in sites if _runs_on(rules, site.family)]
     return bool(usable) and not any(map(held.is_on, usable))
 
 
@@ -359,6 +376,7 @@ class _Case:
 
     model: NeuronModel
     facts: Facts
+    rules: DeviceRules
     mode: DeviceMode
     wishes: Wishes
     max_nodes: int = 1
@@ -391,10 +409,10 @@ class _Case:
             Unplaceable: the engine runs on none of them.
             InvalidSpec: none has such cores.
         """
-        running = tuple(site for site in sites if _runs_on(self.model, site.family))
+        running = tuple(site for site in sites if _runs_on(self.rules, site.family))
         if sites and not running:
             text = (
-                f"{self.model.spec.backend} runs on {', '.join(self.model.spec.runs.families)}, not on "
+                f"{self.model.spec.backend} runs on {', '.join(self.rules.families)}, not on "
                 f"{', '.join(sorted({site.family.name for site in sites}))}: set another engine.backend, or allow "
                 "other nodes"
             )
@@ -421,7 +439,7 @@ class _Case:
             have = "are" if self.in_cores else f"are those of {self.held(size, nodes).words}, {site.family.name}"
             raise InvalidSpec("spec.parallelism.tensor", f"{wished} needs {wished} NeuronCores, but {cores} {have}")
         if self.facts.num_heads % wished:
-            fitting = ", ".join(str(d) for d in range(1, cores + 1) if self.facts.num_heads % d == 0)
+            fitting = ", ".join(str(d) for d in range(1, cores + 1) if self.facts.num_heads % d == 0 and self.has(d))
             message = f"{wished} does not divide the {self.facts.num_heads} attention heads; choose one of {fitting}"
             raise InvalidSpec("spec.parallelism.tensor", message)
 
@@ -454,7 +472,14 @@ class _Case:
         facts, widths, host = self.facts, self.wishes.widths, self.host(nodes)
         for site in sites:
             logical_core = self.logical_core(site)
-            memory_of = partial(sizing.memory_of, facts, widths, family=site.family, logical_core=logical_core)
+            memory_of = partial(
+                sizing.memory_of,
+                facts,
+                widths,
+                family=site.family,
+                logical_core=logical_core,
+                budget=self.rules.cache,
+            )
             for size in self.sizes(site, nodes):
                 held, cores = self.held(size, nodes), self.cores_of(site, size, nodes)
                 tried = (
@@ -492,13 +517,17 @@ class _Case:
         each = {*family.degrees, *(d * family.logical_core // logical_core for d in family.degrees)}
         documented = {nodes * degree for degree in each}
         divided = (self.facts.num_heads, self.facts.intermediate_size)
-        legal = (d for d in documented if d <= cores and not any(size % d for size in divided))
+        legal = (d for d in documented if d <= cores and self.has(d) and not any(size % d for size in divided))
         return tuple(sorted(legal, reverse=True))
+
+    def has(self, degree: int) -> bool:
+        """Whether the engine takes this tensor-parallel degree."""
+        return not self.rules.powers_of_two or degree.bit_count() == 1
 
     def nearest(self, sites: tuple[Site, ...]) -> str:
         """The cheapest places that would hold the model, for a message: one known node, and several that may be
         used; if there is neither, several of any type."""
-        known = (kind for kind in INSTANCE_TYPES.values() if _runs_on(self.model, kind.family))
+        known = (kind for kind in INSTANCE_TYPES.values() if _runs_on(self.rules, kind.family))
         everywhere = tuple(_site(kind.name, kind.family) for kind in known)
         anyhow = structs.replace(self.model.spec, accelerator=Accelerator(), parallelism=Parallelism())
         freely = replace(
@@ -591,9 +620,15 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
     )
 
 
-def _runs_on(model: NeuronModel, family: Family) -> bool:
-    families = model.spec.runs.families
-    return not families or family.name in families
+def rules_of(model: NeuronModel, settings: Settings) -> DeviceRules:
+    """Those of the engine, in the version of this installation."""
+    spec = model.spec
+    version = settings.engine(spec.engine_setting).version_of(spec.runs.versions)
+    return spec.runs.devices(version, spec.engine.args, spec.engine.variables)
+
+
+def _runs_on(rules: DeviceRules, family: Family) -> bool:
+    return not rules.families or family.name in rules.families
 
 
 def _rules(model: NeuronModel) -> NodeRules:
@@ -637,8 +672,11 @@ def _site(name: str, family: Family, devices: int = 0) -> Site:
     return Site(name, family, devices, each * max(devices, 1))
 
 
-def wishes_of(model: NeuronModel, facts: Facts) -> Wishes:
-    """What the manifest says. A key of `overrideNeuronConfig` counts where the field is open, as for the runtime."""
+def wishes_of(model: NeuronModel, facts: Facts, budget: CacheBudget | None = None) -> Wishes:
+    """What the manifest says. A key of `overrideNeuronConfig` counts where the field is open, as for the runtime.
+
+    budget: of the engine, if it has one.
+    """
     serving = model.spec.serving
     override = {_spelled(key): value for key, value in model.spec.engine.override_neuron_config.items()}
 
@@ -668,10 +706,11 @@ def wishes_of(model: NeuronModel, facts: Facts) -> Wishes:
         token_buckets=serving.token_generation_buckets,
         widths=Widths(
             weights=1 if override.get("quantized") is True else width,
-            cache=1 if override.get("kv_cache_quant") is True else width,
+            cache=1 if override.get("kv_cache_quant") is True else (budget and budget.number_bytes) or width,
             activations=width,
         ),
         longest=facts.max_position_embeddings or USUAL_LENGTH,
+        budget=budget,
     )
 
 

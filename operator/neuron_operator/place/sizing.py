@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuron_operator.api.engines.engine import TORCH_BYTES
+from neuron_operator.api.engines.engine import TORCH_BYTES, CacheBudget
 from neuron_operator.place.catalog import MIB, Family
 from neuron_operator.read.placement import counted
 from neuron_operator.read.records import Facts
@@ -74,15 +74,19 @@ class Load:
     context_buckets: int = 0
     """Number; 0: the runtime chooses them, as the token buckets."""
     token_buckets: int = 0
+    decode_sizes: int = 0
+    """Numbers of sequences that have their own graph for decoding; 0: as in NxD Inference."""
 
     @property
     def cached_tokens(self) -> int:
-        """With blocks, NxD Inference adds one for what is not kept."""
+        """With blocks, engines add one for what is not kept."""
         return (self.num_blocks + 1) * self.block_size if self.block_size else self.sequences * self.length
 
     @property
     def num_graphs(self) -> int:
         """At most so many are compiled and loaded."""
+        if self.decode_sizes:
+            return (self.context_buckets or 1) + self.decode_sizes * (self.token_buckets or 1)
         steps = -(-self.length // BUCKET_STEP)
         tokens = self.token_buckets or min(MAX_TOKEN_BUCKETS, steps)
         if not self.block_size:
@@ -112,6 +116,10 @@ class Memory:
     """Microcode and collectives."""
     limit: int
     """What may be used of the core's memory."""
+    cache_limit: int | None = None
+    """What the engine leaves to the cache; None: all that is free."""
+    least_cache: int = 0
+    """With less to leave, it does not start."""
 
     @property
     def total(self) -> int:
@@ -119,7 +127,11 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        return self.total <= self.limit
+        return self.total <= self.limit and self.cache_fits
+
+    @property
+    def cache_fits(self) -> bool:
+        return self.cache_limit is None or max(self.cache, self.least_cache) <= self.cache_limit
 
     @property
     def parts(self) -> dict[str, int]:
@@ -127,20 +139,34 @@ class Memory:
         return {name: getattr(self, name) for name in names}
 
 
-def memory_of(facts: Facts, widths: Widths, load: Load, tensor: int, *, family: Family, logical_core: int) -> Memory:
+def memory_of(
+    facts: Facts,
+    widths: Widths,
+    load: Load,
+    tensor: int,
+    *,
+    family: Family,
+    logical_core: int,
+    budget: CacheBudget | None = None,
+) -> Memory:
     """What each of the logical cores holds that share a model.
 
     Args:
         tensor: how many they are.
         logical_core: physical cores of each.
+        budget: of the engine, if it has one.
     """
+    weights, memory = weights_bytes(facts, widths, tensor), logical_core * family.core_memory
+    shared = int(budget.utilization * memory) if budget else 0
     return Memory(
-        weights=weights_bytes(facts, widths, tensor),
+        weights=weights,
         cache=_up(cached_numbers(facts, tensor) * load.cached_tokens * widths.cache, tensor),
         graphs=load.num_graphs * facts.num_layers * GRAPH_BYTES_PER_LAYER,
         scratch=SCRATCHPAD_BYTES + activation_bytes(facts, widths, load, tensor),
         runtime=logical_core * MICROCODE_BYTES + (COLLECTIVES_BYTES if tensor > 1 else 0),
-        limit=int(USABLE_SHARE * logical_core * family.core_memory),
+        limit=int(USABLE_SHARE * memory),
+        cache_limit=max(0, min(shared - weights, int(budget.share * shared))) if budget else None,
+        least_cache=budget.min_bytes if budget else 0,
     )
 
 

@@ -7,7 +7,7 @@ a step that did not happen, and then posts the Events.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -291,6 +291,10 @@ class EngineSettings(Struct, frozen=True, forbid_unknown_fields=True):
     version: str = ""
     """Of an engine that has several; empty: the newest."""
 
+    def version_of(self, versions: Sequence[str]) -> str:
+        """Its own, or the newest of those that there are; empty: there are none."""
+        return self.version or next(reversed(versions), "")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -320,3 +324,7 @@ class Settings:
     """The page with a section for each reason, as messages name it."""
     network_policy_ingress_from: tuple[Object, ...] = ()
     """NetworkPolicyPeers that may call port 8000; empty: the whole cluster."""
+
+    def engine(self, setting: str) -> EngineSettings:
+        """Of `engines`, or what holds without a choice."""
+        return self.engines.get(setting, EngineSettings())

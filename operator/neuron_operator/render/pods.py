@@ -17,7 +17,7 @@ from neuron_operator.place.catalog import INSTANCE_TYPES, label_values
 from neuron_operator.place.planner import Choice
 from neuron_operator.place.sizes import size_rule
 from neuron_operator.read.placement import TOLERATES_NEURON, Placement
-from neuron_operator.read.world import DeviceMode, EngineSettings, Object, Place, Settings
+from neuron_operator.read.world import DeviceMode, Object, Place, Settings
 from neuron_operator.render.objects import Mount, without_empty
 from neuron_operator.render.resources import Requests, overlaid
 from neuron_operator.render.storage import Access, folder_of, loading, loading_artifact
@@ -277,17 +277,16 @@ def launch_of(
     choice: Choice | None,
 ) -> Launch:
     """How a replica with this RuntimeConfig document is started. Raises InvalidSpec if its engine cannot be."""
-    engine, setting = model.spec.runs, _engine_setting(model)
+    engine, setting = model.spec.runs, model.spec.engine_setting
     if not serving_image(model, settings):
         raise InvalidSpec("spec.engine.image", f"set it, or the chart value engines.{setting}.image")
-    version = settings.engines.get(setting, EngineSettings()).version
     return Launch(
         config,
         (loading(model, weights) + loading_artifact(model, artifacts)).arguments,
         has_api_keys=model.spec.serving.api_key_secret_ref is not None,
         host=host,
         model_dir="" if engine.is_ours else folder_of(model, weights, digest),
-        version=version or next(reversed(engine.versions), ""),
+        version=settings.engine(setting).version_of(engine.versions),
         family=choice.chosen.site.family.name if choice else "",
         args=model.spec.engine.args,
     )
@@ -308,11 +307,7 @@ def compile_image(model: NeuronModel, settings: Settings) -> str:
 
 
 def _own_image(model: NeuronModel, settings: Settings) -> str:
-    return model.spec.engine.image or settings.engines.get(_engine_setting(model), EngineSettings()).image
-
-
-def _engine_setting(model: NeuronModel) -> str:
-    return model.spec.runs.setting or model.spec.backend
+    return model.spec.engine.image or settings.engine(model.spec.engine_setting).image
 
 
 def target_env(family: str) -> tuple[Object, ...]:

