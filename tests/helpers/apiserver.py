@@ -20,6 +20,7 @@ import time
 import urllib.error
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +122,11 @@ class ApiServer:
         """Server-side apply as admin; `path` is the object's."""
         return self.call("PATCH", f"{path}?fieldManager={manager}&force=true", body, "application/apply-patch+yaml")
 
-    def requests(self, user: str = "") -> list[dict[str, Any]]:
+    def requests(self, user: str = "", since: float = 0.0) -> list[dict[str, Any]]:
         """Audit events of finished requests about resources, of one user or of all but the server itself, oldest first.
 
-        A client may get its response before the event is logged.
+        since: when the server got the first, by the wall clock. A client may get its response well before the event is
+        logged.
         """
         with self._audit_lock, (self.folder / "audit.log").open("rb") as file:
             file.seek(self._num_audit_bytes)
@@ -136,6 +138,7 @@ class ApiServer:
             for event in self._audited
             if "objectRef" in event  # not the discovery, with which kopf starts
             and (event["user"]["username"] == user if user else event["user"]["username"] != "system:apiserver")
+            and datetime.fromisoformat(event["requestReceivedTimestamp"]).timestamp() >= since
         ]
 
     def may(
