@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 
 from cluster.rig.binaries import ensure
-from cluster.rig.images import NEURON_TARGET, TARGETS, build_image
+from cluster.rig.images import NEURON_TARGET, TARGETS, VLLM_TARGET, build_image
 from cluster.rig.needs import NotPossibleHere
 from cluster.rig.node_images import write_program_archive
 from cluster.rig.rig import WAITING, Rig, tests_lock
@@ -61,10 +61,12 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 def images_for(tests: Sequence[pytest.Item]) -> list[Path]:
     """Archives of the images that stories load. Nodes that have them from the start share what is unpacked, also with
     those of an earlier run."""
-    if not any(test.path.name.startswith("test_story") for test in tests):
+    stories = {test.path.stem for test in tests if test.path.name.startswith("test_story")}
+    if not stories:
         return []
+    targets = (*TARGETS, NEURON_TARGET, *((VLLM_TARGET,) if "test_story_vllm" in stories else ()))
     try:
-        return [build_image(target).archive for target in (*TARGETS, NEURON_TARGET)]
+        return [build_image(target).archive for target in targets]
     except NotPossibleHere as error:
         not_possible(str(error))
 

@@ -91,6 +91,66 @@ print(json.load(opened(request))["choices"][0]["message"]["content"], end="")
 """
 
 
+TRAFFIC = """
+import http.client, json, os, select, sys, threading, time, urllib.request
+url, num_clients, num_tokens, least = sys.argv[1], *map(int, sys.argv[2:])
+done, broken, lock = 0, [], threading.Lock()
+pool, num_reused = [], 0
+def lines_of(body, is_pooled):
+    # With a connection of its own, or one of a pool: as httpx does, one that the server has closed is not used again.
+    global num_reused
+    path, headers = "/v1/completions", {"Content-Type": "application/json"}
+    if not is_pooled:
+        yield from urllib.request.urlopen(urllib.request.Request(url + path, body, headers), timeout=300)
+        return
+    with lock:
+        kept = pool.pop(0) if pool else http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
+    if kept.sock and select.select([kept.sock], [], [], 0)[0]:
+        kept.close()
+    num_reused += kept.sock is not None
+    kept.request("POST", path, body, headers)
+    yield from kept.getresponse()
+    with lock:
+        pool.append(kept)
+def stream(is_pooled):
+    body = {"model": "chat", "prompt": "kubectl", "temperature": 0, "stream": True, "ignore_eos": True}
+    body |= {"max_tokens": num_tokens, "stream_options": {"include_usage": True}}
+    usage, last = {}, b""
+    for line in lines_of(json.dumps(body).encode(), is_pooled):
+        line = line.strip()
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            usage = event.get("usage") or usage
+            if event.get("error"):
+                return str(event["error"])
+        last = line or last
+    whole = last == b"data: [DONE]" and usage.get("completion_tokens") == num_tokens
+    return None if whole else f"cut after {last!r} with {usage}"
+def client(number):
+    global done
+    while done < least or not os.path.exists("/tmp/stop"):
+        try:
+            fault = stream(is_pooled=number % 2 == 0)
+        except Exception as error:
+            fault = repr(error)
+        with lock:
+            done += 1
+            if fault:
+                broken.append(fault)
+            elif done == num_clients:
+                print("steady", flush=True)
+opened(url + "/v1/models").read()
+clients = [threading.Thread(target=client, args=(number,)) for number in range(num_clients)]
+for one in clients:
+    one.start()
+for one in clients:
+    one.join()
+print(json.dumps({"done": done, "broken": broken, "reused": num_reused}))
+"""
+"""Streams until /tmp/stop exists. Arguments: the URL, the number of clients, tokens of each answer, and the fewest
+answers. It prints `steady`, and at last how many ended, what was wrong with some, and how many reused a connection."""
+
+
 @dataclass(frozen=True)
 class Images:
     """Names of the project's images, loaded into every node."""

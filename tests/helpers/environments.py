@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.rig.cache import Cache, content_key
+from cluster.rig.image_vllm import write_alias
 from cluster.rig.needs import NotPossibleHere
 
 INSTALL_SECONDS = 240
@@ -28,11 +29,8 @@ def python_environment(name: str, pins: Path, *, alias: str = "") -> Path:
         python = str(folder / "venv" / "bin" / "python")
         install([*uv, "pip", "install", "-q", "--no-deps", "--compile-bytecode", "--python", python, "-r", str(pins)])
         if alias:
-            known_as, version = alias.split("==")
             (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
-            metadata = packages / f"{known_as}-{version}.dist-info" / "METADATA"
-            metadata.parent.mkdir()
-            metadata.write_text(f"Metadata-Version: 2.1\nName: {known_as}\nVersion: {version}\n")
+            write_alias(packages, alias)
 
     folder = Cache.default().entry(
         name, "python", content_key(pins, *filter(None, [alias]), sys.version, sys.base_prefix), build

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from cluster.rig.image_vllm import ALIAS, PINS
 from cluster.rig.needs import NotPossibleHere
 from helpers.environments import python_environment
 
-PINS = Path(__file__).parents[1] / "engines" / "vllm" / "requirements.txt"
 ENVIRONMENT = {
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -25,8 +25,7 @@ ENVIRONMENT = {
 
 def folder() -> Path:
     """The folder that has the program `vllm`. Raises NotPossibleHere."""
-    # `vllm` asks for the version of the package `vllm`, and takes the CPU for its platform if that has `cpu` in it.
-    return python_environment("vllm", PINS, alias="vllm==0.32.0+cpu")
+    return python_environment("vllm", PINS, alias=ALIAS)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from cluster.rig.image_base import OciLayout, base_image, empty_image
 from cluster.rig.image_builder import Builder, BuildFailed, running_builder
 from cluster.rig.image_neuron import neuron_recipe
 from cluster.rig.image_torch import small_torch
+from cluster.rig.image_vllm import vllm_root
 from cluster.rig.machine import StartFailed
 from cluster.rig.needs import NotPossibleHere
 
@@ -28,6 +29,8 @@ PYTHON_IMAGE = "python:3.11-slim"
 TARGETS = ("operator", "runtime-cpu")
 COMPILE_TARGET = "runtime-cpu-compile"
 NEURON_TARGET = "runtime-neuron"
+# Not one of the Dockerfile: an engine of another maker.
+VLLM_TARGET = "vllm-cpu"
 
 _MAX_ARCHIVES = 2
 # Unpacks faster than gzip and is smaller; every containerd that Kubernetes supports reads it.
@@ -91,6 +94,8 @@ class BuildInputs:
         folders, recipe = {}, None
         if target != "operator":
             folders["wheels"] = small_torch(cache)
+        if target == VLLM_TARGET:
+            root = vllm_root(root, DOCKERFILE, cache)
         if target == NEURON_TARGET:
             recipe = neuron_recipe(root / DOCKERFILE, cache)
             folders["neuron"] = recipe / "neuron"
@@ -209,7 +214,7 @@ def describe(archive: Path) -> Image:
 
 def main(names: Sequence[str]) -> int:
     """`python -m cluster.rig.images [TARGET...]`: builds, then prints each image's name, archive and layers."""
-    known = (*TARGETS, COMPILE_TARGET, NEURON_TARGET)
+    known = (*TARGETS, COMPILE_TARGET, NEURON_TARGET, VLLM_TARGET)
     unknown = sorted(set(names) - set(known))
     if unknown:
         print(f"no such target: {' '.join(unknown)}; there are {' '.join(known)}", file=sys.stderr)
