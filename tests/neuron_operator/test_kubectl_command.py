@@ -72,3 +72,20 @@ def test_a_model_that_is_not_resolved_yet_has_no_plan(
     with pytest.raises(SystemExit):
         main(["plan"])
     assert "one of the arguments -f/--file NAME is required" in capsys.readouterr().err
+
+
+def test_of_two_installations_why_names_the_one_that_acts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, _ = resolved_world()
+    held = {"data": {"holder": "neuron-serving/neuron-operator"}}
+    answers = {f"{names.PLURAL}.{names.GROUP}": world.body, "configmap": held}
+    monkeypatch.setenv("PATH", answering(tmp_path, answers))
+    assert main(["why", "chat"]) == 0
+    line = "\n  operator  neuron-serving/neuron-operator acts in this namespace, and no other\n"
+    assert line in capsys.readouterr().out
+    asked = (tmp_path / "calls").read_text().splitlines()[-1]
+    assert asked.startswith(f"get configmap {names.HOLDING} --namespace team --ignore-not-found")
+    monkeypatch.setenv("PATH", answering(tmp_path, {**answers, "configmap": {}}))
+    assert main(["why", "chat"]) == 0
+    assert "  operator" not in capsys.readouterr().out

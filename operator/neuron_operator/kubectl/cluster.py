@@ -74,6 +74,11 @@ class Kubectl:
         nodes_here = self._get("nodes", *node_names, "--ignore-not-found")
         return [*items(nodes_here, "items")] or ([nodes_here] if name_of(nodes_here) else [])
 
+    def holder(self, namespace: str) -> str:
+        """The installation that acts in the namespace; empty: none yet."""
+        held = self._get("configmap", names.HOLDING, "--namespace", namespace, "--ignore-not-found")
+        return text(held, "data", "holder")
+
     @contextlib.asynccontextmanager
     async def connected(self, model: Any) -> AsyncIterator[Address]:
         """A connection to the model's Service, through the API server.

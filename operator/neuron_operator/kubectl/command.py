@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -151,7 +152,10 @@ def _why(kubectl: Kubectl, options: argparse.Namespace) -> int:
         except KubectlFailed as failed:
             log = f"the log cannot be read: {failed}"
     error = why.last_error(culprit, log) if culprit is not None else ""
-    print(why.report(model, observed, nodes, error.rstrip(": ")))
+    holder = ""
+    with contextlib.suppress(KubectlFailed):  # the user may not read ConfigMaps
+        holder = kubectl.holder(observed.model.namespace)
+    print(why.report(model, observed, nodes, error.rstrip(": "), holder))
     return EXIT_OK
 
 

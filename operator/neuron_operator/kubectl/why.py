@@ -101,8 +101,8 @@ def last_error(culprit: Culprit, log: str) -> str:
     return f"no error in the last {LOG_LINES} lines{said}"
 
 
-def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: str) -> str:
-    """The whole output. `nodes`: or why they cannot be read."""
+def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: str, holder: str = "") -> str:
+    """The whole output. `nodes`: or why they cannot be read; `holder`: the installation that acts in the namespace."""
     view = observed.model
     ready = view.conditions.get("Ready")
     state = "no conditions yet" if ready is None else "ready" if ready.status == "True" else ready.reason
@@ -111,6 +111,7 @@ def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: st
         f"  model     {printable(text(model, 'spec', 'model', 'uri'))}",
         f"  replicas  {text(model, 'status', 'ready') or 'none'}",
         *([f"  url       {url}"] if (url := text(model, "status", "url")) else []),
+        *([f"  operator  {printable(holder)} acts in this namespace, and no other"] if holder else []),
         "",
         *_conditions(observed),
         "",
