@@ -313,6 +313,13 @@ def test_an_argument_that_a_field_decides_is_refused_however_it_is_spelled(flag:
         assert flag.field in found.get("engine.args[2]", ""), word
 
 
+def test_a_short_argument_with_its_value_attached_is_refused() -> None:
+    for word in ("-n2", "-n=2", "-r1", "-dpb=ray"):
+        assert "replica is one" in refused(document(), "cpu", args=[word])["engine.args[0]"], word
+    assert "quantization" in refused(document(), "0.29", args=["-qawq"])["engine.args[0]"]
+    assert refused(document(), "cpu", args=["-qawq", "-O3", "-sc={}", "-asc=2"]) == {}
+
+
 def test_an_abbreviated_argument_is_refused() -> None:
     assert "serving.maxModelLength" in refused(document(), "cpu", args=["--max-model=5"])["engine.args[0]"]
 
@@ -439,7 +446,7 @@ sys.argv = ["vllm", "serve"]
 parser = make_arg_parser(FlexibleArgumentParser())
 read = [vars(parser.parse_args(argv)) for argv in json.load(sys.stdin)]
 known = [ReasoningParserManager.list_registered(), ToolParserManager.list_registered()]
-print(json.dumps([read, known, list(parser._option_string_actions)], default=str))
+print(json.dumps([read, known, [action.option_strings for action in parser._actions]], default=str))
 """
 
 
@@ -474,7 +481,7 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
         env={"HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    (first, second, third), known, options = json.loads(done.stdout.splitlines()[-1])
+    (first, second, third), known, actions = json.loads(done.stdout.splitlines()[-1])
     expected = {
         "model_tag": "/models/m",
         "port": 8000,
@@ -502,9 +509,13 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
     assert second["additional_config"] == {"neuron_config": settings(document(), "0.29")}
     for names, theirs in zip(PARSERS, known, strict=True):
         assert {*names} <= {*theirs}
+    options = [name for names in actions for name in names]
     by_fields = [flag.name for flag in FLAGS if flag.field and flag.unless is None]
     assert {*by_fields} <= {*options}
     owned = {*by_fields, *(flag for one in FORBIDDEN for flag in one.flags)}
+    everywhere = {*by_fields, *(flag for one in FORBIDDEN if "cpu" in one.versions for flag in one.flags)}
+    others = [name for names in actions if {*names} & everywhere for name in names]
+    assert [name for name in others if not refused(document(), "cpu", args=[name])] == []
     free = [name for name in options if name.startswith("--") and name not in owned]
     assert [name for name in free if any(flag.startswith(name) for flag in owned)] == []
 

@@ -362,7 +362,7 @@ FORBIDDEN = (
     ),
     Forbidden(("--api-key",), "set serving.apiKeySecretRef: arguments are no place for a secret"),
     Forbidden(
-        (*(f"--data-parallel-{end}" for end in _DATA_PARALLEL), *("-dp", "-dpn", "-dpr", "-dpl", "-dpa", "-dpp")),
+        (*(f"--data-parallel-{end}" for end in _DATA_PARALLEL), *(f"-dp{end}" for end in ("", *"nrlapbhem"))),
         "set replicas: a replica is one engine",
     ),
     Forbidden(
@@ -561,9 +561,9 @@ def _refused_args(document: Json, version: str, args: Sequence[str]) -> Iterator
             forbidden |= dict.fromkeys(filter(None, (flag.name, flag.short)), f"set {flag.field}")
     for index, word in enumerate(args):
         for name in _named(word):
-            cure = forbidden.get(name) or next(
-                (cure for flag, cure in forbidden.items() if flag.startswith(name)), None
-            )
+            # A short flag of one letter may have its value attached: `-n2`.
+            meant = (cure for flag, cure in forbidden.items() if flag.startswith(name) or flag == name[:2])
+            cure = forbidden.get(name) or next(meant, None)
             if cure:
                 yield f"engine.args[{index}]", f"remove {word.partition('=')[0]}: {cure}"
                 break
