@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import signal
@@ -253,6 +254,38 @@ async def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_p
     await process.stop()
     ended = await watching
     assert ended.exit_code == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("session", [False, True], ids=["in its group", "in a session of its own"])
+async def test_a_pod_ends_with_its_first_process_although_another_holds_its_output(
+    tmp_path: Path, port: int, session: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuron_operator.local.process.DRAIN_SECONDS", 0.5)
+    body, lines = pod(), list[str]()
+    code = (
+        f"import subprocess as s; p = s.Popen(['sleep', '600'], start_new_session={session}); print(p.pid, flush=True)"
+    )
+    body["spec"]["containers"][0] |= {"command": [sys.executable, "-c", f"{code}; print('last'); raise SystemExit(3)"]}
+    process = PodProcess(interpret(body, host(tmp_path), {8000: port}), lambda _, line: lines.append(line))
+    await process.start()
+    try:
+        async with asyncio.timeout(30):
+            ended = await process.watch(lambda: None)
+        assert ended.exit_code == 3
+        assert lines[1:] == ["last"]
+        await process.stop()
+        if not session:
+            await _until(lambda: not _lives(int(lines[0])))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(lines[0]), signal.SIGKILL)
+
+
+def _lives(pid: int) -> bool:
+    """Also false if it has ended and nobody waited for it."""
+    with contextlib.suppress(OSError):
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    return False
 
 
 @pytest.mark.parametrize(

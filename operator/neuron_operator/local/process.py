@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import IO
 
 import aiohttp
 
@@ -22,6 +23,8 @@ from neuron_operator.local.pods import LOOPBACK, CannotRunHere, ContainerPlan, P
 MAX_TERMINATION_MESSAGE_BYTES = 4096
 MAX_LOG_LINES, MAX_LOG_BYTES = 80, 2048
 """The end of the log that a kubelet takes for the message of a failed container that left none."""
+DRAIN_SECONDS = 5.0
+"""For output that the process left when it ended. What it started in another session could hold it open for ever."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class PodProcess:
         self.terminated: Terminated | None = None
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
+        self._output: asyncio.Task[None] | None = None
+        self._last = deque[bytes](maxlen=MAX_LOG_LINES)
 
     async def start(self) -> None:
         """Write the files and start the command. Raises CannotRunHere if a file cannot be written."""
@@ -58,27 +63,27 @@ class PodProcess:
                 path.write_text(text)
         except OSError as error:
             raise CannotRunHere(f"cannot write {error.filename}: {error.strerror}; see --cache-dir") from error
-        self._process = await asyncio.create_subprocess_exec(
-            *self.plan.argv,
-            env=dict(self.plan.env),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C must not reach pods: we send SIGTERM instead
-            preexec_fn=_end_with_parent,  # no pod outlives a killed `local`
-        )
+        reading, writing = os.pipe()
+        output = os.fdopen(reading, "rb")
+        with os.fdopen(writing, "wb") as pipe:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.plan.argv,
+                env=dict(self.plan.env),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=pipe,  # with one of asyncio's, waiting for the process is waiting for all that hold the pipe
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C must not reach pods: we send SIGTERM instead
+                preexec_fn=_end_with_parent,  # no pod outlives a killed `local`
+            )
+        self._output = asyncio.create_task(self._forward(output))
 
     async def watch(self, changed: Callable[[], None]) -> Terminated:
-        """Run probes, forward output, and return how the process ended."""
+        """Run probes, and return how the process ended."""
         assert self._process is not None
-        assert self._process.stdout is not None
         probing = asyncio.create_task(self._probe_forever(changed))
-        last = deque[bytes](maxlen=MAX_LOG_LINES)
         try:
-            async for line in self._process.stdout:
-                last.append(line)
-                self._log(self.plan.pod, line.decode(errors="replace").rstrip("\n"))
             code = await self._process.wait()
+            await self._finish()
         finally:
             # First, because the wait below may be cancelled.
             for path in self.plan.secrets:
@@ -88,7 +93,7 @@ class PodProcess:
         self.ready = False
         message = self.plan.termination_message.read_bytes()[-MAX_TERMINATION_MESSAGE_BYTES:]
         if code and not message and self.plan.takes_message_from_log:
-            message = b"".join(last)[-MAX_LOG_BYTES:]
+            message = b"".join(self._last)[-MAX_LOG_BYTES:]
         self.terminated = Terminated(
             exit_code=code if code >= 0 else 128 - code,
             message=message.decode(errors="replace"),
@@ -108,11 +113,34 @@ class PodProcess:
         except TimeoutError:
             self.kill()
             await process.wait()
+        await self._finish()
 
     def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_group(self._process)
+
+    async def _finish(self) -> None:
+        """Once the process has ended: the end of all others of the pod, as in a container, and of its output."""
+        assert self._process is not None
+        assert self._output is not None
+        self._kill_group(self._process)
+        try:
+            await asyncio.wait([self._output], timeout=DRAIN_SECONDS)
+        finally:
+            self._output.cancel()
+
+    def _kill_group(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    async def _forward(self, output: IO[bytes]) -> None:
+        lines = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(lines)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, output)
+        with contextlib.closing(transport):
+            async for line in lines:
+                self._last.append(line)
+                self._log(self.plan.pod, line.decode(errors="replace").rstrip("\n"))
 
     async def _probe_forever(self, changed: Callable[[], None]) -> None:
         async with aiohttp.ClientSession() as session:
