@@ -57,7 +57,7 @@ EVERYTHING: dict[str, Any] = {
         "pullPolicy": "IfNotPresent",
         "pullSecrets": ["one", "two"],
     },
-    "engines": {"vllm": {"image": "registry.test:5000/vllm:1", "version": "0.24"}},
+    "engines": {"vllm": {"image": "registry.test:5000/vllm:1", "version": "0.24"}, "defaults": {"trn2": "vllm"}},
     "commonLabels": {"team": "serving", "example.com/cost-center": "42"},
     "replicas": 3,
     "lease": {"seconds": 15},
@@ -465,6 +465,7 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     assert seen.models.runtime_image == "registry.test:5000/runtime:1"
     assert seen.models.compile_image == "registry.test:5000/compile:1"
     assert seen.models.engines == {"vllm": EngineSettings("registry.test:5000/vllm:1", "0.24")}
+    assert seen.models.engine_defaults == {"trn2": "vllm"}
     assert seen.models.image_pull_policy == "IfNotPresent"
     assert seen.models.image_pull_secrets == ("one", "two")
     assert seen.models.jobs == JobSettings(

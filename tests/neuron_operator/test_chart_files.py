@@ -12,6 +12,8 @@ import msgspec
 import pytest
 import yaml
 
+from neuron_operator.api.engines import ENGINES
+from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.run.settings import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +39,10 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"provisionable": {"instanceTypes": ["inf2.xlarge", "inf2.xlarge"]}},
     {"runtimeUpgrade": "Never"},
     {"image": {"runtime": ""}},
+    {"engines": {"defaults": {"trn9": "vllm"}}},
+    {"engines": {"defaults": {"trn2": "torch"}}},
+    {"engines": {"defaults": "vllm"}},
+    {"engines": {"vllm": {"version": "0.29"}}},
     {"image": {"operator": "a b"}},
     {"caBundle": {"configMap": {"name": "ca"}}},
     {"caBundle": {"configMap": {"name": "ca", "key": "k"}, "secret": {"name": "ca", "key": "k"}}},
@@ -101,6 +107,16 @@ def test_the_operator_reads_the_types_that_the_schema_accepts() -> None:
     jsonschema.validate(merged(WITH_IMAGES, {"provisionable": values}), SCHEMA)
     loaded = load(["--runtime-image", "i", "--provisionable", json.dumps(values)], {})
     assert loaded.models.provisionable.instance_types == ("inf2.24xlarge", "trn2u.48xlarge")
+
+
+def test_the_operator_reads_the_engines_and_defaults_that_the_schema_accepts() -> None:
+    defaults = {"trn2": "vllm", "trn3": "vllm", "inf2": "nxdi", "trn1": "transformers-neuronx"}
+    values = {"vllm": {"image": "v:1", "version": "0.29"}, "defaults": defaults}
+    jsonschema.validate(merged(WITH_IMAGES, {"engines": values}), SCHEMA)
+    assert load(["--runtime-image", "i", "--engines", json.dumps(values)], {}).models.engine_defaults == defaults
+    allowed = SCHEMA["properties"]["engines"]["properties"]["defaults"]
+    assert allowed["propertyNames"]["enum"] == list(FAMILIES)
+    assert allowed["additionalProperties"]["enum"] == [name for name, row in ENGINES.items() if row.on_device]
 
 
 @pytest.mark.parametrize("values", WRONG, ids=json.dumps)

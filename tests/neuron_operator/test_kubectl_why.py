@@ -215,3 +215,12 @@ def test_plan_is_the_operators_command(capsys: pytest.CaptureFixture[str]) -> No
     assert re.search(r"\bplan +show where", capsys.readouterr().out)
     assert command.main(["plan", "-f", "/does/not/exist"]) == plan.EXIT_USAGE
     assert "cannot read /does/not/exist" in capsys.readouterr().err
+
+
+def test_an_engine_that_the_manifest_does_not_name_is_shown_with_who_chose_it() -> None:
+    world, _ = resolved_world()
+    assert "\n  engine " not in told(world)
+    plan = {"backend": "vllm", "defaultFor": "trn2"}
+    body = {**world.body, "status": {**world.body["status"], "plan": plan}}
+    report = why.report(body, observe(replace(world, body=body)), (), "")
+    assert "\n  engine    vllm, the default for trn2\n" in report

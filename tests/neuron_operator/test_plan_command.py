@@ -203,3 +203,20 @@ def test_without_facts_and_without_the_runtime_it_says_what_to_pass(
     assert main(["plan", "-f", str(manifest)]) == 2
     assert "pass the facts with --facts FILE" in capsys.readouterr().err
     assert main(["plan", "-f", str(tmp_path / "missing.yaml")]) == 2
+
+
+def test_a_plan_says_which_default_engine_the_model_gets(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = yaml.safe_load(manifest.read_text())
+    body["spec"]["storage"] = {"weights": {"persistentVolumeClaim": {"claimName": "kept"}}}
+    manifest.write_text(yaml.safe_dump(body))
+    command = ["plan", "-f", str(manifest), "--facts", facts(tmp_path, LLAMA), "--engine-defaults"]
+    for output in ("text", "yaml", "config"):
+        assert main([*command, '{"trn2": "vllm"}', "--instance-types", "trn2.3xlarge", "-o", output]) == 0
+    printed = capsys.readouterr().out
+    assert "with backend vllm, the default for trn2, tensor-parallel degree" in printed
+    assert "image: vllm\n" in printed
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, '{"trn3": "optimum"}'])
+    assert "trn3: optimum does not run on trn3; nxdi, vllm do" in capsys.readouterr().err

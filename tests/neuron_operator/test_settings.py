@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_operator.read.world import JobSettings
+from neuron_operator.read.world import EngineSettings, JobSettings
 from neuron_operator.run import settings
 from neuron_operator.run.settings import SETTINGS, InvalidSetting, load
 
@@ -31,6 +31,13 @@ def test_structured_settings_are_json_with_the_names_of_the_chart() -> None:
     assert loaded.models.image_pull_secrets == ("a", "b")
 
 
+def test_the_default_engines_are_given_beside_the_images_of_engines() -> None:
+    engines = '{"vllm": {"image": "v:1", "version": "0.29"}, "defaults": {"trn2": "vllm", "inf2": "optimum"}}'
+    models = load([*IMAGE, "--engines", engines], {}).models
+    assert models.engines == {"vllm": EngineSettings("v:1", "0.29")}
+    assert models.engine_defaults == {"trn2": "vllm", "inf2": "optimum"}
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "named"),
     [
@@ -45,6 +52,26 @@ def test_structured_settings_are_json_with_the_names_of_the_chart() -> None:
         ([*IMAGE, "--image-pull-policy", "Often"], {}, "--image-pull-policy"),
         ([*IMAGE, "--device-mode", "PluginWithExtension"], {}, "--device-scheduler-name"),
         ([*IMAGE, "--device-scheduler-name", "s"], {}, "set both or neither"),
+        ([*IMAGE, "--engines", '{"defaults": {"trn9": "nxdi"}}'], {}, r"defaults\.trn9: is no family of dev"),
+        ([*IMAGE, "--engines", '{"defaults": {"trn2": "vlm"}}'], {}, r"defaults\.trn2: vlm is no engine; known"),
+        (
+            IMAGE,
+            {"NEURON_OPERATOR_ENGINES": '{"defaults": {"trn3": "optimum"}}'},
+            r"defaults\.trn3: optimum does not run on trn3; nxdi, vllm do",
+        ),
+        ([*IMAGE, "--engines", '{"defaults": {"inf2": "torch"}}'], {}, "torch does not run on inf2; nxdi, optimum"),
+        (
+            [*IMAGE, "--engines", '{"vllm-cpu": {"image": "i"}, "defaults": {"trn2": "vllm"}}'],
+            {},
+            r"defaults\.trn2: vllm has no image: set vllm\.image",
+        ),
+        (
+            [*IMAGE, "--engines", '{"vllm": {"image": "i"}, "defaults": {"inf2": "vllm"}}'],
+            {},
+            "vllm does not run on inf2; nxdi, optimum",
+        ),
+        ([*IMAGE, "--engines", '{"defaults": "vllm"}'], {}, "defaults"),
+        ([*IMAGE, "--engines", '{"vllm": {"imge": "i"}}'], {}, "imge"),
     ],
 )
 def test_an_unusable_value_is_refused_by_name(argv: list[str], environ: dict[str, str], named: str) -> None:

@@ -31,8 +31,10 @@ SPEC_BYTES = "specBytes"
 """In a manifest without its spec: how long that was."""
 
 
-def parse(body: Mapping[str, Any]) -> NeuronModel:
+def parse(body: Mapping[str, Any], *, has_defaults: bool = False) -> NeuronModel:
     """Parse a NeuronModel from the API server or a YAML file.
+
+    `has_defaults`: the engine may be chosen later, if the manifest names none; `check_engine` then checks its fields.
 
     Raises:
         InvalidSpec: names the field, e.g. `spec.serving.maxModelLength`, and what was expected.
@@ -52,8 +54,19 @@ def parse(body: Mapping[str, Any]) -> NeuronModel:
                 *map(annotations.get, (names.REFRESH_ANNOTATION, names.ROLLBACK_ANNOTATION)),
                 spec,
             )
-        )
+        ),
+        has_defaults,
     )
+
+
+def check_engine(model: NeuronModel) -> None:
+    """Raises FieldNotSupported or Refusals for fields that the engine, a default of the installation, lacks."""
+    _refuse(*not_supported(model.spec, default_note(model)))
+
+
+def default_note(model: NeuronModel) -> str:
+    """The end of a cure: another engine may be the cure, too. Empty: the manifest names the engine."""
+    return f"; the backend is {model.backend_words}: or set engine.backend" if model.default_for else ""
 
 
 def weighed(body: Mapping[str, Any]) -> tuple[int, msgspec.Raw]:
@@ -63,12 +76,13 @@ def weighed(body: Mapping[str, Any]) -> tuple[int, msgspec.Raw]:
 
 
 @lru_cache(maxsize=MAX_PARSED)
-def _parsed(read: bytes) -> NeuronModel:
+def _parsed(read: bytes, has_defaults: bool) -> NeuronModel:
     """What is read of a manifest, as JSON: a pass parses it again after each write, and so does the next one."""
     name, namespace, uid, refresh, rollback_to, raw = msgspec.json.decode(read)
     _refuse(*_invalid_name(name), *_invalid(Spec, raw, "spec"))
     spec = msgspec.convert(raw, Spec)
-    _refuse(*not_supported(spec))
+    if not (has_defaults and spec.leaves_engine_open):
+        _refuse(*not_supported(spec))
     return NeuronModel(
         name=str(name),
         namespace=str(namespace or "default"),
@@ -137,8 +151,8 @@ def _invalid_value(core: Any, raw: object, path: str, error: msgspec.ValidationE
     return InvalidSpec(*located(error, path))
 
 
-def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
-    """An error for each valid value that this version does not support."""
+def not_supported(spec: Spec, note: str = "") -> Iterator[FieldNotSupported]:
+    """An error for each valid value that this version does not support. `note`: the end of each cure."""
     walked = walk(spec, "spec", supporting)
     values = [(path, one, support, value) for path, one, value in walked for support in one.supports]
     engine = spec.runs if spec.backend in ENGINES else None
@@ -148,7 +162,7 @@ def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
         accepted = support.values if support.of else (one.default, *support.values)
         is_honoured = support.of is None and engine is not None and support.is_honoured(path, engine.honours)
         if value_found not in accepted and not is_honoured:
-            yield FieldNotSupported(path, shown(value_found), support.cure)
+            yield FieldNotSupported(path, shown(value_found), support.cure + note)
 
 
 def shown(value: object, most: int = 80) -> str:

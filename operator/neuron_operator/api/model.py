@@ -11,6 +11,7 @@ from functools import cached_property, wraps
 from operator import is_not
 from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
 
+import msgspec
 from msgspec import Meta, field
 
 from neuron_operator.api import engines, names
@@ -309,7 +310,8 @@ class Engine(SpecPart, frozen=True):
 
     backend: Annotated[
         Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"] | None,
-        "By default `nxdi` on Neuron and `torch` on CPU. `vllm` runs [vLLM's own image](engines.md), on both. `torch` "
+        "By default `nxdi` on Neuron, unless [the chart](engines.md#the-default-engine) names another, and `torch` on "
+        "CPU. `vllm` runs [vLLM's own image](engines.md), on both. `torch` "
         "computes on the host. `simulated` "
         "computes nothing: steps [take as long as on a device]"
         "(benchmarks.md#a-served-model-without-a-device), for load tests of everything except the model.",
@@ -649,6 +651,11 @@ class Spec(SpecPart, frozen=True):
         return self.engine.backend or engines.DEFAULTS[self.accelerator.type]
 
     @property
+    def leaves_engine_open(self) -> bool:
+        """Whether the installation may choose the engine. A manifest with an image means what runs in that."""
+        return self.accelerator.type == "Neuron" and self.engine.backend is None and self.engine.image is None
+
+    @property
     def runs(self) -> engines.Engine:
         """What the operator knows of the backend."""
         row = engines.ENGINES[self.backend]
@@ -681,12 +688,24 @@ class NeuronModel:
     refresh: str
     """Value of the refresh annotation; a new token starts a new decision. Empty: none."""
     spec: Spec
+    default_for: str = ""
+    """The family of devices whose default its engine is, by the installation; empty: the manifest decides."""
     rollback_to: str = ""
     """Value of the rollback annotation: the name of a kept revision to serve instead of the wanted one."""
     remembered: dict[Callable[..., Any], Any] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     """The last results of the functions that are decorated so."""
+
+    def with_default(self, backend: str, family: str) -> "NeuronModel":
+        """The same with the engine that is the default for a family, on devices of which alone it may run."""
+        engine = msgspec.structs.replace(self.spec.engine, backend=backend)
+        return dataclasses.replace(self, spec=msgspec.structs.replace(self.spec, engine=engine), default_for=family)
+
+    @property
+    def backend_words(self) -> str:
+        """The engine, and who chose it if not the manifest, for messages."""
+        return self.spec.backend + (f", the default for {self.default_for}" if self.default_for else "")
 
     @cached_property
     def uri(self) -> ParsedUri:

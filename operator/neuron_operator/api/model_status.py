@@ -71,6 +71,7 @@ class Plan(StatusPart, frozen=True):
     block_size: int | None = None
     num_blocks: int | None = None
     backend: Word | None = None
+    default_for: Annotated[Word | None, "The family of devices whose default the backend is, by the chart."] = None
     dtype: Word | None = None
     sampling: Word | None = None
     memory: MemoryPlan | None = None

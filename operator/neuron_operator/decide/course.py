@@ -139,21 +139,26 @@ def _noting_pause(finding: Finding) -> Finding:
 
 def _set_course(world: World, observed: Observed, settings: Settings, steps: Sequence[Step]) -> Course:
     """Raises InvalidSpec for a manifest that is refused before any step, or that names no revision to return to."""
-    model = manifest.parse(world.body)
-    check_source(model, settings)
     revisions = observed.revisions.values()
-    wanted = pin.wanted(model, revisions)
-    image, is_behind = serving_image(model, settings), _is_behind(model, observed, settings, wanted)
+    has_defaults = bool(settings.engine_defaults) or any(known.default_for for known in revisions)
+    written = manifest.parse(world.body, has_defaults=has_defaults)
+    check_source(written, settings)
+    wanted = pin.wanted(written, revisions)
+    newer = pin.upgraded(written, wanted, settings, observed.free)
+    image, is_behind = serving_image(newer, settings), _is_behind(newer, observed, settings, wanted)
     moves, because = is_behind and world.has_turn, ""
-    defaults = pin.defaults_key(model, settings)
+    defaults = pin.defaults_key(pin.as_pinned(written, wanted), settings)
     idle = wanted if wanted and not observed.has_served(wanted.name) else None
-    next_number, held = pin.next_number(revisions), pin.held(revisions)
+    next_number, held = pin.next_number(revisions), pin.held(revisions, settings)
     if moves:
-        wanted, because = pin.wanted(model, revisions, image=image), image
+        wanted, because = pin.wanted(newer, revisions, image=image), image
     elif idle is not None and idle.pinned.defaults not in ("", defaults):
-        wanted, because = pin.wanted(model, revisions, defaults=defaults), defaults
-    elif idle is not None and _is_stranded(model, observed, settings, idle, held):
+        wanted, because = pin.wanted(written, revisions, defaults=defaults), defaults
+    elif idle is not None and _is_stranded(written, observed, settings, idle, held):
         wanted, because = None, f"{next_number}:{defaults}"
+    model = newer if moves else pin.as_pinned(written, wanted)
+    if model.default_for:
+        manifest.check_engine(model)
     known = Known(
         model,
         settings,
@@ -164,6 +169,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         revision=wanted,
     )
     done = walk(steps, known, observed)
+    model = done.known.model
     pinned = done.known.revision and using(done.known.revision, done, observed)
     served = pinned if done.is_complete else observed.serving(besides=pinned)
     setback = rollout.setback_of(model, observed, pinned) if pinned else None
@@ -231,7 +237,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
             changes=(*shared.changes, *filter(None, nudges)),
             delete=tuple(_not_refused(delete, world)),
             uses=shared.uses,
-            upgrade=("Running" if moves else "Waiting") if is_behind else _begun(model, observed, pinned, setback),
+            upgrade=("Running" if moves else "Waiting") if is_behind else _begun(written, observed, pinned, setback),
         ),
         wanted=pinned,
         served=allowed.revision if allowed else None,
@@ -257,12 +263,14 @@ def _explain_trial(trial: Trial, world: World, observed: Observed, num_wanted: i
 def _is_behind(model: NeuronModel, observed: Observed, settings: Settings, wanted: Revision | None) -> bool:
     """Whether the model is to move to another runtime image by itself. One that does not answer is left to its owner:
     it would hold up all others. One whose engine has no image any more has nowhere to go."""
+    image = serving_image(model, settings)
     return (
         settings.runtime_upgrade == "Rolling"
         and not observed.model.is_paused
         and not model.rollback_to
         and wanted is not None
-        and serving_image(model, settings) not in ("", wanted.image)
+        and bool(image)
+        and (wanted.image, wanted.backend) != (image, model.spec.backend)
         and sum(pod.is_answering for pod in observed.live) >= model.spec.replicas
     )
 
@@ -282,11 +290,12 @@ def _is_stranded(
 
 
 def _begun(model: NeuronModel, observed: Observed, wanted: Revision | None, setback: Setback | None) -> Upgrade | None:
-    """How far the model is if the wanted revision differs from the one that served last by its image alone."""
+    """How far the model is if the wanted revision differs from the one that served last by its image, or by an engine
+    that is a default, alone."""
     served = observed.revisions.get(observed.model.current_revision)
     if wanted is None or served is None or observed.model.is_paused or not model.spec.replicas:
         return None
-    if wanted.pinned.spec_hash != served.pinned.spec_hash or wanted.image == served.image:
+    if not pin.is_of(model, served) or (wanted.image, wanted.backend) == (served.image, served.backend):
         return None
     if setback is not None:
         return "Failed" if setback.error else None

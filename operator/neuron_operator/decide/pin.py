@@ -12,14 +12,16 @@ from typing import Any
 import msgspec
 
 from neuron_operator.api import names
-from neuron_operator.api.engines import Engine
+from neuron_operator.api.engines import DEFAULTS, Engine
 from neuron_operator.api.engines.engine import Launch
-from neuron_operator.api.errors import InvalidSpec, Refusals
+from neuron_operator.api.errors import InvalidSpec, Refusals, Unplaceable
 from neuron_operator.api.fields import NotPinned, SpecPart, as_json, fields_of
+from neuron_operator.api.manifest import check_engine, default_note
 from neuron_operator.api.model import NeuronModel, remembered
 from neuron_operator.api.model_status import MAX_GROUPS, MemoryPlan, Plan
 from neuron_operator.api.reasons import Reason
-from neuron_operator.place.planner import Choice, Held, choose
+from neuron_operator.place.catalog import family_of
+from neuron_operator.place.planner import Choice, Held, choose, families_for
 from neuron_operator.place.sizes import place
 from neuron_operator.place.sizing import Memory
 from neuron_operator.read.placement import Placement
@@ -32,6 +34,8 @@ from neuron_operator.render.pods import compile_image, launch_of, runtime_image,
 from neuron_operator.render.resources import in_host_memory, serving_memory, serving_requests
 from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
 
+DEFAULT = DEFAULTS["Neuron"]
+"""The engine on families for which the installation names none."""
 MAX_BYTES = 2**53
 """Numbers in the status end here; an estimate may be larger where the manifest insists."""
 
@@ -39,7 +43,8 @@ MAX_BYTES = 2**53
 @remembered
 def spec_hash(model: NeuronModel) -> str:
     """Hash of the part of the spec that pods or placement depend on. Explicit defaults do not change it."""
-    return names.digest([FORMAT, _non_defaults(model.spec, "spec", model.spec.runs)])
+    by_default = [model.default_for] if model.default_for else []
+    return names.digest([FORMAT, _non_defaults(model.spec, "spec", model.spec.runs), *by_default])
 
 
 def _non_defaults(part: SpecPart, path: str, engine: Engine) -> dict[str, Any]:
@@ -80,10 +85,55 @@ def defaults_key(model: NeuronModel, settings: Settings) -> str:
 
 
 def _images(model: NeuronModel, settings: Settings) -> tuple[object, ...]:
-    images = runtime_image(model, settings), compile_image(model, settings)
+    images: tuple[object, ...] = (runtime_image(model, settings), compile_image(model, settings))
+    if settings.engine_defaults and (model.default_for or model.spec.leaves_engine_open):
+        images = (*images, settings.engine_defaults)
     if model.spec.runs.is_ours:
         return images
     return (*images, serving_image(model, settings), settings.engines)
+
+
+def as_pinned(model: NeuronModel, revision: Revision | None) -> NeuronModel:
+    """The manifest with the engine of the revision, where that is a default which the manifest leaves open."""
+    if revision is None or not revision.default_for or not model.spec.leaves_engine_open:
+        return model
+    return model.with_default(revision.backend, revision.default_for)
+
+
+def is_of(model: NeuronModel, revision: Revision) -> bool:
+    """Whether it was pinned for this spec, whatever engine is the default now."""
+    return spec_hash(as_pinned(model, revision)) == revision.pinned.spec_hash
+
+
+def upgraded(
+    model: NeuronModel, revision: Revision | None, settings: Settings, free: FreeDevices | None
+) -> NeuronModel:
+    """The manifest as it moves with `runtimeUpgrade`: with the engine that is the default now for the devices that the
+    revision has. A model keeps its own if the other one would refuse it: nobody has edited anything.
+    """
+    kept = as_pinned(model, revision)
+    family = _family(revision, settings) if revision else ""
+    backend = settings.engine_defaults.get(family, DEFAULT)
+    is_fixed = settings.runtime_upgrade != "Rolling" or not model.spec.leaves_engine_open
+    if revision is None or not family or is_fixed or backend == kept.spec.backend:
+        return kept
+    other = model.with_default(backend, family)
+    try:
+        pin(other, revision.pinned.facts, settings, 1, free=free, before=held((revision,), settings))
+    except InvalidSpec:
+        return kept
+    except Unplaceable:
+        return other if free is None else kept  # the nodes are read when its turn comes
+    return other
+
+
+def _family(revision: Revision, settings: Settings) -> str:
+    """Of the devices that it is computed on; empty: unknown, or none."""
+    pinned = revision.pinned
+    if pinned.compiling is not None:
+        return pinned.compiling.family
+    family = family_of(pinned.plan.instance_type or "", settings.device_families)
+    return family.name if family and revision.engine.on_device else ""
 
 
 def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "", defaults: str = "") -> Revision | None:
@@ -92,11 +142,11 @@ def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "", d
 
     An earlier revision that is wanted again gets the next number.
     """
-    key, all_revisions = spec_hash(model), tuple(revisions)
+    all_revisions = tuple(revisions)
     matching = (
         revision
         for revision in all_revisions
-        if revision.pinned.spec_hash == key
+        if is_of(model, revision)
         and model.refresh in ("", revision.pinned.refresh)
         and image in ("", revision.image)
         and defaults in ("", revision.pinned.defaults)
@@ -120,12 +170,13 @@ def known_facts(model: NeuronModel, settings: Settings, revisions: Iterable[Revi
     return latest.pinned.facts if latest else None
 
 
-def held(revisions: Iterable[Revision]) -> Held | None:
+def held(revisions: Iterable[Revision], settings: Settings) -> Held | None:
     """The place of the latest revision, if it is on devices."""
     latest = max(revisions, key=lambda revision: revision.number, default=None)
-    if latest is None or latest.pinned.compiling is None or not latest.pinned.compiling.family:
+    family = _family(latest, settings) if latest else ""
+    if latest is None or not family:
         return None
-    pinned, family = latest.pinned, latest.pinned.compiling.family
+    pinned = latest.pinned
     return Held(pinned.plan.instance_type or "", family, pinned.cores or pinned.devices, pinned.nodes)
 
 
@@ -142,8 +193,8 @@ def pin(
     """Decide a new revision. `upgrade`: see `Pinned`; `free`: the nodes of the cluster, if they were read in this pass;
     `before`: where the revision before runs.
 
-    Raises Unplaceable if no node could hold a replica, InvalidSpec for a limit that exceeds the model's, or if there is
-    no place for the artifact that a Job is to compile.
+    Raises Unplaceable if no node could hold a replica, InvalidSpec for a limit that exceeds the model's, for a field
+    that the default engine lacks, or if there is no place for the artifact that a Job is to compile.
     """
     length = model.spec.serving.max_model_length
     if length and 0 < facts.max_position_embeddings < length:
@@ -152,7 +203,9 @@ def pin(
             f"{length} exceeds the model's maximum length of {facts.max_position_embeddings} tokens",
         )
     _check_parallelism(model)
-    choice = choose(model, facts, settings, free, before) if model.spec.runs.on_device else None
+    model, choice = chosen(model, facts, settings, free, before)
+    if model.default_for:
+        check_engine(model)
     placement = choice.placement if choice else place(model, settings)
     if placement.nodes > 1 and model.spec.replicas > MAX_GROUPS // 2:
         raise InvalidSpec(
@@ -206,6 +259,31 @@ def pin(
     return Revision(number=number, pinned=pinned)
 
 
+def chosen(
+    model: NeuronModel, facts: Facts, settings: Settings, free: FreeDevices | None, before: Held | None = None
+) -> tuple[NeuronModel, Choice | None]:
+    """The place, and the manifest with its engine. Where the engine is left open, each family of devices is tried with
+    the engine that is the default there, and the best place decides.
+
+    Raises as `planner.choose`.
+    """
+    if not model.spec.runs.on_device:
+        return model, None
+    if not settings.engine_defaults or not model.spec.leaves_engine_open:
+        return model, choose(model, facts, settings, free, before)
+    found: list[tuple[NeuronModel, Choice]] = []
+    refusals: list[InvalidSpec | Unplaceable] = []
+    for family in families_for(model, settings, free):
+        one = model.with_default(settings.engine_defaults.get(family, DEFAULT), family)
+        try:
+            found.append((one, choose(one, facts, settings, free, before)))
+        except (InvalidSpec, Unplaceable) as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise refusals[0]
+    return min(found, key=lambda one: (not one[1].is_kept, one[1].chosen.order))
+
+
 def _check_parallelism(model: NeuronModel) -> None:
     """Raises InvalidSpec for what no group can be."""
     parallelism, nodes = model.spec.parallelism, model.spec.parallelism.nodes or 1
@@ -222,7 +300,8 @@ def _check_parallelism(model: NeuronModel) -> None:
 def _refuse(model: NeuronModel, launch: Launch, facts: Facts) -> None:
     """Raises InvalidSpec for what the engine itself would refuse or ignore."""
     found = model.spec.runs.refusals(launch, facts.architecture, model.spec.engine.variables)
-    refused = [InvalidSpec(f"spec.{path}", cure, Reason.FIELD_NOT_SUPPORTED) for path, cure in found]
+    note = default_note(model)
+    refused = [InvalidSpec(f"spec.{path}", cure + note, Reason.FIELD_NOT_SUPPORTED) for path, cure in found]
     if refused:
         raise refused[0] if len(refused) == 1 else Refusals(refused)
 
@@ -261,7 +340,7 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
     option = choice.chosen if choice else None
     load = option.load if option else None
     instance_type = option.site.name if option else placement.instance_type
-    how = f"with backend {model.spec.backend}{f', {option.shares}' if option else ''}"
+    how = f"with backend {model.backend_words}{f', {option.shares}' if option else ''}"
     where = f" on {placement.instance_type}" if placement.instance_type else ""
     return Plan(
         instance_type=instance_type or None,
@@ -274,6 +353,7 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         block_size=(load and load.block_size) or serving.block_size,
         num_blocks=(load and load.num_blocks) or serving.num_blocks,
         backend=model.spec.backend,
+        default_for=model.default_for or None,
         dtype=(serving.dtype or facts.dtype)[:64],
         sampling=sampling_mode(model)[:64] or None,
         memory=_memory_plan(option.memory) if option else None,

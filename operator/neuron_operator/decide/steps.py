@@ -18,6 +18,7 @@ from neuron_operator.api.errors import InvalidSpec, Unplaceable
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import MAX_WORD
 from neuron_operator.api.reasons import Finding, Reason, met, unmet
+from neuron_operator.decide.pin import as_pinned
 from neuron_operator.read.objects import instant, name_of, rendered_hash
 from neuron_operator.read.records import Facts, Record, StoredArtifact, StoredWeights
 from neuron_operator.read.revision import Revision
@@ -280,7 +281,7 @@ def _finish_resolve(known: Known) -> tuple[Known, Finding]:
 def _finish_place(known: Known) -> tuple[Known, Finding]:
     pinned = known.revision or known.pin(known.resolved)
     summary = pinned.pinned.plan.summary or pinned.placement.words
-    return replace(known, revision=pinned), met("Placed", str(summary))
+    return replace(known, model=as_pinned(known.model, pinned), revision=pinned), met("Placed", str(summary))
 
 
 def _fetch_jobs(known: Known) -> tuple[Object, ...]:

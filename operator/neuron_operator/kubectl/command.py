@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: Sequence[str]) -> int:
-    """Plans a model. The facts of one that is in the cluster are those that its newest revision pinned."""
+    """Plans a model. One that is in the cluster has the facts, and the default engine, of its newest revision."""
     from neuron_operator.local import plan  # noqa: PLC0415 - the other subcommands do not need its imports
 
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} plan", description=plan.DESCRIPTION)
@@ -115,7 +115,7 @@ def _plan(arguments: Sequence[str]) -> int:
     newest = max(revisions, key=lambda revision: revision.number, default=None)
     if newest is None:
         raise KubectlFailed(f"{options.name} is not planned yet: see {PROGRAM} why {options.name}")
-    return plan.printing(lambda: plan.run(options, (model, newest.pinned.facts)))
+    return plan.printing(lambda: plan.run(options, (model, newest)))
 
 
 def _natural(value: str) -> int:

@@ -110,6 +110,7 @@ def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: st
         f"NeuronModel {view.namespace}/{view.name}: {state}",
         f"  model     {printable(text(model, 'spec', 'model', 'uri'))}",
         f"  replicas  {text(model, 'status', 'ready') or 'none'}",
+        *([f"  engine    {printable(engine)}"] if (engine := _default_engine(model)) else []),
         *([f"  url       {url}"] if (url := text(model, "status", "url")) else []),
         *([f"  operator  {printable(holder)} acts in this namespace, and no other"] if holder else []),
         "",
@@ -130,6 +131,12 @@ def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: st
     cure, command = next_step(observed, cause)
     lines += ["", "Next", *([f"  {cure}"] if cure else []), f"  $ {command}"]
     return "\n".join(lines)
+
+
+def _default_engine(model: Any) -> str:
+    """Which engine it has, and why; empty: the manifest names it, or there are no defaults."""
+    family = text(model, "status", "plan", "defaultFor")
+    return f"{text(model, 'status', 'plan', 'backend')}, the default for {family}" if family else ""
 
 
 def _conditions(observed: Observed) -> list[str]:

@@ -30,8 +30,8 @@ from neuron_operator.decide import pin
 from neuron_operator.decide.course import decide
 from neuron_operator.local.command import read_manifest
 from neuron_operator.local.pods import CannotRunHere
-from neuron_operator.place.catalog import INSTANCE_TYPES, family_of
-from neuron_operator.place.planner import MAX_NODES, Choice, Option, Supply, choose, dollars
+from neuron_operator.place.catalog import INSTANCE_TYPES, family_of, wrong_default
+from neuron_operator.place.planner import MAX_NODES, Choice, Option, Supply, dollars
 from neuron_operator.place.sizing import gb
 from neuron_operator.read.objects import printable
 from neuron_operator.read.records import Facts
@@ -93,6 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, takes_name: bool = False) 
     parser.add_argument("--context", default="", help="of the kubeconfig (default: its current one)")
     parser.add_argument("--device-mode", choices=DEVICE_MODES, default="Plugin", help="as the chart value devices.mode")
     parser.add_argument(
+        "--engine-defaults",
+        type=_defaults,
+        default={},
+        metavar="JSON",
+        help='as the chart value engines.defaults, such as {"trn2": "vllm"}',
+    )
+    parser.add_argument(
         "--max-nodes",
         type=int,
         choices=range(1, MAX_NODES + 1),
@@ -102,15 +109,29 @@ def add_arguments(parser: argparse.ArgumentParser, *, takes_name: bool = False) 
     )
 
 
-def run(options: argparse.Namespace, live: tuple[Object, Facts] | None = None) -> int:
-    """Print the plan, or why there is none. Returns the exit code of the command. `live`: a model of the cluster."""
+def _defaults(value: str) -> dict[str, str]:
     try:
-        body = live[0] if live else read_manifest(options.file)
-        model = parse(body)
-        facts = read_facts(options.facts) if options.facts else live[1] if live else inspected(model)
+        defaults = msgspec.json.decode(value, type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    for family, backend in defaults.items():
+        if wrong := wrong_default(family, backend, SETTINGS.engines):
+            raise argparse.ArgumentTypeError(f"{family}: {wrong}")
+    return defaults
+
+
+def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None) -> int:
+    """Print the plan, or why there is none. Returns the exit code of the command. `live`: a model of the cluster, with
+    its newest revision."""
+    try:
+        body, before = live or (read_manifest(options.file), None)
         settings, free = _where(options)
+        has_defaults = bool(settings.engine_defaults or (before and before.default_for))
+        model = pin.as_pinned(parse(body, has_defaults=has_defaults), before)
+        known = before.pinned.facts if before else None
+        facts = read_facts(options.facts) if options.facts else known or inspected(model, settings)
         pinned = pin.pin(model, facts, settings, 1, free=free)
-        choice = choose(model, facts, settings, free) if model.spec.runs.on_device else None
+        model, choice = pin.chosen(pin.as_pinned(model, pinned), facts, settings, free)
     except (InvalidSpec, Unplaceable) as refusal:
         print(f"{refusal.reason}: {refusal}", file=sys.stderr)
         return EXIT_REFUSED
@@ -138,14 +159,15 @@ def read_facts(path: Path) -> Facts:
         raise CannotRunHere(f"{path} has no facts about a model: {' '.join(str(error).split())}") from error
 
 
-def inspected(model: NeuronModel) -> Facts:
+def inspected(model: NeuronModel, settings: Settings) -> Facts:
     """The facts that the runtime of this environment finds. Raises CannotRunHere."""
     beside = Path(sys.executable).with_name("neuron-runtime")
     program = str(beside) if beside.is_file() else shutil.which("neuron-runtime")
     if program is None:
         raise CannotRunHere("neuron-runtime is not installed here: pass the facts with --facts FILE")
     command = [program, "inspect", model.spec.model.uri, "--json"]
-    command += ["--backend", model.spec.backend] if model.spec.runs.is_ours else []
+    is_open = bool(settings.engine_defaults) and model.spec.leaves_engine_open
+    command += ["--backend", model.spec.backend] if model.spec.runs.is_ours and not is_open else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -165,7 +187,13 @@ def _where(options: argparse.Namespace) -> tuple[Settings, FreeDevices]:
     free = asyncio.run(_nodes(options.kubeconfig, options.context)) if options.cluster else FreeDevices(())
     types = types or (() if options.cluster else tuple(INSTANCE_TYPES))
     groups = GroupSettings(max_nodes=options.max_nodes)
-    settings = replace(SETTINGS, device_mode=options.device_mode, provisionable=Provisionable(types), groups=groups)
+    settings = replace(
+        SETTINGS,
+        device_mode=options.device_mode,
+        provisionable=Provisionable(types),
+        groups=groups,
+        engine_defaults=options.engine_defaults,
+    )
     return settings, free
 
 

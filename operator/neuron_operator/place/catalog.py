@@ -11,11 +11,12 @@ SDK. Prices are explained at `InstanceType.price`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from neuron_operator.read.world import DeviceMode
+from neuron_operator.api.engines import ENGINES
+from neuron_operator.read.world import DeviceMode, EngineSettings
 
 GIB = 2**30
 MIB = 2**20
@@ -48,6 +49,29 @@ FAMILIES = {
         Family("trn3", 8, 2, 18 * GIB, (1, 2, 4, 8, 16, 32, 64), "2.31"),
     )
 }
+
+
+def wrong_default(family: str, backend: str, engines: Mapping[str, EngineSettings]) -> str:
+    """Why the engine cannot be the default for a family of devices, with these images; empty: it can."""
+    row = ENGINES.get(backend)
+    if family not in FAMILIES:
+        return f"is no family of devices; known are {', '.join(FAMILIES)}"
+    if row is None:
+        return f"{backend} is no engine; known are {', '.join(ENGINES)}"
+    if family not in _families_of(backend, engines):
+        fit = (name for name in ENGINES if family in _families_of(name, engines))
+        return f"{backend} does not run on {family}; {', '.join(fit)} do"
+    setting = row.setting or backend
+    if not row.is_ours and not engines.get(setting, EngineSettings()).image:
+        return f"{backend} has no image: set {setting}.image"
+    return ""
+
+
+def _families_of(backend: str, engines: Mapping[str, EngineSettings]) -> Collection[str]:
+    """On devices of which the engine runs, in the version of the installation."""
+    row = ENGINES[backend]
+    version = engines.get(row.setting or backend, EngineSettings()).version_of(row.versions)
+    return (row.devices(version, (), {}).families or FAMILIES) if row.on_device else ()
 
 
 HYPERPOD = "ml."

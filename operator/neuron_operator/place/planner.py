@@ -605,6 +605,8 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
         family = family_of(kind, families)
         if kind not in sites and family is not None and rules.accept_type(kind):
             sites[kind] = _site(kind, family)
+    if model.default_for:
+        sites = {name: site for name, site in sites.items() if site.family.name == model.default_for}
     if sites and (free is not None or asked.instance_type):
         return tuple(sites.values())
     if asked.instance_type and family_of(asked.instance_type, families) is None:
@@ -618,6 +620,12 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
         f"{NAME_THE_TYPE}, or list types in the chart value provisionable.instanceTypes{left_out}",
         needs=(Need.FREE_DEVICES,),
     )
+
+
+def families_for(model: NeuronModel, settings: Settings, free: FreeDevices | None) -> tuple[str, ...]:
+    """Families of the devices that the manifest allows. Raises Unplaceable if none are known."""
+    sites = _sites(model, settings, place(model, settings), free)
+    return tuple(sorted({site.family.name for site in sites}))
 
 
 def rules_of(model: NeuronModel, settings: Settings) -> DeviceRules:

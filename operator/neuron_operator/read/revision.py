@@ -93,7 +93,17 @@ class Revision(Struct, frozen=True, kw_only=True):
     @property
     def engine(self) -> Engine:
         """What the operator knows of its backend. Of one that only a newer operator knows, it assumes our runtime."""
-        return ENGINES.get(str(self.pinned.config.get("backend")), ASSUMED)
+        return ENGINES.get(self.backend, ASSUMED)
+
+    @property
+    def backend(self) -> str:
+        return str(self.pinned.config.get("backend"))
+
+    @property
+    def default_for(self) -> str:
+        """The family of devices whose default its engine was, which it keeps; empty: the manifest named the engine, or
+        there were no defaults, or only a newer operator knows it."""
+        return (self.pinned.plan.default_for or "") if self.backend in ENGINES else ""
 
     @property
     def image(self) -> str:

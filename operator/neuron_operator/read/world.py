@@ -305,6 +305,8 @@ class Settings:
     """Has a compiler; empty: the runtime image has one."""
     engines: Mapping[str, EngineSettings] = field(default_factory=dict)
     """By `engines.SETTINGS`: images of engines for which `runtime_image` is not right."""
+    engine_defaults: Mapping[str, str] = field(default_factory=dict)
+    """By family of devices: the engine of models that name none."""
     image_pull_policy: str = ""
     """Empty: Kubernetes' own default (by tag)."""
     image_pull_secrets: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from neuron_operator.api.engines import SETTINGS as SETTINGS_OF_ENGINES
 from neuron_operator.api.errors import OperatorError
 from neuron_operator.api.reasons import TROUBLESHOOTING
 from neuron_operator.cluster.lease import LeaseTimings
-from neuron_operator.place.catalog import FAMILIES
+from neuron_operator.place.catalog import FAMILIES, wrong_default
 from neuron_operator.read.world import (
     DEVICE_MODES,
     RUNTIME_UPGRADES,
@@ -95,15 +95,21 @@ def _families(value: str) -> dict[str, str]:
     return families
 
 
-def _engines(value: str) -> dict[str, EngineSettings]:
-    engines = msgspec.json.decode(value, type=dict[str, EngineSettings])
+def _engines(value: str) -> tuple[dict[str, EngineSettings], dict[str, str]]:
+    """The images, and the defaults by family of devices."""
+    given = msgspec.json.decode(value, type=dict[str, dict[str, str]])
+    defaults = given.pop("defaults", {})
+    engines = msgspec.convert(given, dict[str, EngineSettings])
     for name, setting in engines.items():
         if name not in SETTINGS_OF_ENGINES:
             raise ValueError(f"{name} is no engine; known are {', '.join(SETTINGS_OF_ENGINES)}")
         versions = ("", *SETTINGS_OF_ENGINES[name].versions)
         if setting.version not in versions:
             raise ValueError(f"{name}.version must be one of {', '.join(word or 'empty' for word in versions)}")
-    return engines
+    for family, backend in defaults.items():
+        if wrong := wrong_default(family, backend, engines):
+            raise ValueError(f"defaults.{family}: {wrong}")
+    return engines, defaults
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,9 @@ SETTINGS = (
     _Setting("compile_image", "image of Jobs that compile, for models that set none; empty: the runtime image"),
     _Setting(
         "engines",
-        'JSON: images of engines with one of their own, and their versions, e.g. {"vllm": {"image": "...", "version": '
-        '"0.24"}}',
+        "JSON: images of engines with one of their own, and their versions; as defaults, by family of devices, the "
+        'engine of models that name none, e.g. {"vllm": {"image": "...", "version": "0.29"}, "defaults": {"trn2": '
+        '"vllm"}}',
         _engines,
         "{}",
     ),
@@ -246,6 +253,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> RunSet
             values[setting.name] = setting.parse(text)
         except (ValueError, msgspec.DecodeError) as error:
             raise InvalidSetting(f"{source} is {text!r}: {error}") from error
+    values["engines"], values["engine_defaults"] = values["engines"]
     models = Settings(**{one.name: values.pop(one.name) for one in fields(Settings)})
     if (models.device_mode == "PluginWithExtension") != bool(models.device_scheduler_name):
         raise InvalidSetting(
