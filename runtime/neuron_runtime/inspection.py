@@ -15,10 +15,12 @@ from typing import Any
 
 import msgspec
 
+from neuron_runtime.backend.neuron.devices import known_platform
 from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.optimum import models as optimum
 from neuron_runtime.backend.optimum.hub_cache import cached_graphs, in_words
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
+from neuron_runtime.backend.transformers_neuronx import settings as neuronx
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
     Checkpoint,
@@ -34,7 +36,7 @@ from neuron_runtime.record import ModelFacts
 from neuron_runtime.uris import HubModel, parse_uri
 from neuron_runtime.weights.fetching import outline
 
-NXDI, OPTIMUM = "nxdi", "optimum"
+NXDI, OPTIMUM, NEURONX = "nxdi", "optimum", "transformers-neuronx"
 
 
 def inspect_model(uri: str, backend: str = "", application_class: str = "") -> ModelFacts:
@@ -79,6 +81,10 @@ def model_facts(
         family_of(checkpoint.config, application_class)
     if backend == OPTIMUM:
         optimum.family_of(checkpoint.config)
+    if backend == NEURONX:
+        if (platform := known_platform()) is not None:
+            neuronx.check_platform(platform, "--backend")
+        neuronx.family_of(checkpoint.config)
     if is_private(application_class) or (checkpoint.is_sharded and backend in ("", NXDI)):
         # Its tensors are its own business.
         shape = _shape_by_config(checkpoint)

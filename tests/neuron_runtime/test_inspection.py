@@ -247,6 +247,24 @@ def test_tensors_of_a_private_model_are_not_those_of_its_architecture(tmp_path: 
     assert inspect_model(f"file://{folder}", application_class="ours:Class").intermediate_size == 24
 
 
+@pytest.mark.parametrize("platform", ["", "inf2", "trn1", "trn2"])
+def test_inspect_for_transformers_neuronx_checks_model_and_devices_as_serve_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str
+) -> None:
+    """As far as a machine knows where the model will be served."""
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", platform)
+    folder = write_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    if platform == "trn2":
+        with pytest.raises(InvalidConfig, match="--backend: transformers-neuronx compiles for inf2 and trn1, not for"):
+            inspect_model(f"file://{folder}", "transformers-neuronx")
+        return
+    assert inspect_model(f"file://{folder}", "transformers-neuronx").num_layers == 2
+    (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
+    with pytest.raises(FatalError, match="does not compute attention_bias True"):
+        inspect_model(f"file://{folder}", "transformers-neuronx")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

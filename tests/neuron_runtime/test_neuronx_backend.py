@@ -339,6 +339,8 @@ def test_loading_says_that_support_has_ended_and_names_the_successor(
         *(
             ({"overrideNeuronConfig": {key: value}}, f"overrideNeuronConfig.{key}", says)
             for key, value, says in (
+                ("fuse_mlp", True, "needs mlp_out_weight_transpose"),
+                ("fuseMlp", True, "needs mlp_out_weight_transpose"),
                 ("quants", {}, "did you mean `quant`?"),
                 ("fuse_qkv", 1, "must be true or false"),
                 ("quant", {"quant_dtype": "s4"}, "must be one of s8, f8e4m3fn"),
@@ -415,6 +417,14 @@ def test_other_devices_and_several_nodes_are_refused(llama: Model, tmp_path: Pat
         transformers_neuronx.load_backend(
             llama.folder, config_of(), lambda stage, share: None, tmp_path, rank=Rank(1, 2)
         )
+
+
+def test_a_fused_mlp_with_its_transpose_is_served(llama: Model) -> None:
+    override = {"mlpOutWeightTranspose": True, "fuse_mlp": True}
+    config = config_of(limits={"maxModelLength": 256}, overrideNeuronConfig=override)
+    settings = settings_of(config, llama.config, TARGET)
+    assert settings.neuron_config["fuse_mlp"]
+    assert settings.neuron_config["mlp_out_weight_transpose"]
 
 
 def test_a_sliding_window_bounds_the_length_of_mistral(models: dict[str, Model]) -> None:

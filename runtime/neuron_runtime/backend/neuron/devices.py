@@ -136,6 +136,14 @@ def find_target(
     )
 
 
+def known_platform(environment: Mapping[str, str] = os.environ, sys: Path = Path("/sys")) -> Platform | None:
+    """The platform that a variable or this machine names; None: neither names one, as on a machine that inspects."""
+    try:
+        return _platform(environment, sys, str)
+    except InvalidConfig:
+        return None
+
+
 def _platform(environment: Mapping[str, str], sys: Path, ask: Callable[[], str]) -> Platform:
     name = environment.get(PLATFORM_VARIABLE, "")
     where = PLATFORM_VARIABLE if name else "the instance type"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neuron_runtime.artifacts.loading import given_folder
-from neuron_runtime.backend.neuron.devices import PLATFORM_VARIABLE, find_target
+from neuron_runtime.backend.neuron.devices import find_target, known_platform
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.foreign import holds_weights, within
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
@@ -22,7 +22,6 @@ from neuron_runtime.backend.nxdi.settings import settings_of
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
-from neuron_runtime.errors import InvalidConfig
 
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
@@ -52,13 +51,8 @@ def check_model(model_dir: Path, config: RuntimeConfig) -> None:
     what the configuration leaves open, so they are compared with it only when they are loaded."""
     if given_folder() is not None or within(model_dir):
         return
-    try:
-        target = find_target(config)
-    except InvalidConfig as error:
-        if [path for path, _ in error.parts] == [PLATFORM_VARIABLE]:
-            return
-        raise
-    settings_of(config, read_config(model_dir), target)
+    if known_platform() is not None:
+        settings_of(config, read_config(model_dir), find_target(config))
 
 
 def versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from neuron_runtime.artifacts.loading import given_folder
 from neuron_runtime.backend.fields import check_fields
-from neuron_runtime.backend.neuron.devices import PLATFORM_VARIABLE, find_target
+from neuron_runtime.backend.neuron.devices import find_target, known_platform
 from neuron_runtime.backend.optimum import library
 from neuron_runtime.backend.optimum.foreign import holds_weights, is_foreign
 from neuron_runtime.backend.optimum.graphs import OptimumCompiler
@@ -61,13 +61,8 @@ def check_model(model_dir: Path, config: RuntimeConfig) -> None:
     what the configuration leaves open, so they are compared with it only when they are loaded."""
     if given_folder() is not None or is_foreign(model_dir):
         return
-    try:
-        target = find_target(config)
-    except InvalidConfig as error:
-        if [path for path, _ in error.parts] == [PLATFORM_VARIABLE]:
-            return
-        raise
-    settings_of(config, read_config(model_dir), target, has_chunks=library.has_chunks())
+    if known_platform() is not None:
+        settings_of(config, read_config(model_dir), find_target(config), has_chunks=library.has_chunks())
 
 
 def versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from neuron_runtime.backend.neuron.devices import PLATFORM_VARIABLE, find_target
+from neuron_runtime.backend.neuron.devices import find_target, known_platform
 from neuron_runtime.backend.transformers_neuronx import library
 from neuron_runtime.backend.transformers_neuronx.graphs import NeuronxCompiler
 from neuron_runtime.backend.transformers_neuronx.settings import check_document, settings_of
@@ -42,13 +42,8 @@ def check_config(config: RuntimeConfig) -> None:
 
 def check_model(model_dir: Path, config: RuntimeConfig) -> None:
     """Raises what `settings_of` does, if this machine says for which platform."""
-    try:
-        target = find_target(config)
-    except InvalidConfig as error:
-        if [path for path, _ in error.parts] == [PLATFORM_VARIABLE]:
-            return
-        raise
-    settings_of(config, read_config(model_dir), target)
+    if known_platform() is not None:
+        settings_of(config, read_config(model_dir), find_target(config))
 
 
 def versions() -> dict[str, str]:

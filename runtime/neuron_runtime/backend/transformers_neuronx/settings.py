@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from neuron_runtime.backend.neuron import bucket_plan
-from neuron_runtime.backend.neuron.devices import TIMEOUT_SHARE, Target
+from neuron_runtime.backend.neuron.devices import TIMEOUT_SHARE, Platform, Target
 from neuron_runtime.backend.neuron.model_config import ignored_by, quantization_of
 from neuron_runtime.backend.neuron.override import PATH, check_kind, near
 from neuron_runtime.checkpoint import InvalidModel
@@ -41,6 +41,9 @@ QUANT_FIELDS = ("quant_dtype", "dequant_dtype", "quantize_method", "quantize_att
 QUANTIZATIONS = {"quant": (QUANT_FIELDS, "vector_dynamic"), "kv_cache_quant": (QUANT_FIELDS[:3], "direct_cast")}
 """Arguments of `config.QuantizationConfig` and of `KVCacheQuantizationConfig`, and the method that works: weights that
 are cast directly end in an error (`quantize.maybe_quantize_weights`)."""
+
+FUSED_NEEDS = "mlp_out_weight_transpose"
+"""The other way, `LlamaForSampling.load_weights` calls `add_mlp_output` without a weight."""
 
 DEFAULTS: Mapping[str, Any] = {"attention_layout": "BSH", "collectives_layout": "BSH", "fuse_qkv": True}
 """Of NeuronConfig, as vLLM's Neuron worker set them; an override replaces each."""
@@ -212,6 +215,7 @@ def check_document(config: RuntimeConfig) -> None:
 def read_override(override: Mapping[str, Any]) -> dict[str, Any]:
     """The checked keys by NeuronConfig's own names. Raises InvalidConfig with every wrong one."""
     problems, values = ConfigProblems(), dict[str, Any]()
+    given = {plain(key): value for key, value in override.items()}
     for key, value in override.items():
         name, at = plain(key), f"{PATH}.{key}"
         known = BY_NAME.get(name)
@@ -229,6 +233,8 @@ def read_override(override: Mapping[str, Any]) -> dict[str, Any]:
             elif name in QUANTIZATIONS:
                 _check_quantization(value, at, *QUANTIZATIONS[name])
             values[name] = value
+            if name == "fuse_mlp" and value and not given.get(FUSED_NEEDS):
+                raise InvalidConfig(at, f"needs {FUSED_NEEDS}, without which the library fails: set it to true too")
     problems.check()
     return values
 
@@ -267,10 +273,15 @@ def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target)
         FatalError: UNSUPPORTED_ARCHITECTURE.
     """
     check_document(config)
-    if target.platform.name not in PLATFORMS:
-        message = f"transformers-neuronx compiles for inf2 and trn1, not for {target.platform.name}"
-        raise InvalidConfig("$.backend", f"{message}: use the backend nxdi")
+    check_platform(target.platform, "$.backend")
     return _Derivation(config, model, target, family_of(model)).settings()
+
+
+def check_platform(platform: Platform, at: str) -> None:
+    """Raises InvalidConfig if the library does not compile for it. at: what names the backend."""
+    if platform.name not in PLATFORMS:
+        message = f"transformers-neuronx compiles for {' and '.join(PLATFORMS)}, not for {platform.name}"
+        raise InvalidConfig(at, f"{message}: use the backend nxdi")
 
 
 def family_of(model: Mapping[str, Any]) -> Family:
