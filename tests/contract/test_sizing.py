@@ -20,6 +20,7 @@ from neuron_operator.read.records import Facts
 from neuron_operator.render.resources import in_host_memory
 from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.devices import Target
+from neuron_runtime.backend.nxdi import graph_plan
 from neuron_runtime.backend.nxdi.graph_plan import plan_of
 from neuron_runtime.backend.nxdi.settings import DEFAULT_SEGMENT_TOKENS, MIN_KERNEL_TOKENS
 from neuron_runtime.backend.torch.architecture import decoder_config
@@ -68,6 +69,7 @@ def test_operator_and_runtime_have_the_same_constants() -> None:
     assert sizing.MAX_SEGMENT_BUCKETS == bucket_plan.MAX_SEGMENT_BUCKETS
     assert sizing.MAX_TOKEN_BUCKETS == bucket_plan.MAX_TOKEN_BUCKETS
     assert sizing.BUCKET_STEP == bucket_plan.STEP
+    assert sizing.COMPILE_SECONDS_PER_LAYER == graph_plan.COMPILE_SECONDS_PER_LAYER
     assert sizing.SEGMENT_TOKENS == DEFAULT_SEGMENT_TOKENS
     assert sizing.SHORTEST_PREFIX == MIN_KERNEL_TOKENS
 

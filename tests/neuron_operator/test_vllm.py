@@ -9,7 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from helpers.operator_worlds import FACTS, SETTINGS, body, find, fresh, settle, stepped
+from helpers.operator_worlds import (
+    FACTS,
+    SETTINGS,
+    body,
+    condition,
+    find,
+    finished,
+    fresh,
+    resolved_pod,
+    settle,
+    stepped,
+)
 from neuron_operator.api.engines import vllm
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.manifest import parse
@@ -171,6 +182,20 @@ def test_another_content_of_a_file_needs_another_config_map_and_moves_no_pod(mon
     (second,) = (found for found in fresh_one.children if found["kind"] == "ConfigMap")
     assert second["data"][vllm.LOGGING_KEY] == "{}"
     assert second["metadata"]["name"] != first["metadata"]["name"]
+
+
+@pytest.mark.parametrize(("version", "graphs"), [("0.16", 16), ("0.24", 6), ("0.29", 6)])
+def test_before_a_pod_holds_devices_it_is_said_for_how_long_it_will_compile(version: str, graphs: int) -> None:
+    using = replace(USING, engines={"vllm": EngineSettings("i", version)})
+    world, decision = settle(fresh(spec=NEURON), using)
+    answer = resolved_pod(find(decision.desired, "Job"), {**FACTS, "numLayers": 80})
+    world, decision = settle(finished(settle(replace(world, pods=(answer,)), using)[0]), using)
+    said = f"each replica compiles on the device as it starts, about {round(graphs * 80 * 2.4 / 60)} minutes"
+    assert condition(decision.status, "Placed")["message"].endswith(f"; {said}")
+    assert "Deployment" not in {found["kind"] for found in decision.desired}, "the weights are not there yet"
+    world, decision = stepped(world, decision, using)
+    assert condition(decision.status, "Compiled")["message"] == said
+    assert find(decision.desired, "Deployment")
 
 
 def test_what_it_logs_is_configured_by_a_file_beside_the_document() -> None:

@@ -78,6 +78,11 @@ class Plan(StatusPart, frozen=True):
     host_bytes: Annotated[
         Int64 | None, "Estimated bytes of a node's memory that one pod needs, to load and to serve."
     ] = None
+    compile_minutes: Annotated[
+        int | None,
+        "Estimated minutes that each replica compiles as it starts, if no Job compiled its graphs before "
+        "([how](engines.md#compiling)).",
+    ] = None
     summary: Message | None = None
 
 

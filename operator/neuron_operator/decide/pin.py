@@ -23,8 +23,8 @@ from neuron_operator.api.reasons import Reason
 from neuron_operator.place.catalog import family_of
 from neuron_operator.place.planner import Choice, Held, choose, families_for
 from neuron_operator.place.sizes import place
-from neuron_operator.place.sizing import Memory
-from neuron_operator.read.placement import Placement
+from neuron_operator.place.sizing import Memory, compile_minutes
+from neuron_operator.read.placement import Placement, counted
 from neuron_operator.read.records import Facts
 from neuron_operator.read.revision import FORMAT, Compiling, Pinned, Revision, revision_hash, shared_annotation
 from neuron_operator.read.world import FreeDevices, Object, Settings
@@ -36,6 +36,7 @@ from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, w
 
 DEFAULT = DEFAULTS["Neuron"]
 """The engine on families for which the installation names none."""
+MAX_MINUTES = 2**31 - 1
 MAX_BYTES = 2**53
 """Numbers in the status end here; an estimate may be larger where the manifest insists."""
 
@@ -249,7 +250,7 @@ def pin(
         cores=placement.cores,
         instance_type=placement.instance_type,
         nodes=placement.nodes,
-        plan=_plan(model, facts, placement, choice),
+        plan=_plan(model, facts, placement, choice, is_compiled=compiling is not None),
         weights=weights if is_fetched_by_job(model, weights) else None,
         compiling=compiling,
         config=config,
@@ -335,13 +336,16 @@ def to_object(model: NeuronModel, revision: Revision) -> Object:
     )
 
 
-def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice | None) -> Plan:
+def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice | None, *, is_compiled: bool) -> Plan:
+    """is_compiled: by a Job."""
     serving = model.spec.serving
     option = choice.chosen if choice else None
     load = option.load if option else None
     instance_type = option.site.name if option else placement.instance_type
     how = f"with backend {model.backend_words}{f', {option.shares}' if option else ''}"
     where = f" on {placement.instance_type}" if placement.instance_type else ""
+    compiles = load is not None and not is_compiled and model.spec.runs.compiles == "on device"
+    minutes = compile_minutes(facts, load) if load and compiles else None
     return Plan(
         instance_type=instance_type or None,
         devices=placement.devices,
@@ -358,10 +362,18 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         sampling=sampling_mode(model)[:64] or None,
         memory=_memory_plan(option.memory) if option else None,
         host_bytes=min(serving_memory(model, facts, placement.nodes), MAX_BYTES),
+        compile_minutes=minutes and min(minutes, MAX_MINUTES),
         summary=f"each replica holds {placement.words}{where} and {model.spec.runs.does} "
         f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
-        + (f"; {choice.arithmetic}" if choice else ""),
+        + (f"; {choice.arithmetic}" if choice else "")
+        + (f"; {compiling_words(minutes)}" if minutes else ""),
     )
+
+
+def compiling_words(minutes: int | None) -> str:
+    """What is said before a replica compiles. None: a revision of an earlier version, which did not estimate it."""
+    about = f", about {counted(minutes, 'minute')}" if minutes else ""
+    return f"each replica compiles on the device as it starts{about}"
 
 
 def _memory_plan(memory: Memory) -> MemoryPlan:

@@ -18,7 +18,7 @@ from neuron_operator.api.errors import InvalidSpec, Unplaceable
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import MAX_WORD
 from neuron_operator.api.reasons import Finding, Reason, met, unmet
-from neuron_operator.decide.pin import as_pinned
+from neuron_operator.decide.pin import as_pinned, compiling_words
 from neuron_operator.read.objects import instant, name_of, rendered_hash
 from neuron_operator.read.records import Facts, Record, StoredArtifact, StoredWeights
 from neuron_operator.read.revision import Revision
@@ -317,8 +317,9 @@ def _finish_compile(known: Known) -> tuple[Known, Finding]:
     if known.model.spec.is_compiled and known.model.spec.names_artifact:
         message = f"replicas load the artifact that {names.ARTIFACT_VARIABLE} of spec.engine.env names, if it fits"
         return known, met("Compiled", message, "NotRequired")
-    if known.model.spec.runs.compiles == "on device":
-        return known, met("Compiled", "each replica compiles on its devices as it starts", "NotRequired")
+    if known.model.spec.runs.compiles == "on device" and known.pinned.pinned.compiling is None:
+        minutes = known.pinned.pinned.plan.compile_minutes
+        return known, met("Compiled", compiling_words(minutes), "NotRequired")
     if artifact is None:
         return known, met("Compiled", "replicas need no compiled artifact", "NotRequired")
     how = "found in its store" if artifact.reused else f"compiled in {artifact.seconds:.0f} s"

@@ -28,6 +28,10 @@ GRAPH_BYTES_PER_LAYER = 2 * MIB
 """Code and DMA rings of one graph, each of which is loaded on every core. From 386 MiB of code and 1,471 MiB of rings
 of a model with 80 layers in 12 graphs (transformers-neuronx#92)."""
 
+COMPILE_SECONDS_PER_LAYER = 2.4
+"""For one layer of one graph: AWS states 15 minutes for a model of 15 GB, with 32 layers and 12 graphs. As the
+runtime's."""
+
 MAX_CONTEXT_BUCKETS = 12
 MAX_SEGMENT_BUCKETS = 4
 """With blocks, each with every size of prefix."""
@@ -207,6 +211,11 @@ def host_bytes(facts: Facts, widths: Widths, nodes: int = 1) -> int:
     """Memory of the engine on a node's host while it loads weights onto devices: the whole checkpoint, and
     the shards that are made from it for the cores of this node."""
     return TORCH_BYTES + facts.weights_bytes + _up(facts.parameters * widths.weights, nodes)
+
+
+def compile_minutes(facts: Facts, load: Load) -> int:
+    """What compiling all graphs takes, by a statement of AWS about another model: it says hours from minutes."""
+    return max(1, round(load.num_graphs * facts.num_layers * COMPILE_SECONDS_PER_LAYER / 60))
 
 
 def width_of(dtype: str) -> int:
