@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
-from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, decode_graph, limits_of, prefill_graph
+from neuron_runtime.backend.neuron.step_graphs import Graph, Prefill
+from neuron_runtime.backend.nxdi.buckets import all_graphs, decode_graph, limits_of, prefill_graph
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of, read_plan
 from neuron_runtime.backend.nxdi.settings import RECOMPUTED, Settings, settings_of
 from neuron_runtime.commands.command_line import main

@@ -13,15 +13,9 @@ import torch
 from helpers.guides import mask_of
 from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
 from neuron_runtime.backend.neuron.device import DeviceThread, device_parameters
+from neuron_runtime.backend.neuron.step_graphs import Decode
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
-from neuron_runtime.backend.nxdi.buckets import (
-    Decode,
-    all_graphs,
-    decode_graph,
-    limits_of,
-    prefill_graph,
-    span_that_takes,
-)
+from neuron_runtime.backend.nxdi.buckets import all_graphs, decode_graph, limits_of, prefill_graph, span_that_takes
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, GraphUse, Late, Request, Rows, Sampling, StepOutput
 from neuron_runtime.engine.loop import Engine

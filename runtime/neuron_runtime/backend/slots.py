@@ -82,6 +82,15 @@ class SlotMirror:
         """Slots of rows of the batch applied last, and the position in the sequence that each samples."""
         return self._previous.slots[rows], self._previous.ends[rows]
 
+    def named(self, rows: FedRows, decodes: IntArray | slice) -> IntArray:
+        """The tokens that these decode rows feed, as a copy; NO_TOKEN where the step before samples it."""
+        token: IntArray = rows.token[decodes].copy()
+        if not rows.repeats:
+            slots, start = rows.slots[decodes], rows.start[decodes]
+            known = np.flatnonzero((token == NO_TOKEN) & (start < self.num_known[slots]))
+            token[known] = self.tokens[slots[known], start[known]]
+        return token
+
     def token_ids(self, rows: FedRows) -> IntArray:
         """The tokens that the rows feed, row after row, if the mirror has them all."""
         num_tokens = rows.ends - rows.start

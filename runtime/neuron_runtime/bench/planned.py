@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from neuron_runtime.backend.neuron.devices import EXEC_TIMEOUT_SECONDS
-from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, decode_graph, limits_of, prefill_graph
+from neuron_runtime.backend.neuron.step_graphs import Graph, Prefill
+from neuron_runtime.backend.nxdi.buckets import all_graphs, decode_graph, limits_of, prefill_graph
 from neuron_runtime.backend.nxdi.graph_plan import read_plan
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.simulated.device import Clock, Shape, SimulatedBackend, SimulatedCall

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from neuron_runtime.checkpoint import InvalidModel
+from neuron_runtime.dtypes import COMPUTED
+from neuron_runtime.errors import ConfigProblems
+
 ROPE = ("rope_theta", "rope_scaling")
 
 
@@ -27,6 +31,23 @@ def completed(model: Mapping[str, Any]) -> dict[str, Any]:
     if model.get("model_type") == "gpt_oss" and isinstance(scaling, Mapping):
         missing["initial_context_length"] = scaling.get("original_max_position_embeddings", 4096)
     return missing
+
+
+def number_of(model: Mapping[str, Any], name: str, least: int = 1) -> int:
+    """Raises InvalidModel if config.json lacks the number, or has another value."""
+    value = model.get(name)
+    if not isinstance(value, int) or value < least:
+        raise InvalidModel(f"config.json: {name} must be an integer >= {least}, got {value!r}")
+    return value
+
+
+def dtype_of(dtype: str, model: Mapping[str, Any], problems: ConfigProblems) -> str:
+    """That of the configuration, or if it is auto that of config.json. Notes if no backend computes in it."""
+    if dtype == "auto":
+        dtype = str(model.get("dtype") or model.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if dtype not in COMPUTED:
+        problems.add("$.dtype", f"must be one of {', '.join(COMPUTED)}, got {dtype!r}")
+    return dtype
 
 
 def quantization_of(model: Mapping[str, Any]) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from neuron_runtime.backend.neuron.device import Application, DeviceBackend
 from neuron_runtime.backend.neuron.installed import device_memory
-from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, span_that_takes
+from neuron_runtime.backend.neuron.step_graphs import Decode
+from neuron_runtime.backend.nxdi.buckets import all_graphs, span_that_takes
 from neuron_runtime.backend.nxdi.inputs import Inputs
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.warming import lone_step

@@ -5,49 +5,16 @@ Called by the backend for names, times and padding of steps, and by whoever plan
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from neuron_runtime.backend.neuron.devices import TIMEOUT_SHARE
+from neuron_runtime.backend.neuron.step_graphs import Decode, Graph, Prefill, at_least
 from neuron_runtime.backend.nxdi.settings import RECOMPUTED, Settings
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket
 
 LOOKAHEAD = 2
 """In asynchronous mode, a decode step this close below the end of a bucket runs alone, in the next larger bucket."""
-
-
-class Prefill(NamedTuple):
-    """A context-encoding graph: computes `tokens` tokens of one prompt, after at most `prefix` cached ones."""
-
-    tokens: int
-    prefix: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"prefill_{self.tokens}_after_{self.prefix}" if self.prefix else f"prefill_{self.tokens}"
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return self.tokens
-
-
-class Decode(NamedTuple):
-    """A token-generation graph: one token for each of `rows` sequences shorter than `length`."""
-
-    rows: int
-    length: int
-
-    @property
-    def name(self) -> str:
-        return f"decode_{self.rows}x{self.length}"
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return self.rows
-
-
-Graph = Prefill | Decode
 
 
 def prefill_graph(settings: Settings, start: int, end: int) -> Prefill:
@@ -58,9 +25,9 @@ def prefill_graph(settings: Settings, start: int, end: int) -> Prefill:
     least, most = RECOMPUTED
     if least < end <= most and most in active and 0 in prefixes:
         return Prefill(most)
-    tokens = _at_least(active, end - start)
+    tokens = at_least(active, end - start)
     free = tokens - (end - start)
-    return Prefill(tokens, _at_least(prefixes, max(start - free, 0)))
+    return Prefill(tokens, at_least(prefixes, max(start - free, 0)))
 
 
 def decode_graph(settings: Settings, num_rows: int, position: int) -> Decode:
@@ -70,8 +37,8 @@ def decode_graph(settings: Settings, num_rows: int, position: int) -> Decode:
     """
     buckets = settings.token_buckets
     if settings.row_buckets:
-        rows = _at_least(sorted({*settings.row_buckets, settings.max_rows}), num_rows)
-        return Decode(rows, _at_least(buckets, position))
+        rows = at_least(sorted({*settings.row_buckets, settings.max_rows}), num_rows)
+        return Decode(rows, at_least(buckets, position))
     if settings.asynchronous and any(position < bucket <= position + LOOKAHEAD for bucket in buckets):
         return Decode(settings.max_rows, buckets[min(bisect_right(buckets, position) + 1, len(buckets) - 1)])
     return Decode(settings.max_rows, _above(buckets, position))
@@ -114,14 +81,7 @@ def _takes(settings: Settings, graph: Graph, start: int, end: int) -> bool:
 def _above(buckets: Sequence[int], size: int) -> int:
     """The smallest bucket above the size; the largest may be equal to it."""
     at = bisect_right(buckets, size)
-    return buckets[at] if at < len(buckets) else _at_least(buckets, size)
-
-
-def _at_least(buckets: Sequence[int], size: int) -> int:
-    at = bisect_left(buckets, size)
-    if at == len(buckets):
-        raise ValueError(f"{size} exceeds the largest bucket, {buckets[-1]}")
-    return buckets[at]
+    return buckets[at] if at < len(buckets) else at_least(buckets, size)
 
 
 def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:

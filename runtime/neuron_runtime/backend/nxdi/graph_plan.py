@@ -17,7 +17,8 @@ import msgspec
 from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.bucket_plan import Lengths, number
 from neuron_runtime.backend.neuron.devices import Target
-from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, prefill_graph, span_that_takes
+from neuron_runtime.backend.neuron.step_graphs import Graph, Prefill
+from neuron_runtime.backend.nxdi.buckets import all_graphs, prefill_graph, span_that_takes
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, seconds_text

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from neuron_runtime.backend.neuron.devices import Target, check_cores, environment_of, find_target
 from neuron_runtime.backend.neuron.installed import platform_target
+from neuron_runtime.backend.neuron.step_graphs import Prefill
 from neuron_runtime.backend.nxdi import library
-from neuron_runtime.backend.nxdi.buckets import Prefill, all_graphs
+from neuron_runtime.backend.nxdi.buckets import all_graphs
 from neuron_runtime.backend.nxdi.foreign import (
     adopted,
     differences,

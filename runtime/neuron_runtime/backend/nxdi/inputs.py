@@ -14,11 +14,12 @@ import numpy.typing as npt
 import torch
 
 from neuron_runtime.backend.neuron.device import GREEDY, Call, FloatArray, column, device_parameters, row_of
-from neuron_runtime.backend.nxdi.buckets import Decode, Graph, Prefill, decode_graph, prefill_graph
+from neuron_runtime.backend.neuron.step_graphs import Decode, Graph, Prefill
+from neuron_runtime.backend.nxdi.buckets import decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch
+from neuron_runtime.core import BackendLimits, Batch
 
 NO_SLOT = -1
 """In a slot mapping: keys and values of the token are not kept."""
@@ -191,7 +192,6 @@ class Inputs:
         assert isinstance(graph, Decode)
         count = rows.num_decodes
         start, after = rows.start[:count], rows.after[:count]
-        named = rows.token[:count].copy()  # `feed` writes to it
         positions = start[places.source]
         arguments = {
             "position_ids": column(positions),
@@ -211,10 +211,7 @@ class Inputs:
                 "full_context_lens": column(positions + 1),
                 "computed_context_lens": column(positions.copy()),
             }
-        if not rows.repeats:
-            slots = rows.slots[:count]
-            prompts = np.flatnonzero((named == NO_TOKEN) & (start < self._mirror.num_known[slots]))
-            named[prompts] = self._mirror.tokens[slots[prompts], start[prompts]]
+        named = self._mirror.named(rows, slice(count))  # `feed` writes to it
         return Call(graph, arguments, places.rows, places.places, count, named, after, places.source)
 
 

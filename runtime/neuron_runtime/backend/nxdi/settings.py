@@ -16,10 +16,10 @@ import msgspec
 
 from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.devices import LogicalCore, Target
+from neuron_runtime.backend.neuron.model_config import number_of
 from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, text_config, window_of
 from neuron_runtime.backend.nxdi.neuron_config import SAMPLING, Override, merge, read_override
-from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig, uses_blocks
 from neuron_runtime.core import SamplingMode
 from neuron_runtime.dtypes import COMPUTED
@@ -125,8 +125,8 @@ class _Derivation:
 
     def settings(self) -> Settings:
         config, problems, override = self._config, self._found, self._override
-        vocabulary_size = self._number("vocab_size", 1)
-        longest = self._number("max_position_embeddings", 2)
+        vocabulary_size = number_of(self._model, "vocab_size")
+        longest = number_of(self._model, "max_position_embeddings", 2)
         rows = self._chosen("$.limits.maxSequences", config.limits.max_sequences, "batch_size") or DEFAULT_MAX_SEQUENCES
         tensor = self._tensor()
         dtype = self._dtype()
@@ -205,12 +205,6 @@ class _Derivation:
         if factor and experts and chosen and factor * chosen < experts:
             message = f"must be at least {experts / chosen:g}, got {factor:g}: experts that are full drop tokens"
             self._refuse(f"{PATH}.capacity_factor", message)
-
-    def _number(self, name: str, least: int) -> int:
-        value = self._model.get(name)
-        if not isinstance(value, int) or value < least:
-            raise InvalidModel(f"config.json: {name} must be an integer >= {least}, got {value!r}")
-        return value
 
     def _refuse(self, path: str, message: str) -> None:
         """Note what is wrong with a field, at the place where its value was given."""

@@ -8,23 +8,15 @@ slot's own next token will overwrite it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
 from neuron_runtime.backend.neuron.device import GREEDY, Call, FloatArray, column, device_parameters, row_of
+from neuron_runtime.backend.neuron.step_graphs import Decode, Graph, Prefill
 from neuron_runtime.backend.optimum.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch
-
-
-class SizedGraph(NamedTuple):
-    """One of the two graphs of a model."""
-
-    name: str
-    num_computed_tokens: int
+from neuron_runtime.core import BackendLimits, Batch
 
 
 class Inputs:
@@ -32,8 +24,8 @@ class Inputs:
 
     def __init__(self, settings: Settings, limits: BackendLimits) -> None:
         num_slots, self._settings = settings.max_rows, settings
-        self._prefill = SizedGraph(f"prefill_{settings.prefill_tokens}", settings.prefill_tokens)
-        self._decode = SizedGraph(f"decode_{num_slots}x{settings.max_model_length}", num_slots)
+        self._prefill = Prefill(settings.prefill_tokens)
+        self._decode = Decode(num_slots, settings.max_model_length)
         self._mirror = SlotMirror(limits)
         self._num_computed: IntArray = np.zeros(num_slots, dtype=np.int64)
         """Where the next token of each slot is computed, once all calls made so far have run. A prompt overwrites what
@@ -42,7 +34,7 @@ class Inputs:
         """How the sequence in each slot is sampled."""
         self._sequence_ids: IntArray = np.arange(num_slots)
 
-    def graphs(self, batch: Batch) -> list[SizedGraph]:
+    def graphs(self, batch: Batch) -> list[Graph]:
         """The graphs that the batch will run. Raises IllegalBatch if a prompt or chunk is too long."""
         if batch.num_prefills and max(batch.rows.num_tokens[batch.num_decodes :]) > self._settings.prefill_tokens:
             raise IllegalBatch(f"step {batch.step} prefills more than {self._settings.prefill_tokens} tokens in a row")
@@ -91,9 +83,7 @@ class Inputs:
         # A full sequence has no next position; its last one is not read any more.
         positions = np.minimum(self._num_computed, self._settings.max_model_length - 1)
         positions[slots] = start
-        named = rows.token[:count].copy()  # `feed` writes to it
-        prompts = np.flatnonzero((named == NO_TOKEN) & (start < self._mirror.num_known[slots]))
-        named[prompts] = self._mirror.tokens[slots[prompts], start[prompts]]
+        named = self._mirror.named(rows, slice(count))
         source = np.zeros(self._settings.max_rows, dtype=np.int64)  # slots without a row repeat the first one's token
         source[slots] = np.arange(count)
         arguments = {

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from neuron_runtime.backend.neuron.devices import TIMEOUT_SHARE, Target
+from neuron_runtime.backend.neuron.model_config import dtype_of, number_of
 from neuron_runtime.backend.neuron.override import PATH, check_kind, near
 from neuron_runtime.backend.optimum.models import OptimumFamily, family_of, window_of
-from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket, SamplingMode
-from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems
 
 DEFAULT_MAX_SEQUENCES = 16
@@ -122,7 +121,7 @@ class _Derivation:
 
     def settings(self) -> Settings:
         config, limits = self._config, self._config.limits
-        vocabulary_size = self._number("vocab_size", 1)
+        vocabulary_size = number_of(self._model, "vocab_size")
         platform = self._target.platform.name
         if platform not in COMPILE_TARGETS:
             names = ", ".join(COMPILE_TARGETS)
@@ -137,7 +136,7 @@ class _Derivation:
         if topk < 1:
             self._found.add(f"{PATH}.max_topk", f"must be 1 or more, got {topk}")
         chunk = self._chunk(length)
-        dtype = self._dtype()
+        dtype = dtype_of(config.dtype, self._model, self._found)
         self._found.check()
         return Settings(
             model_type=self._family.model_type,
@@ -153,14 +152,8 @@ class _Derivation:
             override=dict(config.override_neuron_config),
         )
 
-    def _number(self, name: str, least: int) -> int:
-        value = self._model.get(name)
-        if not isinstance(value, int) or value < least:
-            raise InvalidModel(f"config.json: {name} must be an integer >= {least}, got {value!r}")
-        return value
-
     def _length(self) -> int:
-        positions, window = self._number("max_position_embeddings", 2), window_of(self._model)
+        positions, window = number_of(self._model, "max_position_embeddings", 2), window_of(self._model)
         longest = min(positions, window or positions)
         length = self._config.limits.max_model_length or min(longest, DEFAULT_MAX_LENGTH)
         if not 2 <= length <= longest:
@@ -170,21 +163,13 @@ class _Derivation:
 
     def _tensor(self) -> int:
         """The tensor-parallel degree. Left open: as many of this process's cores as divide the heads, or one."""
-        config, cores, heads = self._config, self._target.granted_cores, self._number("num_attention_heads", 1)
+        config, cores = self._config, self._target.granted_cores
+        heads = number_of(self._model, "num_attention_heads")
         degree = config.parallelism.tensor or max(d for d in range(1, max(cores, 1) + 1) if heads % d == 0)
         if 0 < config.accelerator.cores < degree:
             message = f"is {degree}, but accelerator.cores is {config.accelerator.cores}"
             self._found.add("$.parallelism.tensor", message)
         return degree
-
-    def _dtype(self) -> str:
-        dtype: str = self._config.dtype
-        if dtype == "auto":
-            stored = self._model.get("dtype") or self._model.get("torch_dtype") or "bfloat16"
-            dtype = str(stored).removeprefix("torch.")
-        if dtype not in COMPUTED:
-            self._found.add("$.dtype", f"must be one of {', '.join(COMPUTED)}, got {dtype!r}")
-        return dtype
 
     def _sampling(self, rows: int, tensor: int) -> SamplingMode:
         garbage = self._family.wrong_on_two_cores and tensor == 2 and rows > 1

@@ -25,16 +25,11 @@ import numpy as np
 import torch
 
 from neuron_runtime.backend.neuron.device import GREEDY, Call, FloatArray, column, device_parameters
+from neuron_runtime.backend.neuron.step_graphs import Graph, Prefill
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
-from neuron_runtime.backend.transformers_neuronx.settings import (
-    Graph,
-    Prefill,
-    Settings,
-    decode_graph,
-    prefill_graph,
-)
+from neuron_runtime.backend.transformers_neuronx.settings import Settings, decode_graph, prefill_graph
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch, GraphUse
+from neuron_runtime.core import BackendLimits, Batch, GraphUse
 
 LARGEST_TEMPERATURE = 1e4
 """The device divides logits by it in the model's dtype: above, they are all equal to it anyway."""
@@ -131,7 +126,5 @@ class Inputs:
         if absent.any():
             raise IllegalBatch(f"step {step} would overwrite slot {int(absent.argmax())}, which has no row")
         arguments["cache_ids"] = column(start)
-        named = rows.token[of_call].copy()  # `feed` writes to it
-        known = np.flatnonzero((named == NO_TOKEN) & (start < self._mirror.num_known[slots]))
-        named[known] = self._mirror.tokens[slots[known], start[known]]
+        named = self._mirror.named(rows, of_call)
         return Call(graph, arguments, of_call, places, len(of_call), named, rows.after[of_call], places)

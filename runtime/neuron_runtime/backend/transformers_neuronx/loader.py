@@ -12,10 +12,11 @@ from neuron_runtime.backend.neuron.device import Application, DeviceBackend
 from neuron_runtime.backend.neuron.devices import check_cores, exec_timeout_seconds
 from neuron_runtime.backend.neuron.failures import when_free
 from neuron_runtime.backend.neuron.installed import device_memory
+from neuron_runtime.backend.neuron.step_graphs import Decode
 from neuron_runtime.backend.transformers_neuronx import library
 from neuron_runtime.backend.transformers_neuronx.graphs import described, prepare_environment
 from neuron_runtime.backend.transformers_neuronx.inputs import Inputs
-from neuron_runtime.backend.transformers_neuronx.settings import Decode, Settings, all_graphs, limits_of
+from neuron_runtime.backend.transformers_neuronx.settings import Settings, all_graphs, limits_of
 from neuron_runtime.backend.warming import lone_step
 from neuron_runtime.backend_protocol import Backend, ProgressCallback
 from neuron_runtime.checkpoint import check_tied_head, read_checkpoint

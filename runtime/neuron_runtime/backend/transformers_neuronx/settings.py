@@ -6,19 +6,17 @@ library nor torch. The rules are those of the source of v0.13; the docstrings sa
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.devices import TIMEOUT_SHARE, Platform, Target
-from neuron_runtime.backend.neuron.model_config import ignored_by, quantization_of
+from neuron_runtime.backend.neuron.model_config import dtype_of, ignored_by, number_of, quantization_of
 from neuron_runtime.backend.neuron.override import PATH, check_kind, near
-from neuron_runtime.checkpoint import InvalidModel
+from neuron_runtime.backend.neuron.step_graphs import Decode, Graph, Prefill, at_least
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket, SamplingMode
-from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
 from neuron_runtime.flags import plain
 from neuron_runtime.neuronx_fields import BY_NAME
@@ -98,47 +96,15 @@ class Settings:
         return 1e-2 if self.dtype == "float16" else 1e-5
 
 
-class Prefill(NamedTuple):
-    """A context-encoding graph. It computes one prompt; several in one call run one after another, each padded to the
-    bucket of the longest (`NeuronModelBase._context_dynamic_batching`)."""
-
-    tokens: int
-
-    @property
-    def name(self) -> str:
-        return f"prefill_{self.tokens}"
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return self.tokens
-
-
-class Decode(NamedTuple):
-    """A token-generation graph: one token for each line of the cache."""
-
-    rows: int
-    length: int
-
-    @property
-    def name(self) -> str:
-        return f"decode_{self.rows}x{self.length}"
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return self.rows
-
-
-Graph = Prefill | Decode
-
-
 def prefill_graph(settings: Settings, num_tokens: int) -> Prefill:
-    """Raises ValueError if the prompt is too long."""
-    return Prefill(_at_least(settings.context_buckets, num_tokens))
+    """Several prompts of one call run one after another, each padded to the bucket of the longest
+    (`NeuronModelBase._context_dynamic_batching`). Raises ValueError if the prompt is too long."""
+    return Prefill(at_least(settings.context_buckets, num_tokens))
 
 
 def decode_graph(settings: Settings, position: int) -> Decode:
     """position: the largest of a row. Raises ValueError if no graph reaches it."""
-    return Decode(settings.max_rows, _at_least(settings.token_buckets, position + 1))
+    return Decode(settings.max_rows, at_least(settings.token_buckets, position + 1))
 
 
 def all_graphs(settings: Settings) -> Iterator[tuple[Graph, tuple[int, int]]]:
@@ -147,13 +113,6 @@ def all_graphs(settings: Settings) -> Iterator[tuple[Graph, tuple[int, int]]]:
         yield Prefill(tokens), (0, tokens)
     for length in settings.token_buckets:
         yield Decode(settings.max_rows, length), (length - 1, length)
-
-
-def _at_least(buckets: tuple[int, ...], size: int) -> int:
-    at = bisect_left(buckets, size)
-    if at == len(buckets):
-        raise ValueError(f"{size} exceeds the largest bucket, {buckets[-1]}")
-    return buckets[at]
 
 
 def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
@@ -323,9 +282,9 @@ class _Derivation:
         config = self._config
         override = read_override(config.override_neuron_config)
         generates = override.pop("on_device_generation", None) is not None
-        longest, vocabulary_size = self._number("max_position_embeddings"), self._number("vocab_size")
+        longest, vocabulary_size = (number_of(self._model, name) for name in ("max_position_embeddings", "vocab_size"))
         rows = config.limits.max_sequences or DEFAULT_MAX_SEQUENCES
-        tensor, dtype = self._tensor(), self._dtype()
+        tensor, dtype = self._tensor(), dtype_of(config.dtype, self._model, self._found)
         length = config.limits.max_model_length or min(longest, self._window() or longest, DEFAULT_MAX_LENGTH)
         if not 2 <= length <= longest:
             message = f"must be from 2 to the model's {longest} positions, got {length}"
@@ -358,12 +317,6 @@ class _Derivation:
             neuron_config=neuron_config,
         )
 
-    def _number(self, name: str) -> int:
-        value = self._model.get(name)
-        if not isinstance(value, int) or value < 1:
-            raise InvalidModel(f"config.json: {name} must be an integer >= 1, got {value!r}")
-        return value
-
     def _window(self) -> int:
         """Tokens that Mistral's layers see; 0: all. Beyond it the library slices the cache of a step, which was never
         compared with anything."""
@@ -372,23 +325,14 @@ class _Derivation:
 
     def _tensor(self) -> int:
         """The tensor-parallel degree. Left open: as many of this process's cores as divide the heads, or one."""
-        heads, degree = self._number("num_attention_heads"), self._config.parallelism.tensor
+        heads, degree = number_of(self._model, "num_attention_heads"), self._config.parallelism.tensor
         return degree or max(one for one in range(1, max(self._target.granted_cores, 1) + 1) if heads % one == 0)
-
-    def _dtype(self) -> str:
-        dtype: str = self._config.dtype
-        if dtype == "auto":
-            stored = self._model.get("dtype") or self._model.get("torch_dtype") or "bfloat16"
-            dtype = str(stored).removeprefix("torch.")
-        if dtype not in COMPUTED:
-            self._found.add("$.dtype", f"must be one of {', '.join(COMPUTED)}, got {dtype!r}")
-        return dtype
 
     def _shards(self, tensor: int, override: Mapping[str, Any]) -> int:
         """Among how many cores the positions of a line are divided (`shard_over_sequence`)."""
         if not override.get("shard_over_sequence"):
             return 1
-        heads = self._number("num_attention_heads")
+        heads = number_of(self._model, "num_attention_heads")
         kv_heads = self._model.get("num_key_value_heads") or heads
         if tensor % kv_heads or kv_heads in (tensor, heads):
             message = (
