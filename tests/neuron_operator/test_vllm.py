@@ -164,6 +164,14 @@ def test_an_end_without_a_known_cause_is_explained_by_the_first_error_and_not_th
     assert vllm.explain(1, "RuntimeError: Engine core initialization failed. See root cause above.") == (None, "")
 
 
+def test_an_engine_that_was_killed_points_to_a_device_only_where_there_is_one() -> None:
+    log = "AsyncLLM output_handler failed.\nvllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
+    on_device, on_host = (pin(parse(body(spec)), KNOWN, USING, 1).engine for spec in (NEURON, CPU))
+    assert on_device.explain(0, log)[0] is Reason.DEVICE_FAILED
+    assert on_host.explain(0, log) == (None, vllm.ENGINE_DIED)
+    assert on_host.explain(0, f"OSError: no space\n{log}") == (None, "OSError: no space")
+
+
 def test_another_content_of_a_file_needs_another_config_map_and_moves_no_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {**CPU, "model": {"uri": "pvc://models/tiny"}}
     world, _ = stepped(*settle(fresh(spec=given), USING), USING)

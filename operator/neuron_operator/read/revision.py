@@ -93,7 +93,8 @@ class Revision(Struct, frozen=True, kw_only=True):
     @property
     def engine(self) -> Engine:
         """What the operator knows of its backend. Of one that only a newer operator knows, it assumes our runtime."""
-        return ENGINES.get(self.backend, ASSUMED)
+        row = ENGINES.get(self.backend, ASSUMED)
+        return row if self.placement.resources else row.on_host or row
 
     @property
     def backend(self) -> str:

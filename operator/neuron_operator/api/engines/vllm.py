@@ -14,6 +14,7 @@ from neuron_operator.api import names
 from neuron_operator.api.engines import vllm_flags
 from neuron_operator.api.engines.engine import MIB, TORCH_BYTES, Engine, HostBytes, Launch, Probe, Probes, Served
 from neuron_operator.api.engines.own import IN_BLOCKS
+from neuron_operator.api.engines.vllm_flags import LOG_REASONS, LogReasons
 from neuron_operator.api.reasons import Reason
 
 LOGGING_KEY = "vllm-logging.json"
@@ -22,7 +23,7 @@ NUM_PROCESSES = 3
 """The server, the engine and a worker, each with torch: 0.9 GB measured."""
 COMPILED_BYTES_PER_WEIGHT = 2.5
 """Of a replica that compiles as it starts, as of a Job of `nxdi`."""
-ENGINE_DIED = "its engine died, after which vLLM ends with exit code 0; see kubectl logs --previous"
+ENGINE_DIED = "its engine's process ended, after which vLLM ends with exit code 0; see kubectl logs --previous"
 
 
 def _cache(model: HostBytes) -> int:
@@ -55,9 +56,9 @@ def refusals(launch: Launch, architecture: str, variables: Mapping[str, str]) ->
     )
 
 
-def explain(exit_code: int, message: str) -> tuple[Reason | None, str]:
+def explain(exit_code: int, message: str, rows: LogReasons = LOG_REASONS) -> tuple[Reason | None, str]:
     """Exit codes tell nothing: what it logged as an error does."""
-    for pattern, reason in vllm_flags.LOG_REASONS:
+    for pattern, reason in rows:
         if match := pattern.search(message):
             start = message.rfind("\n", 0, match.start()) + 1
             return reason, message[start:].partition("\n")[0].strip()
@@ -87,6 +88,8 @@ _row = partial(
 CPU = _row(
     does="computes on the host",
     setting="vllm-cpu",
+    # When the engine's process ended there is no device to look at.
+    explain=partial(explain, rows=[row for row in LOG_REASONS if row[1] is not Reason.DEVICE_FAILED]),
     versions=tuple(name for name, version in vllm_flags.VERSIONS.items() if not version.settings),
     fields=IN_BLOCKS | {"parallelism.tensor", "engine.args", "engine.compile=Disabled"},
     millicores=lambda _: 2000,

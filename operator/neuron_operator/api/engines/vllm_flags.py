@@ -693,7 +693,8 @@ def _refused_on_cpu(document: Json, _: Version) -> Iterator[tuple[str, str]]:
 
 # What it says
 
-LOG_REASONS: tuple[tuple[re.Pattern[str], Reason], ...] = tuple(
+LogReasons = Sequence[tuple[re.Pattern[str], Reason]]
+LOG_REASONS: LogReasons = tuple(
     (re.compile(pattern), reason)
     for pattern, reason in (
         (r"No Neuron devices found\. Skipping Neuron plugin registration", Reason.DRIVER_INCOMPATIBLE),
@@ -719,7 +720,7 @@ LOG_REASONS: tuple[tuple[re.Pattern[str], Reason], ...] = tuple(
 )
 """What the log means: of all rows that match somewhere in it, the first. Causes come before what follows from them."""
 
-ERROR = re.compile(r"^[\w.]*(Error|Exception): (?!Engine core initialization failed).*", re.MULTILINE)
+ERROR = re.compile(r"^[\w.]*(Error|Exception): (?!Engine ?[Cc]ore (initialization failed|encountered)).*", re.MULTILINE)
 """The first line like this is nearest to the cause: what fails after it quotes it, or says less."""
 
 LACKS_METRICS: Mapping[str, str] = {
