@@ -23,6 +23,7 @@ import pytest
 from cluster.rig.needs import NotPossibleHere
 from fakes.vllm_serve import serve as stand_in
 from helpers import vllm_cpu
+from helpers.hub import Shelf, serving
 from helpers.ports import free_ports
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -160,6 +161,21 @@ def test_a_failure_of_vllm_ends_the_command_with_the_cause_and_not_the_last_line
     found, message = reason_of(command)
     assert found == "DeviceHeld"
     assert "Logical Neuron Core(s) not available" in message
+
+
+def test_a_model_of_a_hub_is_fetched_before_vllm_starts(tmp_path: Path, fake: dict[str, str]) -> None:
+    kept = shutil.ignore_patterns("corpus")
+    shutil.copytree(DEMO_MODEL, tmp_path / "hub" / "acme" / "tiny" / "main", ignore=kept)
+    shelf = Shelf(tmp_path / "hub", private={"acme/tiny": "hf_secret"})
+    spec = {"engine": {"backend": "vllm"}, "model": {"uri": "hf://acme/tiny", "credentialsSecretRef": {"name": "hub"}}}
+    with serving(shelf) as endpoint:
+        shell = {**fake, "HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
+        with local(tmp_path, spec, **shell) as command:
+            command.until(lambda: "Ctrl-C stops it" in command.text)
+            assert httpx.get(f"{command.url}/v1/models").json()["data"][0]["id"] == "demo"
+    assert (tmp_path / "cache").is_dir()
+    (weights,) = (tmp_path / "cache").rglob("weights/*/model.safetensors")
+    assert weights.read_bytes() == (DEMO_MODEL / "model.safetensors").read_bytes()
 
 
 def test_a_wrong_flag_is_named(tmp_path: Path, fake: dict[str, str]) -> None:

@@ -14,10 +14,14 @@ from helpers.operator_worlds import (
     SETTINGS,
     body,
     condition,
+    ended,
+    failure_record,
     find,
     finished,
     fresh,
     resolved_pod,
+    resolved_world,
+    serving_pod,
     settle,
     stepped,
 )
@@ -26,10 +30,21 @@ from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.manifest import parse
 from neuron_operator.api.model import Claim
 from neuron_operator.api.reasons import Reason
+from neuron_operator.decide.course import decide
 from neuron_operator.decide.pin import pin
 from neuron_operator.read.records import Facts
 from neuron_operator.read.revision import from_object, from_running
-from neuron_operator.read.world import EngineSettings, Object, Place, StorageSettings
+from neuron_operator.read.views import observe
+from neuron_operator.read.world import (
+    CaBundle,
+    EngineSettings,
+    JobSettings,
+    KeyRef,
+    Object,
+    Place,
+    StorageSettings,
+    World,
+)
 from neuron_operator.render.jobs import fetch_job, resolve_job
 from neuron_operator.render.pods import runtime_image
 
@@ -99,12 +114,104 @@ def test_on_a_cpu_the_cache_takes_what_a_pod_requests_for_it() -> None:
     [
         ({"engine": {"backend": "vllm", "args": ["--max-num-seqs=3"]}}, "serving.maxSequences"),
         ({"engine": {"backend": "vllm", "env": [{"name": "VLLM_API_KEY", "value": "x"}]}}, "apiKeySecretRef"),
-        ({"storage": {"weights": {"emptyDir": {}}}}, "storage.weights: backend vllm reads the weights from a volume"),
+        (
+            {"storage": {"weights": {"objectStore": {"uri": "s3://bucket/weights"}}}},
+            "storage.weights: backend vllm reads the weights from a folder",
+        ),
     ],
     ids=["flag", "variable", "storage"],
 )
 def test_what_the_engine_would_refuse_is_refused_before_a_pod_exists(changes: dict[str, Any], says: str) -> None:
     assert says in refused({**CPU, **changes})
+
+
+IN_PODS = replace(USING, storage=StorageSettings(), ca_bundle=CaBundle(config_map=KeyRef("ca", "ca.crt")))
+SECRET = {"model": {"uri": "hf://acme/tiny", "credentialsSecretRef": {"name": "hub"}}}
+
+
+@pytest.mark.parametrize("limit", [None, "100Gi"])
+def test_without_a_claim_an_init_container_fetches_as_the_job_would(limit: str | None) -> None:
+    using = replace(IN_PODS, jobs=JobSettings(env=({"name": "HF_ENDPOINT", "value": "https://mirror"},)))
+    storage = {"storage": {"weights": {"emptyDir": {"sizeLimit": limit}}}} if limit else {}
+    jobs = {"jobs": {"resources": {"requests": {"cpu": "2"}}}}
+    model = parse(body({**CPU, **SECRET, **jobs, **storage}))
+    pinned = pin(model, KNOWN, using, 1).pinned
+    spec = pinned.template["spec"]
+    (fetcher,) = spec["initContainers"]
+    place = Place(persistent_volume_claim=Claim(claim_name="kept"))
+    job = container_of(fetch_job(model, using, place, KNOWN, runtime_image(model, using))["spec"]["template"])
+    assert pinned.weights is None
+    differs = {"name", "volumeMounts"}
+    assert {k: v for k, v in fetcher.items() if k not in differs} == {k: v for k, v in job.items() if k not in differs}
+    paths = {mount["name"]: mount["mountPath"] for mount in fetcher["volumeMounts"]}
+    assert paths == {mount["name"]: mount["mountPath"] for mount in job["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes["weights"]["emptyDir"] == ({"sizeLimit": limit} if limit else {})
+    assert len(volumes) == len(spec["volumes"])
+
+    served = container_of(pinned.template)
+    assert served["command"][2] == f"{paths['weights']}/{KNOWN.digest}"
+    assert "weights" in {mount["name"] for mount in served["volumeMounts"]}
+    # Only what fetches has credentials.
+    assert not {"HF_TOKEN", "HF_ENDPOINT", "SSL_CERT_FILE"} & {one["name"] for one in served["env"]}
+
+
+@pytest.mark.parametrize("spec", [{}, {"model": {"uri": "pvc://models/tiny"}}], ids=["claim", "pvc"])
+def test_weights_on_a_volume_need_no_init_container(spec: dict[str, Any]) -> None:
+    assert "initContainers" not in pin(parse(body({**CPU, **spec})), KNOWN, USING, 1).pinned.template["spec"]
+
+
+def fetching(state: Object, restarts: int = 0, **others: Any) -> tuple[World, Object]:
+    """A model whose replica has an init container in this state, and its status."""
+    world, _ = resolved_world(IN_PODS, spec={**CPU, **SECRET})
+    pod = serving_pod(
+        find(world.children, "Deployment"), "chat-0", state={"waiting": {"reason": "PodInitializing"}}, phase="Pending"
+    )
+    status = {"name": "fetch-weights", "ready": False, "restartCount": restarts, "state": state, **others}
+    pod = {**pod, "status": {**pod["status"], "initContainerStatuses": [status]}}
+    world = replace(world, pods=(pod,))
+    decided = decide(world, IN_PODS).status
+    assert decided is not None
+    return world, decided
+
+
+def test_while_it_fetches_the_condition_says_so() -> None:
+    _, status = fetching({"running": {"startedAt": "2026-03-01T11:51:00Z"}})
+    assert condition(status, "WeightsReady")["reason"] == "FetchedByPods"
+    available = condition(status, "Available")
+    assert available["reason"] == "Loading"
+    assert "chat-0 has been fetching the weights since 2026-03-01T11:51:00Z" in available["message"]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(11, "WeightsUnauthorized"), (14, "ChecksumMismatch"), (15, "StorageFull"), (10, "ModelNotFound")],
+)
+def test_a_failed_fetch_has_the_reasons_of_our_runtime(code: int, reason: str) -> None:
+    # A line of vLLM's would mean something else.
+    record = failure_record(code, reason, "No Neuron devices found; the hub answered", "fetch")
+    state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
+    world, status = fetching(state, 1, lastState=ended(code, record))
+    (pod,) = observe(world).replicas
+    assert (pod.container.name, pod.container.num_restarts, pod.additions) == ("fetch-weights", 1, ())
+    ready = condition(status, "Ready")
+    assert ready["reason"] == reason
+    assert "pod chat-0, fetching the weights, ended with exit code" in ready["message"]
+    assert "the hub answered" in ready["message"]
+
+
+def test_a_missing_secret_of_the_init_container_is_named() -> None:
+    waiting = {"reason": "CreateContainerConfigError", "message": 'secret "hub" not found'}
+    _, status = fetching({"waiting": waiting})
+    assert condition(status, "Ready")["reason"] == "SecretNotFound"
+
+
+def test_once_the_weights_are_there_the_pod_is_explained_by_its_runtime() -> None:
+    world, _ = fetching(ended(0), ready=True)
+    (pod,) = observe(world).replicas
+    assert pod.container.name == "runtime"
+    done, _ = fetching({**ended(0)})  # not marked as ready yet
+    assert observe(done).replicas[0].container.name == "runtime"
 
 
 def test_a_model_that_the_version_does_not_list_is_refused_by_name() -> None:

@@ -89,6 +89,8 @@ NEURON_PRESENT_LABEL = "neuron.amazonaws.com/present"
 
 # The serving pod, as the runtime's command line expects it.
 RUNTIME_CONTAINER = "runtime"
+FETCH_CONTAINER = "fetch-weights"
+"""The init container that brings the weights for an engine that fetches nothing itself."""
 PORT = 8000
 PORT_NAME = "http"
 CONFIG_DIR = "/etc/neuron-serving"

@@ -237,6 +237,7 @@ def pin(
         choice=choice,
         revision=revision_hash(spec_hash(model), model.refresh, upgrade),
         launch=launch,
+        digest=facts.digest,
     )
     pinned = Pinned(
         format=FORMAT,

@@ -24,7 +24,13 @@ from neuron_operator.read.placement import NodeRules
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import Observed, PodView
 from neuron_operator.render.serving import Pace
-from neuron_operator.why.pods import IN_USE_ELSEWHERE, ONE_NODE_AT_A_TIME, UNEXPLAINED_POD_SECONDS, explain_pod
+from neuron_operator.why.pods import (
+    IN_USE_ELSEWHERE,
+    ONE_NODE_AT_A_TIME,
+    UNEXPLAINED_POD_SECONDS,
+    explain_pod,
+    meaning_of,
+)
 
 SURGE_PATIENCE = timedelta(seconds=30)
 """How long a surge may wait for a node: another pod may have taken the devices that were free."""
@@ -192,7 +198,7 @@ def _failures(model: NeuronModel, observed: Observed, revision: Revision) -> Ite
 def _is_hopeless(pod: PodView, revision: Revision) -> bool:
     """It has ended twice, for a reason that another start would not change."""
     end = pod.container.ended
-    reason = revision.engine.explain(end.exit_code, end.message)[0] if end else None
+    reason = meaning_of(end, pod, revision)[0] if end else None
     return reason is not None and reason.row.final and pod.container.num_restarts > 0
 
 

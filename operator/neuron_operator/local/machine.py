@@ -269,7 +269,9 @@ def _pod_of(workload: Object, name: str) -> Object:
 
 
 def _pod_status(pod: LocalPod) -> Object:
-    process, container = pod.process, pod.body["spec"]["containers"][0]
+    process, spec = pod.process, pod.body["spec"]
+    is_first = process.current is not process.plan
+    container = spec["initContainers" if is_first else "containers"][0]
     state: Object
     if process.terminated is None:
         phase, state = "Running", {"running": {"startedAt": pod.body["metadata"]["creationTimestamp"]}}
@@ -294,7 +296,7 @@ def _pod_status(pod: LocalPod) -> Object:
             {"type": "ContainersReady", "status": ready},
             {"type": "Ready", "status": ready},
         ],
-        "containerStatuses": [
+        "initContainerStatuses" if is_first else "containerStatuses": [
             {
                 "name": container["name"],
                 "image": container.get("image", ""),

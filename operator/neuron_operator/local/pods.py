@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,7 +28,7 @@ _CLUSTER_ONLY_POD_FIELDS = (
     "priorityClassName", "runtimeClassName", "schedulerName", "securityContext", "serviceAccountName",
     "tolerations", "topologySpreadConstraints", "hostname", "nodeName",
 )  # fmt: skip
-_POD_FIELDS = ("containers", "volumes", "restartPolicy", "terminationGracePeriodSeconds", "subdomain")
+_POD_FIELDS = ("containers", "initContainers", "volumes", "restartPolicy", "terminationGracePeriodSeconds", "subdomain")
 _CLUSTER_ONLY_CONTAINER_FIELDS = ("image", "imagePullPolicy", "securityContext")
 _CONTAINER_FIELDS = (
     "name", "command", "args", "env", "ports", "resources", "volumeMounts", "startupProbe", "readinessProbe",
@@ -58,6 +58,7 @@ class ContainerPlan:
     """One container, ready to start: all paths and ports are those of this machine."""
 
     pod: str
+    container: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
     folders: tuple[Path, ...]
@@ -72,6 +73,8 @@ class ContainerPlan:
     readiness: Probe | None
     liveness: Probe | None
     grace_seconds: float
+    first: ContainerPlan | None = None
+    """The init container, which has to end well before this one starts."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +101,24 @@ class LocalHost:
 
 
 def interpret(pod: Json, host: LocalHost, ports: Mapping[int, int]) -> ContainerPlan:
-    """The plan of a pod with one container; `ports` maps its container ports to ports of this machine. Raises
-    CannotRunHere, with the field and the cure, if the pod has an unsupported one."""
-    name, spec = str(pod["metadata"]["name"]), pod["spec"]
+    """The plan of a pod with one container and at most one init container; `ports` maps its container ports to those of
+    this machine. Raises CannotRunHere, with the field and the cure, if the pod has an unsupported one."""
+    spec = pod["spec"]
     _refuse_unknown(spec, (*_POD_FIELDS, *_CLUSTER_ONLY_POD_FIELDS), "spec")
-    if len(spec["containers"]) != 1:
-        raise CannotRunHere(f"spec.containers: {len(spec['containers'])} containers; `local` runs one per pod")
-    container = spec["containers"][0]
+    initial = spec.get("initContainers", [])
+    for field_name, found, most in (("containers", spec["containers"], 1), ("initContainers", initial, 1)):
+        if len(found) > most:
+            raise CannotRunHere(f"spec.{field_name}: {len(found)} containers; `local` runs one per pod")
+    first = _plan_of(initial[0], "spec.initContainers[0]", pod, host, ports) if initial else None
+    return replace(_plan_of(spec["containers"][0], "spec.containers[0]", pod, host, ports), first=first)
+
+
+def _plan_of(container: Json, where: str, pod: Json, host: LocalHost, ports: Mapping[int, int]) -> ContainerPlan:
+    name, spec = str(pod["metadata"]["name"]), pod["spec"]
     lifecycle = container.get("lifecycle", {})  # here are no endpoints, which a pod would leave first
-    _refuse_unknown(lifecycle, ("preStop",), "spec.containers[0].lifecycle")
-    _refuse_unknown(lifecycle.get("preStop", {}), ("sleep",), "spec.containers[0].lifecycle.preStop")
-    _refuse_unknown(container, (*_CONTAINER_FIELDS, *_CLUSTER_ONLY_CONTAINER_FIELDS), "spec.containers[0]")
+    _refuse_unknown(lifecycle, ("preStop",), f"{where}.lifecycle")
+    _refuse_unknown(lifecycle.get("preStop", {}), ("sleep",), f"{where}.lifecycle.preStop")
+    _refuse_unknown(container, (*_CONTAINER_FIELDS, *_CLUSTER_ONLY_CONTAINER_FIELDS), where)
     _check_devices(container, host.num_neuron_devices)
 
     volumes = {v["name"]: v for v in spec.get("volumes", [])}
@@ -124,7 +134,7 @@ def interpret(pod: Json, host: LocalHost, ports: Mapping[int, int]) -> Container
         folder = _volume(volume, pod, host, files) / mount.get("subPath", "")
         folders.append(folder)
         places[mount["mountPath"]] = folder
-    message = host.root / name / "termination-message"
+    message = host.root / name / ("termination-message" if container in spec["containers"] else "first-message")
     message_path = container.get("terminationMessagePath", "/dev/termination-log")
     places[message_path] = message
     # A program may learn it from a file.
@@ -146,7 +156,7 @@ def interpret(pod: Json, host: LocalHost, ports: Mapping[int, int]) -> Container
     words = (*container.get("command", []), *container.get("args", []))
     argv = [argument(word, before) for word, before in zip(words, ("", *words), strict=False)]
     if not argv:
-        raise CannotRunHere("spec.containers[0].command: missing; `local` does not use the image's command")
+        raise CannotRunHere(f"{where}.command: missing; `local` does not use the image's command")
     env = {
         **host.environment,
         CLAIMS_DIR_VARIABLE: str(host.claims),
@@ -155,6 +165,7 @@ def interpret(pod: Json, host: LocalHost, ports: Mapping[int, int]) -> Container
     named = {p.get("name", str(p["containerPort"])): ports[p["containerPort"]] for p in container.get("ports", [])}
     return ContainerPlan(
         pod=name,
+        container=str(container["name"]),
         argv=(_program(argv[0], env), *argv[1:]),
         env=env,
         folders=tuple(folders),

@@ -51,15 +51,19 @@ class PodProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._output: asyncio.Task[None] | None = None
         self._last = deque[bytes](maxlen=MAX_LOG_LINES)
+        self._is_stopping = False
+        self.current = plan.first or plan
+        """The container that runs or has ended."""
 
     async def start(self) -> None:
         """Write the files and start the command. Raises CannotRunHere if a file cannot be written."""
+        plan = self.current
         try:
-            for folder in self.plan.folders:
+            for folder in plan.folders:
                 folder.mkdir(parents=True, exist_ok=True)
-            for path, text in {**self.plan.files, **self.plan.secrets, self.plan.termination_message: ""}.items():
+            for path, text in {**plan.files, **plan.secrets, plan.termination_message: ""}.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch(mode=0o600 if path in self.plan.secrets else 0o666)
+                path.touch(mode=0o600 if path in plan.secrets else 0o666)
                 path.write_text(text)
         except OSError as error:
             raise CannotRunHere(f"cannot write {error.filename}: {error.strerror}; see --cache-dir") from error
@@ -67,8 +71,8 @@ class PodProcess:
         output = os.fdopen(reading, "rb")
         with os.fdopen(writing, "wb") as pipe:
             self._process = await asyncio.create_subprocess_exec(
-                *self.plan.argv,
-                env=dict(self.plan.env),
+                *plan.argv,
+                env=dict(plan.env),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=pipe,  # with one of asyncio's, waiting for the process is waiting for all that hold the pipe
                 stderr=asyncio.subprocess.STDOUT,
@@ -78,33 +82,43 @@ class PodProcess:
         self._output = asyncio.create_task(self._forward(output))
 
     async def watch(self, changed: Callable[[], None]) -> Terminated:
-        """Run probes, and return how the process ended."""
+        """Run probes, and return how the process ended; first the init container, if there is one."""
+        ended = await self._watch(changed)
+        if self.current is not self.plan and not ended.exit_code and not self._is_stopping:
+            self.current = self.plan
+            await self.start()
+            changed()
+            ended = await self._watch(changed)
+        self.terminated = ended
+        changed()
+        return ended
+
+    async def _watch(self, changed: Callable[[], None]) -> Terminated:
         assert self._process is not None
-        probing = asyncio.create_task(self._probe_forever(changed))
+        plan = self.current
+        probing = asyncio.create_task(self._probe_forever(changed) if plan is self.plan else asyncio.sleep(0))
         try:
             code = await self._process.wait()
             await self._finish()
         finally:
             # First, because the wait below may be cancelled.
-            for path in self.plan.secrets:
+            for path in plan.secrets:
                 path.unlink(missing_ok=True)
             probing.cancel()
             await asyncio.wait([probing])  # unlike awaiting the task, this keeps our own cancellation
         self.ready = False
-        message = self.plan.termination_message.read_bytes()[-MAX_TERMINATION_MESSAGE_BYTES:]
-        if code and not message and self.plan.takes_message_from_log:
+        message = plan.termination_message.read_bytes()[-MAX_TERMINATION_MESSAGE_BYTES:]
+        if code and not message and plan.takes_message_from_log:
             message = b"".join(self._last)[-MAX_LOG_BYTES:]
-        self.terminated = Terminated(
+        return Terminated(
             exit_code=code if code >= 0 else 128 - code,
             message=message.decode(errors="replace"),
             finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        changed()
-        return self.terminated
 
     async def stop(self) -> None:
         """SIGTERM, then after the grace period SIGKILL to the whole process group."""
-        process = self._process
+        process, self._is_stopping = self._process, True
         if process is None or process.returncode is not None:
             return
         process.terminate()

@@ -147,7 +147,7 @@ class PodView:
     disruption: str
     """Reason of the condition DisruptionTarget."""
     container: ContainerView
-    """The runtime container."""
+    """The runtime container; until it may start, the one that fetches the weights for it, if there is one."""
     memory_limit: str
     """The memory limit of the runtime container, as a quantity."""
     variables: frozenset[str]
@@ -509,7 +509,10 @@ def _pod(pod: Object) -> PodView:
     conditions = _conditions(pod)
     scheduled, ready = conditions.get("PodScheduled", _ABSENT), conditions.get("Ready", _ABSENT)
     containers = [*items(pod, "spec", "containers"), *items(pod, "spec", "initContainers")]
-    ours = next((one for one in containers if one.get("name") == names.RUNTIME_CONTAINER), {})
+    ours, fetcher = (
+        next((one for one in containers if one.get("name") == name), {})
+        for name in (names.RUNTIME_CONTAINER, names.FETCH_CONTAINER)
+    )
     return PodView(
         name=name_of(pod),
         created=_created(pod),
@@ -532,13 +535,13 @@ def _pod(pod: Object) -> PodView:
         gates=tuple(text(gate, "name") for gate in items(pod, "spec", "schedulingGates")),
         scheduled=instant(scheduled.since) if scheduled.status == "True" else None,
         disruption=conditions.get("DisruptionTarget", _ABSENT).reason,
-        container=_container(names.RUNTIME_CONTAINER, pod),
+        container=_in_turn(_container(names.FETCH_CONTAINER, pod), _container(names.RUNTIME_CONTAINER, pod)),
         memory_limit=text(ours, "resources", "limits", "memory"),
         variables=frozenset(text(variable, "name") for variable in items(ours, "env")),
         env_from=tuple(
             text(source, kind, "name") for source in items(ours, "envFrom") for kind in ("configMapRef", "secretRef")
         ),
-        additions=tuple(_container(text(c, "name"), pod) for c in containers if c is not ours),
+        additions=tuple(_container(text(c, "name"), pod) for c in containers if c is not ours and c is not fetcher),
         claims=tuple(
             text(volume, "persistentVolumeClaim", "claimName")
             for volume in items(pod, "spec", "volumes")
@@ -575,6 +578,12 @@ def node_view(node: Object) -> NodeView:
 def _neuron(quantities: Any) -> Mapping[str, int]:
     amounts = ((name, dig(quantities, name)) for name in (names.DEVICE_RESOURCE, names.CORE_RESOURCE))
     return {name: whole(quantity) for name, quantity in amounts if quantity is not None}
+
+
+def _in_turn(fetcher: ContainerView, runtime: ContainerView) -> ContainerView:
+    has_fetched = fetcher.is_ready or (fetcher.ended is not None and fetcher.ended.exit_code == 0)
+    is_past = not fetcher.is_init or has_fetched or runtime.has_run or runtime.ended is not None
+    return runtime if is_past else fetcher
 
 
 def _container(name: str, pod: Object) -> ContainerView:

@@ -30,7 +30,7 @@ from neuron_operator.render.pods import (
     target_env,
 )
 from neuron_operator.render.resources import CHECK_REQUESTS, JOB_REQUESTS, Requests, compile_requests, fetch_requests
-from neuron_operator.render.storage import Access, fetching, source
+from neuron_operator.render.storage import Access, fetch_command, fetching, source
 
 KEPT_SECONDS = 600
 """A Job whose record is copied is deleted after this time, so that its log can be read."""
@@ -86,8 +86,7 @@ def resolve_job(model: NeuronModel, settings: Settings) -> Object:
 def fetch_job(model: NeuronModel, settings: Settings, weights: Place, facts: Facts, image: str) -> Object:
     """Brings the weights of these facts to where all pods read them."""
     access = fetching(model, weights)
-    arguments = (model.spec.model.uri, *access.arguments, "--digest", facts.digest, "--record", names.TERMINATION_LOG)
-    command = ["neuron-runtime", "fetch", *arguments]
+    command = fetch_command(model, access, facts.digest)
     return shared_job(model, settings, FETCH, command, access, image=image, requests=fetch_requests(weights, facts))
 
 

@@ -19,8 +19,16 @@ from neuron_operator.place.sizes import size_rule
 from neuron_operator.read.placement import TOLERATES_NEURON, Placement
 from neuron_operator.read.world import DeviceMode, Object, Place, Settings
 from neuron_operator.render.objects import Mount, without_empty
-from neuron_operator.render.resources import Requests, overlaid
-from neuron_operator.render.storage import Access, folder_of, loading, loading_artifact
+from neuron_operator.render.resources import FETCH_REQUESTS, Requests, overlaid
+from neuron_operator.render.storage import (
+    Access,
+    fetch_command,
+    fetching,
+    folder_of,
+    is_fetched_before,
+    loading,
+    loading_artifact,
+)
 
 RELEASE_SECONDS = 30
 """Part of the grace period for releasing the devices after the last stream."""
@@ -63,6 +71,7 @@ def serving_pod_template(
     choice: Choice | None,
     revision: str,
     launch: Launch,
+    digest: str,
 ) -> Object:
     """The pod template of one revision.
 
@@ -71,6 +80,7 @@ def serving_pod_template(
         launch: what `launch_of` says.
         artifacts: where Jobs put the compiled model; None: it is not compiled, or the manifest names it.
         choice: the devices that it is computed on; None: it is computed on the host.
+        digest: of the weights.
     """
     access = loading(model, weights) + loading_artifact(model, artifacts)
     engine, overlay = model.spec.runs, model.spec.pod_template
@@ -126,13 +136,15 @@ def serving_pod_template(
     if served.stop_delay_seconds:
         container["lifecycle"] = {"preStop": {"sleep": {"seconds": served.stop_delay_seconds}}}
     user = {"runAsUser": engine.user} if engine.user else {}
+    fetcher, its_mounts = _fetcher(model, weights, digest, settings) if is_fetched_before(model, weights) else ({}, ())
     return {
         "metadata": without_empty(
             {"labels": {**overlay.metadata.labels, **own_labels}, "annotations": overlay.metadata.annotations}
         ),
         "spec": without_empty(
             {
-                **_pod_frame(model, settings, container, mounts),
+                **_pod_frame(model, settings, container, (*mounts, *its_mounts)),
+                "initContainers": [fetcher] if fetcher else [],
                 "serviceAccountName": overlay.spec.service_account_name or names.service_account_name(model.name),
                 "securityContext": {**POD_SECURITY, **user, **as_json(overlay.spec.security_context)},
                 "terminationGracePeriodSeconds": rollout.drain_delay_seconds + rollout.drain_seconds + RELEASE_SECONDS,
@@ -164,6 +176,31 @@ def _soon_off_a_lost_node(tolerations: Iterable[Toleration]) -> Iterator[Object]
         yield from (one for one in SOON_OFF_A_LOST_NODE if one["key"] not in keys)
 
 
+def _fetcher(model: NeuronModel, place: Place, digest: str, settings: Settings) -> tuple[Object, tuple[Mount, ...]]:
+    """The init container, with its volumes, that does in each pod what the Job does for a shared place."""
+    access = fetching(model, place)
+    mounts = (TMP, *access.mounts, *_ca_bundle(access, settings))
+    container = _container(
+        model,
+        settings,
+        name=names.FETCH_CONTAINER,
+        image=runtime_image(model, settings),
+        command=fetch_command(model, access, digest),
+        env=_step_env(model, access, settings),
+        resources=overlaid(FETCH_REQUESTS, settings.jobs.resources, as_json(model.spec.jobs.resources)),
+        mounts=mounts,
+    )
+    return container, mounts
+
+
+def _step_env(model: NeuronModel, access: Access, settings: Settings, env: Iterable[Object] = ()) -> list[Object]:
+    return merged_env(
+        _download_env(model, access, settings),
+        _credentials(model, access, "hf"),
+        ({"name": "HOME", "value": names.TMP_DIR}, *env),
+    )
+
+
 UNMOVED = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 """Annotations of Jobs that take long: an autoscaler that moves their pods to save a node repeats an hour of work."""
 
@@ -192,11 +229,7 @@ def step_pod_template(
         settings,
         image=image,
         command=command,
-        env=merged_env(
-            _download_env(model, access, settings),
-            _credentials(model, access, "hf"),
-            ({"name": "HOME", "value": names.TMP_DIR}, *env),
-        ),
+        env=_step_env(model, access, settings, env),
         resources=overlaid({}, resources, settings.jobs.resources, as_json(model.spec.jobs.resources)),
         mounts=mounts,
     )
@@ -231,7 +264,7 @@ def _pod_frame(model: NeuronModel, settings: Settings, container: Object, mounts
         "enableServiceLinks": False,
         "imagePullSecrets": [{"name": name} for name in pull_secrets],
         "containers": [container],
-        "volumes": [mount.volume for mount in mounts],
+        "volumes": list({mount.name: mount.volume for mount in mounts}.values()),
     }
 
 
@@ -244,10 +277,11 @@ def _container(
     env: list[Object],
     resources: Mapping[str, Any],
     mounts: Iterable[Mount],
+    name: str = names.RUNTIME_CONTAINER,
 ) -> Object:
     return without_empty(
         {
-            "name": names.RUNTIME_CONTAINER,
+            "name": name,
             "image": image,
             "imagePullPolicy": model.spec.engine.image_pull_policy or settings.image_pull_policy,
             "command": command,

@@ -100,8 +100,8 @@ def loading(model: NeuronModel, place: Place) -> Access:
     """To load the weights: from where the fetch Job put them, or else from where the URI says."""
     if is_fetched_by_job(model, place):
         return reading(WEIGHTS, place)
-    limit = place.empty_dir.size_limit if place.empty_dir else None
-    return replace(source(model), arguments=(WEIGHTS.folder_flag, WEIGHTS.folder)) + Access((_folder(WEIGHTS, limit),))
+    own = Access() if is_fetched_before(model, place) else source(model)
+    return replace(own, arguments=(WEIGHTS.folder_flag, WEIGHTS.folder)) + Access((_in_pod(place),))
 
 
 def folder_of(model: NeuronModel, place: Place, digest: str) -> str:
@@ -112,10 +112,10 @@ def folder_of(model: NeuronModel, place: Place, digest: str) -> str:
     if uri.scheme in ("pvc", "oci"):
         root = names.IMAGE_DIR if uri.scheme == "oci" else f"{names.CLAIMS_DIR}/{uri.place}"
         return f"{root}/{uri.path.strip('/')}".rstrip("/")
-    if place.persistent_volume_claim is None:
+    if place.object_store is not None:
         text = (
-            f"backend {model.spec.backend} reads the weights from a volume: set persistentVolumeClaim, or the chart "
-            "value storage.weights, for example storage.weights.pvcTemplate.size=1Ti"
+            f"backend {model.spec.backend} reads the weights from a folder: set persistentVolumeClaim or emptyDir, or "
+            "the chart value storage.weights, for example storage.weights.pvcTemplate.size=1Ti"
         )
         raise InvalidSpec("spec.storage.weights", text, Reason.STORAGE_NOT_CONFIGURED)
     return f"{WEIGHTS.folder}/{digest}"
@@ -126,8 +126,21 @@ def is_fetched_by_job(model: NeuronModel, place: Place) -> bool:
     return place.is_shared and bool(source(model).remotes)
 
 
+def is_fetched_before(model: NeuronModel, place: Place) -> bool:
+    """Whether an init container of each pod brings the weights, because its engine fetches nothing."""
+    return not model.spec.runs.is_ours and not place.is_shared and bool(source(model).remotes)
+
+
+def fetch_command(model: NeuronModel, access: Access, digest: str) -> list[str]:
+    """Brings the weights to where `access`, that of `fetching`, says."""
+    arguments = (model.spec.model.uri, *access.arguments, "--digest", digest, "--record", names.TERMINATION_LOG)
+    return ["neuron-runtime", "fetch", *arguments]
+
+
 def fetching(model: NeuronModel, place: Place) -> Access:
-    """To bring the weights from the URI to a shared place; the argument is the destination."""
+    """To bring the weights from the URI to a shared place, or into the pod; the argument is the destination."""
+    if not place.is_shared:
+        return source(model) + Access((_in_pod(place),), (WEIGHTS.folder,))
     target = access_to(WEIGHTS, place)
     if place.object_store is not None:
         return source(model) + Access((), (place.object_store.uri,), target.remotes)
@@ -190,6 +203,10 @@ def own_claims(model: NeuronModel, settings: Settings, places: Iterable[Place]) 
                 "metadata": {"name": kept.claim, "namespace": model.namespace, "labels": labels},
                 "spec": without_empty(spec),
             }
+
+
+def _in_pod(place: Place) -> Mount:
+    return _folder(WEIGHTS, place.empty_dir.size_limit if place.empty_dir else None)
 
 
 def _folder(kept: Kept, size_limit: str | int | None = None) -> Mount:

@@ -71,7 +71,20 @@ def explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Findi
     if started is not None and changed is not None and changed > started:  # it was ready once
         text = f"pod {pod.name} has been running since {since} but does not answer /health"
         return unmet("Available", Reason.PROBE_FAILING, text)
-    return unmet("Available", Reason.LOADING, f"pod {pod.name} has been loading the model since {since}")
+    doing = "fetching the weights" if _fetches(pod) else "loading the model"
+    return unmet("Available", Reason.LOADING, f"pod {pod.name} has been {doing} since {since}")
+
+
+def _fetches(pod: PodView) -> bool:
+    """Whether its runtime waits for our init container."""
+    return pod.container.name == names.FETCH_CONTAINER
+
+
+def meaning_of(end: Termination, pod: PodView, revision: Revision | None) -> tuple[Reason | None, str]:
+    """What an end of the pod's container means, and the words that say so: `Engine.explain`. Our own runtime fetches,
+    whatever the engine."""
+    explain = revision.engine.explain if revision and not _fetches(pod) else by_exit_code
+    return explain(end.exit_code, end.message)
 
 
 def failures(observed: Observed, revision_name: str) -> tuple[PodView, ...]:
@@ -135,20 +148,20 @@ def _explain_eviction(message: str, resources: str) -> tuple[Reason, str]:
 
 def _explain_end(pod: PodView, end: Termination, observed: Observed) -> Finding:
     """How a container ended: the reason of its exit code, for that reason's condition."""
-    how = f"pod {pod.name} ended with {how_it_ended(end)} (restarts: {pod.container.num_restarts})"
+    doing = ", fetching the weights," if _fetches(pod) else ""
+    how = f"pod {pod.name}{doing} ended with {how_it_ended(end)} (restarts: {pod.container.num_restarts})"
     revision = observed.revisions.get(pod.revision)
-    if end.reason == OOM_KILLED and end.record is None:
+    if end.reason == OOM_KILLED and end.record is None and not _fetches(pod):
         limit = f"its memory limit is {pod.memory_limit}" if pod.memory_limit else "it has no memory limit"
         needs = revision.pinned.plan.host_bytes if revision else None
         estimate = f", the estimate is {mebibytes(needs)}" if needs else ""
         cure = "raise podTemplate.spec.resources.limits.memory, or lower serving.maxSequences or maxModelLength"
         text = f"{how}: {limit}{estimate}; {cure}; its last line: {last_words(end)}"
         return unmet("Available", Reason.DEVICE_OUT_OF_MEMORY, text)
-    explain = revision.engine.explain if revision else by_exit_code
-    known, said = explain(end.exit_code, end.message)
+    known, said = meaning_of(end, pod, revision)
     reason = known or Reason.CRASH_LOOP
     text = f"{how}: {said[:MAX_LINE] or last_words(end)}"
-    if reason is Reason.CRASH_LOOP:
+    if reason is Reason.CRASH_LOOP and not _fetches(pod):
         text += _hint_at_variables(pod, end, revision)
     return unmet(reason.row.of_pods, reason, text)
 
