@@ -30,7 +30,7 @@ from helpers.api_proxy import proxying
 from helpers.apiserver import ApiServer
 from helpers.controllers import finished_or_ready
 from helpers.failures import check_says
-from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, OPERATOR_NAMESPACE, grant
+from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, OPERATOR_ACCOUNT, OPERATOR_NAMESPACE, grant
 from helpers.operator_worlds import FACTS, REFUSED, body
 from helpers.operators import (
     BY_KIND,
@@ -48,6 +48,7 @@ from helpers.quotas import delete_quota, set_quota
 from neuron_operator.__main__ import main
 from neuron_operator.api import names
 from neuron_operator.api.model import Rollout
+from neuron_operator.cluster import client as client_module
 from neuron_operator.cluster import holding
 from neuron_operator.cluster.client import (
     EVENTS,
@@ -67,6 +68,7 @@ from neuron_operator.cluster.reflector import Caches, Key
 from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import MAX_OWNERS, is_shared, owners_of
 from neuron_operator.read.world import Decision, Settings, World
+from neuron_operator.run import handlers
 from neuron_operator.run.process import Operator, check_installed
 from neuron_operator.run.settings import RunSettings
 
@@ -1799,6 +1801,38 @@ async def test_with_roles_in_its_namespaces_the_operator_lacks_only_the_nodes(
             if event["responseStatus"]["code"] == 403
         }
         assert refused <= {"nodes"}
+    finally:
+        grant(server)
+        await eventually(lambda: may_write_services(server))
+
+
+async def test_a_namespace_that_loses_its_role_leaves_the_others_alone_and_comes_back_with_it(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that was deleted and made again."""
+    for module in (client_module, handlers):
+        monkeypatch.setattr(module, "WATCH_SECONDS", 2)
+    monkeypatch.setattr(handlers, "BACKOFF_SECONDS", (0.5, 0.5))
+    gone, resource = Namespace(server), BY_KIND["Service"]
+    role = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{gone.name}/rolebindings/{OPERATOR_ACCOUNT}-models"
+    grant(server, namespaces=[namespace.name, gone.name])
+    try:
+        await eventually(lambda: server.may(OPERATOR_USER, "create", "services", namespace=gone.name))
+        settings = run_settings("--watch-namespaces", f"{namespace.name},{gone.name}")
+        async with client_of(server) as client, operating(client, settings):
+            for one in (namespace, gone):
+                one.put_model()
+            await eventually(lambda: namespace.list(resource) and gone.list(resource))
+            server.call("DELETE", role)
+            told = f"permission to watch services in namespace {gone.name} was withdrawn"
+            await eventually(lambda: told in caplog.text)
+            await asyncio.sleep(4.0)
+            namespace.put_model("second")
+            gone.put_model("second")
+            await eventually(lambda: len(namespace.list(resource)) == 2, about=namespace.list_all)
+            assert len(gone.list(resource)) == 1
+            grant(server)
+            await eventually(lambda: len(gone.list(resource)) == 2, about=gone.list_all)
     finally:
         grant(server)
         await eventually(lambda: may_write_services(server))

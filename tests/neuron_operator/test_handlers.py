@@ -32,11 +32,14 @@ def model(name: str, version: int) -> dict[str, Any]:
 
 
 class Server:
-    """Serves `models` by name. A watch reports nothing; `expire` ends it with 410. `refusal` answers watches."""
+    """Serves `models` by name. A watch reports nothing; `expire` ends it with 410. `refusal` answers watches whose path
+    has `refused`."""
 
     def __init__(self, *names: str) -> None:
         self.models = {name: model(name, number) for number, name in enumerate(names, 1)}
         self.refusal: int | None = None
+        self.refused = ""
+        self.num_refused = 0
         self.posted: list[tuple[str, Any]] = []
         self.watched: list[str] = []
         self._version = len(names)
@@ -63,7 +66,8 @@ class Server:
         return web.json_response({"metadata": {"resourceVersion": str(self._version)}, "items": items})
 
     async def _watch(self, request: web.Request, is_ours: bool) -> web.StreamResponse:
-        if is_ours and self.refusal is not None:
+        if is_ours and self.refusal is not None and self.refused in request.path:
+            self.num_refused += 1
             text = 'neuronmodels.neuron-serving.dev is forbidden: User "operator" cannot watch resource "neuronmodels"'
             return web.json_response({"kind": "Status", "message": text, "code": self.refusal}, status=self.refusal)
         response = web.StreamResponse()
@@ -247,3 +251,18 @@ async def test_only_the_named_namespaces_are_watched(tmp_path: Path) -> None:
     await operate(server, tmp_path, use, woken=[], namespaces=("a", "b"))
     root = f"/apis/{GROUP}/{VERSION}/namespaces"
     assert sorted(server.watched) == [f"{root}/a/{PLURAL}", f"{root}/b/{PLURAL}"]
+
+
+@pytest.mark.usefixtures("soon")
+async def test_of_several_namespaces_one_that_may_not_be_watched_any_more_is_tried_until_it_may(tmp_path: Path) -> None:
+    """With a deleted namespace goes the operator's Role in it."""
+    server = Server()
+    server.refusal, server.refused = 403, "/namespaces/gone/"
+
+    async def use(_: Caches, __: Poster) -> None:
+        await until(lambda: server.num_refused > 10)
+        assert [path for path in server.watched if "/namespaces/there/" in path]
+        server.refusal = None
+        await until(lambda: any("/namespaces/gone/" in path for path in server.watched))
+
+    await operate(server, tmp_path, use, woken=[], namespaces=("there", "gone"))

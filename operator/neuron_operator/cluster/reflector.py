@@ -201,18 +201,22 @@ class Cache:
 
     async def run(self) -> None:
         """Keep the cache up to date until cancelled. Raises Forbidden if the first list is refused."""
+        is_told = False
         while True:
             hold_seconds = 0.0
             try:
                 await self._turn()
-                self._num_failures = 0
+                self._num_failures, is_told = 0, False
                 continue
             except Gone as fault:
                 logger.debug("%s", fault)
             except Forbidden:
                 if not self.synced.is_set():
                     raise
-                logger.warning("permission to watch %s was withdrawn", self.resource.plural)
+                where = f" in namespace {self.namespace}" if self.namespace else ""
+                level = logging.DEBUG if is_told else logging.WARNING
+                logger.log(level, "permission to watch %s%s was withdrawn", self.resource.plural, where)
+                is_told = True
             except Throttled as fault:
                 hold_seconds = fault.retry_after_seconds
             except ClusterFault as fault:

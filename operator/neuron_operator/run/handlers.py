@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from itertools import chain, repeat
 from typing import Any, cast
 
 import aiohttp
@@ -34,7 +35,8 @@ PAGE_SIZE = 20
 MAX_NOTE_BYTES = 1024
 """The API server refuses an Event with a longer message."""
 BACKOFF_SECONDS = (1, 1, 2, 3, 5, 8, 13, 21)
-"""Before kopf repeats a request that was answered with 403, 429 or 5xx; then it ends. What was not answered, it repeats
+"""Before kopf repeats a request that was answered with 403, 429 or 5xx; then it ends, unless it watches several
+namespaces: of a deleted one the Role is gone, too, and the others are looked after. What was not answered, it repeats
 without end."""
 _FINAL = {401: Forbidden, 403: Forbidden, 404: NotFound}
 """Faults that no time cures, by the status of the API server's answer."""
@@ -58,6 +60,13 @@ class Poster:
         message = announcement.message.encode()[:MAX_NOTE_BYTES].decode(errors="ignore")
         about = kopf.Body(cast(kopf.RawBody, model))
         self._context.run(kopf.event, about, type=announcement.type, reason=announcement.reason, message=message)
+
+
+class _WithoutEnd:
+    """BACKOFF_SECONDS, and the last of them again and again."""
+
+    def __iter__(self) -> Iterator[float]:
+        return chain(BACKOFF_SECONDS, repeat(BACKOFF_SECONDS[-1]))
 
 
 class _NoDiffs(kopf.DiffBaseStorage):
@@ -86,7 +95,7 @@ async def run_kopf(
     """Run `work` until SIGTERM or SIGINT, or until it ends by itself, and deliver the NeuronModels of `namespaces`
     (none: of all).
 
-    Raises what `work` raises, ClusterFault if kopf fails or may not watch.
+    Raises what `work` raises, ClusterFault if kopf fails or may not watch (of several namespaces it tries on).
     """
     registry = kopf.OperatorRegistry()
     ended = asyncio.Event()
@@ -141,7 +150,7 @@ async def run_kopf(
     try:
         await kopf.operator(
             registry=registry,
-            settings=_settings(identity, silence_seconds),
+            settings=_settings(identity, silence_seconds, _WithoutEnd() if len(namespaces) > 1 else BACKOFF_SECONDS),
             standalone=True,
             clusterwide=not namespaces,
             namespaces=namespaces,
@@ -158,12 +167,12 @@ async def run_kopf(
         working[0].result()
 
 
-def _settings(identity: str, silence_seconds: float) -> kopf.OperatorSettings:
+def _settings(identity: str, silence_seconds: float, backoffs: Iterable[float]) -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True
     settings.networking.request_timeout = REQUEST_SECONDS
     settings.networking.connect_timeout = CONNECT_SECONDS
-    settings.networking.error_backoffs = BACKOFF_SECONDS
+    settings.networking.error_backoffs = backoffs
     settings.watching.server_timeout = WATCH_SECONDS
     settings.watching.inactivity_timeout = silence_seconds
     settings.watching.chunk_size = PAGE_SIZE
