@@ -18,7 +18,13 @@ import pytest
 
 from fakes.vllm_serve.serve import FAULTS, parse, refusals
 from helpers.ports import free_ports
-from neuron_operator.api.engines.vllm_flags import LOG_REASONS, LOGGING_VARIABLE, logging_config, served
+from neuron_operator.api.engines.vllm_flags import (
+    LOG_REASONS,
+    LOGGING_VARIABLE,
+    MAX_ERRORS_BYTES,
+    logging_config,
+    served,
+)
 from neuron_operator.api.reasons import Reason
 
 PROGRAM = Path(__file__).parents[1] / "fakes" / "vllm_serve" / "serve.py"
@@ -88,6 +94,28 @@ def test_what_a_kubelet_keeps_of_a_failure_tells_its_reason(tmp_path: Path, faul
     kept = ended.read_text() if ended.exists() else (tmp_path / "log").read_text()[-2048:]
     assert next(reason for pattern, reason in LOG_REASONS if pattern.search(kept)) is REASONS[fault]
     assert code == (0 if fault == "engine-dies" else 1)
+
+
+def test_errors_for_a_kubelet_have_a_limit_and_quote_no_request(tmp_path: Path) -> None:
+    """The file cannot be renamed: in a pod it is a mount."""
+    folder, config = tmp_path / "dev", tmp_path / "logging.json"
+    ended = folder / "termination-log"
+    folder.mkdir()
+    ended.touch()
+    config.write_text(json.dumps({**logging_config(str(ended)), "formatters": {"plain": {}, "vllm": {}}}))
+    program = (
+        "import json, logging.config, os, sys; logging.config.dictConfig(json.load(open(sys.argv[1])));"
+        "os.rename = lambda *_: os.remove('/nowhere');"
+        "logging.getLogger('vllm.entrypoints.openai').error('a prompt');"
+        "logging.getLogger('vllm.v1.engine').error('the cause');"
+        "[logging.getLogger('vllm.v1.engine').error('x' * 10_000) for _ in range(200)]"
+    )
+    done = subprocess.run([sys.executable, "-c", program, config], capture_output=True, text=True, check=True)
+    assert ended.read_text().startswith("the cause\n")
+    assert "a prompt" not in ended.read_text()
+    assert ended.stat().st_size <= MAX_ERRORS_BYTES
+    assert "a prompt" in done.stdout
+    assert done.stdout.count("x" * 10_000) == 200, "the log has all"
 
 
 def test_it_refuses_connections_until_it_has_loaded_and_ignores_sigterm_before(tmp_path: Path) -> None:

@@ -126,12 +126,16 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 """Has one key, which clients must send on /v1; the engine does not ask for it elsewhere."""
 
 LOGGING_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
+MAX_ERRORS_BYTES = 2**20
+"""In the termination message's file, which is on the node's disk as long as the container runs."""
 
 
 def logging_config(termination_log: str) -> Json:
     """For the file that LOGGING_VARIABLE names: errors also go to where the kubelet looks for the cause of an end.
 
     It would look at the end of the log, where the cause of an engine's failure is not, and only if the code is not 0.
+    It takes the last 4096 bytes of the file; there the end of each process quotes the cause. What single requests did
+    wrong is no cause of an end, and may quote them.
     """
     line = "%(levelname)s %(asctime)s [%(fileinfo)s:%(lineno)d] %(message)s"
     both = {"handlers": ["log", "ended"], "level": "INFO", "propagate": False}
@@ -145,14 +149,17 @@ def logging_config(termination_log: str) -> Json:
         "handlers": {
             "log": {"class": "logging.StreamHandler", "formatter": "vllm", "stream": "ext://sys.stdout"},
             "ended": {
-                "class": "logging.FileHandler",
+                # The file is a mount, which cannot be renamed: what comes after the limit is only in the log.
+                "class": "logging.handlers.RotatingFileHandler",
+                "maxBytes": MAX_ERRORS_BYTES,
+                "backupCount": 1,
                 "formatter": "plain",
                 "level": "ERROR",
                 "filename": termination_log,
                 "delay": True,
             },
         },
-        "loggers": {"vllm": both, "vllm_neuron": both},
+        "loggers": {"vllm": both, "vllm_neuron": both, "vllm.entrypoints": {**both, "handlers": ["log"]}},
     }
 
 
