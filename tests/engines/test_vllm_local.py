@@ -199,3 +199,12 @@ def test_the_key_that_clients_send_comes_from_the_shell(tmp_path: Path, fake: di
         command.until(lambda: "Ctrl-C stops it" in command.text)
         assert httpx.get(f"{command.url}/v1/models").status_code == 401
     assert "sk-local" not in command.text
+
+
+@pytest.mark.parametrize("value", ["sk-one\nsk-two", "sk-one\n"])
+def test_several_lines_as_its_one_key_are_refused(tmp_path: Path, fake: dict[str, str], value: str) -> None:
+    serving = {**MANIFEST["spec"]["serving"], "apiKeySecretRef": {"name": "chat", "key": "TOKEN"}}
+    with local(tmp_path, {"engine": {"backend": "vllm"}, "serving": serving}, TOKEN=value, **fake) as command:
+        assert command.wait() == 2
+    assert "spec.serving.apiKeySecretRef: " in command.text
+    assert "sk-one" not in command.text

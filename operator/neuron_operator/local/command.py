@@ -324,11 +324,14 @@ class _Session:
 
 
 def _authorization(plan: ContainerPlan) -> dict[str, str]:
-    """The headers for a pod with API keys: its first key."""
+    """The headers for a pod with API keys: its first key. Raises CannotRunHere for one that no client can send."""
     files = (text for path, text in plan.secrets.items() if path.name == names.API_KEY_FILE)
     lines = (line.strip() for text in files for line in text.splitlines())
     variables = (plan.env.get(row.api_key_variable) for row in engines.SETTINGS.values())
     key = next(filter(None, (*lines, *variables)), None)
+    if key is not None and not key.isprintable():
+        cure = "the engine takes the whole value as one key: write one line without a line break at its end"
+        raise CannotRunHere(f"spec.serving.apiKeySecretRef: {cure}")
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
