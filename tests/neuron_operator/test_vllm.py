@@ -200,6 +200,22 @@ def test_a_failed_fetch_has_the_reasons_of_our_runtime(code: int, reason: str) -
     assert "the hub answered" in ready["message"]
 
 
+def test_an_edit_whose_weights_cannot_be_fetched_is_rolled_back() -> None:
+    world, _ = resolved_world(IN_PODS, spec={**CPU, "replicas": 2})
+    before = find(world.children, "Deployment")
+    old = tuple(serving_pod(before, f"chat-{n}", ready=True) for n in range(2))
+    world, _ = settle(replace(world, pods=old), IN_PODS)
+    edit = {**CPU, "replicas": 2, "serving": {"maxSequences": 3}}
+    world, _ = stepped(*settle(replace(world, body={**world.body, "spec": edit}), IN_PODS), IN_PODS)
+    pod = serving_pod(find(world.children, "Deployment"), "chat-2", state={"waiting": {"reason": "PodInitializing"}})
+    record = failure_record(11, "WeightsUnauthorized", "the token was revoked", "fetch")
+    status = {"name": "fetch-weights", "ready": False, "restartCount": 1, "state": {}, "lastState": ended(11, record)}
+    pod = {**pod, "status": {**pod["status"], "initContainerStatuses": [status]}}
+    decided = decide(replace(world, pods=(old[0], pod)), IN_PODS).status
+    assert condition(decided, "UpToDate")["reason"] == "RolledBack"
+    assert "the token was revoked" in condition(decided, "UpToDate")["message"]
+
+
 def test_a_missing_secret_of_the_init_container_is_named() -> None:
     waiting = {"reason": "CreateContainerConfigError", "message": 'secret "hub" not found'}
     _, status = fetching({"waiting": waiting})
