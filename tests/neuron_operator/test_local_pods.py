@@ -178,13 +178,39 @@ def test_the_value_of_a_flag_is_translated_by_what_the_flag_means(tmp_path: Path
     )
 
 
+def test_variables_in_a_command_are_replaced_as_by_a_kubelet(tmp_path: Path) -> None:
+    body = pod()
+    body["spec"]["containers"][0]["args"] = ["--ip=$(IP)", "--home=$(HOME)", "$(NONE)", "$$(IP)", "a$"]
+    plan = interpret(body, host(tmp_path), {8000: 9001})
+    home = tmp_path / "default.chat" / "chat-0" / "tmp"
+    assert plan.argv[6:] == ("--ip=127.0.0.1", f"--home={home}", "$(NONE)", "$(IP)", "a$")
+
+
+async def test_a_pod_is_told_to_stop_when_its_stop_command_has_ended(tmp_path: Path, port: int) -> None:
+    body, lines = pod(), list[str]()
+    wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)"
+    hook = {"exec": {"command": [sys.executable, "-c", wait, "/scratch/go"]}}
+    body["spec"]["containers"][0]["lifecycle"] = {"preStop": hook}
+    process = PodProcess(interpret(body, host(tmp_path), {8000: port}), lambda _, line: lines.append(line))
+    await process.start()
+    watching = asyncio.create_task(process.watch(lambda: None))
+    await _until(lambda: process.started)
+    stopping = asyncio.create_task(process.stop())
+    await asyncio.sleep(0.5)
+    assert lines == ["serving"]
+    (tmp_path / "default.chat" / "chat-0" / "tmp" / "go").touch()
+    await stopping
+    assert (await watching).exit_code == 0
+    assert lines == ["serving", "bye"]
+
+
 @pytest.mark.parametrize(
     ("path", "value", "complaint"),
     [
         (("spec", "initContainers"), [{}], "spec.initContainers"),
         (("spec", "hostNetwork"), True, "spec.hostNetwork"),
         (("spec", "containers", 0, "lifecycle"), {"postStart": {}}, "lifecycle.postStart"),
-        (("spec", "containers", 0, "lifecycle"), {"preStop": {"exec": {}}}, "lifecycle.preStop.exec"),
+        (("spec", "containers", 0, "lifecycle"), {"preStop": {"httpGet": {}}}, "lifecycle.preStop.httpGet"),
         (("spec", "containers", 0, "startupProbe"), {"exec": {}}, "startupProbe.exec"),
         (("spec", "containers", 0, "readinessProbe"), {"httpGet": {"port": "web"}}, "web is not a declared port"),
         (("spec", "containers", 0, "resources"), {"limits": {"aws.amazon.com/neuron": 1}}, "accelerator.type: CPU"),

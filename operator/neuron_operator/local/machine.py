@@ -185,10 +185,11 @@ class Machine:
     async def _start(self, body: Object, *, restart: bool) -> None:
         replica = body["metadata"].get("labels", {}).get(names.REPLICA_LABEL, "")
         inside = [int(port["containerPort"]) for one in body["spec"]["containers"] for port in one.get("ports", [])]
-        plan = interpret(body, self._host, {number: self._port_of(replica, number) for number in inside})
+        inside += (names.GROUP_PORT, names.GROUP_PORT + 1) if replica else ()
+        ports = {number: self._port_of(replica, number) for number in inside}
+        plan = interpret(body, self._host, ports)
         if replica:
-            group_ports = [self._port_of(replica, names.GROUP_PORT + number) for number in range(2)]
-            plan = replace(plan, env={**plan.env, names.GROUP_PORT_VARIABLE: str(group_ports[0])})
+            plan = replace(plan, env={**plan.env, names.GROUP_PORT_VARIABLE: str(ports[names.GROUP_PORT])})
         pod = LocalPod(body, PodProcess(plan, self._log))
         await pod.process.start()
         self._pods[pod.name] = pod

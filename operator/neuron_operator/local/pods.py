@@ -73,6 +73,8 @@ class ContainerPlan:
     readiness: Probe | None
     liveness: Probe | None
     grace_seconds: float
+    stop_command: tuple[str, ...] = ()
+    """Runs before the process gets SIGTERM; empty: nothing does."""
     first: ContainerPlan | None = None
     """The init container, which has to end well before this one starts."""
 
@@ -115,9 +117,10 @@ def interpret(pod: Json, host: LocalHost, ports: Mapping[int, int]) -> Container
 
 def _plan_of(container: Json, where: str, pod: Json, host: LocalHost, ports: Mapping[int, int]) -> ContainerPlan:
     name, spec = str(pod["metadata"]["name"]), pod["spec"]
-    lifecycle = container.get("lifecycle", {})  # here are no endpoints, which a pod would leave first
+    lifecycle = container.get("lifecycle", {})
     _refuse_unknown(lifecycle, ("preStop",), f"{where}.lifecycle")
-    _refuse_unknown(lifecycle.get("preStop", {}), ("sleep",), f"{where}.lifecycle.preStop")
+    # Here are no endpoints, which a pod would leave while it sleeps.
+    _refuse_unknown(lifecycle.get("preStop", {}), ("sleep", "exec"), f"{where}.lifecycle.preStop")
     _refuse_unknown(container, (*_CONTAINER_FIELDS, *_CLUSTER_ONLY_CONTAINER_FIELDS), where)
     _check_devices(container, host.num_neuron_devices)
 
@@ -153,16 +156,21 @@ def _plan_of(container: Json, where: str, pod: Json, host: LocalHost, ports: Map
         flag, is_both, value = word.partition("=")
         return f"{flag}={here(value, flag)}" if is_both and flag.startswith("--") else here(word, before)
 
+    def arguments(words: Sequence[str]) -> list[str]:
+        return [argument(word, before) for word, before in zip(words, ("", *words), strict=False)]
+
+    variables = _environment(container, pod, host)
     words = (*container.get("command", []), *container.get("args", []))
-    argv = [argument(word, before) for word, before in zip(words, ("", *words), strict=False)]
+    argv = arguments([_expanded(word, variables) for word in words])
     if not argv:
         raise CannotRunHere(f"{where}.command: missing; `local` does not use the image's command")
     env = {
         **host.environment,
         CLAIMS_DIR_VARIABLE: str(host.claims),
-        **{k: here(v) for k, v in _environment(container, pod, host).items()},
+        **{k: here(v) for k, v in variables.items()},
     }
     named = {p.get("name", str(p["containerPort"])): ports[p["containerPort"]] for p in container.get("ports", [])}
+    stopping = arguments(lifecycle.get("preStop", {}).get("exec", {}).get("command", ()))
     return ContainerPlan(
         pod=name,
         container=str(container["name"]),
@@ -178,7 +186,14 @@ def _plan_of(container: Json, where: str, pod: Json, host: LocalHost, ports: Map
         readiness=_probe(container.get("readinessProbe"), "readinessProbe", named, ports),
         liveness=_probe(container.get("livenessProbe"), "livenessProbe", named, ports),
         grace_seconds=float(spec.get("terminationGracePeriodSeconds", 30)),
+        stop_command=(_program(stopping[0], env), *stopping[1:]) if stopping else (),
     )
+
+
+def _expanded(word: str, variables: Mapping[str, str]) -> str:
+    """With the values of `$(NAME)`, as a kubelet replaces them: `$$` is `$`, and what it does not know stays."""
+    found = {"$$": "$", **{f"$({name})": value for name, value in variables.items()}}
+    return re.sub(r"\$\$|\$\([^)]*\)", lambda match: found.get(match[0], match[0]), word)
 
 
 def _refuse_unknown(value: Json, known: Iterable[str], where: str) -> None:

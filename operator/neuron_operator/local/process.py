@@ -117,17 +117,32 @@ class PodProcess:
         )
 
     async def stop(self) -> None:
-        """SIGTERM, then after the grace period SIGKILL to the whole process group."""
+        """The stop command, SIGTERM, then after the grace period SIGKILL to the whole process group."""
         process, self._is_stopping = self._process, True
         if process is None or process.returncode is not None:
             return
-        process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), self.plan.grace_seconds)
+            async with asyncio.timeout(self.plan.grace_seconds):
+                await self._before_stopping()
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
+                await process.wait()
         except TimeoutError:
             self.kill()
             await process.wait()
         await self._finish()
+
+    async def _before_stopping(self) -> None:
+        if not self.current.stop_command:
+            return
+        waiting = await asyncio.create_subprocess_exec(
+            *self.current.stop_command, env=dict(self.current.env), preexec_fn=_end_with_parent
+        )
+        try:
+            await waiting.wait()
+        finally:
+            if waiting.returncode is None:
+                waiting.kill()
 
     def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
