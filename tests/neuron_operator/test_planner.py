@@ -439,6 +439,8 @@ def test_what_the_manifest_says_of_devices_is_said_of_each_node() -> None:
         "inf2.24xlarge",
     )
     assert chosen(LLAMA, types, max_nodes=8, accelerator={"devices": 1}).placement.nodes == 1
+    with pytest.raises(Unplaceable):
+        chosen(packed(235), ("trn1.32xlarge",), max_nodes=64, engine={"backend": "optimum"})
     tensor = refused(LLAMA, ("trn1.32xlarge",), parallelism={"nodes": 2, "tensor": 128})
     assert "128 needs 128 NeuronCores, but 64 are those of 16 Neuron devices on each of 2 nodes, trn1" in str(tensor)
 
