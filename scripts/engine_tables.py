@@ -55,9 +55,16 @@ def fields() -> str:
 
 def vllm_versions() -> str:
     return table(
-        ("Version", "Releases", "Flags checked by", "The plugin's settings by", "Models"),
+        ("Version", "Releases", "Flags checked by", "The plugin's settings by", "Several nodes by", "Models"),
         (
-            (f"`{name}`", one.release, KNOWN[one.flags], KNOWN[one.plugin], words(sorted(one.architectures)) or "any")
+            (
+                f"`{name}`",
+                one.release,
+                KNOWN[one.flags],
+                KNOWN[one.plugin],
+                {**KNOWN, "run": "two of its processes", None: "refused"}[one.nodes],
+                words(sorted(one.architectures)) or "any",
+            )
             for name, one in VERSIONS.items()
         ),
     )

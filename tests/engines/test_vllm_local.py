@@ -84,7 +84,7 @@ class Local:
 @contextlib.contextmanager
 def local(folder: Path, spec: dict[str, Any], **env: str) -> Iterator[Local]:
     folder.mkdir(exist_ok=True)
-    with free_ports() as port:
+    with free_ports(3) as port:
         command = Local(folder, spec, port, env)
         try:
             yield command
@@ -114,14 +114,21 @@ def real() -> dict[str, str]:
     return {**vllm_cpu.ENVIRONMENT, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int]]:
+    """Answers of the torch backend."""
+    with local(tmp_path_factory.mktemp("torch"), {"engine": {"backend": "torch"}}) as ours:
+        ours.until(lambda: "Ctrl-C stops it" in ours.text)
+        return answers(ours.url)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600, func_only=True)
-def test_vllm_answers_as_torch_does_and_ends_a_stream_before_itself(tmp_path: Path, real: dict[str, str]) -> None:
-    with local(tmp_path / "torch", {"engine": {"backend": "torch"}}) as ours:
-        ours.until(lambda: "Ctrl-C stops it" in ours.text)
-        expected = answers(ours.url)
+def test_vllm_answers_as_torch_does_and_ends_a_stream_before_itself(
+    tmp_path: Path, real: dict[str, str], expected: list[tuple[str, int]]
+) -> None:
     one = {**MANIFEST["spec"]["serving"], "maxSequences": 1, "blockSize": 128, "numBlocks": 4}
-    with local(tmp_path / "vllm", {"engine": EAGER, "serving": one}, **real) as theirs:
+    with local(tmp_path, {"engine": EAGER, "serving": one}, **real) as theirs:
         theirs.until(lambda: "Ctrl-C stops it" in theirs.text)
         assert answers(theirs.url) == expected
         body = {"model": "demo", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -208,3 +215,65 @@ def test_several_lines_as_its_one_key_are_refused(tmp_path: Path, fake: dict[str
         assert command.wait() == 2
     assert "spec.serving.apiKeySecretRef: " in command.text
     assert "sk-one" not in command.text
+
+
+ON_TWO_NODES = {"parallelism": {"nodes": 2}, "engine": EAGER}
+
+
+def members(command: Local, rank: int) -> list[int]:
+    """Process groups of those with that number."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            is_child = int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == command.process.pid
+            if is_child and f"--node-rank={rank}" in words:
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600, func_only=True)
+def test_vllm_on_two_nodes_answers_as_torch_does_and_fails_as_one(
+    tmp_path: Path, real: dict[str, str], expected: list[tuple[str, int]]
+) -> None:
+    with local(tmp_path, ON_TWO_NODES, **real, GLOO_SOCKET_IFNAME="lo") as command:
+        command.until(lambda: "Ctrl-C stops it" in command.text)
+        assert answers(command.url) == expected
+        (leader,), (follower,) = members(command, 0), members(command, 1)
+        os.killpg(follower, signal.SIGKILL)
+        command.until(lambda: leader not in members(command, 0))
+
+
+def test_a_group_on_two_nodes_ends_as_one_and_starts_again_as_one(tmp_path: Path, fake: dict[str, str]) -> None:
+    with local(tmp_path, ON_TWO_NODES, **fake) as command:
+        command.until(lambda: "Ctrl-C stops it" in command.text)
+        (leader,), (follower,) = members(command, 0), members(command, 1)
+        assert answers(command.url)
+        os.killpg(leader, signal.SIGKILL)
+        command.until(lambda: members(command, 0) not in ([], [leader]) and members(command, 1) not in ([], [follower]))
+        command.until(lambda: is_answering(command.url))
+        (second,) = members(command, 1)
+        os.killpg(second, signal.SIGKILL)
+        command.until(lambda: members(command, 1) not in ([], [second]))
+        command.until(lambda: is_answering(command.url))
+
+
+def is_answering(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health").status_code == 200
+    return False
+
+
+def test_a_follower_stays_until_the_leader_has_given_its_answers(tmp_path: Path, fake: dict[str, str]) -> None:
+    with local(tmp_path, ON_TWO_NODES, **fake) as command:
+        command.until(lambda: "Ctrl-C stops it" in command.text)
+        body = {"model": "demo", "prompt": "a", "max_tokens": 100, "stream": True}
+        with httpx.stream("POST", f"{command.url}/v1/completions", json=body, timeout=120) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            command.process.send_signal(signal.SIGTERM)
+            time.sleep(1)
+            assert members(command, 1)
+            assert list(filter(None, lines))[-1] == "data: [DONE]"
+        assert command.wait() == 0

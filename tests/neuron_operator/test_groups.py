@@ -39,6 +39,11 @@ CPU: dict[str, Any] = {
     "replicas": 1,
 }
 DEVICES: dict[str, Any] = {**CPU, "accelerator": {"devices": 6}, "engine": {"backend": "torch"}}
+VLLM: dict[str, Any] = {
+    **CPU,
+    "model": {"uri": "pvc://models/tiny"},
+    "engine": {"backend": "vllm", "image": "vllm-cpu"},
+}
 USING = replace(SETTINGS, groups=GroupSettings(restart_seconds=60, max_restarts=2, place_seconds=100))
 
 
@@ -205,9 +210,8 @@ def test_the_secret_of_a_group_has_no_content_in_the_decision() -> None:
 
 def test_a_follower_gets_the_flags_of_the_leader_but_those_about_clients() -> None:
     serve = ["neuron-runtime", "serve", "--config", "serve", "--host", "0.0.0.0", "--port", "8000"]
-    assert own.follow([*serve, "--weights-dir", "/w", "--api-key-file", "/k"]) == [
-        *("neuron-runtime", "follow", "--config", "serve", "--weights-dir", "/w")
-    ]
+    follower = own.follow([*serve, "--weights-dir", "/w", "--api-key-file", "/k"])
+    assert follower.command == ("neuron-runtime", "follow", "--config", "serve", "--weights-dir", "/w")
 
 
 def test_a_group_serves_when_its_leader_answers() -> None:
@@ -238,8 +242,9 @@ def test_an_end_is_recorded_before_anything_is_deleted_and_names_the_member_that
     assert again.delete[0]["spec"]["template"]["metadata"]["labels"][names.ROLE_LABEL] == "leader"
 
 
-def test_a_killed_member_is_reported_without_suspecting_the_variables_of_its_group() -> None:
-    world = with_running(serving(), _f_1={"restartCount": 1, "lastState": ended(137, "")})
+@pytest.mark.parametrize("spec", [CPU, VLLM], ids=["torch", "vllm"])
+def test_a_killed_member_is_reported_without_suspecting_the_variables_of_its_group(spec: dict[str, Any]) -> None:
+    world = with_running(serving(spec), _f_1={"restartCount": 1, "lastState": ended(137, "")})
     _, decision = passed(world)
     assert "exit code 137" in group(decision)["message"]
     assert "variables" not in group(decision)["message"]

@@ -246,7 +246,6 @@ def test_without_an_image_the_refusal_names_the_values_of_the_chart() -> None:
     ("spec", "field"),
     [
         ({**NEURON, "accelerator": {"cores": 2}}, "accelerator.cores"),
-        ({**NEURON, "parallelism": {"nodes": 2}}, "parallelism.nodes"),
         ({**NEURON, "engine": {"backend": "vllm", "compile": "Enabled"}}, "engine.compile"),
         ({**CPU, "serving": {"contextBuckets": [128]}}, "serving.contextBuckets"),
         ({**CPU, "engine": {"backend": "torch", "args": ["--x"]}}, "engine.args"),
@@ -255,6 +254,18 @@ def test_without_an_image_the_refusal_names_the_values_of_the_chart() -> None:
 )
 def test_a_field_that_an_engine_does_not_honour_is_refused_by_name(spec: dict[str, Any], field: str) -> None:
     assert f"spec.{field}: " in refused(spec)
+
+
+def test_a_replica_on_several_nodes_has_a_degree_over_all_of_them_that_is_a_power_of_two() -> None:
+    nodes = {"accelerator": {"devices": 16}, "parallelism": {"nodes": 2}}
+    pinned = pin(parse(body({**NEURON, **nodes})), KNOWN, USING, 1).pinned
+    assert (pinned.nodes, pinned.plan.tensor) == (2, 2)
+    assert {"--nnodes=2", "--tensor-parallel-size=2"} <= {*container_of(pinned.template)["command"]}
+    assert "set a power of two instead of 6" in refused(
+        {**NEURON, "accelerator": {"devices": 16}, "parallelism": {"nodes": 2, "tensor": 6}}
+    )
+    old = replace(USING, engines={"vllm": EngineSettings("i", "0.16")})
+    assert "spec.parallelism.nodes: remove it" in refused({**NEURON, **nodes}, old)
 
 
 def test_a_version_that_cannot_drain_is_told_to_stop_when_the_time_for_answers_is_over() -> None:

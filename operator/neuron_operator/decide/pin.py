@@ -225,6 +225,7 @@ def pin(
         weights=weights,
         artifacts=artifacts,
         choice=choice,
+        nodes=placement.nodes,
     )
     _refuse(model, launch, facts)
     template = serving_pod_template(

@@ -389,9 +389,8 @@ class _Case:
         spec = self.model.spec
         if spec.parallelism.nodes or spec.accelerator.devices or spec.accelerator.cores:
             return (spec.parallelism.nodes or 1,)
-        if not spec.runs.honours("parallelism.nodes"):
-            return (1,)
-        return tuple(count for count in (2**power for power in range(7)) if count <= self.max_nodes)
+        most = min(self.max_nodes, self.rules.max_nodes or self.max_nodes)
+        return tuple(count for count in (2**power for power in range(7)) if count <= most)
 
     @property
     def in_cores(self) -> bool:

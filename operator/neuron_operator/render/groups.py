@@ -19,7 +19,7 @@ from neuron_operator.read.objects import dig, labels_of, name_of, only, text
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import GroupSettings, Object
 from neuron_operator.render.objects import Mount, child, without_empty
-from neuron_operator.render.pods import READABLE, merged_env, with_terms
+from neuron_operator.render.pods import READABLE, before_stopping, merged_env, with_terms
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ def group_owner(
         {"name": names.LEADER_VARIABLE, "value": f"{name}-0.{name}.{model.namespace}.svc"},
         {"name": names.GROUP_SECRET_VARIABLE, "value": f"{names.GROUP_SECRET_DIR}/{names.GROUP_SECRET_KEY}"},
     )
-    container["env"] = merged_env(container.get("env", ()), own_env)
+    variable = revision.engine.address_variable
+    address = ({"name": variable, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},) if variable else ()
+    container["env"] = merged_env(container.get("env", ()), own_env, address)
     template["spec"] = without_empty(spec)
     if settings.controller == names.LEADER_WORKER_SET:
         kind, made = names.LEADER_WORKER_SET, _leader_worker_spec(template, revision.engine, size)
@@ -154,12 +156,14 @@ def _follower(template: Object, engine: Engine) -> Object:
     template = copy.deepcopy(template)
     template["metadata"]["labels"][names.ROLE_LABEL] = names.ROLE_FOLLOWER
     container = _runtime(template)
-    for part in ("ports", "startupProbe", "readinessProbe", "livenessProbe"):
+    for part in ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle"):
         container.pop(part, None)
-    container["command"] = engine.follow(container["command"])
+    followed = engine.follow(container["command"])
+    container.update({"command": list(followed.command), **before_stopping(followed)})
     spec = template["spec"]
-    for holder, part in ((container, "volumeMounts"), (spec, "volumes")):
-        holder[part] = [one for one in holder[part] if one["name"] != names.API_KEY_VOLUME]
+    of_clients = (names.API_KEY_VOLUME, engine.api_key_variable)
+    for holder, part in ((container, "volumeMounts"), (container, "env"), (spec, "volumes")):
+        holder[part] = [one for one in holder[part] if one["name"] not in of_clients]
     return template
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from neuron_operator.api import names
-from neuron_operator.api.engines.engine import Engine, HostBytes, Launch, Probe
+from neuron_operator.api.engines.engine import Engine, HostBytes, Launch, Probe, Served
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import ApiKeySecret, NeuronModel, Toleration
@@ -133,8 +133,7 @@ def serving_pod_template(
     for name in ("startup", "readiness", "liveness"):
         if probe := getattr(engine.probes, name):
             container[f"{name}Probe"] = _probe(probe)
-    if served.stop_delay_seconds:
-        container["lifecycle"] = {"preStop": {"sleep": {"seconds": served.stop_delay_seconds}}}
+    container.update(before_stopping(served))
     user = {"runAsUser": engine.user} if engine.user else {}
     fetcher, its_mounts = _fetcher(model, weights, digest, settings) if is_fetched_before(model, weights) else ({}, ())
     return {
@@ -309,6 +308,7 @@ def launch_of(
     weights: Place,
     artifacts: Place | None,
     choice: Choice | None,
+    nodes: int = 1,
 ) -> Launch:
     """How a replica with this RuntimeConfig document is started. Raises InvalidSpec if its engine cannot be."""
     engine, setting = model.spec.runs, model.spec.engine_setting
@@ -322,6 +322,7 @@ def launch_of(
         model_dir="" if engine.is_ours else folder_of(model, weights, digest),
         version=settings.engine(setting).version_of(engine.versions),
         family=choice.chosen.site.family.name if choice else "",
+        nodes=nodes,
         args=model.spec.engine.args,
     )
 
@@ -347,6 +348,15 @@ def _own_image(model: NeuronModel, settings: Settings) -> str:
 def target_env(family: str) -> tuple[Object, ...]:
     """Tells the runtime and its compiler the family of devices, which a container may be unable to see."""
     return ({"name": names.PLATFORM_VARIABLE, "value": family},) if family else ()
+
+
+def before_stopping(served: Served) -> Object:
+    """The fields of a container that say what happens before it is told to stop."""
+    if served.stop_command:
+        return {"lifecycle": {"preStop": {"exec": {"command": list(served.stop_command)}}}}
+    if served.stop_delay_seconds:
+        return {"lifecycle": {"preStop": {"sleep": {"seconds": served.stop_delay_seconds}}}}
+    return {}
 
 
 def _probe(probe: Probe) -> Object:

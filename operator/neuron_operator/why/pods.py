@@ -170,7 +170,8 @@ def _hint_at_variables(pod: PodView, end: Termination, revision: Revision | None
     """Environment variables that may have ended the container."""
     containers = items(revision.pinned.template, "spec", "containers") if revision else []
     ours = {text(variable, "name") for container in containers for variable in items(container, "env")}
-    added = sorted(pod.variables - ours - {names.GROUP_SECRET_VARIABLE}) if revision else []
+    of_group = {*names.GROUP_VARIABLES, revision.engine.address_variable} if revision else set()
+    added = sorted(pod.variables - ours - of_group) if revision else []
     if added:
         listed = ", ".join(added[:MAX_VARIABLES_SHOWN])
         return f"; a person or an admission webhook added variables to its container: {listed}"

@@ -4,8 +4,9 @@
 It takes vLLM's command line, refuses what the image's plugin refuses, and answers over HTTP with words that depend on
 the prompt only. It begins, drains and ends as vLLM 0.32 was seen to: the port refuses connections until the model is
 loaded, SIGTERM is ignored until then, `/health` is 200 while it drains, a stream that outlives `--shutdown-timeout`
-keeps the process for ever, and the death of the engine process ends it with code 0. It computes nothing, and needs
-only Python, so that it can be the program `vllm` of an image.
+keeps the process for ever, and the death of the engine process ends it with code 0. Of several nodes, the leader
+notices at the next request that a follower has gone, and a follower never that its leader has. It computes nothing, and
+needs only Python, so that it can be the program `vllm` of an image.
 
 FAKE_VLLM_VERSION is a line of the plugin, FAKE_VLLM_FAULT one of `FAULTS`, FAKE_VLLM_LOAD_SECONDS the time to load.
 """
@@ -18,6 +19,7 @@ import json
 import logging
 import logging.config
 import os
+import select
 import signal
 import socket
 import sys
@@ -56,12 +58,14 @@ COMMON_FLAGS: Mapping[str, Callable[[str], Any]] = {
     "max-model-len": lambda word: -1 if word == "auto" else int(word),
     **dict.fromkeys(("port", "kv-cache-memory-bytes", "max-num-seqs", "max-num-batched-tokens", "block-size"), int),
     **dict.fromkeys(("num-gpu-blocks-override", "tensor-parallel-size", "data-parallel-size", "seed"), int),
+    **dict.fromkeys(("nnodes", "node-rank", "master-port"), int),
     **dict.fromkeys(("gpu-memory-utilization",), float),
-    **dict.fromkeys(("disable-access-log-for-endpoints", "convert", "revision", "tokenizer"), str),
+    **dict.fromkeys(("disable-access-log-for-endpoints", "convert", "revision", "tokenizer", "master-addr"), str),
 }
 SWITCHES = (
     *("enable-prefix-caching", "enable-chunked-prefill", "async-scheduling", "enable-expert-parallel"),
     *("enable-auto-tool-choice", "enforce-eager", "disable-uvicorn-access-log", "enable-prompt-embeds", "enable-lora"),
+    "headless",
 )
 NEWER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "0.16": (),
@@ -167,6 +171,7 @@ class Server(ThreadingHTTPServer):
         self.is_draining = self.is_dead = False
         self.streams = 0
         self.engine = 0
+        self.followers: list[socket.socket] = []
         self.changed = threading.Condition()
         self.server_bind()  # vLLM does not listen before it can serve
 
@@ -200,6 +205,16 @@ class Server(ThreadingHTTPServer):
         time.sleep(WATCHDOG_SECONDS)
         print("INFO:     Shutting down", flush=True)
         os._exit(0)
+
+    def step(self) -> None:
+        """Ends the engine if a follower has gone."""
+        for follower in self.followers:
+            if select.select([follower], [], [], 0)[0]:
+                where = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer"
+                logger.error("WorkerProc hit an exception.\nRuntimeError: %s [10.0.0.2]:19881.", where)
+                os.kill(self.engine, signal.SIGKILL)
+                with self.changed:
+                    self.changed.wait_for(lambda: self.is_dead)
 
     def drain(self) -> None:
         """As SIGTERM makes it. It does not return while a stream is left whose engine has ended."""
@@ -265,6 +280,10 @@ class Handler(BaseHTTPRequestHandler):
                     self.server.changed.notify_all()
 
     def _answer(self, body: Mapping[str, Any]) -> None:
+        self.server.step()
+        if self.server.is_dead:
+            self._error(500, "InternalServerError", ENGINE_DEAD)
+            return
         is_chat = self.path.endswith("/chat/completions")
         asked = json.dumps(body.get("messages") if is_chat else body.get("prompt"))
         number = int(hashlib.sha256(asked.encode()).hexdigest()[:8], 16)
@@ -328,6 +347,27 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
+def meet(asked: argparse.Namespace) -> list[socket.socket]:
+    """The leader's connections to the others; theirs to the leader."""
+    address = (asked.master_addr, asked.master_port)
+    if not asked.node_rank:
+        with socket.create_server(address, reuse_port=False) as meeting:
+            return [meeting.accept()[0] for _ in range(1, asked.nnodes or 1)]
+    while True:
+        try:
+            return [socket.create_connection(address)]
+        except OSError:
+            time.sleep(0.1)
+
+
+def follow(asked: argparse.Namespace) -> NoReturn:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    leader = meet(asked)
+    while leader:
+        signal.pause()
+    sys.exit()
+
+
 def main(words: list[str]) -> None:
     set_up_logging()
     version, fault = os.environ.get("FAKE_VLLM_VERSION", "0.24"), os.environ.get("FAKE_VLLM_FAULT", "")
@@ -337,6 +377,8 @@ def main(words: list[str]) -> None:
         sys.exit(
             "RuntimeError: Failed to infer device type, please set the environment variable VLLM_LOGGING_LEVEL=DEBUG"
         )
+    if asked.headless:
+        follow(asked)
     server = Server(asked)
     signal.signal(signal.SIGTERM, lambda *_: None)  # while it loads, the signal is lost
     if refused := next(refusals(asked, version, os.environ), ""):
@@ -354,6 +396,8 @@ def main(words: list[str]) -> None:
         fail("Compilation failed - terminating process for cleanup: neuronx-cc compilation failed with 70")
     elif FAULTS.get(fault):
         fail(FAULTS[fault])
+    if asked.nnodes:
+        server.followers = meet(asked)
     server.start_engine()
     server.server_activate()
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.drain, daemon=True).start())

@@ -35,6 +35,8 @@ class Launch:
     """One of the row's."""
     family: str = ""
     """Of the devices; empty: it is computed on the host."""
+    nodes: int = 1
+    """The pods of the replica; of several, this is the leader."""
     args: Sequence[str] = ()
     """The manifest's own flags."""
 
@@ -47,6 +49,8 @@ class Served:
     env: Mapping[str, str] = field(default_factory=dict)
     stop_delay_seconds: int = 0
     """From when the pod leaves the endpoints until it is told to stop, if it does not wait by itself."""
+    stop_command: tuple[str, ...] = ()
+    """Instead of a delay: it runs in the pod, which is told to stop when it has ended."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,8 @@ class DeviceRules:
     """That it runs on; empty: all."""
     powers_of_two: bool = False
     """Whether other tensor-parallel degrees are refused."""
+    max_nodes: int | None = None
+    """Of a replica; None: any number."""
     cache: CacheBudget | None = None
     """None: as NxD Inference."""
 
@@ -131,8 +137,8 @@ class Engine:
     """What it acts on among the fields that some engines refuse: paths below `spec`, or `path=value`."""
     serve: Callable[[Launch], Served]
     """How a replica's pod, or the leader of a group, is started."""
-    follow: Callable[[Iterable[str]], list[str]]
-    """From the command of a group's leader to that of its followers."""
+    follow: Callable[[Iterable[str]], Served]
+    """From the command of a group's leader to what runs in its followers, besides the leader's variables."""
     check: Callable[[Sequence[str]], list[str]]
     """With the arguments of a launch: the command of a Job that asks whether a replica would accept its document."""
     probes: Probes
@@ -167,6 +173,8 @@ class Engine:
     """What is mounted beside the document, by name."""
     api_key_variable: str = ""
     """The variable with the one key that clients must send; empty: it reads a file of keys."""
+    address_variable: str = ""
+    """The variable with the address at which the others of a group reach a member; empty: it finds that out."""
     user: int = 0
     """The user that the image runs as; 0: its own."""
     refusals: Callable[[Launch, str, Mapping[str, str]], Iterable[tuple[str, str]]] = lambda *_: ()

@@ -56,7 +56,7 @@ def check(arguments: Sequence[str]) -> list[str]:
     return [*SERVE, *arguments, "--check"]
 
 
-def follow(serving: Iterable[str]) -> list[str]:
+def follow(serving: Iterable[str]) -> Served:
     """`neuron-runtime follow` with the local flags of a `serve`."""
     words = iter(serving)
     command: list[str] = []
@@ -65,7 +65,7 @@ def follow(serving: Iterable[str]) -> list[str]:
             next(words)
         else:
             command.append("follow" if word == "serve" and len(command) == 1 else word)
-    return command
+    return Served(tuple(command))
 
 
 def grammar_bytes(max_rows: int) -> int:
@@ -132,7 +132,7 @@ OPTIMUM = _row(
         }
     ),
     on_device=True,
-    devices=lambda *_: DeviceRules(families=("inf2", "trn1", "trn2")),
+    devices=lambda *_: DeviceRules(families=("inf2", "trn1", "trn2"), max_nodes=1),
     asks_cache=True,
     compiles="always",
     # As nxdi, which runs the same compiler.
@@ -153,7 +153,7 @@ TRANSFORMERS_NEURONX = _row(
         "engine.overrideNeuronConfig",
     },
     on_device=True,
-    devices=lambda *_: DeviceRules(families=("inf2", "trn1")),
+    devices=lambda *_: DeviceRules(families=("inf2", "trn1"), max_nodes=1),
     compiles="always",
     # As nxdi, which runs the same compiler; this one also reads the weights into memory.
     compiler=CompilerMemory(bytes=4096 * MIB, per_weight_byte=3.5),

