@@ -36,6 +36,12 @@ def python_environment() -> Path:
     return environments.python_environment("clients", CLIENTS / "requirements.txt") / "python"
 
 
+def optimum_library() -> Path:
+    """The Python that has optimum-neuron, without torch. Raises NotPossibleHere."""
+    pins = CLIENTS.with_name("optimum_library") / "requirements.txt"
+    return environments.python_environment("optimum", pins) / "python"
+
+
 def node_modules() -> Path:
     """The folder of packages for Node. Raises NotPossibleHere."""
     pins = CLIENTS / "package.json"
@@ -96,7 +102,7 @@ def _once(install: Callable[[], Path]) -> Path:
 def main() -> int:
     """`python -m helpers.foreign_clients`: installs what can be installed, and says what cannot."""
     failures = 0
-    for install in (python_environment, node_modules):
+    for install in (python_environment, optimum_library, node_modules):
         try:
             install()
         except NotPossibleHere as error:

@@ -251,7 +251,7 @@ class HubHandler(Handler):
         if path == "/health":
             self._send(200, {}, b"ok")
         elif match := TREE.fullmatch(path):
-            folder = unquote(match["folder"] or "")
+            folder = unquote(match["folder"] or "").rstrip("/")
             recursive = parse_qs(url.query).get("recursive", ["false"])[0].lower() in ("true", "1")
             self._tree(match["repository"], unquote(match["revision"]), folder, token or None, recursive)
         elif match := API.fullmatch(path):
