@@ -55,13 +55,17 @@ def fields() -> str:
 
 def vllm_versions() -> str:
     return table(
-        ("Version", "Releases", "Flags checked by", "The plugin's settings by", "Several nodes by", "Models"),
+        (
+            *("Version", "Releases", "Flags checked by", "The plugin's settings by", "Compiles without devices"),
+            *("Several nodes by", "Models"),
+        ),
         (
             (
                 f"`{name}`",
                 one.release,
                 KNOWN[one.flags],
                 KNOWN[one.plugin],
+                f"yes, by {KNOWN[one.compiles]}" if one.compiles else "no" if one.settings else "compiles nothing",
                 {**KNOWN, "run": "two of its processes", None: "refused"}[one.nodes],
                 words(sorted(one.architectures)) or "any",
             )

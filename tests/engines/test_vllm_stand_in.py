@@ -18,14 +18,17 @@ import pytest
 
 from fakes.vllm_serve.serve import FAULTS, parse, refusals
 from helpers.ports import free_ports
+from neuron_operator.api.engines import vllm as vllm_engine
 from neuron_operator.api.engines.vllm_flags import (
     LOG_REASONS,
     LOGGING_VARIABLE,
     MAX_ERRORS_BYTES,
+    VERSIONS,
     logging_config,
     served,
 )
 from neuron_operator.api.reasons import Reason
+from neuron_operator.read.records import parse_record
 
 PROGRAM = Path(__file__).parents[1] / "fakes" / "vllm_serve" / "serve.py"
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -74,6 +77,71 @@ def is_ready(url: str) -> bool:
 def test_each_version_accepts_the_command_that_is_written_for_it(version: str, parts: dict[str, Any]) -> None:
     command = served({**DOCUMENT, **parts}, version=version, model_dir="/m", port=8000).command
     assert list(refusals(parse(list(command[1:]), version), version, {})) == []
+
+
+COMPILING = {"VLLM_NEURON_CPU_COMPILE": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
+
+
+def compiled(folder: Path, *flags: str, **env: str) -> dict[str, Any]:
+    """The record that the program of the Job leaves, with graphs below `folder`/store/KEY."""
+    vllm, record = [sys.executable, str(PROGRAM), "serve", str(MODEL), "--host=127.0.0.1", *flags], folder / "record"
+    with free_ports() as port:
+        health = f"http://127.0.0.1:{port}/health"
+        command = [sys.executable, "-c", vllm_engine.PROGRAM, str(record), str(folder / "store" / KEY), health]
+        variables = {"VLLM_CACHE_ROOT": str(folder / f"cache{port}"), "PYTHONPATH": str(PROGRAM.parent), **env}
+        code = subprocess.call([*command, *vllm, f"--port={port}"], env={**os.environ, **variables}, timeout=120)
+    found = dict(json.loads(record.read_text()))
+    assert code == found.get("exitCode", 0)
+    return found
+
+
+SHAPES = ("--max-model-len=1024", "--max-num-seqs=2", "--num-gpu-blocks-override=65")
+KEY = "ab" * 32
+
+
+def serving(folder: Path, *flags: str) -> contextlib.AbstractContextManager[Any]:
+    """A start on a device that finds graphs in the store only, with a cache of its own."""
+    compiled_env = VERSIONS["0.24"].compiled_env | {"NEURON_LIBTORCH_REMOTE_CACHE": str(folder / "store" / KEY)}
+    env = {"VLLM_CACHE_ROOT": str(folder / "local"), "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2", **compiled_env}
+    return running(folder, *flags, **env)
+
+
+def test_graphs_that_a_job_compiled_serve_with_the_same_numbers_and_no_others(tmp_path: Path) -> None:
+    record = compiled(tmp_path, *SHAPES, **COMPILING)
+    parsed = parse_record(json.dumps(record))
+    assert parsed is not None
+    assert parsed.artifact is not None
+    assert (parsed.artifact.key, parsed.artifact.reused) == (KEY, False)
+    assert parsed.artifact.bytes == 3 * 4, "prompts, and decoding of one and two sequences"
+    assert compiled(tmp_path, *SHAPES, **COMPILING)["artifact"]["reused"]
+    with serving(tmp_path, *SHAPES, "--served-model-name=other") as (_, url, _):
+        until(lambda: is_ready(url))
+    with serving(tmp_path, *SHAPES[:2], "--num-gpu-blocks-override=66") as (process, _, ended):
+        assert process.wait(60) == 1
+    assert vllm_engine.explain(1, ended.read_text())[0] is Reason.ARTIFACT_MISSING
+
+
+def test_a_number_of_blocks_that_is_not_pinned_is_never_found(tmp_path: Path) -> None:
+    assert compiled(tmp_path, *SHAPES[:2], **COMPILING)["ok"]
+    with serving(tmp_path, *SHAPES[:2]) as (process, _, _):
+        assert process.wait(60) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"VLLM_NEURON_CPU_COMPILE": "1"}, "NEURON_PLATFORM_TARGET_OVERRIDE is required"),
+        ({**COMPILING, "FAKE_VLLM_FAULT": "compile-failed"}, "NCC_EVRF007"),
+    ],
+    ids=["target", "compiler"],
+)
+def test_a_compilation_that_fails_leaves_its_cause_and_nothing_in_the_store(
+    tmp_path: Path, env: dict[str, str], says: str
+) -> None:
+    record = compiled(tmp_path, *SHAPES, **env)
+    assert (record["ok"], record["reason"]) == (False, "CompileFailed")
+    assert says in record["message"]
+    assert not (tmp_path / "store").exists()
 
 
 REASONS = {

@@ -11,6 +11,7 @@ import pytest
 
 from helpers.operator_worlds import (
     FACTS,
+    NOW,
     SETTINGS,
     body,
     condition,
@@ -24,6 +25,7 @@ from helpers.operator_worlds import (
     serving_pod,
     settle,
     stepped,
+    stored,
 )
 from neuron_operator.api.engines import vllm
 from neuron_operator.api.errors import InvalidSpec
@@ -33,7 +35,7 @@ from neuron_operator.api.reasons import Reason
 from neuron_operator.decide.course import decide
 from neuron_operator.decide.pin import pin
 from neuron_operator.read.records import Facts
-from neuron_operator.read.revision import from_object, from_running
+from neuron_operator.read.revision import Compiling, from_object, from_running
 from neuron_operator.read.views import observe
 from neuron_operator.read.world import (
     CaBundle,
@@ -42,10 +44,11 @@ from neuron_operator.read.world import (
     KeyRef,
     Object,
     Place,
+    Settings,
     StorageSettings,
     World,
 )
-from neuron_operator.render.jobs import fetch_job, resolve_job
+from neuron_operator.render.jobs import compile_jobs, fetch_job, memory_of, resolve_job
 from neuron_operator.render.pods import runtime_image
 
 USING = replace(
@@ -338,6 +341,102 @@ def test_before_a_pod_holds_devices_it_is_said_for_how_long_it_will_compile(vers
     world, decision = stepped(world, decision, using)
     assert condition(decision.status, "Compiled")["message"] == said
     assert find(decision.desired, "Deployment")
+
+
+COMPILING = replace(
+    USING,
+    engines={"vllm": EngineSettings("vllm:0.24", "0.24")},
+    storage=msgspec.structs.replace(
+        USING.storage, artifacts=Place(persistent_volume_claim=Claim(claim_name="compiled"))
+    ),
+)
+
+
+def to_compile(using: Settings = COMPILING, **spec: Any) -> Compiling | None:
+    return pin(parse(body({**NEURON, **spec})), KNOWN, using, 1).pinned.compiling
+
+
+def test_a_job_of_its_image_compiles_with_the_numbers_of_replicas_that_then_compile_nothing() -> None:
+    engine = {"backend": "vllm", "env": [{"name": "NEURON_CC_FLAGS", "value": "-O1"}, {"name": "MINE", "value": "x"}]}
+    model = parse(body({**NEURON, "engine": engine}))
+    revision = pin(model, KNOWN, COMPILING, 1)
+    first, *_ = jobs = compile_jobs(model, COMPILING, revision)
+    job, replica = container_of(first["spec"]["template"]), container_of(revision.pinned.template)
+    assert [memory_of(one) for one in jobs] == ["8256Mi", "16512Mi", "33024Mi"]
+    assert job["image"] == replica["image"] == "vllm:0.24"
+    assert first["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 65532
+    folder = job["command"][4]
+    assert folder.startswith("/var/lib/neuron-serving/artifacts/vllm/")
+    flags = {word for word in replica["command"] if word.startswith("--")}
+    serving_only = {"--served-model-name", f"--shutdown-timeout={300 + 30}"}
+    assert {word for word in job["command"][6:] if word.startswith("--")} == flags - serving_only | {
+        "--served-model-name"
+    }
+    env = {one["name"]: one["value"] for one in job["env"]}
+    assert env["VLLM_NEURON_CPU_COMPILE"] == "1"
+    assert (env["NEURON_PLATFORM_TARGET_OVERRIDE"], env["NEURON_CC_FLAGS"]) == ("trn2", "-O1")
+    assert "MINE" not in env
+    served = {one["name"]: one["value"] for one in replica["env"]}
+    assert served["NEURON_LIBTORCH_REMOTE_CACHE"] == folder
+    assert served["VLLM_NEURON_DISABLE_WARMUP_COMPILE"] == "1"
+    assert served["NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND"] == "1"
+    mounts = {one["name"]: one.get("readOnly", False) for one in replica["volumeMounts"]}
+    assert mounts["artifacts"]
+    assert revision.pinned.plan.compile_minutes is None
+
+
+@pytest.mark.parametrize(
+    ("using", "engine"),
+    [
+        (replace(COMPILING, engines={"vllm": EngineSettings("i", "0.29")}), {}),
+        (replace(COMPILING, engines={"vllm": EngineSettings("i", "0.16")}), {}),
+        (replace(COMPILING, storage=USING.storage), {}),
+        (replace(COMPILING, storage=msgspec.structs.replace(COMPILING.storage, weights=Place())), {}),
+        (COMPILING, {"compile": "Disabled"}),
+        (COMPILING, {"args": ['--speculative-config={"method":"eagle3"}']}),
+        (COMPILING, {"env": [{"name": "NEURON_LIBTORCH_REMOTE_CACHE", "value": "/mine"}]}),
+    ],
+    ids=["0.29", "0.16", "no claim", "no weights", "disabled", "speculation", "own cache"],
+)
+def test_where_no_job_can_compile_replicas_do_and_say_so(using: Settings, engine: dict[str, Any]) -> None:
+    pinned = pin(parse(body({**NEURON, "engine": {"backend": "vllm", **engine}})), KNOWN, using, 1).pinned
+    assert pinned.compiling is None
+    assert pinned.plan.compile_minutes
+    env = {one["name"] for one in container_of(pinned.template)["env"]}
+    assert "VLLM_NEURON_DISABLE_WARMUP_COMPILE" not in env
+
+
+def test_models_share_graphs_unless_something_differs_that_is_in_them() -> None:
+    base = to_compile()
+    assert base is not None
+    served = {"model": {"uri": "hf://acme/tiny", "servedNames": ["other"]}, "rollout": {"drainSeconds": 7}}
+    assert to_compile(**served) == base
+    for other in (
+        to_compile(serving={"maxSequences": 3}),
+        to_compile(serving={"numBlocks": 700}),
+        to_compile(engine={"backend": "vllm", "args": ["--kv-cache-dtype=fp8"]}),
+        to_compile(engine={"backend": "vllm", "env": [{"name": "NEURON_CC_FLAGS", "value": "-O1"}]}),
+        to_compile(replace(COMPILING, engines={"vllm": EngineSettings("vllm:newer", "0.24")})),
+    ):
+        assert other is not None
+        assert other.folder != base.folder
+
+
+def test_graphs_that_a_replica_does_not_find_are_compiled_again() -> None:
+    world, decision = stepped(*settle(fresh(spec=NEURON), COMPILING), COMPILING)
+    assert condition(decision.status, "Compiled")["reason"] == "Compiled"
+    long_ago = {"creationTimestamp": "2026-03-01T11:00:00Z"}
+    shared = stored(
+        {**one, "metadata": {**one["metadata"], **long_ago}} if one["kind"] == "ConfigMap" else one
+        for one in world.shared
+    )
+    miss = "RuntimeError: VLLM_NEURON_DISABLE_WARMUP_COMPILE: local compile cache miss for key 01"
+    for message, reason in ((miss, "Compiling"), ("RuntimeError: something else", "Compiled")):
+        last = {"terminated": {**ended(1, message)["terminated"], "finishedAt": NOW.isoformat()}}
+        crashed = {"waiting": {"reason": "CrashLoopBackOff"}}
+        pod = serving_pod(find(decision.desired, "Deployment"), state=crashed, last=last)
+        found = decide(replace(world, shared=shared, pods=(*world.pods, pod)), COMPILING)
+        assert condition(found.status, "Compiled")["reason"] == reason
 
 
 def test_what_it_logs_is_configured_by_a_file_beside_the_document() -> None:

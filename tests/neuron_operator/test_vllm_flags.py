@@ -222,15 +222,17 @@ def test_without_a_length_a_cpu_takes_what_the_cache_has_room_for() -> None:
 
 def test_variables_are_those_of_the_version() -> None:
     cores = document(accelerator={"logicalNeuronCore": 2})
-    variables = {version: serve(cores, version, family="trn2", is_compiled=True).env for version in VERSIONS}
+    variables = {version: serve(cores, version, family="trn2").env for version in VERSIONS}
+    variables["0.24"] = serve(cores, "0.24", family="trn2", compiled_dir="/kept").env
     for version in ON_DEVICES:
         assert variables[version]["NEURON_PLATFORM_TARGET_OVERRIDE"] == "trn2"
         assert variables[version]["NEURON_LOGICAL_NC_CONFIG"] == "2"
     assert not [name for name in variables["cpu"] if "NEURON" in name]
     assert not [name for name in variables["0.29"] if name.startswith("NEURON_LIBTORCH_")]
     assert variables["0.29"]["VLLM_NEURON_BACKEND"] == "neuron_native"
+    assert variables["0.24"]["NEURON_LIBTORCH_REMOTE_CACHE"] == "/kept"
+    assert variables["0.24"]["VLLM_NEURON_DISABLE_WARMUP_COMPILE"] == "1"
     for version in LITE:
-        assert variables[version]["VLLM_NEURON_DISABLE_WARMUP_COMPILE"] == "1"
         assert "VLLM_NEURON_DISABLE_WARMUP_COMPILE" not in serve(cores, version).env, "nothing compiled it"
         assert variables[version]["VLLM_CACHE_ROOT"].startswith("/tmp/")
 

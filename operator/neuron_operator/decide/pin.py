@@ -7,6 +7,7 @@ replicas, pause, the pace of rollouts, Jobs or the Service.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -24,18 +25,20 @@ from neuron_operator.place.catalog import family_of
 from neuron_operator.place.planner import Choice, Held, choose, families_for
 from neuron_operator.place.sizes import place
 from neuron_operator.place.sizing import Memory, compile_minutes
+from neuron_operator.read.objects import dig
 from neuron_operator.read.placement import Placement, counted
 from neuron_operator.read.records import Facts
 from neuron_operator.read.revision import FORMAT, Compiling, Pinned, Revision, revision_hash, shared_annotation
 from neuron_operator.read.world import FreeDevices, Object, Settings
-from neuron_operator.render.config_document import config_document, ranks_of, sampling_mode
+from neuron_operator.render.config_document import compiled_part, config_document, ranks_of, sampling_mode
 from neuron_operator.render.objects import child
 from neuron_operator.render.pods import compile_image, launch_of, runtime_image, serving_image, serving_pod_template
 from neuron_operator.render.resources import in_host_memory, serving_memory, serving_requests
-from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
+from neuron_operator.render.storage import artifacts_place, is_fetched_before, is_fetched_by_job, weights_place
 
 DEFAULT = DEFAULTS["Neuron"]
 """The engine on families for which the installation names none."""
+KEY_LENGTH = 64
 MAX_MINUTES = 2**31 - 1
 MAX_BYTES = 2**53
 """Numbers in the status end here; an estimate may be larger where the manifest insists."""
@@ -215,7 +218,6 @@ def pin(
     weights = weights_place(model, settings)
     compiling = _compiling(model, settings, choice)
     config = config_document(model, facts, choice.chosen if choice else None)
-    artifacts = compiling.artifacts if compiling else None
     launch = launch_of(
         model,
         config,
@@ -223,18 +225,20 @@ def pin(
         digest=facts.digest,
         host=in_host_memory(model, facts, placement.nodes),
         weights=weights,
-        artifacts=artifacts,
+        artifacts=compiling.artifacts if compiling else None,
         choice=choice,
         nodes=placement.nodes,
     )
     _refuse(model, launch, facts)
+    if compiling is None and (compiling := _compiled_by_engine(model, settings, launch)):
+        launch = replace(launch, artifact=compiling.folder)
     template = serving_pod_template(
         model,
         placement,
         settings,
         requests=serving_requests(model, facts, placement.nodes),
         weights=weights,
-        artifacts=artifacts,
+        artifacts=compiling.artifacts if compiling else None,
         choice=choice,
         revision=revision_hash(spec_hash(model), model.refresh, upgrade),
         launch=launch,
@@ -323,6 +327,30 @@ def _compiling(model: NeuronModel, settings: Settings, choice: Choice | None) ->
         raise InvalidSpec("spec.storage.artifacts", text, Reason.STORAGE_NOT_CONFIGURED)
     family = choice.chosen.site.family.name if choice else ""
     return Compiling(image=compile_image(model, settings), artifacts=artifacts, family=family)
+
+
+def _compiled_by_engine(model: NeuronModel, settings: Settings, launch: Launch) -> Compiling | None:
+    """How a Job of the engine's image compiles the graphs into a folder of their own on a claim. None: it cannot, it
+    shall not, or there is no claim for them, or none that has the weights."""
+    spec, artifacts = model.spec, artifacts_place(model, settings)
+    part = replace(launch, document=compiled_part(launch.document))
+    made = spec.runs.compile(part, spec.engine.variables)
+    claim = artifacts and artifacts.persistent_volume_claim
+    has_weights = not is_fetched_before(model, weights_place(model, settings))
+    is_wanted = spec.engine.compile != "Disabled" and not spec.names_artifact
+    if made is None or artifacts is None or not (claim and has_weights and is_wanted):
+        return None
+    image = serving_image(model, settings)
+    digest = dig(launch.document, "model", "digest")
+    key = names.digest([image, digest, list(made.command), dict(made.env)], KEY_LENGTH)
+    return Compiling(
+        image=image,
+        artifacts=artifacts,
+        family=launch.family,
+        folder=f"{names.ARTIFACTS_DIR}/{spec.backend}/{key}",
+        command=made.command,
+        env=dict(made.env),
+    )
 
 
 def to_object(model: NeuronModel, revision: Revision) -> Object:

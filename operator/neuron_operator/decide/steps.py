@@ -94,7 +94,7 @@ class Task:
     is_lasting: bool = True
     """Whether the revision needs the result as long as it lives."""
     void_after: frozenset[int] = frozenset()
-    """Exit codes with which a serving pod of the revision reports that the result is no longer there."""
+    """Exit codes of reasons with which a serving pod of the revision reports that the result is no longer there."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,9 @@ def _is_void(task: Task, kept: KeeperView, known: Known, observed: Observed) -> 
     valid_until = kept.created + timedelta(seconds=DISPUTED_SECONDS if kept.record.found_all else 0)
     revision_name = known.revision.name if known.revision else ""
     ends = (pod.container.ended for pod in observed.replicas if pod.revision == revision_name)
-    return any(
-        end.exit_code in task.void_after and end.finished is not None and end.finished > valid_until
-        for end in ends
-        if end is not None
-    )
+    later = (end for end in ends if end and end.finished is not None and end.finished > valid_until)
+    reasons = (known.model.spec.runs.explain(end.exit_code, end.message)[0] for end in later)
+    return any(reason is not None and not task.void_after.isdisjoint(reason.row.exit_codes) for reason in reasons)
 
 
 def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) -> Walk:

@@ -34,6 +34,11 @@ class Compiling(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults
     artifacts: Place
     family: str = ""
     """The family of devices that the model runs on; empty: it runs on none."""
+    folder: str = ""
+    """In pods, where the graphs of an engine lie that is not our runtime; empty: our runtime knows."""
+    command: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    """How that engine compiles them."""
 
     def __post_init__(self) -> None:
         if not self.artifacts.is_shared:

@@ -6,7 +6,7 @@ namespace that need the same. Nothing in it names a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from neuron_operator.render.objects import Mount, shared
 from neuron_operator.render.pods import (
     NOT_NEURON,
     NOT_NEURON_IF_POSSIBLE,
+    SHM,
     compile_image,
     runtime_image,
     step_pod_template,
@@ -97,13 +98,28 @@ def compile_jobs(model: NeuronModel, settings: Settings, revision: Revision) -> 
     if compiling is None:
         return ()
     access = storage.compiling(model, pinned.weights, compiling.artifacts)
+    if compiling.folder:
+        return _by_memory(
+            lambda times: shared_job(
+                model,
+                settings,
+                COMPILE,
+                model.spec.runs.job(compiling.folder, compiling.command),
+                access,
+                image=compiling.image,
+                mounts=(SHM,),
+                env=[{"name": name, "value": value} for name, value in sorted(compiling.env.items())],
+                requests=compile_requests(model, pinned.facts, times),
+                limited=("memory",),
+                user=model.spec.runs.user,
+            )
+        )
     config = f"{names.CONFIG_DIR}/{names.CONFIG_KEY}"
     command = ["neuron-runtime", "compile", "--config", config, *access.arguments, "--record", names.TERMINATION_LOG]
     # The compiler of the installation belongs to its runtime image; a revision with an earlier one keeps its own.
     is_current = revision.image == runtime_image(model, settings)
-    by_memory: dict[str, Object] = {}
-    for times in MEMORY_MULTIPLES:
-        job = shared_job(
+    return _by_memory(
+        lambda times: shared_job(
             model,
             settings,
             COMPILE,
@@ -116,8 +132,13 @@ def compile_jobs(model: NeuronModel, settings: Settings, revision: Revision) -> 
             requests=compile_requests(model, pinned.facts, times),
             limited=("memory",),
         )
-        by_memory.setdefault(memory_of(job), job)
-    return tuple(by_memory.values())
+    )
+
+
+def _by_memory(made: Callable[[int], Object]) -> tuple[Object, ...]:
+    """Those that have different limits."""
+    jobs = [made(times) for times in MEMORY_MULTIPLES]
+    return tuple({memory_of(job): job for job in reversed(jobs)}.values())[::-1]
 
 
 def check_job(model: NeuronModel, settings: Settings, revision: Revision) -> Object:
@@ -163,6 +184,7 @@ def shared_job(
     annotations: Mapping[str, str] | None = None,
     requests: Requests = JOB_REQUESTS,
     limited: Iterable[str] = (),
+    user: int = 0,
 ) -> Object:
     """The Job of a step. Models for which it would do the same get the same name. Settings of the installation do not
     change the name, nor where and how often it is tried, so that neither repeats what is done.
@@ -173,6 +195,7 @@ def shared_job(
         annotations: of its pod.
         requests: CPU and memory, unless chart or manifest say otherwise.
         limited: of them, those that are limits as well.
+        user: 0: that of the image.
     """
     template = partial(
         step_pod_template,
@@ -184,6 +207,7 @@ def shared_job(
         mounts=mounts,
         env=env,
         annotations=annotations,
+        user=user,
         resources={"requests": dict(requests), "limits": {name: requests[name] for name in limited}},
     )
     rendered = {

@@ -134,7 +134,6 @@ def serving_pod_template(
         if probe := getattr(engine.probes, name):
             container[f"{name}Probe"] = _probe(probe)
     container.update(before_stopping(served))
-    user = {"runAsUser": engine.user} if engine.user else {}
     fetcher, its_mounts = _fetcher(model, weights, digest, settings) if is_fetched_before(model, weights) else ({}, ())
     return {
         "metadata": without_empty(
@@ -145,7 +144,7 @@ def serving_pod_template(
                 **_pod_frame(model, settings, container, (*mounts, *its_mounts)),
                 "initContainers": [fetcher] if fetcher else [],
                 "serviceAccountName": overlay.spec.service_account_name or names.service_account_name(model.name),
-                "securityContext": {**POD_SECURITY, **user, **as_json(overlay.spec.security_context)},
+                "securityContext": {**POD_SECURITY, **_as_user(engine.user), **as_json(overlay.spec.security_context)},
                 "terminationGracePeriodSeconds": rollout.drain_delay_seconds + rollout.drain_seconds + RELEASE_SECONDS,
                 "nodeSelector": {
                     **_architecture(model, placement),
@@ -215,6 +214,7 @@ def step_pod_template(
     mounts: Iterable[Mount] = (),
     env: Iterable[Object] = (),
     annotations: Mapping[str, str] | None = None,
+    user: int = 0,
     resources: Mapping[str, Any],
     nodes: Object,
 ) -> Object:
@@ -245,12 +245,20 @@ def step_pod_template(
                 **_pod_frame(model, settings, container, mounts),
                 "serviceAccountName": overlay.service_account_name,
                 "restartPolicy": "Never",
-                "securityContext": {**POD_SECURITY, **(as_json(overlay.security_context) if has_claim else {})},
+                "securityContext": {
+                    **POD_SECURITY,
+                    **_as_user(user),
+                    **(as_json(overlay.security_context) if has_claim else {}),
+                },
                 "tolerations": [*settings.jobs.tolerations, *SOON_OFF_A_LOST_NODE],
                 **nodes,
             }
         ),
     }
+
+
+def _as_user(user: int) -> Object:
+    return {"runAsUser": user} if user else {}
 
 
 def _pod_frame(model: NeuronModel, settings: Settings, container: Object, mounts: Iterable[Mount]) -> Object:

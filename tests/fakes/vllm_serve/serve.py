@@ -8,6 +8,9 @@ keeps the process for ever, and the death of the engine process ends it with cod
 notices at the next request that a follower has gone, and a follower never that its leader has. It computes nothing, and
 needs only Python, so that it can be the program `vllm` of an image.
 
+With the cache of compiled graphs it does as AWS documents for 0.24: a graph is found by what it was made of, in the
+local cache or else the remote one; what is missing is compiled, also without devices, or ends the start.
+
 FAKE_VLLM_VERSION is a line of the plugin, FAKE_VLLM_FAULT one of `FAULTS`, FAKE_VLLM_LOAD_SECONDS the time to load.
 """
 
@@ -20,6 +23,7 @@ import logging
 import logging.config
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -37,10 +41,13 @@ KEEP_ALIVE_SECONDS = 5.0
 WORD_SECONDS = 0.02
 SEGMENTS = (512, 1024, 2048, 4096, 8192)
 
+CACHE_MISS = (
+    "RuntimeError: VLLM_NEURON_DISABLE_WARMUP_COMPILE: local compile cache miss for key {}. All graphs must be "
+    "pre-compiled when warmup compilation is disabled."
+)
 FAULTS: Mapping[str, str] = {
     "no-device": "No Neuron devices found. Skipping Neuron plugin registration.",
-    "cache-miss": "RuntimeError: VLLM_NEURON_DISABLE_WARMUP_COMPILE: local compile cache miss for key "
-    "0123456789abcdef0123456789abcdef. All graphs must be pre-compiled when warmup compilation is disabled.",
+    "cache-miss": CACHE_MISS.format("0123456789abcdef0123456789abcdef"),
     "too-many-blocks": "RuntimeError: NRT_RESOURCE in nrt_tensor_allocate: nrt_tensor_allocate status=4",
     "cores-busy": "RuntimeError: NRT:nrt_allocate_neuron_cores  Logical Neuron Core(s) not available - "
     "Requested:lnc0-lnc3 Available:0 Logical Core size:2 (cores busy, ret=-16)",
@@ -126,6 +133,11 @@ def refusals(asked: argparse.Namespace, version: str, env: Mapping[str, str]) ->
         return
     if block not in (16, 32):
         yield f"block_size must be 16 or 32, got {block}"
+    compiles = env.get("VLLM_NEURON_CPU_COMPILE") == "1"
+    if compiles and not env.get("NEURON_PLATFORM_TARGET_OVERRIDE"):
+        yield "NEURON_PLATFORM_TARGET_OVERRIDE is required with VLLM_NEURON_CPU_COMPILE"
+    if compiles and (env.get("VLLM_NEURON_CPU_MODE") == "1" or asked.speculative_config):
+        yield "VLLM_NEURON_CPU_COMPILE excludes VLLM_NEURON_CPU_MODE and speculative decoding"
     if asked.enable_lora:
         yield "LoRA is not supported on Neuron"
     if env.get("NEURON_RT_VISIBLE_CORES"):
@@ -146,6 +158,40 @@ def refusals(asked: argparse.Namespace, version: str, env: Mapping[str, str]) ->
     for size in config.get("decode_context_length_buckets", ()):
         if size >= length or size % 128:
             yield f"decode_context_length_buckets must be below max_model_len and divisible by 128, got {size}"
+
+
+def graphs(asked: argparse.Namespace, env: Mapping[str, str]) -> Iterator[str]:
+    """The keys of the graphs: what is in one, and not names, ports or times. Without a number of blocks, devices have
+    another one than a CPU."""
+    config = (asked.additional_config or {}).get("neuron_config", {})
+    compiles = env.get("VLLM_NEURON_CPU_COMPILE") == "1"
+    shapes = [
+        *(asked.tensor_parallel_size, asked.max_model_len, asked.max_num_seqs, asked.dtype, asked.kv_cache_dtype),
+        *(asked.block_size, asked.num_gpu_blocks_override or ("estimated" if compiles else "measured")),
+        *(env.get("NEURON_PLATFORM_TARGET_OVERRIDE"), env.get("NEURON_LOGICAL_NC_CONFIG"), config),
+        json.loads(Path(asked.model_tag, "config.json").read_text(encoding="utf-8")),
+    ]
+    powers = [2**power for power in range((asked.max_num_seqs or 256).bit_length())]
+    for kind in ("prefill", *config.get("num_seqs_buckets", powers)):
+        yield hashlib.md5(json.dumps([kind, shapes], sort_keys=True).encode()).hexdigest()
+
+
+def compile_graphs(asked: argparse.Namespace, env: Mapping[str, str]) -> None:
+    """Find or compile each graph in the local cache. A folder without its mark is unfinished."""
+    cache = Path(env.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "neuron" / "compile_cache"
+    remote = env.get("NEURON_LIBTORCH_REMOTE_CACHE")
+    for key in graphs(asked, env):
+        local = cache / key
+        if (local / "done").is_file():
+            continue
+        if remote and Path(remote, key, "done").is_file():
+            shutil.copytree(Path(remote, key), local)
+            continue
+        if env.get("VLLM_NEURON_DISABLE_WARMUP_COMPILE") == "1":
+            fail(CACHE_MISS.format(key))
+        local.mkdir(parents=True)
+        (local / "graph.neff").write_bytes(b"neff")
+        (local / "done").touch()
 
 
 def fail(cause: str) -> NoReturn:
@@ -396,6 +442,8 @@ def main(words: list[str]) -> None:
         fail("Compilation failed - terminating process for cleanup: neuronx-cc compilation failed with 70")
     elif FAULTS.get(fault):
         fail(FAULTS[fault])
+    if version == "0.24":
+        compile_graphs(asked, os.environ)
     if asked.nnodes:
         server.followers = meet(asked)
     server.start_engine()

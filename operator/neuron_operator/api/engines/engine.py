@@ -39,6 +39,8 @@ class Launch:
     """The pods of the replica; of several, this is the leader."""
     args: Sequence[str] = ()
     """The manifest's own flags."""
+    artifact: str = ""
+    """The folder with what a Job compiled, of an engine that is not our runtime; empty: none did."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,11 @@ class Engine:
     """Whether Jobs compile models for it; `on request`: with `engine.compile: Enabled` only; `on device`: each replica
     compiles as it starts."""
     compiler: CompilerMemory = CompilerMemory(0)
+    compile: Callable[[Launch, Mapping[str, str]], Served | None] = lambda *_: None
+    """For an engine that is not our runtime: how a Job of its image compiles a launch whose document has only what
+    graphs depend on, with the variables of the manifest; None: it cannot."""
+    job: Callable[[str, Sequence[str]], list[str]] = lambda _, command: list(command)
+    """The command of that Job, from the folder for the graphs and what `compile` says."""
     on_host: Engine | None = None
     """The row with `accelerator.type: CPU`, if that is another one."""
 

@@ -5,14 +5,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from neuron_operator.api import names
-from neuron_operator.api.engines import vllm_flags
-from neuron_operator.api.engines.engine import MIB, TORCH_BYTES, Engine, HostBytes, Launch, Probe, Probes, Served
+from neuron_operator.api.engines import vllm_compile, vllm_flags
+from neuron_operator.api.engines.engine import (
+    MIB,
+    TORCH_BYTES,
+    CompilerMemory,
+    Engine,
+    HostBytes,
+    Launch,
+    Probe,
+    Probes,
+    Served,
+)
 from neuron_operator.api.engines.own import IN_BLOCKS
 from neuron_operator.api.engines.vllm_flags import LOG_REASONS, LogReasons
 from neuron_operator.api.reasons import Reason
@@ -34,6 +45,13 @@ def _cache(model: HostBytes) -> int:
 def serve(launch: Launch) -> Served:
     """`/health` stays 200 while it drains, so the pod leaves the endpoints before it is told to stop. Versions that
     cannot drain are told when the time for answers is over."""
+    made = _served(launch, logging_path=f"{names.CONFIG_DIR}/{LOGGING_KEY}")
+    drain, lacks = launch.document["drain"], vllm_flags.VERSIONS[launch.version].lacks
+    waits = drain["delaySeconds"] + (drain["seconds"] if "--shutdown-timeout" in lacks else 0)
+    return replace(made, stop_delay_seconds=waits)
+
+
+def _served(launch: Launch, logging_path: str = "") -> Served:
     made = vllm_flags.served(
         launch.document,
         version=launch.version,
@@ -43,12 +61,26 @@ def serve(launch: Launch) -> Served:
         nodes=launch.nodes,
         args=launch.args,
         cache_bytes=_cache(launch.host),
-        logging_path=f"{names.CONFIG_DIR}/{LOGGING_KEY}",
+        compiled_dir=launch.artifact,
+        logging_path=logging_path,
     )
-    drain, lacks = launch.document["drain"], vllm_flags.VERSIONS[launch.version].lacks
-    waits = drain["delaySeconds"] + (drain["seconds"] if "--shutdown-timeout" in lacks else 0)
     # The image knows no user of this number, whose name libraries ask for.
-    return replace(made, env={"USER": "vllm", **made.env}, stop_delay_seconds=waits)
+    return replace(made, env={"USER": "vllm", **made.env})
+
+
+PROGRAM = inspect.getsource(vllm_compile)
+
+
+def compile_without_devices(launch: Launch, variables: Mapping[str, str]) -> Served | None:
+    """A group's graphs have its ranks in them, which no single Job has."""
+    if launch.nodes > 1:
+        return None
+    return vllm_flags.compiling(_served(launch), launch.args, variables, launch.version)
+
+
+def job(folder: str, command: Sequence[str]) -> list[str]:
+    health = f"http://localhost:{names.PORT}/health"
+    return ["python3", "-c", PROGRAM, names.TERMINATION_LOG, folder, health, *command]
 
 
 def refusals(launch: Launch, architecture: str, variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -119,6 +151,10 @@ VLLM = _row(
     on_device=True,
     devices=vllm_flags.device_rules,
     compiles="on device",
+    compile=compile_without_devices,
+    job=job,
+    # As nxdi, whose compiler is the same, with the weights that it loads. A guess.
+    compiler=CompilerMemory(bytes=8192 * MIB, per_weight_byte=3.5),
     millicores=lambda _: 1000,
     memory=lambda model: 2048 * MIB + model.loading + int(COMPILED_BYTES_PER_WEIGHT * model.weights),
     on_host=CPU,

@@ -52,6 +52,8 @@ class Version:
     architectures: frozenset[str] = frozenset()
     """Those that it has an implementation of. Empty: any."""
     env: Mapping[str, str] = field(default_factory=dict)
+    compiles: Verified | None = None
+    """How it is known that it compiles on a CPU. None: it does not, or nobody says so."""
     compiled_env: Mapping[str, str] = field(default_factory=dict)
     """If all graphs are in the cache: one that is not ends the process instead of being compiled on the device."""
 
@@ -102,6 +104,7 @@ VERSIONS: Mapping[str, Version] = {
         families=LITE_FAMILIES,
         architectures=LITE,
         env={**LITE_ENV, "NEURON_LIBTORCH_COMPILATION_TIMEOUT": str(LIMIT_SECONDS)},
+        compiles="documentation",
         compiled_env={**DISABLE_COMPILE, "NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND": "1"},
     ),
     "0.29": Version(
@@ -125,6 +128,21 @@ CACHE_SHARE_VARIABLE, CACHE_SHARE = "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION", 0.
 """What the cache has of that at most."""
 LEAST_CACHE_VARIABLE, LEAST_CACHE = "VLLM_NEURON_MIN_KV_BUDGET_GIB", 1.0
 """GiB of each core for the cache without which the plugin does not start."""
+
+REMOTE_CACHE_VARIABLE = "NEURON_LIBTORCH_REMOTE_CACHE"
+"""A folder with graphs that others compiled: what the local cache lacks is copied from there."""
+COMPILE_ENV = {"VLLM_NEURON_CPU_COMPILE": "1", "NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS": "2"}
+"""Each worker process, of which there is one per rank, starts so many compilers at a time."""
+COMPILE_SECONDS = 6 * 3600
+"""Until a Job that compiles ends."""
+TIMEOUTS = frozenset(
+    {
+        "VLLM_ENGINE_READY_TIMEOUT_S",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
+        "VLLM_NEURON_BARRIER_TIMEOUT",
+        "NEURON_LIBTORCH_COMPILATION_TIMEOUT",
+    }
+)
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """Has one key, which clients must send on /v1; the engine does not ask for it elsewhere."""
@@ -474,14 +492,14 @@ def served(
     args: Sequence[str] = (),
     cache_bytes: int = 0,
     cache_dir: str = f"{names.TMP_DIR}/vllm",
-    is_compiled: bool = False,
+    compiled_dir: str = "",
     logging_path: str = "",
 ) -> Served:
     """The command of a document without refusals; on devices it has the planner's lengths and sequences.
 
     family: of the devices. nodes: of a group, whose leader it is. cache_bytes: of keys and values on a CPU, of all
-    ranks; 0: unknown. cache_dir: where the plugin keeps compiled graphs. is_compiled: all of them are there.
-    logging_path: of a file with `logging_config`, if there is one.
+    ranks; 0: unknown. cache_dir: where the plugin keeps compiled graphs. compiled_dir: where all of them are
+    already. logging_path: of a file with `logging_config`, if there is one.
     """
     line = VERSIONS[version]
     written = [
@@ -496,7 +514,10 @@ def served(
         core = document.get("accelerator", {}).get("logicalNeuronCore")
         env |= {names.PLATFORM_VARIABLE: family} if family else {}
         env |= {"NEURON_LOGICAL_NC_CONFIG": str(core)} if core else {}
-    return Served(command, {**env, **line.env, **(line.compiled_env if is_compiled else {})})
+    env |= line.env
+    if compiled_dir:
+        env |= {**line.compiled_env, REMOTE_CACHE_VARIABLE: compiled_dir}
+    return Served(command, env)
 
 
 def _cache_size(document: Json, line: Version, cache_bytes: int, args: Sequence[str]) -> list[str]:
@@ -510,6 +531,19 @@ def _cache_size(document: Json, line: Version, cache_bytes: int, args: Sequence[
 def followed(command: Iterable[str]) -> Served:
     """What runs in the followers of a group whose leader has that command. They answer nobody."""
     return Served((*command, "--headless"), stop_command=("python3", "-c", AFTER_THE_LEADER, str(names.GROUP_PORT)))
+
+
+def compiling(of: Served, args: Sequence[str], env: Mapping[str, str], version: str) -> Served | None:
+    """From how a document is served to how it is compiled on a CPU, after which it is healthy and computes nothing.
+
+    None: the version cannot, or not with these arguments and variables of the manifest.
+    """
+    speculates = any("--speculative-config".startswith(name) for word in args for name in _named(word))
+    if VERSIONS[version].compiles is None or speculates or REMOTE_CACHE_VARIABLE in env:
+        return None
+    own = {name: value for name, value in env.items() if value and name.startswith(("NEURON_", "VLLM_"))}
+    later = {name: str(COMPILE_SECONDS) for name in of.env if name in TIMEOUTS}
+    return Served(of.command, {**COMPILE_ENV, **own, **of.env, **later, "VLLM_NEURON_CPU_COMPILE": "1"})
 
 
 def _words(name: str, value: Value) -> tuple[str, ...]:

@@ -1,0 +1,17 @@
+"""The function of AWS's library that fills a remote cache, as its documentation describes it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+
+def save_cache(local_cache_dir: str, remote_cache_dir: str, hash_key: str) -> None:
+    """Copies an entry to a staging folder, then renames it. One that is there already is left as it is."""
+    local, remote = Path(local_cache_dir, hash_key), Path(remote_cache_dir, hash_key)
+    if not (local / "done").is_file():
+        raise RuntimeError(f"local cache entry {hash_key} is incomplete")
+    if not remote.exists():
+        staging = remote.with_name(f"{hash_key}.staging")
+        shutil.copytree(local, staging)
+        staging.rename(remote)
