@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -27,7 +29,9 @@ from helpers.operator_worlds import (
     stepped,
     stored,
 )
+from neuron_operator.api import names
 from neuron_operator.api.engines import vllm
+from neuron_operator.api.engines.vllm_connections import Ends
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.manifest import parse
 from neuron_operator.api.model import Claim
@@ -322,7 +326,9 @@ def test_another_content_of_a_file_needs_another_config_map_and_moves_no_pod(mon
     kept = from_object(find(world.children, "ControllerRevision"))
     assert rebuilt is not None
     assert kept is not None
-    assert rebuilt.pinned.files == kept.pinned.files == {vllm.LOGGING_KEY: first["data"][vllm.LOGGING_KEY]}
+    files = {name: text for name, text in first["data"].items() if name != names.CONFIG_KEY}
+    assert files.keys() == vllm.CPU.files.keys()
+    assert rebuilt.pinned.files == kept.pinned.files == files
     fresh_one, _ = stepped(*settle(fresh(spec=given), USING), USING)
     (second,) = (found for found in fresh_one.children if found["kind"] == "ConfigMap")
     assert second["data"][vllm.LOGGING_KEY] == "{}"
@@ -368,7 +374,7 @@ def test_a_job_of_its_image_compiles_with_the_numbers_of_replicas_that_then_comp
     folder = job["command"][4]
     assert folder.startswith("/var/lib/neuron-serving/artifacts/vllm/")
     flags = {word for word in replica["command"] if word.startswith("--")}
-    serving_only = {"--served-model-name", f"--shutdown-timeout={300 + 30}"}
+    serving_only = {"--served-model-name", f"--shutdown-timeout={300 + 30}", vllm.ENDS_CONNECTIONS}
     assert {word for word in job["command"][6:] if word.startswith("--")} == flags - serving_only | {
         "--served-model-name"
     }
@@ -441,3 +447,21 @@ def test_graphs_that_a_replica_does_not_find_are_compiled_again() -> None:
 
 def test_what_it_logs_is_configured_by_a_file_beside_the_document() -> None:
     assert json.loads(vllm.VLLM.files[vllm.LOGGING_KEY])["version"] == 1
+
+
+def test_its_server_ends_the_connection_of_each_answer_so_that_no_client_stays_with_a_pod_that_drains() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
+        await send({"type": "http.response.body", "body": b"text"})
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(Ends(app))) as client:
+            return await client.get("http://pod/health")
+
+    answer = asyncio.run(ask())
+    assert (answer.text, dict(answer.headers)) == ("text", {"x": "y", "connection": "close"})
+    found = container_of(pin(parse(body(CPU)), KNOWN, USING, 1).pinned.template)
+    module, name = found["command"][-1].removeprefix("--middleware=").split(".")
+    assert f"class {name}:" in vllm.VLLM.files[f"{module}.py"]
+    variables = {one["name"]: one.get("value") for one in found["env"]}
+    assert variables["PYTHONPATH"] in [one["mountPath"] for one in found["volumeMounts"]]

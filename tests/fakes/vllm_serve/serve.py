@@ -67,7 +67,9 @@ COMMON_FLAGS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("num-gpu-blocks-override", "tensor-parallel-size", "data-parallel-size", "seed"), int),
     **dict.fromkeys(("nnodes", "node-rank", "master-port"), int),
     **dict.fromkeys(("gpu-memory-utilization",), float),
-    **dict.fromkeys(("disable-access-log-for-endpoints", "convert", "revision", "tokenizer", "master-addr"), str),
+    **dict.fromkeys(
+        ("disable-access-log-for-endpoints", "middleware", "convert", "revision", "tokenizer", "master-addr"), str
+    ),
 }
 SWITCHES = (
     *("enable-prefix-caching", "enable-chunked-prefill", "async-scheduling", "enable-expert-parallel"),
@@ -288,6 +290,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: object) -> None:
         pass
+
+    def end_headers(self) -> None:
+        if self.server.asked.middleware:  # the operator's
+            self.send_header("Connection", "close")
+        super().end_headers()
 
     def do_GET(self) -> None:
         if self.path in ("/health", "/ping"):

@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from neuron_operator.api import names
-from neuron_operator.api.engines import vllm_compile, vllm_flags
+from neuron_operator.api.engines import vllm_compile, vllm_connections, vllm_flags
 from neuron_operator.api.engines.engine import (
     MIB,
     TORCH_BYTES,
@@ -29,6 +30,8 @@ from neuron_operator.api.engines.vllm_flags import LOG_REASONS, LogReasons
 from neuron_operator.api.reasons import Reason
 
 LOGGING_KEY = "vllm-logging.json"
+MIDDLEWARE = Path(vllm_connections.__file__)
+ENDS_CONNECTIONS = f"--middleware={MIDDLEWARE.stem}.{vllm_connections.Ends.__name__}"
 PERIOD_SECONDS = 2
 NUM_PROCESSES = 3
 """The server, the engine and a worker, each with torch: 0.9 GB measured."""
@@ -48,7 +51,8 @@ def serve(launch: Launch) -> Served:
     made = _served(launch, logging_path=f"{names.CONFIG_DIR}/{LOGGING_KEY}")
     drain, lacks = launch.document["drain"], vllm_flags.VERSIONS[launch.version].lacks
     waits = drain["delaySeconds"] + (drain["seconds"] if "--shutdown-timeout" in lacks else 0)
-    return replace(made, stop_delay_seconds=waits)
+    env = {vllm_flags.MODULES_VARIABLE: names.CONFIG_DIR, **made.env}
+    return replace(made, command=(*made.command, ENDS_CONNECTIONS), env=env, stop_delay_seconds=waits)
 
 
 def _served(launch: Launch, logging_path: str = "") -> Served:
@@ -112,7 +116,10 @@ _row = partial(
     refusals=refusals,
     explain=explain,
     is_ours=False,
-    files={LOGGING_KEY: json.dumps(vllm_flags.logging_config(names.TERMINATION_LOG), indent=2)},
+    files={
+        LOGGING_KEY: json.dumps(vllm_flags.logging_config(names.TERMINATION_LOG), indent=2),
+        MIDDLEWARE.name: MIDDLEWARE.read_text(),
+    },
     api_key_variable=vllm_flags.API_KEY_VARIABLE,
     address_variable=vllm_flags.ADDRESS_VARIABLE,
     user=65532,

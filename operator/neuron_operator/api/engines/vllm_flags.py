@@ -148,6 +148,7 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 """Has one key, which clients must send on /v1; the engine does not ask for it elsewhere."""
 
 LOGGING_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
+MODULES_VARIABLE = "PYTHONPATH"
 ADDRESS_VARIABLE = "VLLM_HOST_IP"
 MAX_ERRORS_BYTES = 2**20
 """In the termination message's file, which is on the node's disk as long as the container runs."""
@@ -425,6 +426,7 @@ FORBIDDEN_ENV: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("VLLM_CACHE_ROOT", "the operator sets it", tuple(VERSIONS)),
     (ADDRESS_VARIABLE, "the operator sets it to the pod's address", tuple(VERSIONS)),
     (LOGGING_VARIABLE, "the operator sets it; VLLM_LOGGING_LEVEL is free", tuple(VERSIONS)),
+    (MODULES_VARIABLE, "the operator sets it", tuple(VERSIONS)),
     ("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "a pod whose engine has ended must end, too", tuple(VERSIONS)),
     ("VLLM_NEURON_CPU_MODE", "use engine.backend: torch to compute on the host", WITHOUT_NXDI),
     ("VLLM_NEURON_CPU_COMPILE", "replicas do not compile without devices", WITHOUT_NXDI),
