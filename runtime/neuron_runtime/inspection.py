@@ -37,6 +37,8 @@ from neuron_runtime.uris import HubModel, parse_uri
 from neuron_runtime.weights.fetching import outline
 
 NXDI, OPTIMUM, NEURONX = "nxdi", "optimum", "transformers-neuronx"
+VLLM = "vllm"
+"""No backend of this runtime: the operator says which models it runs, and only the configuration is read."""
 
 
 def inspect_model(uri: str, backend: str = "", application_class: str = "") -> ModelFacts:
@@ -85,9 +87,9 @@ def model_facts(
         if (platform := known_platform()) is not None:
             neuronx.check_platform(platform, "--backend")
         neuronx.family_of(checkpoint.config)
-    if is_private(application_class) or (checkpoint.is_sharded and backend in ("", NXDI)):
+    if backend == VLLM or is_private(application_class) or (checkpoint.is_sharded and backend in ("", NXDI)):
         # Its tensors are its own business.
-        shape = _shape_by_config(checkpoint)
+        shape = _shape_by_config(checkpoint, knows_limits=backend != VLLM)
     else:
         try:
             shape = _checked_shape(checkpoint)
@@ -150,8 +152,8 @@ def _architectures(checkpoint: Checkpoint) -> list[str]:
     return [str(name) for name in checkpoint.config.get("architectures") or ()]
 
 
-def _shape_by_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The shape of an architecture that NxD Inference alone runs."""
+def _shape_by_config(checkpoint: Checkpoint, *, knows_limits: bool = True) -> dict[str, Any]:
+    """The shape of an architecture that this runtime has not. knows_limits: those of NxD Inference's families hold."""
     names = _architectures(checkpoint)
     known = next((name for name in names if name in BY_ARCHITECTURE), names[0] if names else "")
     config = dict(text_config(checkpoint.config))
@@ -159,7 +161,7 @@ def _shape_by_config(checkpoint: Checkpoint) -> dict[str, Any]:
     if config.get("head_dim") is None and config.get("num_attention_heads"):
         config["head_dim"] = config.get("hidden_size", 0) // config["num_attention_heads"]
     family = BY_ARCHITECTURE.get(known)
-    if family is not None and family.windows in ("ignored", "whole"):
+    if knows_limits and family is not None and family.windows in ("ignored", "whole"):
         # No longer sequence is served, see `Family.windows`.
         longest = config.get("max_position_embeddings") or 0
         config["max_position_embeddings"] = window_of(family, config) or longest

@@ -87,6 +87,7 @@ def test_replicas_run_the_image_of_the_engine_and_jobs_that_of_our_runtime(spec:
     revision = pin(model, KNOWN, USING, 1)
     assert revision.image == image
     jobs = [resolve_job(model, USING)]
+    assert container_of(jobs[0]["spec"]["template"])["command"][-2:] == ["--backend", "vllm"]
     assert revision.pinned.weights is not None
     jobs.append(fetch_job(model, USING, revision.pinned.weights, KNOWN, runtime_image(model, USING)))
     assert {container_of(job["spec"]["template"])["image"] for job in jobs} == {SETTINGS.runtime_image}

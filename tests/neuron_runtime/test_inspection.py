@@ -289,6 +289,20 @@ def test_the_facts_of_a_nested_configuration_are_those_of_its_text_model(tmp_pat
         inspect_model(f"file://{folder}")
 
 
+def test_for_an_engine_that_is_not_this_runtime_the_configuration_tells_the_facts_of_any_model(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    text = json.loads((folder / "config.json").read_text())
+    config = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FatalError, match="Qwen3VLForConditionalGeneration is not supported"):
+        inspect_model(f"file://{folder}")
+    facts = inspect_model(f"file://{folder}", backend="vllm")
+    assert (facts.architecture, facts.vocabulary_size) == ("Qwen3VLForConditionalGeneration", 64)
+    (folder / "config.json").write_text(json.dumps({**config, "text_config": {}}))
+    with pytest.raises(FatalError, match="num_hidden_layers must be a positive integer"):
+        inspect_model(f"file://{folder}", backend="vllm")
+
+
 def test_gemma_3_is_read_as_its_makers_write_it_with_the_length_that_is_served(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}

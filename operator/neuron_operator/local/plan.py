@@ -167,7 +167,7 @@ def inspected(model: NeuronModel, settings: Settings) -> Facts:
         raise CannotRunHere("neuron-runtime is not installed here: pass the facts with --facts FILE")
     command = [program, "inspect", model.spec.model.uri, "--json"]
     is_open = bool(settings.engine_defaults) and model.spec.leaves_engine_open
-    command += ["--backend", model.spec.backend] if model.spec.runs.is_ours and not is_open else []
+    command += ["--backend", model.spec.backend] if not is_open else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

@@ -13,7 +13,10 @@ from neuron_runtime.uris import FORMS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("uri", metavar="URI", help=FORMS)
     parser.add_argument(
-        "--backend", choices=sorted(PACKAGES), default="", help="The backend that must support it; default: any"
+        "--backend",
+        choices=sorted({*PACKAGES, "vllm"}),
+        default="",
+        help="The backend that must support it; default: any. vllm: only the configuration is read, for that engine",
     )
     parser.add_argument(
         "--application-class",
