@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -311,6 +312,12 @@ class Story:
             lambda: self.condition(model, "Ready")["status"] == "True" and len(self.ready_pods(model)) == replicas,
         )
 
+    def until_replaced(self, before: Collection[str], replicas: int) -> None:
+        """Waits until other pods are ready and those of `before` have ended."""
+        self.until("an observed edit", lambda: self.condition("chat", "UpToDate")["reason"] != "")
+        self.until_ready(replicas)
+        self.until("old pods gone", lambda: {p["metadata"]["name"] for p in self.serving_pods()}.isdisjoint(before))
+
     def created_jobs(self, since: int) -> list[str]:
         """Names of the Jobs that were created in the namespace, from request `since` of the audit log on."""
         events = self.rig.audit_events()[since:]
@@ -390,6 +397,21 @@ class Story:
         assert phase == "Succeeded", output
         self.kubectl("delete", "pod", name, "--wait=false")
         return output
+
+    @contextmanager
+    def traffic(self, image: str, *, clients: int, num_tokens: int, least: int) -> Iterator[None]:
+        """Clients stream from `chat` all the time, at least so many answers: each must be whole."""
+        name, url = f"traffic-{uuid.uuid4().hex[:4]}", f"http://chat.{self.namespace}.svc.cluster.local:8000"
+        self.start_client(image, name, TRAFFIC, url, str(clients), str(num_tokens), str(least))
+        self.kubectl("wait", "--for=jsonpath={.status.containerStatuses[0].started}=true", f"pod/{name}", WAITING)
+        self.until("steady traffic", lambda: "steady" in self.kubectl("logs", name))
+        yield
+        self.kubectl("exec", name, "--", "touch", "/tmp/stop")
+        result = json.loads(self.end_client(name).splitlines()[-1])
+        print(f"    {result['done']} streams, {len(result['broken'])} broken, {result['reused']} on kept connections")
+        assert not result["broken"], result["broken"]
+        assert result["reused"] > 0
+        assert result["done"] >= least
 
     def artifact(self, model: str) -> str:
         """The key of the artifact that a model uses."""

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from cluster.rig.images import build_image
-from cluster.rig.rig import WAITING, Rig
+from cluster.rig.rig import Rig
 from cluster.servers import hub_in_pod
-from cluster.stories import TRAFFIC, Images, Story, install, load_images, model_of, uninstall
+from cluster.stories import Images, Story, install, load_images, model_of, uninstall
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
 
@@ -85,31 +85,20 @@ def roll_under_traffic(
     least: int,
     clients: int,
     num_tokens: int = 150,
-) -> int:
-    """Makes the edits one after another while clients stream, and returns how many streams there were."""
+) -> None:
+    """Makes the edits one after another while clients stream."""
     story.apply(rolling(strategy))
     story.until_ready(2)
-    url = f"http://chat.{story.namespace}.svc.cluster.local:8000"
-    story.start_client(installation.images.runtime, "traffic", TRAFFIC, url, str(clients), str(num_tokens), str(least))
-    story.kubectl("wait", "--for=jsonpath={.status.containerStatuses[0].started}=true", "pod/traffic", WAITING)
-    story.until("steady traffic", lambda: "steady" in story.kubectl("logs", "traffic"))
-    for number, edit in enumerate(edits, start=1):
-        spec = edited(installation, *edits[:number])
-        with story.stage(f"{strategy}: {edit}"), story.watching("pods") as events:
-            before = {pod["metadata"]["name"] for pod in story.ready_pods()}
-            story.apply(rolling(strategy, **spec))
-            story.until("an observed edit", lambda: story.condition("chat", "UpToDate")["reason"] != "")
-            story.until_ready(2)
-            assert before.isdisjoint(pod["metadata"]["name"] for pod in story.ready_pods())
-            surged = max(_num_living(events(), installation))
-            print(f"    at most {surged} replicas at a time")
-            assert surged == (2 if strategy == "Replace" else 3)
-    story.kubectl("exec", "traffic", "--", "touch", "/tmp/stop")
-    result = json.loads(story.end_client("traffic").splitlines()[-1])
-    print(f"    {strategy}: {result['done']} streams, {len(result['broken'])} broken")
-    assert result["broken"] == []
-    assert result["reused"] > 0
-    return int(result["done"])
+    with story.traffic(installation.images.runtime, clients=clients, num_tokens=num_tokens, least=least):
+        for number, edit in enumerate(edits, start=1):
+            spec = edited(installation, *edits[:number])
+            with story.stage(f"{strategy}: {edit}"), story.watching("pods") as events:
+                before = {pod["metadata"]["name"] for pod in story.ready_pods()}
+                story.apply(rolling(strategy, **spec))
+                story.until_replaced(before, 2)
+                surged = max(_num_living(events(), installation))
+                print(f"    at most {surged} replicas at a time")
+                assert surged == (2 if strategy == "Replace" else 3)
 
 
 def _num_living(events: Any, installation: Installation) -> Iterator[int]:
@@ -137,7 +126,7 @@ def _num_living(events: Any, installation: Installation) -> Iterator[int]:
 def test_no_stream_is_cut_and_no_request_fails_while_replicas_are_replaced(
     installation: Installation, story: Story, strategy: str, edit: str
 ) -> None:
-    assert roll_under_traffic(installation, story, strategy, edit, least=24, clients=6) >= 24
+    roll_under_traffic(installation, story, strategy, edit, least=24, clients=6)
 
 
 @pytest.mark.long
@@ -146,4 +135,4 @@ def test_a_thousand_streams_end_whole_through_edits_of_configuration_image_and_m
     installation: Installation, story: Story, strategy: str
 ) -> None:
     many = {"least": 1000, "clients": 12, "num_tokens": 40}
-    assert roll_under_traffic(installation, story, strategy, "config", "image", "model", **many) >= 1000
+    roll_under_traffic(installation, story, strategy, "config", "image", "model", **many)

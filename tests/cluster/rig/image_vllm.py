@@ -26,6 +26,7 @@ RUN --mount=type=cache,id=/root/.cache/uv,target=/tmp/.cache/uv \\
     userdel neuron-serving \\
     && uv pip install --python /opt/venv/bin/python --link-mode copy --compile-bytecode --no-deps -r /vllm/pins.txt \\
     && cp -r /vllm/*.dist-info "$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
 ENV HOME=/
 ENTRYPOINT ["vllm", "serve"]
 """
