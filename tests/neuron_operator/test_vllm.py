@@ -413,6 +413,10 @@ def test_where_no_job_can_compile_replicas_do_and_say_so(using: Settings, engine
     assert "VLLM_NEURON_DISABLE_WARMUP_COMPILE" not in env
 
 
+def test_replicas_of_several_nodes_compile_themselves() -> None:
+    assert to_compile(parallelism={"nodes": 2}) is None
+
+
 def test_models_share_graphs_unless_something_differs_that_is_in_them() -> None:
     base = to_compile()
     assert base is not None
