@@ -249,6 +249,17 @@ def test_a_model_that_the_new_default_would_refuse_stays_as_it_is(
     assert (decision.upgrade, template(now)) == (None, template(world))
     assert condition(decision.status, "Ready")["status"] == "True"
 
+    # Also when it moves to another image: with the engine that it has.
+    newer = replace(ROLLING, runtime_image="registry.example/neuron-serving-runtime:2")
+    now, decision = at_work(replace(world, has_turn=True), newer)
+    assert (decision.upgrade, image(now)) == ("Running", newer.runtime_image)
+    assert condition(decision.status, "Accepted")["status"] == "True"
+    # Begun is not decided again, also by another leader, and it ends.
+    now, decision = at_work(replace(now, has_turn=False), newer)
+    assert (decision.upgrade, image(now)) == ("Running", newer.runtime_image)
+    now, decision = at_work(replace(answering(now, newer), has_turn=True), newer)
+    assert (decision.upgrade, condition(decision.status, "UpToDate")["status"]) == (None, "True")
+
 
 def test_a_model_without_room_for_the_new_default_stays_as_it_is() -> None:
     world = replace(serving(NONE, TRN2), has_turn=True)

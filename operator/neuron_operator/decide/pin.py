@@ -113,13 +113,18 @@ def upgraded(
     model: NeuronModel, revision: Revision | None, settings: Settings, free: FreeDevices | None
 ) -> NeuronModel:
     """The manifest as it moves with `runtimeUpgrade`: with the engine that is the default now for the devices that the
-    revision has. A model keeps its own if the other one would refuse it: nobody has edited anything.
+    revision has. A model keeps its own if the other one would refuse it: nobody has edited anything. So does one that was
+    pinned before there were defaults: it is not planned with all of them because it moves to another image.
     """
     kept = as_pinned(model, revision)
     family = _family(revision, settings) if revision else ""
     backend = settings.engine_defaults.get(family, DEFAULT)
     is_fixed = settings.runtime_upgrade != "Rolling" or not model.spec.leaves_engine_open
-    if revision is None or not family or is_fixed or backend == kept.spec.backend:
+    if revision is None or not family or is_fixed:
+        return kept
+    if settings.engine_defaults and not kept.default_for:
+        kept = model.with_default(kept.spec.backend, family)
+    if backend == kept.spec.backend:
         return kept
     other = model.with_default(backend, family)
     try:
