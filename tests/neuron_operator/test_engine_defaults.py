@@ -283,3 +283,14 @@ def test_a_manifest_whose_engine_is_open_is_refused_at_once_where_there_are_no_d
     decision = decide(fresh(spec={**SPEC, "engine": {"args": ["--seed=1"]}}), NONE)
     refused = condition(decision.status, "Accepted")
     assert (refused["reason"], "the default" in refused["message"]) == ("FieldNotSupported", False)
+
+
+@pytest.mark.parametrize("default", [None, "nxdi"])
+def test_where_the_chart_returns_to_the_engine_that_serves_no_pod_is_replaced(default: str | None) -> None:
+    using = replace(ROLLING, engine_defaults={"trn2": default} if default else {})
+    before = serving(using, TRN2)
+    world, decision = at_work(replace(before, has_turn=True), ROLLING)
+    assert (decision.upgrade, image(world)) == ("Running", "vllm:0.29")
+    world, decision = at_work(replace(world, has_turn=False), using)
+    assert (decision.upgrade, template(world)) == (None, template(before))
+    assert condition(decision.status, "UpToDate")["status"] == "True"

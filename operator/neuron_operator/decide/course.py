@@ -153,7 +153,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     if moves:
         wanted, because = pin.wanted(newer, revisions, image=image), image
     elif idle is not None and idle.pinned.defaults not in ("", defaults):
-        wanted, because = pin.wanted(written, revisions, defaults=defaults), defaults
+        wanted, because = pin.wanted(written, revisions, settings=settings), defaults
     elif idle is not None and _is_stranded(written, observed, settings, idle, held):
         wanted, because = None, f"{next_number}:{defaults}"
     model = newer if moves else pin.as_pinned(written, wanted)

@@ -145,9 +145,11 @@ def _family(revision: Revision, settings: Settings) -> str:
     return family.name if family and revision.engine.on_device else ""
 
 
-def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "", defaults: str = "") -> Revision | None:
-    """The revision pinned for this spec (and this image, or these defaults), if any; of several (after a refresh) the
-    last.
+def wanted(
+    model: NeuronModel, revisions: Iterable[Revision], image: str = "", settings: Settings | None = None
+) -> Revision | None:
+    """The revision pinned for this spec (and this image, or with these settings), if any; of several (after a refresh)
+    the last.
 
     An earlier revision that is wanted again gets the next number.
     """
@@ -158,7 +160,7 @@ def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "", d
         if is_of(model, revision)
         and model.refresh in ("", revision.pinned.refresh)
         and image in ("", revision.image)
-        and defaults in ("", revision.pinned.defaults)
+        and (settings is None or revision.pinned.defaults == defaults_key(as_pinned(model, revision), settings))
     )
     newest = max(matching, key=lambda revision: revision.number, default=None)
     highest = next_number(all_revisions) - 1
