@@ -294,3 +294,25 @@ def test_where_the_chart_returns_to_the_engine_that_serves_no_pod_is_replaced(de
     world, decision = at_work(replace(world, has_turn=False), using)
     assert (decision.upgrade, template(world)) == (None, template(before))
     assert condition(decision.status, "UpToDate")["status"] == "True"
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "others", "backend"),
+    [
+        # The hash of a spec leaves out what its engine does not use.
+        (NONE, USING, {}, "nxdi"),
+        (replace(USING, engine_defaults={"trn2": "nxdi"}), USING, {}, "nxdi, the default for trn2"),
+        # A revision of the time with defaults is still kept.
+        (USING, NONE, {"serving": {"maxSequences": 2}}, "nxdi"),
+    ],
+    ids=["before defaults", "another default", "no defaults"],
+)
+def test_a_field_that_the_engine_of_the_model_lacks_is_refused(
+    before: Settings, then: Settings, others: dict[str, Any], backend: str
+) -> None:
+    world = serving(before, TRN2)
+    now, decision = at_work(edited(world, {**SPEC, **others, "engine": {"args": ["--seed=1"]}}), then)
+    refused = condition(decision.status, "Accepted")
+    assert (refused["status"], refused["reason"]) == ("False", "FieldNotSupported")
+    assert f"the backend is {backend}: or set engine.backend" in refused["message"]
+    assert template(now) == template(world)

@@ -60,8 +60,9 @@ def parse(body: Mapping[str, Any], *, has_defaults: bool = False) -> NeuronModel
 
 
 def check_engine(model: NeuronModel) -> None:
-    """Raises FieldNotSupported or Refusals for fields that the engine, a default of the installation, lacks."""
-    _refuse(*not_supported(model.spec, default_note(model)))
+    """Raises FieldNotSupported or Refusals for fields that the engine lacks, where the manifest leaves it open."""
+    is_open = f"; the backend is {model.spec.backend}: or set engine.backend" if model.spec.leaves_engine_open else ""
+    _refuse(*not_supported(model.spec, default_note(model) or is_open))
 
 
 def default_note(model: NeuronModel) -> str:

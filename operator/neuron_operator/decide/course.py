@@ -157,7 +157,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     elif idle is not None and _is_stranded(written, observed, settings, idle, held):
         wanted, because = None, f"{next_number}:{defaults}"
     model = newer if moves else pin.as_pinned(written, wanted)
-    if model.default_for:
+    if has_defaults and written.spec.leaves_engine_open and (wanted is not None or moves):
         manifest.check_engine(model)
     known = Known(
         model,

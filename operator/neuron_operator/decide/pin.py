@@ -205,7 +205,7 @@ def pin(
     `before`: where the revision before runs.
 
     Raises Unplaceable if no node could hold a replica, InvalidSpec for a limit that exceeds the model's, for a field
-    that the default engine lacks, or if there is no place for the artifact that a Job is to compile.
+    that the engine lacks, or if there is no place for the artifact that a Job is to compile.
     """
     length = model.spec.serving.max_model_length
     if length and 0 < facts.max_position_embeddings < length:
@@ -215,8 +215,7 @@ def pin(
         )
     _check_parallelism(model)
     model, choice = chosen(model, facts, settings, free, before)
-    if model.default_for:
-        check_engine(model)
+    check_engine(model)
     placement = choice.placement if choice else place(model, settings)
     if placement.nodes > 1 and model.spec.replicas > MAX_GROUPS // 2:
         raise InvalidSpec(
