@@ -54,6 +54,7 @@ from neuron_operator.read.world import (
 )
 from neuron_operator.render.jobs import compile_jobs, fetch_job, memory_of, resolve_job
 from neuron_operator.render.pods import runtime_image
+from neuron_operator.why.refusals import explain_denial
 
 USING = replace(
     SETTINGS,
@@ -222,6 +223,39 @@ def test_an_edit_whose_weights_cannot_be_fetched_is_rolled_back() -> None:
     decided = decide(replace(world, pods=(old[0], pod)), IN_PODS).status
     assert condition(decided, "UpToDate")["reason"] == "RolledBack"
     assert "the token was revoked" in condition(decided, "UpToDate")["message"]
+
+
+MORE: dict[str, Any] = {"limits": {"memory": "1Gi"}}
+
+
+def test_what_it_needs_more_helps_a_model_that_has_not_served() -> None:
+    _, status = fetching({"waiting": {"reason": "CrashLoopBackOff"}}, 1, lastState=ended(137, reason="OOMKilled"))
+    assert "; raise jobs.resources.limits.memory" in condition(status, "Ready")["message"]
+
+    def memory(world: World) -> Any:
+        spec = find(world.children, "Deployment")["spec"]["template"]["spec"]
+        return spec["initContainers"][0]["resources"].get("limits")
+
+    def now(world: World, using: Settings) -> World:
+        return stepped(*settle(world, using), using)[0]
+
+    spec = {**CPU, **SECRET}
+    edit = {**spec, "jobs": {"resources": MORE}}
+    chart = replace(IN_PODS, jobs=JobSettings(resources=MORE))
+    world, _ = resolved_world(IN_PODS, spec=spec)
+    assert memory(world) is None
+    assert memory(now(world, chart)) == MORE["limits"]
+    assert memory(now(replace(world, body={**world.body, "spec": edit}), IN_PODS)) == MORE["limits"]
+    # One that serves is not replaced for it.
+    pod = serving_pod(find(world.children, "Deployment"), "chat-0", ready=True)
+    world = now(replace(world, pods=(pod,)), IN_PODS)
+    assert memory(now(replace(world, body={**world.body, "spec": edit}), chart)) is None
+
+
+def test_a_quota_for_the_init_container_is_met_in_jobs() -> None:
+    said = 'pods "chat-0" is forbidden: failed quota: team: must specify limits.memory for: fetch-weights,runtime'
+    reason, cure = explain_denial(said)
+    assert (reason, "those of container fetch-weights in jobs.resources" in cure) == (Reason.QUOTA_EXCEEDED, True)
 
 
 def test_a_missing_secret_of_the_init_container_is_named() -> None:

@@ -76,15 +76,18 @@ def resolve_key(model: NeuronModel, settings: Settings) -> str:
 
 @remembered
 def defaults_key(model: NeuronModel, settings: Settings) -> str:
-    """Hash of the settings of the installation that a revision pins. What never served is decided anew when they
-    change: a wrong image or a missing pull Secret may be why it does not."""
+    """Hash of what a revision pins besides the spec: settings of the installation, and the resources of Jobs where a
+    container of its pods has them. What never served is decided anew when they change: a wrong image, a missing pull
+    Secret or too little memory may be why it does not."""
     storage = settings.storage
-    pinned = (
+    pinned: tuple[object, ...] = (
         _images(model, settings),
         (settings.image_pull_policy, settings.image_pull_secrets, settings.ca_bundle, settings.jobs.env),
         (storage.weights, storage.artifacts, storage.image_volumes),
         (settings.provisionable, settings.device_mode, settings.device_scheduler_name),
     )
+    if is_fetched_before(model, weights_place(model, settings)):
+        pinned = (*pinned, settings.jobs.resources, model.spec.jobs.resources)
     return names.digest(as_json(pinned))
 
 

@@ -161,7 +161,9 @@ def _explain_end(pod: PodView, end: Termination, observed: Observed) -> Finding:
     known, said = meaning_of(end, pod, revision)
     reason = known or Reason.CRASH_LOOP
     text = f"{how}: {said[:MAX_LINE] or last_words(end)}"
-    if reason is Reason.CRASH_LOOP and not _fetches(pod):
+    if _fetches(pod):
+        text += "; raise jobs.resources.limits.memory" if end.reason == OOM_KILLED else ""
+    elif reason is Reason.CRASH_LOOP:
         text += _hint_at_variables(pod, end, revision)
     return unmet(reason.row.of_pods, reason, text)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from neuron_operator.api import names
 from neuron_operator.api.reasons import Finding, Reason, unmet
 from neuron_operator.read.objects import number_of, requested
 from neuron_operator.read.world import Object, Refusal, RefusalCause
@@ -32,6 +33,12 @@ _DEFAULT_LIMIT = "a LimitRange of the namespace gives what has none a lower one"
 _ADMINISTRATOR = "comply with it, or ask its owner for an exception"
 
 DENIALS = (
+    Denial(
+        rf"failed quota: .*must specify .*\b{names.FETCH_CONTAINER}\b",
+        Reason.QUOTA_EXCEEDED,
+        f"set them in podTemplate.spec.resources, those of container {names.FETCH_CONTAINER} in {_JOB_RESOURCES}: the "
+        "ResourceQuota demands them",
+    ),
     Denial(
         r"failed quota: \S+: must specify",
         Reason.QUOTA_EXCEEDED,
