@@ -112,6 +112,25 @@ def test_a_model_that_fits_on_the_devices_of_one_engine_only_runs_there() -> Non
         pin(parse(body(SPEC), has_defaults=True), huge, USING, 1, free=nodes(INF2))
 
 
+LARGE = msgspec.structs.replace(
+    KNOWN, num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, max_position_embeddings=131072
+)
+
+
+@pytest.mark.parametrize("billions", [13, 24])
+@pytest.mark.parametrize("serves", [{}, {"maxSequences": 4, "maxModelLength": 4096}], ids=["open", "all set"])
+def test_a_cheaper_family_with_less_room_is_not_chosen(billions: int, serves: dict[str, int]) -> None:
+    facts = msgspec.structs.replace(LARGE, parameters=billions * 10**9, weights_bytes=2 * billions * 10**9)
+    spec = parse(body({**SPEC, "accelerator": {"devices": 1}, "serving": serves}), has_defaults=True)
+    # As where there are no defaults.
+    plans = [
+        pin(spec, facts, replace(NONE, engine_defaults=defaults), 1, free=nodes("trn2.48xlarge", INF2)).pinned.plan
+        for defaults in ({}, {"trn2": "nxdi", "inf2": "nxdi"}, {"trn2": "vllm"})
+    ]
+    assert [plan.instance_type for plan in plans] == ["trn2.48xlarge"] * 3
+    assert (plans[1].max_model_length, plans[1].max_sequences) == (plans[0].max_model_length, plans[0].max_sequences)
+
+
 @pytest.mark.parametrize(
     ("spec", "types", "path", "cure"),
     [

@@ -297,7 +297,7 @@ def chosen(
             refusals.append(refusal)
     if not found:
         raise refusals[0]
-    return min(found, key=lambda one: (not one[1].is_kept, one[1].chosen.order))
+    return min(found, key=lambda one: one[1].order)
 
 
 def _check_parallelism(model: NeuronModel) -> None:

@@ -262,6 +262,13 @@ class Choice:
     """Those that do not."""
     is_kept: bool = False
     """Whether it is the place of the revision before."""
+    rank: int = 0
+    """How often nothing fitted before: on fewer nodes, or with room for longer and more sequences."""
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Among choices for other engines: the best first."""
+        return not self.is_kept, not self.chosen.fits, self.rank, self.chosen.order
 
     @property
     def placement(self) -> Placement:
@@ -334,14 +341,13 @@ def choose(
     case.check_tensor(sites)
     ranked = [tuple(case.options(sites, least, nodes)) for nodes in case.node_counts for least in case.wishes.least]
     for before in (held, None) if held else (None,):
-        for options in ranked:
+        for rank, options in enumerate(ranked):
             allowed = (one for one in options if one.fits and (before is None or before.contains(one)))
             fitting = tuple(sorted(allowed, key=lambda option: option.order))
             if fitting:
                 rest = tuple(option for option in options if not option.fits)
-                return Choice(
-                    asked, _types(fitting[0], settings, free), fitting[0], fitting, rest, is_kept=before is not None
-                )
+                types = _types(fitting[0], settings, free)
+                return Choice(asked, types, fitting[0], fitting, rest, is_kept=before is not None, rank=rank)
     options = next((options for options in reversed(ranked) if options), ())
     if not options:
         text = f"no node of {', '.join(sorted(site.name for site in sites))} grants {asked.words} to one pod"
