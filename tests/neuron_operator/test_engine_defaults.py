@@ -256,8 +256,9 @@ def test_with_runtime_upgrade_rolling_a_model_moves_to_another_default_in_its_tu
         ({"engine": {"applicationClass": "NeuronLlamaForCausalLM"}}, "LlamaForCausalLM"),
         ({}, "Qwen2ForCausalLM"),
         ({"storage": {"weights": {"objectStore": {"uri": "s3://bucket/weights"}}}}, "LlamaForCausalLM"),
+        ({"engine": {"overrideNeuronConfig": {"fused_qkv": True}}}, "LlamaForCausalLM"),
     ],
-    ids=["field", "model", "storage"],
+    ids=["field", "model", "storage", "settings of its engine"],
 )
 def test_a_model_that_the_new_default_would_refuse_stays_as_it_is(
     spec: dict[str, Any], architecture: str, monkeypatch: pytest.MonkeyPatch

@@ -116,8 +116,9 @@ def upgraded(
     model: NeuronModel, revision: Revision | None, settings: Settings, free: FreeDevices | None
 ) -> NeuronModel:
     """The manifest as it moves with `runtimeUpgrade`: with the engine that is the default now for the devices that the
-    revision has. A model keeps its own if the other one would refuse it: nobody has edited anything. So does one that was
-    pinned before there were defaults: it is not planned with all of them because it moves to another image.
+    revision has. A model keeps its own if the other one would refuse it: nobody has edited anything. So does one with
+    settings that only its engine is known to read, and one that was pinned before there were defaults, if it moves to
+    another image: it is not planned with all of them.
     """
     kept = as_pinned(model, revision)
     family = _family(revision, settings) if revision else ""
@@ -127,7 +128,7 @@ def upgraded(
         return kept
     if settings.engine_defaults and not kept.default_for:
         kept = model.with_default(kept.spec.backend, family)
-    if backend == kept.spec.backend:
+    if backend == kept.spec.backend or model.spec.engine.override_neuron_config:
         return kept
     other = model.with_default(backend, family)
     try:
