@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from helpers.operator_worlds import find, resolved_world
+from helpers.operator_worlds import FACTS, SETTINGS, body, find, resolved_world
 from neuron_operator.api import names
+from neuron_operator.api.fields import as_json
+from neuron_operator.api.manifest import parse
+from neuron_operator.api.model import Claim
+from neuron_operator.decide.pin import pin, to_object
 from neuron_operator.kubectl.command import main, parsed
+from neuron_operator.read.records import Facts
+from neuron_operator.read.world import FreeDevices, Place, Provisionable, StorageSettings
 
 FLAGS = ["-n", "team", "--temperature", "0"]
 
@@ -59,6 +67,33 @@ def test_a_model_of_the_cluster_is_planned_without_its_weights(
     first, second = (tmp_path / "calls").read_text().splitlines()
     assert first.startswith("--namespace=team --context=c get ")
     assert f"{names.MODEL_LABEL}=chat" in second
+
+
+def test_a_model_of_the_cluster_is_planned_with_its_default_engine_unless_others_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(persistent_volume_claim=Claim(claim_name="kept"))
+    storage = StorageSettings(weights=place, artifacts=place)
+    using = replace(SETTINGS, engine_defaults={"trn2": "nxdi"}, storage=storage)
+    using = replace(using, provisionable=Provisionable(("trn2.3xlarge",)))
+    model = parse(body({"model": {"uri": "hf://acme/tiny"}}), has_defaults=True)
+    revision = pin(model, msgspec.convert(FACTS, Facts), using, 1, free=FreeDevices(()))
+    revisions: dict[str, object] = {"items": [to_object(model, revision)]}
+    written = body({"model": {"uri": "hf://acme/tiny"}, "storage": {"artifacts": as_json(place)}})
+    path = answering(tmp_path, {f"{names.PLURAL}.{names.GROUP}": written, "controllerrevisions": revisions})
+    monkeypatch.setenv("PATH", path)
+
+    def planned(*flags: str) -> str:
+        main(["plan", "chat", *flags])
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    assert "with backend nxdi, the default for trn2, " in planned()
+    assert "with backend vllm, the default for trn2, " in planned(
+        "--engine-defaults", '{"trn2": "vllm"}', "--instance-types", "trn2.3xlarge"
+    )
+    elsewhere = planned("--instance-types", "inf2.8xlarge")
+    assert "the backend is nxdi, the default for trn2, and what may be used is inf2: allow nodes of trn2" in elsewhere
 
 
 def test_a_model_that_is_not_resolved_yet_has_no_plan(

@@ -122,12 +122,13 @@ def _defaults(value: str) -> dict[str, str]:
 
 def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None) -> int:
     """Print the plan, or why there is none. Returns the exit code of the command. `live`: a model of the cluster, with
-    its newest revision."""
+    its newest revision, whose engine it keeps unless defaults are given."""
     try:
         body, before = live or (read_manifest(options.file), None)
         settings, free = _where(options)
-        has_defaults = bool(settings.engine_defaults or (before and before.default_for))
-        model = pin.as_pinned(parse(body, has_defaults=has_defaults), before)
+        kept = None if settings.engine_defaults else before
+        has_defaults = bool(settings.engine_defaults or (kept and kept.default_for))
+        model = pin.as_pinned(parse(body, has_defaults=has_defaults), kept)
         known = before.pinned.facts if before else None
         facts = read_facts(options.facts) if options.facts else known or inspected(model, settings)
         pinned = pin.pin(model, facts, settings, 1, free=free)

@@ -613,7 +613,12 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
         if kind not in sites and family is not None and rules.accept_type(kind):
             sites[kind] = _site(kind, family)
     if model.default_for:
+        others = sorted({site.family.name for site in sites.values()} - {model.default_for})
         sites = {name: site for name, site in sites.items() if site.family.name == model.default_for}
+        if others and not sites:
+            text = f"the backend is {model.backend_words}, and what may be used is {', '.join(others)}"
+            cure = f"allow nodes of {model.default_for}, or set engine.backend"
+            raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, f"{text}: {cure}", needs=(Need.FREE_DEVICES,))
     if sites and (free is not None or asked.instance_type):
         return tuple(sites.values())
     if asked.instance_type and family_of(asked.instance_type, families) is None:
