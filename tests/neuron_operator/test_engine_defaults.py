@@ -110,6 +110,12 @@ def test_a_model_that_fits_on_the_devices_of_one_engine_only_runs_there() -> Non
     assert found.backend == "vllm"
     with pytest.raises(Unplaceable, match=r"does not fit on 1 Neuron device of inf2\.8xlarge"):
         pin(parse(body(SPEC), has_defaults=True), huge, USING, 1, free=nodes(INF2))
+    larger = msgspec.structs.replace(huge, parameters=100 * 10**9, weights_bytes=200 * 10**9)
+    with pytest.raises(
+        Unplaceable, match=r"does not fit on .* of inf2.*\. the model does not fit on .* of trn2"
+    ) as error:
+        pin(parse(body(SPEC), has_defaults=True), larger, USING, 1, free=nodes(TRN2, INF2))
+    assert error.value.needs == {Need.FREE_DEVICES}
 
 
 LARGE = msgspec.structs.replace(

@@ -6,7 +6,7 @@ replicas, pause, the pace of rollouts, Jobs or the Service.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from neuron_operator.api.fields import NotPinned, SpecPart, as_json, fields_of
 from neuron_operator.api.manifest import check_engine, default_note
 from neuron_operator.api.model import NeuronModel, remembered
 from neuron_operator.api.model_status import MAX_GROUPS, MemoryPlan, Plan
-from neuron_operator.api.reasons import Reason
+from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.place.catalog import family_of
 from neuron_operator.place.planner import Choice, Held, choose, families_for
 from neuron_operator.place.sizes import place
@@ -297,8 +297,17 @@ def chosen(
         except (InvalidSpec, Unplaceable) as refusal:
             refusals.append(refusal)
     if not found:
-        raise refusals[0]
+        raise _of_all(refusals)
     return min(found, key=lambda one: one[1].order)
+
+
+def _of_all(refusals: Sequence[InvalidSpec | Unplaceable]) -> InvalidSpec | Unplaceable:
+    """What is said if each family of devices is refused: an edit, or other nodes, may cure any of them."""
+    unplaceable = [refusal for refusal in refusals if isinstance(refusal, Unplaceable)]
+    if len(refusals) == 1 or not unplaceable:
+        return refusals[0]
+    needs = frozenset[Need]().union(*(refusal.needs for refusal in unplaceable))
+    return Unplaceable(unplaceable[0].reason, ". ".join(dict.fromkeys(map(str, refusals))), needs)
 
 
 def _check_parallelism(model: NeuronModel) -> None:
