@@ -272,6 +272,28 @@ def test_once_the_weights_are_there_the_pod_is_explained_by_its_runtime() -> Non
     assert observe(done).replicas[0].container.name == "runtime"
 
 
+def test_after_a_reboot_of_its_node_a_pod_is_explained_by_what_fetches_again() -> None:
+    stopped = {
+        "name": "runtime",
+        "ready": False,
+        "restartCount": 0,
+        "state": {"waiting": {"reason": "PodInitializing"}},
+    }
+    stopped["lastState"] = ended(255, reason="Unknown")
+
+    def available(state: Object, code: int, message: str = "") -> Object:
+        world, _ = fetching(state, 1, lastState=ended(code, message))
+        (pod,) = world.pods
+        pod = {**pod, "status": {**pod["status"], "containerStatuses": [stopped]}}
+        return condition(decide(replace(world, pods=(pod,)), IN_PODS).status, "Ready")
+
+    again = available({"running": {"startedAt": "2026-03-01T11:51:00Z"}}, 0)
+    assert "pod chat-0 has been fetching the weights since 2026-03-01T11:51:00Z" in again["message"]
+    record = failure_record(11, "WeightsUnauthorized", "the token was revoked", "fetch")
+    refused = available({"waiting": {"reason": "CrashLoopBackOff"}}, 11, record)
+    assert refused["reason"] == "WeightsUnauthorized"
+
+
 def test_a_model_that_the_version_does_not_list_is_refused_by_name() -> None:
     facts = msgspec.structs.replace(KNOWN, architecture="MambaForCausalLM")
     with pytest.raises(InvalidSpec, match=r"spec.model.uri: MambaForCausalLM has no implementation") as refusal:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any, TypeVar
@@ -581,9 +581,14 @@ def _neuron(quantities: Any) -> Mapping[str, int]:
 
 
 def _in_turn(fetcher: ContainerView, runtime: ContainerView) -> ContainerView:
-    has_fetched = fetcher.is_ready or (fetcher.ended is not None and fetcher.ended.exit_code == 0)
-    is_past = not fetcher.is_init or has_fetched or runtime.has_run or runtime.ended is not None
-    return runtime if is_past else fetcher
+    """A pod that was stopped with its node begins again: what fetches runs once more, and the runtime, which has run
+    before, waits for it."""
+    is_over = fetcher.has_run and not fetcher.running_since
+    has_fetched = fetcher.is_ready or (is_over and fetcher.ended is not None and fetcher.ended.exit_code == 0)
+    waits = not runtime.has_run and not runtime.is_ready and runtime.waiting_reason in ("", "PodInitializing")
+    if not fetcher.is_init or has_fetched or not waits:
+        return runtime
+    return replace(fetcher, ended=None) if fetcher.ended is not None and fetcher.ended.exit_code == 0 else fetcher
 
 
 def _container(name: str, pod: Object) -> ContainerView:
