@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 
 from helpers.engine_driver import (
@@ -29,7 +30,7 @@ from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, PrefillBucket, Request, StepKind, StepOutput
 from neuron_runtime.engine.guides import Guide
 from neuron_runtime.engine.loop import Engine, stream_gap_bound
-from neuron_runtime.errors import InvalidRequest, Overloaded
+from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded
 
 HOST = BackendLimits(max_rows=4, max_model_length=256, max_step_tokens=64, block_size=8, num_blocks=128)
 DEVICE = replace(HOST, steps_in_flight=2, token_feedback="device")
@@ -551,6 +552,24 @@ def test_an_answer_with_a_token_that_no_mask_allowed_ends_as_an_error_and_others
     assert tuple(tokens["free"]) == alone(free)[0]
     assert not engine.has_work
     assert capsys.readouterr().err.count("broke the form of even") == 1
+
+
+class ShortBackend(RecordingBackend):
+    """Returns a row too few of each step after the first few."""
+
+    def collect(self, step: int) -> StepOutput:
+        output = super().collect(step)
+        return output if step < 4 else msgspec.structs.replace(output, token_ids=output.token_ids[:-1])
+
+
+@pytest.mark.parametrize("name", ["even", "free"])
+def test_the_output_of_another_step_is_named_with_masks_and_without(name: str) -> None:
+    engine = Engine(ShortBackend(DEVICE), guides=RuleGuides(even_only, VOCABULARY_SIZE))
+    engine.add(request(name, 5, 12))
+    for _ in range(4):
+        engine.step()
+    with pytest.raises(BackendFailed, match="returned step 4 with 0 rows, expected step 4 with 1 rows"):
+        engine.step()
 
 
 def test_an_abort_of_a_waiting_request_leaves_room_in_the_queue() -> None:

@@ -282,9 +282,9 @@ class Engine:
     def _broken_by(self, output: StepOutput) -> dict[str, tuple[int, ...]]:
         """Of the oldest step, requests with the tokens that no mask allowed: the backend sampled without it."""
         late, self._masked = self._masked, None
-        if late is None:
-            return {}
         sequences = self._scheduler.scheduled[0].sequences
+        if late is None or len(output.token_ids) != len(sequences):
+            return {}  # `apply` refuses the output of another step
         return {
             sequences[row].request.request_id: output.token_ids[row]
             for at, row in enumerate(late.rows)
