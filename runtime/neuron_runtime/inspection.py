@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from neuron_runtime.backend.neuron.devices import known_platform
+from neuron_runtime.backend.neuron.devices import named_platform
 from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.optimum import models as optimum
 from neuron_runtime.backend.optimum.hub_cache import cached_graphs, in_words
@@ -84,7 +84,8 @@ def model_facts(
     if backend == OPTIMUM:
         optimum.family_of(checkpoint.config)
     if backend == NEURONX:
-        if (platform := known_platform()) is not None:
+        # The variable names where the model will be served; the machine that inspects may be any.
+        if (platform := named_platform()) is not None:
             neuronx.check_platform(platform, "--backend")
         neuronx.family_of(checkpoint.config)
     if backend == VLLM or is_private(application_class) or (checkpoint.is_sharded and backend in ("", NXDI)):

@@ -216,8 +216,13 @@ def test_the_class_that_runs_a_private_architecture_reaches_inspection_and_docum
     assert options.application_class == rendered(spec).application_class == "ours.serving:OursForCausalLM"
 
 
-@pytest.mark.parametrize(("backend", "told"), [("optimum", "optimum"), ("nxdi", ""), ("transformers-neuronx", "")])
-def test_inspection_is_told_the_engine_whose_graphs_it_asks_for(backend: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [("optimum", "optimum"), ("nxdi", ""), ("transformers-neuronx", "transformers-neuronx")],
+)
+def test_inspection_is_told_the_engine_whose_graphs_it_asks_for_or_that_refuses_most_models(
+    backend: str, told: str
+) -> None:
     spec = {**SPEC, "accelerator": {"type": "Neuron"}, "engine": {"backend": backend}}
     options = build_parser().parse_args(command_of(resolve_job(parse(body(spec)), SETTINGS)["spec"]["template"]))
     assert options.backend == told

@@ -16,6 +16,7 @@ import pytest
 from helpers.hub import Shelf, serving
 from helpers.tiny_model import TINY_CONFIG, write_tiny_model
 from neuron_runtime import record
+from neuron_runtime.backend.neuron import devices
 from neuron_runtime.checkpoint import InvalidModel, TensorInfo, read_checkpoint
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -245,6 +246,21 @@ def test_tensors_of_a_private_model_are_not_those_of_its_architecture(tmp_path: 
     with pytest.raises(InvalidModel, match="has shape"):
         inspect_model(f"file://{folder}")
     assert inspect_model(f"file://{folder}", application_class="ours:Class").intermediate_size == 24
+
+
+def test_the_machine_that_inspects_may_have_devices_that_the_model_is_not_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Job runs on any node, before one is chosen for the model."""
+    product = tmp_path / "product_name"
+    product.write_text("trn2.48xlarge\n")
+    monkeypatch.setattr(devices, "PRODUCT_NAME", str(product))
+    monkeypatch.delenv(devices.PLATFORM_VARIABLE, raising=False)
+    known = devices.known_platform()
+    assert known is not None
+    assert known.name == "trn2"
+    folder = write_tiny_model(tmp_path / "model")
+    assert inspect_model(f"file://{folder}", "transformers-neuronx").num_layers == 2
 
 
 @pytest.mark.parametrize("platform", ["", "inf2", "trn1", "trn2"])

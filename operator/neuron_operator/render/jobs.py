@@ -77,7 +77,8 @@ CHECK = JobKind(names.ROLE_CHECK, "check", 1800, PREFER_NOT_NEURON)
 def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     """Reads the model's facts with the model's own credentials, before devices are allocated."""
     command = ["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG]
-    if model.spec.runs.asks_cache or not model.spec.runs.is_ours:
+    engine = model.spec.runs
+    if engine.asks_cache or engine.is_narrow or not engine.is_ours:
         command += ["--backend", model.spec.backend]
     if application_class := model.spec.engine.application_class:
         command += ["--application-class", application_class]

@@ -158,6 +158,8 @@ class Engine:
     """By its version, and the flags and variables of the manifest."""
     asks_cache: bool = False
     """Whether `inspect` is told the engine, because it asks a cache for its graphs."""
+    is_narrow: bool = False
+    """Whether `inspect` is told the engine, because it refuses most models that others compute."""
     compiles: Literal["never", "on request", "always", "on device"] = "never"
     """Whether Jobs compile models for it; `on request`: with `engine.compile: Enabled` only; `on device`: each replica
     compiles as it starts."""

@@ -154,6 +154,7 @@ TRANSFORMERS_NEURONX = _row(
     },
     on_device=True,
     devices=lambda *_: DeviceRules(families=("inf2", "trn1"), max_nodes=1),
+    is_narrow=True,
     compiles="always",
     # As nxdi, which runs the same compiler; this one also reads the weights into memory.
     compiler=CompilerMemory(bytes=4096 * MIB, per_weight_byte=3.5),

@@ -144,6 +144,11 @@ def known_platform(environment: Mapping[str, str] = os.environ, sys: Path = Path
         return None
 
 
+def named_platform(environment: Mapping[str, str] = os.environ) -> Platform | None:
+    """The platform that the variable names; None: it names none."""
+    return known_platform(environment) if environment.get(PLATFORM_VARIABLE) else None
+
+
 def _platform(environment: Mapping[str, str], sys: Path, ask: Callable[[], str]) -> Platform:
     name = environment.get(PLATFORM_VARIABLE, "")
     where = PLATFORM_VARIABLE if name else "the instance type"
