@@ -28,6 +28,11 @@ from neuron_runtime.backend.optimum.hub_cache import (
 from neuron_runtime.backend.optimum.settings import OURS, OVERRIDES
 from neuron_runtime.inspection import inspect_model
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # the first one may install
+]
+
 FOLDER = Path(__file__).parent / "optimum_library"
 RELEASE = "0.4.5"
 NEWER = {"prefill_chunk_size"}
