@@ -9,6 +9,7 @@ codes).
     ├── Overloaded            client, later: 429 with Retry-After
     ├── Draining              load balancer: 503, Connection: close
     ├── BackendFailed         platform: 503, not ready
+    │   └── FormBroken        platform: 503, although the engine is ready
     └── FatalError            the process exits with `exit_code`; the record has reason and message
         └── InvalidConfig     deployer: exit 2 with the field, before the port opens
 """
@@ -133,6 +134,12 @@ class BackendFailed(ServingError):
     """The device (or the process that owned it) failed while this request was in flight."""
 
     code = "not_ready"
+
+
+class FormBroken(BackendFailed):
+    """The backend sampled a token that the form of an answer does not allow."""
+
+    code = "form_broken"
 
 
 class FatalError(ServingError):

@@ -200,9 +200,11 @@ async def test_an_answer_that_the_backend_takes_out_of_its_form_is_an_error_in_e
     tool = {"type": "function", **FUNCTION}
     forced = {"messages": None, "input": "Rain?", "tools": [tool], "tool_choice": "required", "store": False}
     response = await ask(served, "/v1/responses", **forced)
-    assert (response.status_code, "did not keep to the form" in response.text) == (503, True)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "form_broken")
+    assert "did not keep to the form" in response.text
     stream = (await ask(served, "/v1/responses", **forced, stream=True)).text
     assert ("event: response.failed" in stream, "event: response.completed" in stream) == (True, False)
+    assert ('"code":"form_broken"' in stream, "not_ready" in stream) == (True, False)
     tool = {"name": "weather", "input_schema": PARAMETERS}
     fields = {"model": "alias", "max_tokens": 200, "tools": [tool], "tool_choice": {"type": "any"}}
     message = await ask(served, "/v1/messages", **fields)

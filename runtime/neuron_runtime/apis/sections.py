@@ -17,7 +17,7 @@ import msgspec
 from neuron_runtime.apis.generation import Generation, Piece
 from neuron_runtime.apis.logprobs import Located
 from neuron_runtime.core import FinishReason
-from neuron_runtime.errors import BackendFailed
+from neuron_runtime.errors import FormBroken
 from neuron_runtime.text.tool_calls import CallPiece, whole_calls
 
 SectionKind = Literal["reasoning", "text", "call"]
@@ -97,9 +97,9 @@ class SectionWriter(ABC):
         return msgspec.json.encode(self.answer())
 
     def _check(self) -> None:
-        """Raises BackendFailed: these APIs have an error in place of a reason why such an answer ended."""
+        """Raises FormBroken: these APIs have an error in place of a reason why such an answer ended."""
         if self.generation.choices[0].finish_reason is FinishReason.ERROR:
-            raise BackendFailed("the model did not keep to the form of the answer: its backend is broken")
+            raise FormBroken("the model did not keep to the form of the answer: its backend is broken")
 
     def _events(self, piece: Piece) -> Iterator[bytes]:
         if piece.details is not None:
