@@ -392,6 +392,31 @@ def test_another_content_of_a_file_needs_another_config_map_and_moves_no_pod(mon
     assert second["metadata"]["name"] != first["metadata"]["name"]
 
 
+def of_a_version_that_pinned_no_files(world: World) -> World:
+    """Its ConfigMaps were named by the document alone."""
+    data = find(world.children, "ControllerRevision")["data"]
+    name = names.config_name("chat", data["config"], data.pop("files"))
+    before = json.dumps(world.children).replace(name, names.config_name("chat", data["config"], {}))
+    return replace(world, children=tuple(json.loads(before)))
+
+
+@pytest.mark.parametrize("lost", ["", "ControllerRevision", "ConfigMap"])
+def test_replicas_of_a_version_that_pinned_no_files_keep_their_config_map(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = stepped(*settle(fresh(spec={**CPU, "model": {"uri": "pvc://models/tiny"}}), USING), USING)
+    world = of_a_version_that_pinned_no_files(made)
+    assert isinstance(vllm.CPU.files, dict)
+    monkeypatch.setitem(vllm.CPU.files, vllm.LOGGING_KEY, "{}")
+    remaining = tuple(child for child in world.children if child["kind"] != lost)
+    after, _ = settle(replace(world, children=remaining), USING)
+    assert find(after.children, "Deployment") == find(world.children, "Deployment")
+    assert find(after.children, "ControllerRevision")["data"] == find(world.children, "ControllerRevision")["data"]
+    before, kept = (find(one.children, "ConfigMap") for one in (world, after))
+    assert kept["metadata"]["name"] == before["metadata"]["name"]
+    assert kept["data"] == {**before["data"], **({vllm.LOGGING_KEY: "{}"} if lost == "ConfigMap" else {})}
+
+
 @pytest.mark.parametrize(("version", "graphs"), [("0.16", 16), ("0.24", 6), ("0.29", 6)])
 def test_before_a_pod_holds_devices_it_is_said_for_how_long_it_will_compile(version: str, graphs: int) -> None:
     using = replace(USING, engines={"vllm": EngineSettings("i", version)})

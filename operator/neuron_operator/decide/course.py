@@ -6,7 +6,7 @@ Pure: the same world gives the same decision, and no manifest or object makes it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -24,7 +24,7 @@ from neuron_operator.decide.sharing import upkeep
 from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, seconds_of, using, walk
 from neuron_operator.place.planner import Held, is_stranded
 from neuron_operator.read.objects import dig, is_owned, kind_of, name_of, only
-from neuron_operator.read.revision import Revision
+from neuron_operator.read.revision import Revision, files_in
 from neuron_operator.read.views import ConditionView, Observed, observe
 from neuron_operator.read.world import Decision, Object, RefusalCause, Settings, Upgrade, World
 from neuron_operator.render import serving
@@ -391,7 +391,7 @@ def _workload(
     """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
     still, served = _with_pods(observed), allowed.revision
     revisions = {served.name: served, **only(observed.revisions, still)}
-    config_maps = (serving.config_map(model, known.pinned) for known in revisions.values())
+    config_maps = (serving.config_map(model, known.pinned, _files(known, observed)) for known in revisions.values())
     yield from {name_of(config_map): config_map for config_map in config_maps}.values()
     if served.placement.nodes == 1:
         yield serving.deployment(model, served, allowed.num_pods, pace, nudge.of_deployment(observed).value)
@@ -407,6 +407,16 @@ def _workload(
         made = rest_of(model, group.live, revisions.get(group.revision, served).engine)
         # Only these two are ever repaired: a member that is gone ends the group.
         yield from (part for part in made if not group.is_whole or part["kind"] in ("NetworkPolicy", "Service"))
+
+
+def _files(known: Revision, observed: Observed) -> Mapping[str, str]:
+    """What the revision has beside its document. Of one that an earlier version pinned: what is there, since a
+    ConfigMap is immutable, or what the engine has now."""
+    if known.pinned.files or not known.engine.files:
+        return known.pinned.files
+    name = names.config_name(observed.model.name, known.pinned.config, {})
+    kept = (child for child in observed.children if (kind_of(child), name_of(child)) == ("ConfigMap", name))
+    return next(map(files_in, kept), known.engine.files)
 
 
 def _unneeded(model: NeuronModel, observed: Observed, kept: Sequence[Revision]) -> Iterator[Object]:

@@ -72,7 +72,8 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
     config: dict[str, Any]
     """The RuntimeConfig document."""
     files: dict[str, str] = {}
-    """What the engine has beside it, by name: a later version of the operator may have another content."""
+    """What the engine has beside it, by name: a later version of the operator may have another content. Revisions of
+    versions that did not pin it have none."""
     template: dict[str, Any]
     """The pod template of a replica."""
 
@@ -158,10 +159,16 @@ def from_running(deployment: Object, config_maps: Iterable[Object]) -> Revision 
     config_map = next((one for one in config_maps if name_of(one) == mounted), None)
     kept = _parsed_json(text(dig(deployment, "metadata", "annotations"), names.PINNED_ANNOTATION))
     config = _parsed_json(text(config_map, "data", names.CONFIG_KEY))
-    files = {key: content for key, content in (dig(config_map, "data") or {}).items() if key != names.CONFIG_KEY}
     if not isinstance(kept, dict):
         return None
+    is_named_by_files = mounted != names.config_name(name_of(deployment), config, {})
+    files = files_in(config_map) if is_named_by_files else {}
     return _parsed(1, {**kept, "config": config, "files": files, "template": template}, deployment)
+
+
+def files_in(config_map: Object | None) -> dict[str, Any]:
+    """What is in it beside the document."""
+    return {key: content for key, content in (dig(config_map, "data") or {}).items() if key != names.CONFIG_KEY}
 
 
 def _parsed(number: int, data: object, annotated: Object) -> Revision | None:

@@ -5,6 +5,7 @@ Called by `decide`. All but the last two exist before the first replica and outl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from neuron_operator.api import names
@@ -95,10 +96,11 @@ def network_policy(model: NeuronModel, settings: Settings) -> Object:
     return child(model, "networking.k8s.io/v1", "NetworkPolicy", model.name, spec=spec)
 
 
-def config_map(model: NeuronModel, pinned: Pinned) -> Object:
-    """Immutable and named by its content, so that a restarted container has the same configuration."""
+def config_map(model: NeuronModel, pinned: Pinned, files: Mapping[str, str]) -> Object:
+    """Immutable and named by its content, so that a restarted container has the same configuration. `files`: as pinned,
+    if they were."""
     name = names.config_name(model.name, pinned.config, pinned.files)
-    data = {names.CONFIG_KEY: to_json(pinned.config), **pinned.files}
+    data = {names.CONFIG_KEY: to_json(pinned.config), **files}
     return child(model, "v1", "ConfigMap", name, immutable=True, data=data)
 
 
