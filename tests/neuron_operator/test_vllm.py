@@ -118,6 +118,15 @@ def test_on_a_cpu_the_cache_takes_what_a_pod_requests_for_it() -> None:
     assert abs((requests[1] - requests[0]) - (sizes[1] - sizes[0])) <= 64 * 2**20
 
 
+def test_on_a_cpu_a_rank_has_room_for_the_heads_that_it_holds_beside_others() -> None:
+    assert (KNOWN.num_heads, KNOWN.num_kv_heads) == (6, 2)
+    for tensor, heads in ((1, 2), (2, 1), (6, 1)):
+        spec = {**CPU, "serving": {"maxModelLength": 1024, "maxSequences": 1}, "parallelism": {"tensor": tensor}}
+        command = container_of(pin(parse(body(spec)), KNOWN, USING, 1).pinned.template)["command"]
+        tokens = 1024 + 2 * vllm.CPU.block_size
+        assert f"--kv-cache-memory-bytes={tokens * 2 * KNOWN.num_layers * heads * KNOWN.head_dim * 2}" in command
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

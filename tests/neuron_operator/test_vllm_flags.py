@@ -96,7 +96,7 @@ EXPECTED = {
     ),
     "cpu": (
         "vllm serve /models/m --port=8000 --served-model-name chat --dtype=bfloat16 --max-model-len=4096 "
-        "--max-num-seqs=8 --num-gpu-blocks-override=257 --tensor-parallel-size=8 --shutdown-timeout=330 "
+        "--max-num-seqs=8 --tensor-parallel-size=8 --shutdown-timeout=330 "
         "--host=:: --allowed-origins=[] --disable-access-log-for-endpoints=/health,/metrics,/v1/models"
     ),
 }
@@ -200,7 +200,7 @@ def test_vllm_has_one_block_more_than_sequences_use(version: str) -> None:
     """It keeps one empty; the plugin with NxD Inference adds that itself."""
     counted = document(limits={"blockSize": 32, "maxSequences": 1})
     given = document(limits={**counted["limits"], "numBlocks": 128})
-    for of in (counted, given):
+    for of in (counted, given) if VERSIONS[version].settings else (given,):
         assert flags(of, version)["--num-gpu-blocks-override"] == ("128" if version == "0.16" else "129")
 
 
@@ -217,7 +217,12 @@ def test_on_a_cpu_the_cache_has_a_size_unless_the_manifest_gives_a_share_of_memo
 def test_without_a_length_a_cpu_takes_what_the_cache_has_room_for() -> None:
     given = flags(document() | {"limits": {}}, "cpu")
     assert given["--max-model-len"] == "auto"
-    assert "--num-gpu-blocks-override" not in given
+
+
+def test_on_a_cpu_the_number_of_blocks_follows_from_the_size_of_the_cache_unless_the_manifest_sets_it() -> None:
+    """vLLM allocates as many as it is told, whatever the size."""
+    for limits in ({}, {"maxModelLength": 1024, "maxSequences": 8, "blockSize": 32}):
+        assert "--num-gpu-blocks-override" not in flags(document() | {"limits": limits}, "cpu")
 
 
 def test_variables_are_those_of_the_version() -> None:

@@ -15,6 +15,7 @@ from neuron_operator.api.model import NeuronModel
 from neuron_operator.place.sizing import DTYPE_BYTES, Widths, cached_numbers, host_bytes, width_of
 from neuron_operator.read.records import Facts
 from neuron_operator.read.world import Object, Place
+from neuron_operator.render.config_document import ranks_of
 from neuron_operator.render.objects import without_empty
 
 Requests = Mapping[str, str]
@@ -88,11 +89,12 @@ def overlaid(requests: Requests, *overlays: Mapping[str, Any]) -> Object:
 def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostBytes:
     """The weights are as stored, or in `serving.dtype`."""
     width = DTYPE_BYTES.get(model.spec.serving.dtype or "")
+    cached = cached_numbers(facts, ranks_of(model)) * _width(model, facts)
     return HostBytes(
         weights=facts.parameters * width if width else facts.weights_bytes,
         embedding=facts.vocabulary_size * facts.hidden_size * _width(model, facts),
-        cache=_cached_tokens(model, facts) * cached_numbers(facts) * _width(model, facts),
-        block=_block_size(model) * cached_numbers(facts) * _width(model, facts),
+        cache=_cached_tokens(model, facts) * cached,
+        block=_block_size(model) * cached,
         loading=host_bytes(facts, Widths(weights=width_of(_dtype(model, facts))), nodes),
         sequences=model.spec.serving.max_sequences or DEFAULT_SEQUENCES,
     )

@@ -253,6 +253,7 @@ def _block_size(document: Json, version: Version) -> int | None:
 
 def _num_blocks(document: Json, version: Version) -> int | None:
     """Always a number on devices: it is a shape of every graph, and the plugin's own guess differs without devices.
+    On a CPU it would be allocated whatever the size of the cache, so only the manifest says it.
 
     vLLM keeps one block empty, which only the plugin with NxD Inference adds by itself.
     """
@@ -260,7 +261,9 @@ def _num_blocks(document: Json, version: Version) -> int | None:
     length, sequences = int(limits.get("maxModelLength", 0)), int(limits.get("maxSequences", 0))
     adds_empty = version.settings == "override_neuron_config"
     block_size = _block_size(document, version) or (length if adds_empty else version.block_size)
-    blocks = int(limits.get("numBlocks", 0)) or (sequences * -(-length // block_size) if length else 0)
+    blocks = int(limits.get("numBlocks", 0))
+    if not blocks and length and version.settings:
+        blocks = sequences * -(-length // block_size)
     return blocks + (not adds_empty) if blocks else None
 
 
