@@ -331,6 +331,20 @@ async def test_the_end_of_the_log_is_the_message_of_a_failed_pod_that_left_none(
     assert len(ended.message) == (2048 if is_taken else 0)
 
 
+async def test_a_pod_may_write_long_lines(tmp_path: Path, port: int) -> None:
+    lines: list[str] = []
+    body = pod()
+    script = "print('x' * 5_000_000, flush=True); print('y' * 300, flush=True); raise SystemExit(7)"
+    body["spec"]["containers"][0]["command"] = [sys.executable, "-c", script]
+    process = PodProcess(interpret(body, host(tmp_path), {8000: port}), lambda _, line: lines.append(line))
+    async with asyncio.timeout(60):
+        await process.start()
+        ended = await process.watch(lambda: None)
+    assert ended.exit_code == 7
+    assert lines[-1] == "y" * 300
+    assert "".join(lines[:-1]) == "x" * 5_000_000
+
+
 async def test_a_pod_with_a_failing_startup_probe_is_stopped(tmp_path: Path, port: int) -> None:
     body = pod()
     body["spec"]["containers"][0]["startupProbe"] |= {"failureThreshold": 2, "httpGet": {"path": "/no", "port": "http"}}

@@ -167,7 +167,7 @@ class PodProcess:
         protocol = asyncio.StreamReaderProtocol(lines)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, output)
         with contextlib.closing(transport):
-            async for line in lines:
+            while line := await _next_line(lines):
                 self._last.append(line)
                 self._log(self.plan.pod, line.decode(errors="replace").rstrip("\n"))
 
@@ -214,6 +214,16 @@ class PodProcess:
             failures = 0 if await _answers(session, probe) else failures + 1
         self._log(self.plan.pod, f"liveness probe {probe.path} failed {failures} times: stopping")
         await self.stop()
+
+
+async def _next_line(output: asyncio.StreamReader) -> bytes:
+    """Or a part of one that is too long for a buffer; empty at the end."""
+    try:
+        return await output.readuntil()
+    except asyncio.IncompleteReadError as end:
+        return end.partial
+    except asyncio.LimitOverrunError as longer:
+        return await output.readexactly(longer.consumed)
 
 
 async def _answers(session: aiohttp.ClientSession, probe: Probe) -> bool:
