@@ -175,6 +175,7 @@ def test_errors_for_a_kubelet_have_a_limit_and_quote_no_request(tmp_path: Path) 
         "import json, logging.config, os, sys; logging.config.dictConfig(json.load(open(sys.argv[1])));"
         "os.rename = lambda *_: os.remove('/nowhere');"
         "logging.getLogger('vllm.entrypoints.openai').error('a prompt');"
+        "logging.getLogger('vllm.tool_parsers.hermes_tool_parser').error('a prompt');"
         "logging.getLogger('vllm.v1.engine').error('the cause');"
         "[logging.getLogger('vllm.v1.engine').error('x' * 10_000) for _ in range(200)]"
     )

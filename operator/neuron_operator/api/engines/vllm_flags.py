@@ -153,6 +153,12 @@ ADDRESS_VARIABLE = "VLLM_HOST_IP"
 MAX_ERRORS_BYTES = 2**20
 """In the termination message's file, which is on the node's disk as long as the container runs."""
 
+OF_REQUESTS = tuple(
+    f"vllm.{package}"
+    for package in ("entrypoints", "multimodal", "parser", "renderers", "tool_parsers", "v1.structured_output")
+)
+"""Loggers of what single requests, or the answers to them, did wrong."""
+
 
 def logging_config(termination_log: str) -> Json:
     """For the file that LOGGING_VARIABLE names: errors also go to where the kubelet looks for the cause of an end.
@@ -183,7 +189,10 @@ def logging_config(termination_log: str) -> Json:
                 "delay": True,
             },
         },
-        "loggers": {"vllm": both, "vllm_neuron": both, "vllm.entrypoints": {**both, "handlers": ["log"]}},
+        "loggers": {
+            **dict.fromkeys(("vllm", "vllm_neuron"), both),
+            **{package: {**both, "handlers": ["log"]} for package in OF_REQUESTS},
+        },
     }
 
 
