@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.operator_worlds import SETTINGS, SPEC, condition, find, resolved_world, serving_pod
+from helpers.operator_worlds import (
+    FACTS,
+    SETTINGS,
+    SPEC,
+    condition,
+    find,
+    finished,
+    fresh,
+    resolved_pod,
+    resolved_world,
+    serving_pod,
+)
 from helpers.operator_worlds import settle as at_rest
 from helpers.operator_worlds import stepped as after_jobs
 from neuron_operator.api.model import Claim
@@ -18,6 +29,7 @@ from neuron_operator.decide.course import decide
 from neuron_operator.read.world import (
     Decision,
     EngineSettings,
+    FreeDevices,
     Object,
     Place,
     Settings,
@@ -117,6 +129,36 @@ def test_a_model_whose_engine_has_lost_its_image_keeps_its_pods_and_takes_no_tur
     world, decision = settle(world, replace(using, engines={}))
     assert (decision.upgrade, condition(decision.status, "UpToDate")["status"]) == (None, "True")
     assert image_of(find(world.children, "Deployment")) == "registry.example/vllm:1"
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "architecture", "says"),
+    [
+        ("trn2.48xlarge", "Qwen2ForCausalLM", "spec.model.uri: Qwen2ForCausalLM has no implementation"),
+        ("trn1.32xlarge", "LlamaForCausalLM", "vllm runs on trn2, trn3, not on trn1"),
+    ],
+)
+def test_a_model_that_the_newer_image_would_refuse_keeps_its_pods_and_takes_no_turn(
+    instance_type: str, architecture: str, says: str
+) -> None:
+    storage = StorageSettings(weights=Place(persistent_volume_claim=Claim(claim_name="kept")))
+    earlier, newer = (
+        replace(ROLLING, storage=storage, engines={"vllm": EngineSettings(f"registry.example/vllm:{line}", line)})
+        for line in ("0.16", "0.29")
+    )
+    nodes = {"spec": {"nodeSelector": {"node.kubernetes.io/instance-type": instance_type}}}
+    spec = {**SPEC, "accelerator": {}, "engine": {"backend": "vllm"}, "podTemplate": nodes}
+    world, decision = at_rest(fresh(spec=spec), earlier)
+    answer = resolved_pod(find(decision.desired, "Job"), {**FACTS, "architecture": architecture})
+    world, _ = at_rest(replace(world, pods=(answer,)), earlier)
+    world = served(settle(finished(world), earlier)[0], earlier)
+    for has_turn in (False, True, False):
+        world = replace(world, has_turn=has_turn, free=FreeDevices(()))
+        world, decision = settle(world, newer)
+        assert decision.upgrade is None
+        assert image_of(find(world.children, "Deployment")) == "registry.example/vllm:0.16"
+        assert condition(decision.status, "Ready")["status"] == "True"
+        assert f"would refuse it: {says}" in condition(decision.status, "UpToDate")["message"]
 
 
 def turns_of(*models: Key) -> tuple[Turns, list[Key]]:

@@ -86,6 +86,8 @@ class Course:
     """The revision of the replicas: the wanted one once all its steps are done."""
     is_told: bool = True
     """Whether the replicas need not wait for the status; see `_is_told`."""
+    stays: str = ""
+    """Why it keeps an older image that it would otherwise leave by itself."""
     num_wanted: int = 0
     """`spec.replicas`; of an invalid spec, the replicas of the last valid one."""
     setback: Setback | None = None
@@ -146,6 +148,8 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     wanted = pin.wanted(written, revisions)
     newer = pin.upgraded(written, wanted, settings, observed.free)
     image, is_behind = serving_image(newer, settings), _is_behind(newer, observed, settings, wanted)
+    stays = pin.refusal_by_newer(newer, wanted, settings, observed.free) if is_behind and wanted else ""
+    is_behind = is_behind and not stays
     moves, because = is_behind and world.has_turn, ""
     defaults = pin.defaults_key(pin.as_pinned(written, wanted), settings)
     idle = wanted if wanted and not observed.has_served(wanted.name) else None
@@ -242,6 +246,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         wanted=pinned,
         served=allowed.revision if allowed else None,
         is_told=is_told,
+        stays=stays,
         num_wanted=model.spec.replicas,
         setback=setback,
         pace=pace,
@@ -262,7 +267,8 @@ def _explain_trial(trial: Trial, world: World, observed: Observed, num_wanted: i
 
 def _is_behind(model: NeuronModel, observed: Observed, settings: Settings, wanted: Revision | None) -> bool:
     """Whether the model is to move to another runtime image by itself. One that does not answer is left to its owner:
-    it would hold up all others. One whose engine has no image any more has nowhere to go."""
+    it would hold up all others. One whose engine has no image any more has nowhere to go, and one that the newer
+    image would refuse stays, too (`pin.refusal_by_newer`)."""
     image = serving_image(model, settings)
     return (
         settings.runtime_upgrade == "Rolling"
@@ -506,6 +512,7 @@ def _explain_revision(observed: Observed, course: Course, served: Revision) -> t
         return (unmet("UpToDate", Reason.PAUSED, text),)
     if is_updated:
         waits = "; a newer runtime image waits for its turn" if course.decision.upgrade == "Waiting" else ""
+        waits = f"; the newer runtime image would refuse it: {course.stays}" if course.stays else waits
         return (met("UpToDate", f"all replicas run revision {wanted}{waits}"),)
     text = f"{updated} of {course.num_wanted} replicas run revision {wanted}"
     if observed.rolled and course.pace is not None and updated < len(observed.live):

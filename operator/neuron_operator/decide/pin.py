@@ -140,6 +140,19 @@ def upgraded(
     return other
 
 
+def refusal_by_newer(model: NeuronModel, revision: Revision, settings: Settings, free: FreeDevices | None) -> str:
+    """Why the image that its engine has now would refuse the manifest of a running model, such as another version that
+    lacks its architecture or its devices; empty: it would not, or that depends on nodes, which are read when its turn
+    comes."""
+    try:
+        pin(model, revision.pinned.facts, settings, 1, free=free, before=held((revision,), settings))
+    except InvalidSpec as refusal:
+        return str(refusal)
+    except Unplaceable as refusal:
+        return str(refusal) if free else ""
+    return ""
+
+
 def _family(revision: Revision, settings: Settings) -> str:
     """Of the devices that it is computed on; empty: unknown, or none."""
     pinned = revision.pinned
