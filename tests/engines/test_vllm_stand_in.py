@@ -172,7 +172,10 @@ def test_errors_for_a_kubelet_have_a_limit_and_quote_no_request(tmp_path: Path) 
     ended.touch()
     config.write_text(json.dumps({**logging_config(str(ended)), "formatters": {"plain": {}, "vllm": {}}}))
     program = (
-        "import json, logging.config, os, sys; logging.config.dictConfig(json.load(open(sys.argv[1])));"
+        "import json, logging.config, os, sys, types; sys.modules['vllm'] = vllm = types.ModuleType('vllm');"
+        "vllm.envs = types.SimpleNamespace(VLLM_LOGGING_LEVEL='DEBUG');"
+        "logging.config.dictConfig(json.load(open(sys.argv[1])));"
+        "logging.getLogger('vllm.v1').debug('a detail');"
         "os.rename = lambda *_: os.remove('/nowhere');"
         "logging.getLogger('vllm.entrypoints.openai').error('a prompt');"
         "logging.getLogger('vllm.tool_parsers.hermes_tool_parser').error('a prompt');"
@@ -185,6 +188,7 @@ def test_errors_for_a_kubelet_have_a_limit_and_quote_no_request(tmp_path: Path) 
     assert ended.stat().st_size <= MAX_ERRORS_BYTES
     assert "a prompt" in done.stdout
     assert done.stdout.count("x" * 10_000) == 200, "the log has all"
+    assert done.stdout.startswith("a detail\n"), "of the level that the manifest chose"
 
 
 def test_it_refuses_connections_until_it_has_loaded_and_ignores_sigterm_before(tmp_path: Path) -> None:

@@ -385,6 +385,8 @@ def test_variables_that_would_undo_a_choice_are_refused() -> None:
         "NEURON_LIBTORCH_REMOTE_CACHE" in refused(document(), "0.29", env=dict.fromkeys(names[3:], "x"))["engine.env"]
     )
     assert refused(document(), "0.24", env=dict.fromkeys(names[3:], "x")) == {}
+    assert refused(document(), "0.24", env=dict.fromkeys(names[:2], "x")) == {}
+    assert refused(document(), "0.24", env={"VLLM_CONFIGURE_LOGGING": "0"})
     assert "serving.apiKeySecretRef" in refused(document(), "cpu", env=dict.fromkeys(names[:3], "x"))["engine.env"]
 
 

@@ -101,6 +101,8 @@ def set_up_logging() -> None:
     package = types.ModuleType("vllm")
     package.logging_utils = types.SimpleNamespace(NewLineFormatter=NewLineFormatter)  # type: ignore[attr-defined]
     sys.modules["vllm"] = package
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper()
+    package.envs = types.SimpleNamespace(VLLM_LOGGING_LEVEL=level)  # type: ignore[attr-defined]
     if path := os.environ.get("VLLM_LOGGING_CONFIG_PATH"):
         logging.config.dictConfig(json.loads(Path(path).read_text(encoding="utf-8")))
         return

@@ -168,7 +168,8 @@ def logging_config(termination_log: str) -> Json:
     wrong is no cause of an end, and may quote them.
     """
     line = "%(levelname)s %(asctime)s [%(fileinfo)s:%(lineno)d] %(message)s"
-    both = {"handlers": ["log", "ended"], "level": "INFO", "propagate": False}
+    # vLLM itself would set no level beside this configuration.
+    both = {"handlers": ["log", "ended"], "level": "ext://vllm.envs.VLLM_LOGGING_LEVEL", "propagate": False}
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -403,6 +404,7 @@ FORBIDDEN = (
         ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs"),
         "probes and Services speak HTTP; end TLS in front of the Service",
     ),
+    Forbidden(("--log-config-file", "--logging-config"), "the operator reads in vLLM's errors why a pod ended"),
     Forbidden(("--api-key",), "set serving.apiKeySecretRef: arguments are no place for a secret"),
     Forbidden(
         (*(f"--data-parallel-{end}" for end in _DATA_PARALLEL), *(f"-dp{end}" for end in ("", *"nrlapbhem"))),
@@ -439,6 +441,7 @@ FORBIDDEN_ENV: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (ADDRESS_VARIABLE, "the operator sets it to the pod's address", tuple(VERSIONS)),
     (LOGGING_VARIABLE, "the operator sets it; VLLM_LOGGING_LEVEL is free", tuple(VERSIONS)),
     (MODULES_VARIABLE, "the operator sets it", tuple(VERSIONS)),
+    ("VLLM_CONFIGURE_LOGGING", "vLLM would not start with the operator's configuration", tuple(VERSIONS)),
     ("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "a pod whose engine has ended must end, too", tuple(VERSIONS)),
     ("VLLM_NEURON_CPU_MODE", "use engine.backend: torch to compute on the host", WITHOUT_NXDI),
     ("VLLM_NEURON_CPU_COMPILE", "replicas do not compile without devices", WITHOUT_NXDI),
