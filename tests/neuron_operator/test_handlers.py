@@ -254,7 +254,9 @@ async def test_only_the_named_namespaces_are_watched(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-async def test_of_several_namespaces_one_that_may_not_be_watched_any_more_is_tried_until_it_may(tmp_path: Path) -> None:
+async def test_of_several_namespaces_one_that_may_not_be_watched_any_more_is_tried_until_it_may(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """With a deleted namespace goes the operator's Role in it."""
     server = Server()
     server.refusal, server.refused = 403, "/namespaces/gone/"
@@ -266,3 +268,4 @@ async def test_of_several_namespaces_one_that_may_not_be_watched_any_more_is_tri
         await until(lambda: any("/namespaces/gone/" in path for path in server.watched))
 
     await operate(server, tmp_path, use, woken=[], namespaces=("there", "gone"))
+    assert "will retry" not in caplog.text, "the log would grow for ever"

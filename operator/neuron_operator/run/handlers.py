@@ -147,6 +147,8 @@ async def run_kopf(
 
     logging.getLogger("kopf").setLevel(logging.WARNING)
     logging.getLogger("kopf._core.reactor").setLevel(logging.CRITICAL)  # tracebacks of what is raised below
+    # Kopf logs each attempt. Where these have no end, the reflectors say once what may not be watched.
+    logging.getLogger("kopf._cogs.clients").setLevel(logging.CRITICAL if len(namespaces) > 1 else logging.NOTSET)
     try:
         await kopf.operator(
             registry=registry,
