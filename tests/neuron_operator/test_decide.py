@@ -39,6 +39,7 @@ from helpers.operator_worlds import (
 from neuron_operator.api import names
 from neuron_operator.api.model import Claim
 from neuron_operator.api.reasons import ABNORMAL, CONDITIONS, Need
+from neuron_operator.cluster.contests import difference
 from neuron_operator.decide.course import MIN_RECHECK_SECONDS, RECHECK_SECONDS, decide
 from neuron_operator.read.revision import from_object
 from neuron_operator.read.world import (
@@ -565,6 +566,15 @@ def test_a_model_whose_service_somebody_else_changes_is_not_available_and_one_ev
     assert condition(decision.status, "UpToDate")["status"] == "True"
     assert condition(decision.status, "Contested")["status"] == "True"
     assert [(told.type, told.reason) for told in decision.announcements] == [("Warning", "Contested")]
+
+
+def test_a_model_is_available_while_somebody_else_only_claims_the_fields_of_its_service() -> None:
+    """As another server-side apply that is forced: the values are those that are wanted."""
+    world, decision = settle(with_ready_pods(resolved_world()[0]))
+    service = find(decision.desired, "Service")
+    undone = Refusal(RefusalCause.UNDONE, "Service", "chat", difference(service, service).words)
+    shown = decide(replace(world, refusals=(undone,)), SETTINGS).status
+    assert [condition(shown, name)["status"] for name in ("Contested", "Available", "Ready")] == ["True"] * 3
 
 
 def test_an_edit_that_waits_for_a_step_says_so_while_the_service_is_contested() -> None:

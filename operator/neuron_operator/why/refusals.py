@@ -181,7 +181,7 @@ def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
         who = "kubectl get --show-managed-fields -o yaml tells who it is, unless an admission policy is it"
         text = f"somebody else undoes what the operator writes, so it is written ever more rarely: {_quoted(undone)}"
         yield Finding("Contested", "True", Reason.CONTESTED, f"{text}; {cure}; {who}")
-        if astray := [r for r in undone if r.kind == "Service" and not r.message.startswith("metadata.")]:
+        if astray := [r for r in undone if r.kind == "Service" and r.message.startswith("spec.")]:
             text = f"requests may not reach the replicas: {_quoted(astray)}"
             yield unmet("Available", Reason.CONTESTED, f"{text}; {cure}; {who}")
     if by_cause[RefusalCause.TERMINATING]:
