@@ -439,9 +439,17 @@ RULES: tuple[tuple[str, str, Document], ...] = (
     ("0.24", "serving.contextBuckets", {"buckets": {"context": [1024, 4096]}, "chunkedPrefill": "enabled"}),
     ("0.24", "serving.chunkedPrefill", {"limits": {"maxModelLength": 16512}, "chunkedPrefill": "disabled"}),
     ("0.24", "serving.blockSize", {"limits": {"blockSize": 48}}),
+    ("0.24", "serving.numBlocks", {"limits": {"numBlocks": 127}}),
+    ("cpu", "serving.numBlocks", {"limits": {"numBlocks": 31}}),
+    ("cpu", "serving.numBlocks", {"limits": {"blockSize": 64, "numBlocks": 63}}),
     ("0.24", "engine.overrideNeuronConfig.num_seqs_buckets", {"overrideNeuronConfig": {"num_seqs_buckets": [1, 4]}}),
     ("0.24", "engine.overrideNeuronConfig.num_seqs_buckets", {"overrideNeuronConfig": {"num_seqs_buckets": [8, 1]}}),
 )
+
+
+def test_blocks_for_one_sequence_are_enough() -> None:
+    assert refused(document(limits={"numBlocks": 128}), "0.29") == {}
+    assert refused(document(limits={"blockSize": 64, "numBlocks": 64}), "cpu") == {}
 
 
 @pytest.mark.parametrize(("version", "path", "parts"), RULES)

@@ -695,6 +695,12 @@ def _refused_values(document: Json, version: str, architecture: str) -> Iterator
         yield "model.uri", f"{architecture} has no implementation in this engine, which has {known}"
     if "--max-num-queued-reqs" in line.lacks and document.get("limits", {}).get("maxQueuedRequests"):
         yield "serving.maxQueuedRequests", "remove it: this version of the engine does not limit its queue"
+    limits = document.get("limits", {})
+    length, blocks = limits.get("maxModelLength"), limits.get("numBlocks")
+    if length and blocks and line.settings != "override_neuron_config":  # which needs more
+        needed = -(-length // (limits.get("blockSize") or line.block_size))
+        if blocks < needed:
+            yield "serving.numBlocks", f"set at least {needed}: one sequence of {length} tokens must fit"
     if not line.settings:
         return
     tensor = document.get("parallelism", {}).get("tensor", 1)
