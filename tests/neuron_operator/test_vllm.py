@@ -37,7 +37,7 @@ from neuron_operator.api.manifest import parse
 from neuron_operator.api.model import Claim
 from neuron_operator.api.reasons import Reason
 from neuron_operator.decide.course import decide
-from neuron_operator.decide.pin import pin
+from neuron_operator.decide.pin import pin, wanted
 from neuron_operator.read.records import Facts
 from neuron_operator.read.revision import Compiling, from_object, from_running
 from neuron_operator.read.views import observe
@@ -521,6 +521,33 @@ def test_models_share_graphs_unless_something_differs_that_is_in_them() -> None:
     ):
         assert other is not None
         assert other.folder != base.folder
+
+
+def test_an_edit_lets_replicas_compile_instead_of_a_job() -> None:
+    engine = {"backend": "vllm", "compile": "Disabled"}
+    world, before = stepped(*settle(fresh(spec=NEURON), COMPILING), COMPILING)
+    assert condition(before.status, "Compiled")["reason"] == "Compiled"
+    edited = replace(world, body={**world.body, "spec": {**NEURON, "engine": engine}})
+    after, decision = settle(edited, COMPILING)
+    assert condition(decision.status, "Compiled")["reason"] == "NotRequired"
+    kept = [from_object(one) for one in after.children if one["kind"] == "ControllerRevision"]
+    assert {one.pinned.compiling is None for one in kept if one} == {True, False}
+    back, decision = settle(replace(after, body={**after.body, "spec": NEURON}), COMPILING)
+    assert condition(decision.status, "Compiled")["reason"] == "Compiled"
+    assert len(back.children) == len(after.children)
+
+
+@pytest.mark.parametrize(
+    "added",
+    [{"parallelism": {"nodes": 1}}, {"engine": {"backend": "vllm", "compile": "Disabled"}}],
+    ids=["nodes", "compile"],
+)
+def test_what_earlier_versions_did_not_read_makes_no_revision_where_it_changes_nothing(added: dict[str, Any]) -> None:
+    revision = pin(parse(body(NEURON)), KNOWN, USING, 1)
+    assert wanted(parse(body({**NEURON, **added})), [revision]) == revision
+    compiled = pin(parse(body(NEURON)), KNOWN, COMPILING, 1)
+    grouped = msgspec.structs.replace(compiled, pinned=msgspec.structs.replace(compiled.pinned, nodes=2))
+    assert wanted(parse(body({**NEURON, **added})), [grouped]) is None
 
 
 def test_graphs_that_a_replica_does_not_find_are_compiled_again() -> None:

@@ -48,7 +48,14 @@ MAX_BYTES = 2**53
 def spec_hash(model: NeuronModel) -> str:
     """Hash of the part of the spec that pods or placement depend on. Explicit defaults do not change it."""
     by_default = [model.default_for] if model.default_for else []
-    return names.digest([FORMAT, _non_defaults(model.spec, "spec", model.spec.runs), *by_default])
+    # As a field it is left out, because most engines do the same with both of the values that they accept.
+    forgone = ["compile=Disabled"] if _forgoes_job(model) else []
+    return names.digest([FORMAT, _non_defaults(model.spec, "spec", model.spec.runs), *by_default, *forgone])
+
+
+def _forgoes_job(model: NeuronModel) -> bool:
+    """Whether replicas are to compile what a Job of their image could."""
+    return model.spec.runs.compiles == "on device" and model.spec.engine.compile == "Disabled"
 
 
 def _non_defaults(part: SpecPart, path: str, engine: Engine) -> dict[str, Any]:
@@ -109,7 +116,21 @@ def as_pinned(model: NeuronModel, revision: Revision | None) -> NeuronModel:
 
 def is_of(model: NeuronModel, revision: Revision) -> bool:
     """Whether it was pinned for this spec, whatever engine is the default now."""
-    return spec_hash(as_pinned(model, revision)) == revision.pinned.spec_hash
+    kept = as_pinned(model, revision)
+    return revision.pinned.spec_hash in (spec_hash(kept), spec_hash(_as_decided(kept, revision)))
+
+
+def _as_decided(model: NeuronModel, revision: Revision) -> NeuronModel:
+    """The manifest without what it asks for that the revision has anyway, of an engine for which earlier versions did
+    not read these fields."""
+    spec = model.spec
+    if spec.runs.is_ours:
+        return model
+    if spec.parallelism.nodes == revision.placement.nodes == 1:
+        spec = msgspec.structs.replace(spec, parallelism=msgspec.structs.replace(spec.parallelism, nodes=None))
+    if _forgoes_job(model) and revision.pinned.compiling is None:
+        spec = msgspec.structs.replace(spec, engine=msgspec.structs.replace(spec.engine, compile="Auto"))
+    return model if spec is model.spec else replace(model, spec=spec)
 
 
 def upgraded(
