@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,6 +143,53 @@ def test_a_compilation_that_fails_leaves_its_cause_and_nothing_in_the_store(
     assert (record["ok"], record["reason"]) == (False, "CompileFailed")
     assert says in record["message"]
     assert not (tmp_path / "store").exists()
+
+
+def test_graphs_that_were_lost_or_damaged_in_the_store_are_compiled_again(tmp_path: Path) -> None:
+    assert compiled(tmp_path, *SHAPES, **COMPILING)["ok"]
+    first, second, _ = sorted((tmp_path / "store" / KEY).glob("*/graph.neff"))
+    shutil.rmtree(first.parent)
+    again = compiled(tmp_path, *SHAPES, **COMPILING)["artifact"]
+    assert (again["reused"], again["bytes"]) == (False, 3 * 4)
+    second.write_bytes(b"ffen")
+    assert not compiled(tmp_path, *SHAPES, **COMPILING)["artifact"]["reused"]
+    assert second.read_bytes() == b"neff"
+    assert compiled(tmp_path, *SHAPES, **COMPILING)["artifact"]["reused"]
+    assert not list((tmp_path / "store" / ".partial").iterdir())
+
+
+def of_job(folder: Path, *command: str) -> subprocess.Popen[bytes]:
+    """The program of the Job, with something else than vLLM."""
+    words = [
+        sys.executable,
+        "-c",
+        vllm_engine.PROGRAM,
+        str(folder / "record"),
+        str(folder / KEY),
+        "http://127.0.0.1:9/",
+    ]
+    return subprocess.Popen([*words, *command], env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache")})
+
+
+def test_a_compiler_that_outlives_its_vllm_does_not_keep_the_job(tmp_path: Path) -> None:
+    job = of_job(tmp_path, "sh", "-c", "sleep 60 & echo 'RuntimeError: NCC_EVRF007'; exit 1")
+    assert job.wait(30) == Reason.COMPILE_FAILED.row.exit_codes[0]
+    assert "NCC_EVRF007" in json.loads((tmp_path / "record").read_text())["message"]
+
+
+def test_a_compiler_that_lacks_memory_is_told_from_one_that_fails(tmp_path: Path) -> None:
+    assert of_job(tmp_path, "sh", "-c", 'echo "RuntimeError: can\'t allocate memory"; exit 1').wait(30) == 22
+    record = parse_record((tmp_path / "record").read_text())
+    assert record is not None
+    assert record.reason == Reason.COMPILE_OUT_OF_MEMORY
+
+
+def test_a_job_that_is_deleted_ends_at_once(tmp_path: Path) -> None:
+    job = of_job(tmp_path, "sh", "-c", f"touch {tmp_path}/began; exec sleep 60")
+    until((tmp_path / "began").exists)
+    job.terminate()
+    assert job.wait(10) == 128 + signal.SIGTERM
+    assert not (tmp_path / "record").exists()
 
 
 REASONS = {

@@ -5,36 +5,53 @@ it is healthy, ends it, and puts the graphs into the store: under our key, by on
 compilation. Nothing of this package is imported here.
 """
 
+import hashlib
 import json
 import os
+import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
 
-COMPILE_FAILED = 21
+COMPILE_FAILED = 21, "CompileFailed"
+COMPILE_OUT_OF_MEMORY = 22, "CompileOutOfMemory"
 POLL_SECONDS = 1.0
 STOP_SECONDS = 120.0
+OUTPUT_SECONDS = 5.0
+"""For output that vLLM left when it ended: compilers that it started may hold it open for an hour."""
+ABANDONED_SECONDS = 24 * 3600
+CONTENTS = "contents.json"
+"""Beside the graphs: the checksum of each file."""
+GRAPH = re.compile("[0-9a-f]{32}")
+OOM_COUNTS = "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"
+"""Of this container, with either version of control groups."""
+OUT_OF_MEMORY = "Cannot allocate memory", "can't allocate memory", "std::bad_alloc", "MemoryError"
 
 
 def main(record: str, folder: str, address: str, *command: str) -> None:
     """record: the file for the record. folder: the key's, in the store. address: of the health of what is started."""
+    # The first process of a container would not notice it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began, target = time.monotonic(), Path(folder)
     cache = Path(os.environ["VLLM_CACHE_ROOT"], "neuron", "compile_cache")
-    is_found = target.is_dir()
+    is_found = is_whole(target)
     if not is_found:
         compile_graphs(record, address, command)
         publish(record, cache, target)
     artifact = {
         "key": target.name,
-        "bytes": sum(one.stat().st_size for one in target.rglob("*") if one.is_file()),
+        "bytes": sum(one.stat().st_size for one in files_of(target)),
         "seconds": round(time.monotonic() - began, 1),
         "reused": is_found,
         "peakBytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
@@ -42,23 +59,56 @@ def main(record: str, folder: str, address: str, *command: str) -> None:
     write(record, ok=True, artifact=artifact)
 
 
-def compile_graphs(record: str, address: str, command: tuple[str, ...]) -> None:
-    print("neuron-runtime: vLLM loads the model and compiles", flush=True)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    errors: deque[str] = deque(maxlen=1)
-    reader = Thread(target=copy_output, args=(process, errors), daemon=True)
-    reader.start()
-    while not is_healthy(address):
-        if process.poll() is not None:
-            reader.join()
-            fail(record, f"vLLM ended with code {process.returncode}: {''.join(errors) or 'see its log'}")
-        time.sleep(POLL_SECONDS)
-    process.terminate()
+def files_of(folder: Path) -> Iterator[Path]:
+    return (one for one in sorted(folder.rglob("*")) if one.is_file() and one != folder / CONTENTS)
+
+
+def contents_of(folder: Path) -> "dict[str, str]":
+    found = {}
+    for one in files_of(folder):
+        with one.open("rb") as file:
+            found[str(one.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the graphs are those that a Job left. A pod that misses one would find it missing for ever otherwise."""
     try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
+        return bool(json.loads((folder / CONTENTS).read_text(encoding="utf-8")) == contents_of(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def compile_graphs(record: str, address: str, command: "tuple[str, ...]") -> None:
+    print("neuron-runtime: vLLM loads the model and compiles", flush=True)
+    before = num_oom_kills()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    try:
+        errors: deque[str] = deque(maxlen=1)
+        reader = Thread(target=copy_output, args=(process, errors), daemon=True)
+        reader.start()
+        while not is_healthy(address):
+            if process.poll() is not None:
+                reader.join(OUTPUT_SECONDS)
+                what = f"vLLM ended with code {process.returncode}: {''.join(errors) or 'see its log'}"
+                lacked = num_oom_kills() > before or any(text in what for text in OUT_OF_MEMORY)
+                fail(record, what, COMPILE_OUT_OF_MEMORY if lacked else COMPILE_FAILED)
+            time.sleep(POLL_SECONDS)
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    finally:
         process.kill()
         process.wait()
+
+
+def num_oom_kills() -> int:
+    """Processes of this container that the kernel ended because memory ran out: one of them may be a compiler alone."""
+    rows = []
+    for name in OOM_COUNTS:
+        with suppress(OSError):
+            rows += Path(name).read_text(encoding="utf-8").splitlines()
+    return sum(int(row.split()[1]) for row in rows if row.startswith("oom_kill "))
 
 
 def copy_output(process: "subprocess.Popen[str]", errors: "deque[str]") -> None:
@@ -83,25 +133,39 @@ def is_healthy(address: str) -> bool:
 def publish(record: str, cache: Path, target: Path) -> None:
     """Copy the graphs with the plugin's own function, which refuses unfinished ones, then let them appear at once."""
     save_cache = import_module("libtorch_neuronx_lite.compile").save_cache
-    graphs = sorted(one.name for one in cache.glob("*") if one.is_dir())
+    graphs = sorted(one.name for one in cache.glob("*") if GRAPH.fullmatch(one.name) and one.is_dir())
     if not graphs:
         fail(record, f"vLLM started and left no graphs in {cache}")
-    partial = target.parent / ".partial" / f"{target.name}-{os.uname().nodename}"
+    partials = target.parent / ".partial"
+    for one in partials.glob(f"{target.name}-*"):
+        with suppress(OSError):
+            if time.time() - one.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(one, ignore_errors=True)
+    partial = partials / f"{target.name}-{os.uname().nodename}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for graph in graphs:
-        save_cache(local_cache_dir=str(cache), remote_cache_dir=str(partial), hash_key=graph)
+    try:
+        for graph in graphs:
+            save_cache(local_cache_dir=str(cache), remote_cache_dir=str(partial), hash_key=graph)
+    except RuntimeError as error:
+        fail(record, f"the plugin does not save graph {graph}: {error}")
+    (partial / CONTENTS).write_text(json.dumps(contents_of(partial)), encoding="utf-8")
     try:
         partial.rename(target)
     except OSError:
         if not target.is_dir():
             raise
-        shutil.rmtree(partial, ignore_errors=True)  # another Job was first
+        if not is_whole(target):  # otherwise another Job was first
+            target.rename(partial.with_name(f"{partial.name}-damaged"))
+            partial.rename(target)
+            shutil.rmtree(partial.with_name(f"{partial.name}-damaged"), ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def fail(record: str, message: str) -> NoReturn:
-    write(record, ok=False, exitCode=COMPILE_FAILED, reason="CompileFailed", message=message[:1500])
-    sys.exit(COMPILE_FAILED)
+def fail(record: str, message: str, how: "tuple[int, str]" = COMPILE_FAILED) -> NoReturn:
+    code, reason = how
+    write(record, ok=False, exitCode=code, reason=reason, message=message[:1500])
+    sys.exit(code)
 
 
 def write(record: str, **result: Any) -> None:
