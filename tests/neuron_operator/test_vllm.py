@@ -492,8 +492,18 @@ def test_a_job_of_its_image_compiles_with_the_numbers_of_replicas_that_then_comp
         (COMPILING, {"compile": "Disabled"}),
         (COMPILING, {"args": ['--speculative-config={"method":"eagle3"}']}),
         (COMPILING, {"env": [{"name": "NEURON_LIBTORCH_REMOTE_CACHE", "value": "/mine"}]}),
+        (COMPILING, {"env": [{"name": "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE", "value": "1"}]}),
+        (
+            COMPILING,
+            {"env": [{"name": "NEURON_CC_FLAGS", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}}]},
+        ),
+        (COMPILING, {"env": [{"name": "O", "value": "1"}, {"name": "NEURON_CC_FLAGS", "value": "-O$(O)"}]}),
+        (COMPILING, {"env": [{"name": "TYPE", "value": "fp8"}], "args": ["--kv-cache-dtype=$(TYPE)"]}),
     ],
-    ids=["0.29", "0.16", "no claim", "no weights", "disabled", "speculation", "own cache"],
+    ids=[
+        *("0.29", "0.16", "no claim", "no weights", "disabled", "speculation", "own cache", "no cache", "no value"),
+        *("value of others", "argument of others"),
+    ],
 )
 def test_where_no_job_can_compile_replicas_do_and_say_so(using: Settings, engine: dict[str, Any]) -> None:
     pinned = pin(parse(body({**NEURON, "engine": {"backend": "vllm", **engine}})), KNOWN, using, 1).pinned
@@ -512,6 +522,7 @@ def test_models_share_graphs_unless_something_differs_that_is_in_them() -> None:
     assert base is not None
     served = {"model": {"uri": "hf://acme/tiny", "servedNames": ["other"]}, "rollout": {"drainSeconds": 7}}
     assert to_compile(**served) == base
+    assert to_compile(engine={"backend": "vllm", "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}]}) == base
     for other in (
         to_compile(serving={"maxSequences": 3}),
         to_compile(serving={"numBlocks": 700}),

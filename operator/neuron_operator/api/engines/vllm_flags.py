@@ -133,6 +133,18 @@ REMOTE_CACHE_VARIABLE = "NEURON_LIBTORCH_REMOTE_CACHE"
 """A folder with graphs that others compiled: what the local cache lacks is copied from there."""
 COMPILE_ENV = {"VLLM_NEURON_CPU_COMPILE": "1", "NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS": "2"}
 """Each worker process, of which there is one per rank, starts so many compilers at a time."""
+NOT_COMPILED = frozenset(
+    {
+        REMOTE_CACHE_VARIABLE,
+        "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE",
+        "VLLM_NEURON_DISABLE_WARMUP_COMPILE",
+        "NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND",
+        *(f"VLLM_NEURON_SKIP_{part}_WARMUP" for part in ("PREFILL", "DECODE", "ENCODER")),
+    }
+)
+"""With any of these in the manifest a Job would compile nothing, or not all, or its graphs would not be used."""
+LOGS = frozenset({"VLLM_LOGGING_LEVEL", "VLLM_LOGGING_PREFIX", "VLLM_NEURON_LOG_LEVEL", "NEURON_RT_LOG_LEVEL"})
+"""No graph depends on these."""
 COMPILE_SECONDS = 6 * 3600
 """Until a Job that compiles ends."""
 TIMEOUTS = frozenset(
@@ -556,9 +568,12 @@ def compiling(of: Served, args: Sequence[str], env: Mapping[str, str], version: 
     None: the version cannot, or not with these arguments and variables of the manifest.
     """
     speculates = any("--speculative-config".startswith(name) for word in args for name in _named(word))
-    if VERSIONS[version].compiles is None or speculates or REMOTE_CACHE_VARIABLE in env:
+    own = {name: value for name, value in env.items() if name.startswith(("NEURON_", "VLLM_"))}
+    # The Job has no other variables: neither those that a value names, nor what only the pod's namespace knows.
+    is_open = "" in own.values() or any("$(" in text for text in (*args, *own.values()))
+    if VERSIONS[version].compiles is None or speculates or is_open or not NOT_COMPILED.isdisjoint(own):
         return None
-    own = {name: value for name, value in env.items() if value and name.startswith(("NEURON_", "VLLM_"))}
+    own = {name: value for name, value in own.items() if name not in LOGS}
     later = {name: str(COMPILE_SECONDS) for name in of.env if name in TIMEOUTS}
     return Served(of.command, {**COMPILE_ENV, **own, **of.env, **later, "VLLM_NEURON_CPU_COMPILE": "1"})
 
