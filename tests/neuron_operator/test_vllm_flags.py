@@ -33,6 +33,7 @@ from neuron_operator.api.fields import fields_of, walk
 from neuron_operator.api.model import ModelSource, Serving, Spec
 from neuron_operator.api.names import LEADER_VARIABLE, RANK_VARIABLE
 from neuron_operator.api.reasons import Reason
+from neuron_operator.local.pods import expanded
 
 Document = dict[str, Any]
 
@@ -155,6 +156,14 @@ def test_a_chat_template_and_parsers_are_passed_as_written() -> None:
     assert (given["--tool-call-parser"], given["--reasoning-parser"]) == ("hermes", "qwen3")
     assert given["--generation-config"] == "vllm"
     assert {"--enable-auto-tool-choice", "--disable-uvicorn-access-log"} <= given.keys()
+
+
+def test_kubelets_leave_a_chat_template_as_it_is_written() -> None:
+    template = "Write formulas as $$x$$, for $5, in $(NEURON_SERVING_RANK) and $(HOME)."
+    command = serve(document(text={"chatTemplate": template}), "0.29", nodes=2, args=("--seed=$(SEED)",)).command
+    variables = {"NEURON_SERVING_RANK": "1", "HOME": "/root", "SEED": "3"}
+    replaced = [expanded(word, variables) for word in command]
+    assert {f"--chat-template={template}", "--node-rank=1", "--seed=3"} <= {*replaced}
 
 
 def test_the_queue_counts_running_requests_too_and_early_versions_have_none() -> None:

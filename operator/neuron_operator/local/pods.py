@@ -161,7 +161,7 @@ def _plan_of(container: Json, where: str, pod: Json, host: LocalHost, ports: Map
 
     variables = _environment(container, pod, host)
     words = (*container.get("command", []), *container.get("args", []))
-    argv = arguments([_expanded(word, variables) for word in words])
+    argv = arguments([expanded(word, variables) for word in words])
     if not argv:
         raise CannotRunHere(f"{where}.command: missing; `local` does not use the image's command")
     env = {
@@ -190,7 +190,7 @@ def _plan_of(container: Json, where: str, pod: Json, host: LocalHost, ports: Map
     )
 
 
-def _expanded(word: str, variables: Mapping[str, str]) -> str:
+def expanded(word: str, variables: Mapping[str, str]) -> str:
     """With the values of `$(NAME)`, as a kubelet replaces them: `$$` is `$`, and what it does not know stays."""
     found = {"$$": "$", **{f"$({name})": value for name, value in variables.items()}}
     return re.sub(r"\$\$|\$\([^)]*\)", lambda match: found.get(match[0], match[0]), word)

@@ -535,6 +535,8 @@ def served(
         word for flag in FLAGS if flag.name not in line.lacks for word in _words(flag.name, flag.value(document, line))
     ]
     written += _cache_size(document, line, cache_bytes, args)
+    # Kubelets replace what looks like a variable, also in a chat template.
+    written = [word.replace("$", "$$") for word in written]
     group = (f"--nnodes={nodes}", *MEETING) if nodes > 1 else ()
     command = ("vllm", "serve", model_dir, f"--port={port}", *written, *group, *args)
     env = {"VLLM_CACHE_ROOT": cache_dir, "VLLM_NO_USAGE_STATS": "1", "VLLM_ENGINE_READY_TIMEOUT_S": str(LIMIT_SECONDS)}
