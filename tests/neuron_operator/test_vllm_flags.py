@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -133,7 +134,7 @@ def test_a_version_whose_plugin_computes_on_one_node_has_no_groups() -> None:
 def test_a_follower_waits_while_it_is_connected_to_the_leader_and_no_longer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as leader:
         port = leader.getsockname()[1]
-        command = (*followed(()).stop_command[:-1], str(port))
+        command = (*followed(()).stop_command[:3], str(port), "9", "1")
         assert subprocess.run(command, check=False, timeout=60).returncode == 0, "nobody is connected"
         with socket.create_connection(leader.getsockname()), leader.accept()[0] as joined:
             waiting = subprocess.Popen(command)
@@ -141,6 +142,20 @@ def test_a_follower_waits_while_it_is_connected_to_the_leader_and_no_longer() ->
                 waiting.wait(2)
             joined.close()
             assert waiting.wait(60) == 0
+
+
+def test_a_follower_does_not_wait_for_a_leader_on_a_lost_node() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as leader, socket.socket() as silent, contextlib.ExitStack() as stack:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        for _ in range(3):  # with its queue full it answers as a lost node does
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(silent.getsockname())
+        ports = (str(one.getsockname()[1]) for one in (leader, silent))
+        with socket.create_connection(leader.getsockname()), leader.accept()[0]:
+            command = (*followed(()).stop_command[:3], *ports, "0.5")
+            assert subprocess.run(command, check=False, timeout=30).returncode == 0
 
 
 def test_a_chat_template_and_parsers_are_passed_as_written() -> None:

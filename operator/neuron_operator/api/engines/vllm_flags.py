@@ -500,14 +500,31 @@ MEETING = (
 )
 """Flags of a member of a group; kubelets replace the variables."""
 AFTER_THE_LEADER = """\
-import glob, sys, time
-def rows():
-    return [row.split() for name in glob.glob("/proc/net/tcp*") for row in open(name)]
-while any(row[2].endswith(":%04X" % int(sys.argv[1])) and row[3] == "01" for row in rows()):
+import errno, glob, socket, sys, time
+port, http, patience = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+def leaders():
+    rows = [row.split() for name in glob.glob("/proc/net/tcp*") for row in open(name)]
+    return {row[2][:-5] for row in rows if row[2].endswith(":%04X" % port) and row[3] == "01"}
+def is_reached(leader):
+    words = bytes.fromhex(leader)
+    address = b"".join(words[i:i + 4][::-1] for i in range(0, len(words), 4))
+    family = socket.AF_INET if len(address) == 4 else socket.AF_INET6
+    try:
+        socket.create_connection((socket.inet_ntop(family, address), http), patience).close()
+    except OSError as error:
+        return not isinstance(error, TimeoutError) and error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+    return True
+missed, due = 0, 0.0
+while (found := leaders()) and missed < 3:
+    if time.monotonic() >= due:
+        missed = 0 if any(map(is_reached, found)) else missed + 1
+        due = time.monotonic() + patience
     time.sleep(0.5)
 """
-"""Ends when this node has no connection to the leader's port any more. A follower that ended before would break the
-answers that the leader still gives. No name is looked up, because that of the leader goes with its Service."""
+"""Ends when this node has no connection to the leader's port any more, or cannot reach its node: that of a lost node
+stays open. A follower that ended before would break the answers that the leader still gives. No name is looked up,
+because that of the leader goes with its Service."""
+REACHED_SECONDS = 5.0
 
 
 def served(
@@ -561,7 +578,8 @@ def _cache_size(document: Json, line: Version, cache_bytes: int, args: Sequence[
 
 def followed(command: Iterable[str]) -> Served:
     """What runs in the followers of a group whose leader has that command. They answer nobody."""
-    return Served((*command, "--headless"), stop_command=("python3", "-c", AFTER_THE_LEADER, str(names.GROUP_PORT)))
+    numbers = map(str, (names.GROUP_PORT, names.PORT, REACHED_SECONDS))
+    return Served((*command, "--headless"), stop_command=("python3", "-c", AFTER_THE_LEADER, *numbers))
 
 
 def compiling(of: Served, args: Sequence[str], env: Mapping[str, str], version: str) -> Served | None:
