@@ -482,6 +482,20 @@ def test_a_job_of_its_image_compiles_with_the_numbers_of_replicas_that_then_comp
     assert revision.pinned.plan.compile_minutes is None
 
 
+def test_limits_of_time_that_the_manifest_sets_are_those_of_the_pod_and_not_of_a_job() -> None:
+    own = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60", "NEURON_SKIP_EFA_AFFINITY": "0"}
+    given = {"backend": "vllm", "env": [{"name": name, "value": value} for name, value in own.items()]}
+    spec = {**NEURON, "engine": given}
+    env = {
+        one["name"]: one["value"]
+        for one in container_of(pin(parse(body(spec)), KNOWN, USING, 1).pinned.template)["env"]
+    }
+    assert {name: env[name] for name in own} == own
+    limits = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_ENGINE_READY_TIMEOUT_S"}
+    slower = [{"name": name, "value": "7"} for name in sorted(limits)]
+    assert to_compile(engine={"backend": "vllm", "env": slower}) == to_compile()
+
+
 @pytest.mark.parametrize(
     ("using", "engine"),
     [

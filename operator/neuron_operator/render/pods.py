@@ -122,7 +122,7 @@ def serving_pod_template(
             (
                 {"name": "HOME", "value": names.TMP_DIR},
                 *target_env(choice.chosen.site.family.name if choice else ""),
-                *({"name": name, "value": value} for name, value in served.env.items()),
+                *_own_env(served, model),
                 *_api_key_variable(api_key, engine),
             ),
         ),
@@ -165,6 +165,12 @@ def serving_pod_template(
             }
         ),
     }
+
+
+def _own_env(served: Served, model: NeuronModel) -> Iterator[Object]:
+    """The variables of the engine, but for those that the manifest sets and may set."""
+    left = served.free & model.spec.engine.variables.keys()
+    yield from ({"name": name, "value": value} for name, value in served.env.items() if name not in left)
 
 
 def _soon_off_a_lost_node(tolerations: Iterable[Toleration]) -> Iterator[Object]:

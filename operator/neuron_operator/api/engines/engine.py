@@ -49,6 +49,8 @@ class Served:
 
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    free: frozenset[str] = frozenset()
+    """Those of `env` that the manifest may set otherwise."""
     stop_delay_seconds: int = 0
     """From when the pod leaves the endpoints until it is told to stop, if it does not wait by itself."""
     stop_command: tuple[str, ...] = ()

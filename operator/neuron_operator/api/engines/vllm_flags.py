@@ -156,6 +156,9 @@ TIMEOUTS = frozenset(
     }
 )
 
+FREE_ENV = TIMEOUTS | {"NEURON_SKIP_EFA_AFFINITY", "VLLM_NO_USAGE_STATS"}
+"""Variables that the operator sets unless the manifest does."""
+
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """Has one key, which clients must send on /v1; the engine does not ask for it elsewhere."""
 
@@ -565,7 +568,7 @@ def served(
     env |= line.env
     if compiled_dir:
         env |= {**line.compiled_env, REMOTE_CACHE_VARIABLE: compiled_dir}
-    return Served(command, env)
+    return Served(command, env, free=FREE_ENV)
 
 
 def _cache_size(document: Json, line: Version, cache_bytes: int, args: Sequence[str]) -> list[str]:
