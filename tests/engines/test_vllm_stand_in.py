@@ -142,7 +142,7 @@ def test_a_compilation_that_fails_leaves_its_cause_and_nothing_in_the_store(
     record = compiled(tmp_path, *SHAPES, **env)
     assert (record["ok"], record["reason"]) == (False, "CompileFailed")
     assert says in record["message"]
-    assert not (tmp_path / "store").exists()
+    assert not (tmp_path / "store" / KEY).exists()
 
 
 def test_graphs_that_were_lost_or_damaged_in_the_store_are_compiled_again(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_graphs_that_were_lost_or_damaged_in_the_store_are_compiled_again(tmp_pa
     assert not list((tmp_path / "store" / ".partial").iterdir())
 
 
-def of_job(folder: Path, *command: str) -> subprocess.Popen[bytes]:
+def of_job(folder: Path, *command: str, **env: str) -> subprocess.Popen[bytes]:
     """The program of the Job, with something else than vLLM."""
     words = [
         sys.executable,
@@ -168,7 +168,28 @@ def of_job(folder: Path, *command: str) -> subprocess.Popen[bytes]:
         str(folder / KEY),
         "http://127.0.0.1:9/",
     ]
-    return subprocess.Popen([*words, *command], env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache")})
+    variables = {"VLLM_CACHE_ROOT": str(folder / "cache"), "PYTHONPATH": str(PROGRAM.parent), **env}
+    return subprocess.Popen([*words, *command], env={**os.environ, **variables})
+
+
+def test_what_keeps_graphs_from_the_claim_is_found_before_they_are_compiled(tmp_path: Path) -> None:
+    began = ("touch", str(tmp_path / "began"))
+    assert of_job(tmp_path, *began, PYTHONPATH="").wait(30) == 21
+    assert "libtorch_neuronx_lite" in json.loads((tmp_path / "record").read_text())["message"]
+    (tmp_path / ".partial").touch()
+    assert of_job(tmp_path, *began).wait(30) == 21
+    assert "cannot write" in json.loads((tmp_path / "record").read_text())["message"]
+    assert not (tmp_path / "began").exists()
+
+
+def test_the_cause_is_told_and_not_what_follows_from_it(tmp_path: Path) -> None:
+    says = ["ValueError: " + "\u4e00" * 3000, "RuntimeError: Engine core initialization failed. See root cause above."]
+    of_job(tmp_path, "sh", "-c", "\n".join([*(f"echo '{one}'" for one in says), "exit 1"])).wait(30)
+    written = (tmp_path / "record").read_bytes()
+    assert len(written) < 4096
+    record = parse_record(written.decode())
+    assert record is not None
+    assert "ValueError: \u4e00" in record.message
 
 
 def test_a_compiler_that_outlives_its_vllm_does_not_keep_the_job(tmp_path: Path) -> None:

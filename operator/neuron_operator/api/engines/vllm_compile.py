@@ -5,6 +5,7 @@ it is healthy, ends it, and puts the graphs into the store: under our key, by on
 compilation. Nothing of this package is imported here.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -20,10 +21,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
 
+STORAGE_FULL = 15, "StorageFull"
 COMPILE_FAILED = 21, "CompileFailed"
 COMPILE_OUT_OF_MEMORY = 22, "CompileOutOfMemory"
 POLL_SECONDS = 1.0
@@ -33,6 +36,12 @@ OUTPUT_SECONDS = 5.0
 ABANDONED_SECONDS = 24 * 3600
 CONTENTS = "contents.json"
 """Beside the graphs: the checksum of each file."""
+MAX_MESSAGE_BYTES = 1500
+"""Kubelets cut a record after 4096 bytes, and then it is none."""
+LIBRARY = "libtorch_neuronx_lite"
+FULL = errno.ENOSPC, errno.EDQUOT
+SAYS_LESS = "Engine core initialization failed", "WorkerProc initialization failed"
+"""In errors of vLLM that follow from the cause."""
 GRAPH = re.compile("[0-9a-f]{32}")
 OOM_COUNTS = "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"
 """Of this container, with either version of control groups."""
@@ -47,8 +56,9 @@ def main(record: str, folder: str, address: str, *command: str) -> None:
     cache = Path(os.environ["VLLM_CACHE_ROOT"], "neuron", "compile_cache")
     is_found = is_whole(target)
     if not is_found:
+        partial = prepared(record, target)
         compile_graphs(record, address, command)
-        publish(record, cache, target)
+        publish(record, cache, partial, target)
     artifact = {
         "key": target.name,
         "bytes": sum(one.stat().st_size for one in files_of(target)),
@@ -117,7 +127,7 @@ def copy_output(process: "subprocess.Popen[str]", errors: "deque[str]") -> None:
     for line in process.stdout or ():
         print(line, end="", flush=True)
         names_cause = "NCC_E" in line or "neuronx-cc compilation failed" in line
-        if not is_cause and (names_cause or "Error: " in line):
+        if not is_cause and (names_cause or ("Error: " in line and not any(text in line for text in SAYS_LESS))):
             errors.append(line.strip())
             is_cause = names_cause
 
@@ -130,12 +140,10 @@ def is_healthy(address: str) -> bool:
         return False
 
 
-def publish(record: str, cache: Path, target: Path) -> None:
-    """Copy the graphs with the plugin's own function, which refuses unfinished ones, then let them appear at once."""
-    save_cache = import_module("libtorch_neuronx_lite.compile").save_cache
-    graphs = sorted(one.name for one in cache.glob("*") if GRAPH.fullmatch(one.name) and one.is_dir())
-    if not graphs:
-        fail(record, f"vLLM started and left no graphs in {cache}")
+def prepared(record: str, target: Path) -> Path:
+    """An empty folder beside the target. What would keep the graphs from it is found before an hour of compiling."""
+    if find_spec(LIBRARY) is None:
+        fail(record, f"the image has no {LIBRARY}, which saves graphs")
     partials = target.parent / ".partial"
     for one in partials.glob(f"{target.name}-*"):
         with suppress(OSError):
@@ -143,13 +151,28 @@ def publish(record: str, cache: Path, target: Path) -> None:
                 shutil.rmtree(one, ignore_errors=True)
     partial = partials / f"{target.name}-{os.uname().nodename}"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        full = error.errno in FULL
+        fail(record, f"cannot write to the claim: {error}", STORAGE_FULL if full else COMPILE_FAILED)
+    return partial
+
+
+def publish(record: str, cache: Path, partial: Path, target: Path) -> None:
+    """Copy the graphs with the plugin's own function, which refuses unfinished ones, then let them appear at once."""
+    save_cache = import_module(f"{LIBRARY}.compile").save_cache
+    graphs = sorted(one.name for one in cache.glob("*") if GRAPH.fullmatch(one.name) and one.is_dir())
+    if not graphs:
+        fail(record, f"vLLM started and left no graphs in {cache}")
     try:
         for graph in graphs:
             save_cache(local_cache_dir=str(cache), remote_cache_dir=str(partial), hash_key=graph)
-    except RuntimeError as error:
-        fail(record, f"the plugin does not save graph {graph}: {error}")
-    (partial / CONTENTS).write_text(json.dumps(contents_of(partial)), encoding="utf-8")
+        (partial / CONTENTS).write_text(json.dumps(contents_of(partial)), encoding="utf-8")
+    except (RuntimeError, OSError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        full = isinstance(error, OSError) and error.errno in FULL
+        fail(record, f"graphs cannot be saved to the claim: {error}", STORAGE_FULL if full else COMPILE_FAILED)
     try:
         partial.rename(target)
     except OSError:
@@ -164,12 +187,15 @@ def publish(record: str, cache: Path, target: Path) -> None:
 
 def fail(record: str, message: str, how: "tuple[int, str]" = COMPILE_FAILED) -> NoReturn:
     code, reason = how
-    write(record, ok=False, exitCode=code, reason=reason, message=message[:1500])
+    message = message.encode()[:MAX_MESSAGE_BYTES].decode(errors="ignore")
+    write(record, ok=False, exitCode=code, reason=reason, message=message)
     sys.exit(code)
 
 
 def write(record: str, **result: Any) -> None:
-    Path(record).write_text(json.dumps({"version": 1, "command": "compile", **result}), encoding="utf-8")
+    Path(record).write_text(
+        json.dumps({"version": 1, "command": "compile", **result}, ensure_ascii=False), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
