@@ -158,6 +158,15 @@ def test_graphs_that_were_lost_or_damaged_in_the_store_are_compiled_again(tmp_pa
     assert not list((tmp_path / "store" / ".partial").iterdir())
 
 
+def test_graphs_of_another_image_of_the_same_name_are_compiled_again(tmp_path: Path) -> None:
+    metadata = tmp_path / "packages" / "neuronx_cc.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    env = {**COMPILING, "PYTHONPATH": f"{PROGRAM.parent}:{tmp_path / 'packages'}"}
+    for version, is_reused in (("1", False), ("1", True), ("2", False)):
+        metadata.write_text(f"Metadata-Version: 2.1\nName: neuronx-cc\nVersion: {version}\n")
+        assert compiled(tmp_path, *SHAPES, **env)["artifact"]["reused"] == is_reused
+
+
 def of_job(folder: Path, *command: str, **env: str) -> subprocess.Popen[bytes]:
     """The program of the Job, with something else than vLLM."""
     words = [

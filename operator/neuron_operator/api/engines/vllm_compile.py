@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -35,7 +36,8 @@ OUTPUT_SECONDS = 5.0
 """For output that vLLM left when it ended: compilers that it started may hold it open for an hour."""
 ABANDONED_SECONDS = 24 * 3600
 CONTENTS = "contents.json"
-"""Beside the graphs: the checksum of each file."""
+"""Beside the graphs: the checksum of each file, and what compiled them."""
+COMPILER = re.compile("neuron|^nki|^vllm|^torch$", re.IGNORECASE)
 MAX_MESSAGE_BYTES = 1500
 """Kubelets cut a record after 4096 bytes, and then it is none."""
 LIBRARY = "libtorch_neuronx_lite"
@@ -73,12 +75,14 @@ def files_of(folder: Path) -> Iterator[Path]:
     return (one for one in sorted(folder.rglob("*")) if one.is_file() and one != folder / CONTENTS)
 
 
-def contents_of(folder: Path) -> "dict[str, str]":
-    found = {}
+def contents_of(folder: Path) -> "dict[str, dict[str, str]]":
+    files = {}
     for one in files_of(folder):
         with one.open("rb") as file:
-            found[str(one.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            files[str(one.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    installed = ((one.name or "", one.version) for one in distributions())
+    # Graphs are found by them: an image may have become another one under its name.
+    return {"files": files, "versions": {name: version for name, version in installed if COMPILER.search(name)}}
 
 
 def is_whole(folder: Path) -> bool:
