@@ -122,6 +122,13 @@ def test_graphs_that_a_job_compiled_serve_with_the_same_numbers_and_no_others(tm
     assert vllm_engine.explain(1, ended.read_text())[0] is Reason.ARTIFACT_MISSING
 
 
+def test_a_store_that_takes_no_graph_is_no_success(tmp_path: Path) -> None:
+    record = compiled(tmp_path, *SHAPES, **COMPILING, FAKE_VLLM_STORE="full")
+    assert (record["ok"], record["reason"]) == (False, "CompileFailed")
+    assert "could not be written" in record["message"]
+    assert not (tmp_path / "store" / KEY).exists()
+
+
 def test_a_number_of_blocks_that_is_not_pinned_is_never_found(tmp_path: Path) -> None:
     assert compiled(tmp_path, *SHAPES[:2], **COMPILING)["ok"]
     with serving(tmp_path, *SHAPES[:2]) as (process, _, _):

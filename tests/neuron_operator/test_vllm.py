@@ -470,12 +470,13 @@ def test_a_job_of_its_image_compiles_with_the_numbers_of_replicas_that_then_comp
         "--served-model-name"
     }
     env = {one["name"]: one["value"] for one in job["env"]}
-    assert env["VLLM_NEURON_CPU_COMPILE"] == "1"
+    assert (env["VLLM_NEURON_CPU_COMPILE"], env["NEURON_LIBTORCH_CPU_COMPILE"]) == ("1", "1")
     assert (env["NEURON_PLATFORM_TARGET_OVERRIDE"], env["NEURON_CC_FLAGS"]) == ("trn2", "-O1")
     assert "MINE" not in env
     served = {one["name"]: one["value"] for one in replica["env"]}
     assert served["NEURON_LIBTORCH_REMOTE_CACHE"] == folder
-    assert served["VLLM_NEURON_DISABLE_WARMUP_COMPILE"] == "1"
+    assert served["NEURON_LIBTORCH_ASSERT_CACHE_HIT"] == "1"
+    assert "VLLM_NEURON_DISABLE_WARMUP_COMPILE" not in served, "it would refuse what is only in the remote cache"
     assert served["NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND"] == "1"
     mounts = {one["name"]: one.get("readOnly", False) for one in replica["volumeMounts"]}
     assert mounts["artifacts"]
@@ -524,7 +525,7 @@ def test_where_no_job_can_compile_replicas_do_and_say_so(using: Settings, engine
     assert pinned.compiling is None
     assert pinned.plan.compile_minutes
     env = {one["name"] for one in container_of(pinned.template)["env"]}
-    assert "VLLM_NEURON_DISABLE_WARMUP_COMPILE" not in env
+    assert "NEURON_LIBTORCH_ASSERT_CACHE_HIT" not in env
 
 
 def test_replicas_of_several_nodes_compile_themselves() -> None:
@@ -583,7 +584,7 @@ def test_graphs_that_a_replica_does_not_find_are_compiled_again() -> None:
         {**one, "metadata": {**one["metadata"], **long_ago}} if one["kind"] == "ConfigMap" else one
         for one in world.shared
     )
-    miss = "RuntimeError: VLLM_NEURON_DISABLE_WARMUP_COMPILE: local compile cache miss for key 01"
+    miss = "Compilation failed - terminating process for cleanup: ASSERT_CACHE_HIT: remote compile cache miss for key 01"
     for message, reason in ((miss, "Compiling"), ("RuntimeError: something else", "Compiled")):
         last = {"terminated": {**ended(1, message)["terminated"], "finishedAt": NOW.isoformat()}}
         crashed = {"waiting": {"reason": "CrashLoopBackOff"}}

@@ -260,9 +260,9 @@ def test_variables_are_those_of_the_version() -> None:
     assert not [name for name in variables["0.29"] if name.startswith("NEURON_LIBTORCH_")]
     assert variables["0.29"]["VLLM_NEURON_BACKEND"] == "neuron_native"
     assert variables["0.24"]["NEURON_LIBTORCH_REMOTE_CACHE"] == "/kept"
-    assert variables["0.24"]["VLLM_NEURON_DISABLE_WARMUP_COMPILE"] == "1"
+    assert variables["0.24"]["NEURON_LIBTORCH_ASSERT_CACHE_HIT"] == "1"
     for version in LITE:
-        assert "VLLM_NEURON_DISABLE_WARMUP_COMPILE" not in serve(cores, version).env, "nothing compiled it"
+        assert "NEURON_LIBTORCH_ASSERT_CACHE_HIT" not in serve(cores, version).env, "nothing compiled it"
         assert variables[version]["VLLM_CACHE_ROOT"].startswith("/tmp/")
 
 
@@ -601,6 +601,8 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
 LINES = {
     "WARNING No Neuron devices found. Skipping Neuron plugin registration.": Reason.DRIVER_INCOMPATIBLE,
     "RuntimeError: VLLM_NEURON_DISABLE_WARMUP_COMPILE: local compile cache miss for key 0a": Reason.ARTIFACT_MISSING,
+    "Compilation failed - terminating process for cleanup: NEURON_LIBTORCH_ASSERT_CACHE_HIT: remote compile cache miss "
+    "for key 0a. All graphs must be a cache hit.": Reason.ARTIFACT_MISSING,
     "FATAL Compilation failed - terminating process for cleanup": Reason.COMPILE_FAILED,
     "[NCC_EBVF030] too many instructions": Reason.COMPILE_FAILED,
     "[NCC_EVRF009] memory": Reason.DEVICE_OUT_OF_MEMORY,

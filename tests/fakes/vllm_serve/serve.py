@@ -9,7 +9,8 @@ notices at the next request that a follower has gone, and a follower never that 
 needs only Python, so that it can be the program `vllm` of an image.
 
 With the cache of compiled graphs it does as AWS documents for 0.24: a graph is found by what it was made of, in the
-local cache or else the remote one; what is missing is compiled, also without devices, or ends the start.
+local cache or else the remote one; what is missing is compiled, also without devices, or ends the start. Like its
+library, it keeps kernels beside the graphs, and ends a start that may not compile by leaving the process.
 
 FAKE_VLLM_VERSION is a line of the plugin, FAKE_VLLM_FAULT one of `FAULTS`, FAKE_VLLM_LOAD_SECONDS the time to load.
 """
@@ -41,13 +42,11 @@ KEEP_ALIVE_SECONDS = 5.0
 WORD_SECONDS = 0.02
 SEGMENTS = (512, 1024, 2048, 4096, 8192)
 
-CACHE_MISS = (
-    "RuntimeError: VLLM_NEURON_DISABLE_WARMUP_COMPILE: local compile cache miss for key {}. All graphs must be "
-    "pre-compiled when warmup compilation is disabled."
-)
+LOCAL_MISS = "VLLM_NEURON_DISABLE_WARMUP_COMPILE: local compile cache miss for key {}"
+CACHE_MISS = "NEURON_LIBTORCH_ASSERT_CACHE_HIT: remote compile cache miss for key {}"
 FAULTS: Mapping[str, str] = {
     "no-device": "No Neuron devices found. Skipping Neuron plugin registration.",
-    "cache-miss": CACHE_MISS.format("0123456789abcdef0123456789abcdef"),
+    "cache-miss": f"RuntimeError: {CACHE_MISS.format('0123456789abcdef0123456789abcdef')}",
     "too-many-blocks": "RuntimeError: NRT_RESOURCE in nrt_tensor_allocate: nrt_tensor_allocate status=4",
     "cores-busy": "RuntimeError: NRT:nrt_allocate_neuron_cores  Logical Neuron Core(s) not available - "
     "Requested:lnc0-lnc3 Available:0 Logical Core size:2 (cores busy, ret=-16)",
@@ -84,6 +83,7 @@ NEWER_FLAGS: Mapping[str, tuple[str, ...]] = {
 }
 """`cpu`: vLLM without the plugin."""
 logger = logging.getLogger("vllm.fake")
+library = logging.getLogger("libtorch_neuronx_lite.compile.cache")
 
 
 class NewLineFormatter(logging.Formatter):
@@ -135,8 +135,6 @@ def refusals(asked: argparse.Namespace, version: str, env: Mapping[str, str]) ->
         yield "VLLM_USE_V2_MODEL_RUNNER is set to a truthy value, but the Neuron platform does not implement it"
     if version == "0.16":
         return
-    if block not in (16, 32):
-        yield f"block_size must be 16 or 32, got {block}"
     compiles = env.get("VLLM_NEURON_CPU_COMPILE") == "1"
     if compiles and not env.get("NEURON_PLATFORM_TARGET_OVERRIDE"):
         yield "NEURON_PLATFORM_TARGET_OVERRIDE is required with VLLM_NEURON_CPU_COMPILE"
@@ -146,8 +144,8 @@ def refusals(asked: argparse.Namespace, version: str, env: Mapping[str, str]) ->
         yield "LoRA is not supported on Neuron"
     if env.get("NEURON_RT_VISIBLE_CORES"):
         yield "NEURON_RT_VISIBLE_CORES must not be set with the multiprocessing executor; use NEURON_VISIBLE_DEVICES"
-    if env.get("VLLM_NEURON_DISABLE_WARMUP_COMPILE") == "1" and env.get("NEURON_LIBTORCH_DISABLE_COMPILE_CACHE") == "1":
-        yield "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE cannot be set with VLLM_NEURON_DISABLE_WARMUP_COMPILE"
+    if env.get("NEURON_LIBTORCH_ASSERT_CACHE_HIT") == "1" and env.get("NEURON_LIBTORCH_DISABLE_COMPILE_CACHE") == "1":
+        yield "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE cannot be set with NEURON_LIBTORCH_ASSERT_CACHE_HIT"
     step = min(asked.max_num_batched_tokens or length, length)
     segments = config.get("kv_segment_size_buckets")
     if not segments and step < length and step not in SEGMENTS:
@@ -182,17 +180,22 @@ def graphs(asked: argparse.Namespace, env: Mapping[str, str]) -> Iterator[str]:
 
 def compile_graphs(asked: argparse.Namespace, env: Mapping[str, str]) -> None:
     """Find or compile each graph in the local cache. A folder without its mark is unfinished."""
-    cache = Path(env.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "neuron" / "compile_cache"
+    root = env.get("NEURON_LIBTORCH_CACHE_ROOT") or env.get("VLLM_CACHE_ROOT", "~/.cache/vllm")
+    cache = Path(root).expanduser() / "neuron" / "compile_cache"
     remote = env.get("NEURON_LIBTORCH_REMOTE_CACHE")
     for key in graphs(asked, env):
         local = cache / key
         if (local / "done").is_file():
             continue
+        if env.get("VLLM_NEURON_DISABLE_WARMUP_COMPILE") == "1":
+            fail(f"RuntimeError: {LOCAL_MISS.format(key)}")
         if remote and Path(remote, key, "done").is_file():
             shutil.copytree(Path(remote, key), local)
             continue
-        if env.get("VLLM_NEURON_DISABLE_WARMUP_COMPILE") == "1":
-            fail(CACHE_MISS.format(key))
+        if env.get("NEURON_LIBTORCH_ASSERT_CACHE_HIT") == "1":
+            library.error("Compilation failed - terminating process for cleanup: %s", CACHE_MISS.format(key))
+            fail("RuntimeError: WorkerProc initialization failed due to an exception in a background process.")
+        (cache / "nki").mkdir(parents=True, exist_ok=True)
         local.mkdir(parents=True)
         (local / "graph.neff").write_bytes(b"neff")
         (local / "done").touch()

@@ -164,7 +164,11 @@ def prepared(record: str, target: Path) -> Path:
 
 
 def publish(record: str, cache: Path, partial: Path, target: Path) -> None:
-    """Copy the graphs with the plugin's own function, which refuses unfinished ones, then let them appear at once."""
+    """Copy the graphs with the plugin's own function, which refuses unfinished ones, then let them appear at once.
+
+    Beside graphs the cache has their kernels, in `nki`, which the function copies along. It only logs that it could
+    not write.
+    """
     save_cache = import_module(f"{LIBRARY}.compile").save_cache
     graphs = sorted(one.name for one in cache.glob("*") if GRAPH.fullmatch(one.name) and one.is_dir())
     if not graphs:
@@ -172,6 +176,8 @@ def publish(record: str, cache: Path, partial: Path, target: Path) -> None:
     try:
         for graph in graphs:
             save_cache(local_cache_dir=str(cache), remote_cache_dir=str(partial), hash_key=graph)
+            if not (partial / graph).is_dir():
+                fail(record, f"the graph {graph} could not be written to {target.parent}: see the log")
         (partial / CONTENTS).write_text(json.dumps(contents_of(partial)), encoding="utf-8")
     except (RuntimeError, OSError) as error:
         shutil.rmtree(partial, ignore_errors=True)

