@@ -90,6 +90,7 @@ def compiled(folder: Path, *flags: str, **env: str) -> dict[str, Any]:
         health = f"http://127.0.0.1:{port}/health"
         command = [sys.executable, "-c", vllm_engine.PROGRAM, str(record), str(folder / "store" / KEY), health]
         variables = {"VLLM_CACHE_ROOT": str(folder / f"cache{port}"), "PYTHONPATH": str(PROGRAM.parent), **env}
+        variables |= {"TMPDIR": str(folder)}
         code = subprocess.call([*command, *vllm, f"--port={port}"], env={**os.environ, **variables}, timeout=120)
     found = dict(json.loads(record.read_text()))
     assert code == found.get("exitCode", 0)
@@ -114,6 +115,7 @@ def test_graphs_that_a_job_compiled_serve_with_the_same_numbers_and_no_others(tm
     assert parsed.artifact is not None
     assert (parsed.artifact.key, parsed.artifact.reused) == (KEY, False)
     assert parsed.artifact.bytes == 3 * 4, "prompts, and decoding of one and two sequences"
+    assert not list(Path().glob("neuronxcc-*")), "the folder of the image is read-only"
     assert compiled(tmp_path, *SHAPES, **COMPILING)["artifact"]["reused"]
     with serving(tmp_path, *SHAPES, "--served-model-name=other") as (_, url, _):
         until(lambda: is_ready(url))

@@ -480,6 +480,7 @@ def test_a_job_of_its_image_compiles_with_the_numbers_of_replicas_that_then_comp
     assert served["NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND"] == "1"
     mounts = {one["name"]: one.get("readOnly", False) for one in replica["volumeMounts"]}
     assert mounts["artifacts"]
+    assert (replica["workingDir"], mounts["tmp"]) == ("/tmp", False), "compilers leave files where they start"
     assert revision.pinned.plan.compile_minutes is None
 
 
@@ -584,7 +585,9 @@ def test_graphs_that_a_replica_does_not_find_are_compiled_again() -> None:
         {**one, "metadata": {**one["metadata"], **long_ago}} if one["kind"] == "ConfigMap" else one
         for one in world.shared
     )
-    miss = "Compilation failed - terminating process for cleanup: ASSERT_CACHE_HIT: remote compile cache miss for key 01"
+    miss = (
+        "Compilation failed - terminating process for cleanup: ASSERT_CACHE_HIT: remote compile cache miss for key 01"
+    )
     for message, reason in ((miss, "Compiling"), ("RuntimeError: something else", "Compiled")):
         last = {"terminated": {**ended(1, message)["terminated"], "finishedAt": NOW.isoformat()}}
         crashed = {"waiting": {"reason": "CrashLoopBackOff"}}

@@ -262,6 +262,7 @@ def test_variables_are_those_of_the_version() -> None:
     assert variables["0.24"]["NEURON_LIBTORCH_REMOTE_CACHE"] == "/kept"
     assert variables["0.24"]["NEURON_LIBTORCH_ASSERT_CACHE_HIT"] == "1"
     for version in LITE:
+        assert variables[version]["NKI_COMPILE_CACHE_URL"].startswith("/tmp/")
         assert "NEURON_LIBTORCH_ASSERT_CACHE_HIT" not in serve(cores, version).env, "nothing compiled it"
         assert variables[version]["VLLM_CACHE_ROOT"].startswith("/tmp/")
 

@@ -133,7 +133,7 @@ def serving_pod_template(
     for name in ("startup", "readiness", "liveness"):
         if probe := getattr(engine.probes, name):
             container[f"{name}Probe"] = _probe(probe)
-    container.update(before_stopping(served))
+    container.update(without_empty({"workingDir": served.working_dir}), **before_stopping(served))
     fetcher, its_mounts = _fetcher(model, weights, digest, settings) if is_fetched_before(model, weights) else ({}, ())
     return {
         "metadata": without_empty(

@@ -9,8 +9,9 @@ notices at the next request that a follower has gone, and a follower never that 
 needs only Python, so that it can be the program `vllm` of an image.
 
 With the cache of compiled graphs it does as AWS documents for 0.24: a graph is found by what it was made of, in the
-local cache or else the remote one; what is missing is compiled, also without devices, or ends the start. Like its
-library, it keeps kernels beside the graphs, and ends a start that may not compile by leaving the process.
+local cache or else the remote one; what is missing is compiled, also without devices, or ends the start. As the library
+does, it keeps kernels beside the graphs, leaves folders where a Job starts it, and has the cause of a miss in its own
+log only.
 
 FAKE_VLLM_VERSION is a line of the plugin, FAKE_VLLM_FAULT one of `FAULTS`, FAKE_VLLM_LOAD_SECONDS the time to load.
 """
@@ -195,6 +196,8 @@ def compile_graphs(asked: argparse.Namespace, env: Mapping[str, str]) -> None:
         if env.get("NEURON_LIBTORCH_ASSERT_CACHE_HIT") == "1":
             library.error("Compilation failed - terminating process for cleanup: %s", CACHE_MISS.format(key))
             fail("RuntimeError: WorkerProc initialization failed due to an exception in a background process.")
+        if env.get("VLLM_NEURON_CPU_COMPILE") == "1":
+            Path(f"neuronxcc-{key}").mkdir()
         (cache / "nki").mkdir(parents=True, exist_ok=True)
         local.mkdir(parents=True)
         (local / "graph.neff").write_bytes(b"neff")

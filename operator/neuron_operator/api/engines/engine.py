@@ -55,6 +55,8 @@ class Served:
     """From when the pod leaves the endpoints until it is told to stop, if it does not wait by itself."""
     stop_command: tuple[str, ...] = ()
     """Instead of a delay: it runs in the pod, which is told to stop when it has ended."""
+    working_dir: str = ""
+    """Empty: that of the image, which is read-only."""
 
 
 @dataclass(frozen=True)

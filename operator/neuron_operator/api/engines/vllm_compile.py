@@ -24,6 +24,7 @@ from importlib import import_module
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from threading import Thread
 from typing import Any, NoReturn
 
@@ -96,7 +97,15 @@ def is_whole(folder: Path) -> bool:
 def compile_graphs(record: str, address: str, command: "tuple[str, ...]") -> None:
     print("neuron-runtime: vLLM loads the model and compiles", flush=True)
     before = num_oom_kills()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    # The compilers leave files where they are started.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=gettempdir(),
+    )
     try:
         errors: deque[str] = deque(maxlen=1)
         reader = Thread(target=copy_output, args=(process, errors), daemon=True)

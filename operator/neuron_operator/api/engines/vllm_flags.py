@@ -67,6 +67,7 @@ LITE = frozenset({"LlamaForCausalLM", "GptOssForCausalLM", "Qwen3VLForConditiona
 WITHOUT_PREFIX_CACHING = frozenset({"Qwen3VLForConditionalGeneration"})
 LITE_ENV = {
     "NEURON_SKIP_EFA_AFFINITY": "1",  # without it, workers die at once on hosts that have no EFA
+    "NKI_COMPILE_CACHE_URL": f"{names.TMP_DIR}/nki-cache",  # of kernels; by default below /var/tmp, which is read-only
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(LIMIT_SECONDS),
     "VLLM_NEURON_BARRIER_TIMEOUT": str(LIMIT_SECONDS),
 }
@@ -577,7 +578,8 @@ def served(
     env |= line.env
     if compiled_dir:
         env |= {**line.compiled_env, REMOTE_CACHE_VARIABLE: compiled_dir}
-    return Served(command, env, free=FREE_ENV)
+    # The compilers leave files where they are started.
+    return Served(command, env, free=FREE_ENV, working_dir=names.TMP_DIR if line.is_lite else "")
 
 
 def _cache_size(document: Json, line: Version, cache_bytes: int, args: Sequence[str]) -> list[str]:
