@@ -251,6 +251,26 @@ def test_what_a_kubelet_keeps_of_a_failure_tells_its_reason(tmp_path: Path, faul
     assert code == (0 if fault == "engine-dies" else 1)
 
 
+@pytest.mark.parametrize(
+    ("own", "args", "codes"),
+    [
+        ({}, (), (200, 200)),
+        ({}, ("--async-scheduling",), (500, 500)),
+        ({"enable_structured_outputs": False}, ("--async-scheduling",), (400, 200)),
+    ],
+)
+def test_a_request_for_structured_outputs_does_not_end_the_engine(
+    tmp_path: Path, own: dict[str, Any], args: tuple[str, ...], codes: tuple[int, int]
+) -> None:
+    command = served({**DOCUMENT, "overrideNeuronConfig": own}, version="0.24", model_dir="/m", port=1).command
+    flags = [word for word in command[4:] if not word.startswith("--host")]
+    body = {"model": "chat", "prompt": "a", "max_tokens": 1}
+    with running(tmp_path, *flags, *args, VLLM_CACHE_ROOT=str(tmp_path)) as (_, url, _):
+        until(lambda: is_ready(url))
+        asked = ({**body, "response_format": {"type": "json_object"}}, body)
+        assert tuple(httpx.post(f"{url}/v1/completions", json=one).status_code for one in asked) == codes
+
+
 def test_errors_for_a_kubelet_have_a_limit_and_quote_no_request(tmp_path: Path) -> None:
     """The file cannot be renamed: in a pod it is a mount."""
     folder, config = tmp_path / "dev", tmp_path / "logging.json"

@@ -25,6 +25,7 @@ from neuron_operator.api.engines.vllm_flags import (
     LOG_REASONS,
     SEGMENTS,
     SET_BY_FIELDS,
+    STRUCTURED,
     VERSIONS,
     followed,
     refusals,
@@ -93,7 +94,7 @@ EXPECTED = {
         "--tensor-parallel-size=8 --enable-prefix-caching --shutdown-timeout=330 "
         '--additional-config={"neuron_config":{"enable_structured_outputs":true,"kv_segment_size_buckets":[2048],'
         '"num_batched_tokens_buckets":[2048],"on_device_sampling_config":{"all_greedy":false}}} '
-        "--gpu-memory-utilization=0.9 "
+        "--no-async-scheduling --gpu-memory-utilization=0.9 "
         "--host=:: --allowed-origins=[] --disable-access-log-for-endpoints=/health,/metrics,/v1/models"
     ),
     "cpu": (
@@ -192,7 +193,7 @@ def test_tokens_are_sampled_where_the_field_says() -> None:
     on_host = document(sampling="Host")
     assert settings(on_host, "0.16") == {"on_device_sampling_config": None}
     assert settings(on_host, "0.29")["on_device_sampling_config"] is None
-    assert "enable_structured_outputs" not in settings(on_host, "0.29"), "the host applies no masks"
+    assert settings(on_host, "0.29")["enable_structured_outputs"]
     assert "--no-async-scheduling" in flags(on_host, "0.29"), "it needs tokens that stay on the device"
     assert settings(document(sampling="Device"), "0.29") == settings(document(), "0.29")
     assert "serving.sampling" in refused(document(sampling="DeviceWithLogits"), "0.29")
@@ -332,7 +333,7 @@ def test_what_is_not_refused_passes_the_checks_of_the_plugin(given: Document, ve
     for size in own.get("decode_context_length_buckets", ()):
         assert size < length
         assert size % 128 == 0
-    if own["on_device_sampling_config"] is None:
+    if own["on_device_sampling_config"] is None or own["enable_structured_outputs"]:
         assert "--no-async-scheduling" in line
 
 
@@ -436,6 +437,20 @@ def test_a_setting_of_the_plugin_that_a_field_decides_is_refused(version: str) -
     assert settings(allowed, version)["quantization"] == "mxfp8"
 
 
+@pytest.mark.parametrize("version", LITE)
+def test_a_request_for_structured_outputs_finds_no_step_scheduled_ahead(version: str) -> None:
+    """It would end the engine."""
+    ahead = ["--async-scheduling"]
+    for accepts in (document(), document(sampling="Host"), document(overrideNeuronConfig={STRUCTURED: True})):
+        assert settings(accepts, version)[STRUCTURED] is True
+        assert "--no-async-scheduling" in flags(accepts, version)
+        assert STRUCTURED in refused(accepts, version, args=ahead)["engine.args[0]"]
+    refuses = document(overrideNeuronConfig={STRUCTURED: False})
+    assert settings(refuses, version)[STRUCTURED] is False
+    assert "--no-async-scheduling" not in flags(refuses, version)
+    assert refused(refuses, version, args=ahead) == {}
+
+
 def test_a_model_without_an_implementation_is_refused() -> None:
     for version in ON_DEVICES:
         assert refused(document(), version, architecture="LlamaForCausalLM") == {}
@@ -469,6 +484,7 @@ RULES: tuple[tuple[str, str, Document], ...] = (
     ("cpu", "serving.numBlocks", {"limits": {"blockSize": 64, "numBlocks": 63}}),
     ("0.24", "engine.overrideNeuronConfig.num_seqs_buckets", {"overrideNeuronConfig": {"num_seqs_buckets": [1, 4]}}),
     ("0.24", "engine.overrideNeuronConfig.num_seqs_buckets", {"overrideNeuronConfig": {"num_seqs_buckets": [8, 1]}}),
+    ("0.24", f"engine.overrideNeuronConfig.{STRUCTURED}", {"overrideNeuronConfig": {STRUCTURED: "no"}}),
 )
 
 
@@ -494,7 +510,7 @@ def test_a_cpu_has_nothing_to_compile() -> None:
 def test_every_field_that_is_named_exists() -> None:
     known = {path.removeprefix("spec.") for path, _, _ in walk(Spec(model=ModelSource(uri="")), "spec")}
     named = {flag.field for flag in FLAGS} | {by for table in SET_BY_FIELDS.values() for by in table.values()}
-    assert named - {""} <= known
+    assert named - {"", f"engine.overrideNeuronConfig.{STRUCTURED}"} <= known
 
 
 def test_our_parsers_are_among_those_of_every_version() -> None:

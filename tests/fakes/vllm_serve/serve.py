@@ -224,6 +224,7 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, asked.port or 8000), Handler, bind_and_activate=False)
         self.asked = asked
         self.names = asked.served_model_name or [asked.model_tag]
+        self.settings = (asked.additional_config or {}).get("neuron_config")
         self.is_draining = self.is_dead = False
         self.streams = 0
         self.engine = 0
@@ -267,10 +268,13 @@ class Server(ThreadingHTTPServer):
         for follower in self.followers:
             if select.select([follower], [], [], 0)[0]:
                 where = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer"
-                logger.error("WorkerProc hit an exception.\nRuntimeError: %s [10.0.0.2]:19881.", where)
-                os.kill(self.engine, signal.SIGKILL)
-                with self.changed:
-                    self.changed.wait_for(lambda: self.is_dead)
+                self.end_engine(f"RuntimeError: {where} [10.0.0.2]:19881.")
+
+    def end_engine(self, cause: str) -> None:
+        logger.error("WorkerProc hit an exception.\n%s", cause)
+        os.kill(self.engine, signal.SIGKILL)
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_dead)
 
     def drain(self) -> None:
         """As SIGTERM makes it. It does not return while a stream is left whose engine has ended."""
@@ -341,6 +345,12 @@ class Handler(BaseHTTPRequestHandler):
                     self.server.changed.notify_all()
 
     def _answer(self, body: Mapping[str, Any]) -> None:
+        if "response_format" in body and self.server.settings is not None:
+            if not self.server.settings.get("enable_structured_outputs"):
+                self._error(400, "BadRequestError", "Structured outputs were requested, but this server has them off")
+                return
+            if self.server.asked.async_scheduling is not False:
+                self.server.end_engine("AssertionError: Structured outputs with async scheduling is not supported.")
         self.server.step()
         if self.server.is_dead:
             self._error(500, "InternalServerError", ENGINE_DEAD)

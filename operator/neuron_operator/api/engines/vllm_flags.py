@@ -326,8 +326,20 @@ def _settings(document: Json, version: Version) -> Json | None:
     own |= {"decode_context_length_buckets": shorter} if shorter else {}
     # Written in both cases: releases differ in what it means to leave it out.
     own |= {"on_device_sampling_config": {"all_greedy": False} if on_device else None}
-    own |= {"enable_structured_outputs": True} if on_device else {}
+    own |= {STRUCTURED: _is_structured(document)}
     return {version.settings: own}
+
+
+STRUCTURED = "enable_structured_outputs"
+"""The setting with which requests may ask for them. One that does while steps are scheduled ahead ends the engine."""
+
+
+def _is_structured(document: Json) -> bool:
+    return document.get("overrideNeuronConfig", {}).get(STRUCTURED) is not False
+
+
+def _has_no_step_ahead(document: Json, version: Version) -> bool:
+    return version.is_lite and (document.get("sampling") == "Host" or _is_structured(document))
 
 
 _PARSERS = _at("text", "reasoningParser"), _at("text", "toolCallParser")
@@ -391,9 +403,9 @@ FLAGS = (
     Flag("--additional-config", "engine.overrideNeuronConfig", _settings),
     Flag(
         "--async-scheduling",
-        "serving.sampling",
-        lambda document, version: False if version.is_lite and document.get("sampling") == "Host" else None,
-        unless=lambda document, version: version.is_lite and document.get("sampling") == "Host",
+        f"engine.overrideNeuronConfig.{STRUCTURED}",
+        lambda document, version: False if _has_no_step_ahead(document, version) else None,
+        unless=_has_no_step_ahead,
     ),
     Flag(MEMORY_SHARE, "", lambda _, version: str(UTILIZATION) if version.is_lite else None),
     Flag("--host", "", lambda *_: "::"),
@@ -494,7 +506,7 @@ SET_BY_FIELDS: Mapping[str, Mapping[str, str]] = {
     "neuron_config": {
         **dict.fromkeys(("num_batched_tokens_buckets", "kv_segment_size_buckets"), "serving.contextBuckets"),
         "decode_context_length_buckets": "serving.tokenGenerationBuckets",
-        **dict.fromkeys(("on_device_sampling_config", "enable_structured_outputs"), "serving.sampling"),
+        "on_device_sampling_config": "serving.sampling",
         **dict.fromkeys(
             ("attention_dp_size", "embedding_dp_size", "mlp_dp_size", "lm_head_dp_size", "apply_prefill_dcp"),
             "replicas",
@@ -797,6 +809,8 @@ def _refused_by_lite(document: Json, _: Version) -> Iterator[tuple[str, str]]:
     if sequences is not None and not _ascends_to(sequences, limits.get("maxSequences")):
         path = "engine.overrideNeuronConfig.num_seqs_buckets"
         yield path, "must ascend, and end with serving.maxSequences"
+    if not isinstance(document.get("overrideNeuronConfig", {}).get(STRUCTURED, True), bool):
+        yield f"engine.overrideNeuronConfig.{STRUCTURED}", "must be true or false"
     if not length:
         return
     if context and context[-1] > length:
