@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -455,10 +456,25 @@ def test_a_model_without_an_implementation_is_refused() -> None:
     for version in ON_DEVICES:
         assert refused(document(), version, architecture="LlamaForCausalLM") == {}
         assert "model.uri" in refused(document(), version, architecture="PhiForCausalLM")
-    assert "model.uri" in refused(document(), "0.24", architecture="Qwen3ForCausalLM")
-    assert refused(document(), "0.16", architecture="Qwen3ForCausalLM") == {}
+        assert refused(document(), version, architecture="Qwen3ForCausalLM") == {}
+    assert "model.uri" in refused(document(), "0.24", architecture="MistralForCausalLM")
     assert refused(document(), "cpu", architecture="PhiForCausalLM") == {}
-    assert "serving.prefixCaching" in refused(document(), "0.29", architecture="Qwen3VLForConditionalGeneration")
+
+
+@pytest.mark.parametrize("version", LITE)
+def test_a_model_whose_prompts_do_not_read_the_cache_gets_no_segments(version: str) -> None:
+    refusal = partial(refused, version=version, architecture="Qwen3VLForConditionalGeneration")
+    assert refusal(document(prefixCaching="disabled")).keys() == {"serving.chunkedPrefill"}
+    whole = {"chunkedPrefill": "disabled"}
+    assert "serving.prefixCaching" in refusal(document(**whole, prefixCaching="enabled"))
+    assert "serving.maxModelLength" in refusal(document(**whole, limits={"maxModelLength": 32768}))
+    assert refusal({"chunkedPrefill": "disabled"}) == {}, "before a plan"
+    assert refusal(document(buckets={"context": [1024, 4096]})) == {}
+    for buckets in ({}, {"context": [4096]}):
+        accepted = document(**whole, buckets=buckets)
+        assert refusal(accepted) == {}
+        assert "kv_segment_size_buckets" not in settings(accepted, version)
+        assert "--no-enable-prefix-caching" in flags(accepted, version)
 
 
 RULES: tuple[tuple[str, str, Document], ...] = (

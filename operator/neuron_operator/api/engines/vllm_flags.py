@@ -63,8 +63,9 @@ class Version:
         return self.settings == "neuron_config"
 
 
-LITE = frozenset({"LlamaForCausalLM", "GptOssForCausalLM", "Qwen3VLForConditionalGeneration"})
-WITHOUT_PREFIX_CACHING = frozenset({"Qwen3VLForConditionalGeneration"})
+LITE = frozenset({"LlamaForCausalLM", "GptOssForCausalLM", "Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"})
+IN_ONE_STEP = frozenset({"Qwen3VLForConditionalGeneration"})
+"""Their prompts do not read the cache: a second segment would not see the first, and nothing would say so."""
 LITE_ENV = {
     "NEURON_SKIP_EFA_AFFINITY": "1",  # without it, workers die at once on hosts that have no EFA
     "NKI_COMPILE_CACHE_URL": f"{names.TMP_DIR}/nki-cache",  # of kernels; by default below /var/tmp, which is read-only
@@ -252,11 +253,18 @@ class Prefill:
     """Zero: each prompt in one step, without a prefix cache."""
 
 
+def _has_segments(document: Json) -> bool:
+    context = _at("buckets", "context")(document)
+    return _is_set(document, "chunkedPrefill") is not False and (
+        not context or (len(context) == 1 and context[0] in SEGMENTS)
+    )
+
+
 def _prefill(document: Json) -> Prefill:
     length, context = document["limits"]["maxModelLength"], _at("buckets", "context")(document) or ()
     if context:
-        return Prefill(context[-1], context[-1] if len(context) == 1 and context[-1] in SEGMENTS else 0)
-    if _is_set(document, "chunkedPrefill") is False:
+        return Prefill(context[-1], context[-1] if _has_segments(document) else 0)
+    if not _has_segments(document):
         return Prefill(length)
     fitting = [size for size in SEGMENTS if size <= min(length, DEFAULT_SEGMENT)]
     return Prefill(fitting[-1], fitting[-1]) if fitting else Prefill(length)
@@ -773,8 +781,13 @@ def _refused_values(document: Json, version: str, architecture: str) -> Iterator
     for key, by in SET_BY_FIELDS[line.settings].items():
         if key in own:
             yield f"engine.overrideNeuronConfig.{key}", f"remove it and set {by}"
-    if architecture in WITHOUT_PREFIX_CACHING and _is_set(document, "prefixCaching") is not False:
-        yield "serving.prefixCaching", f"set Disabled: the engine has none for {architecture}"
+    if line.is_lite and architecture in IN_ONE_STEP:
+        if _is_set(document, "prefixCaching"):
+            yield "serving.prefixCaching", f"set Disabled: the engine has none for {architecture}"
+        if _has_segments(document):
+            yield "serving.chunkedPrefill", f"set Disabled: prompts of {architecture} are computed in one step"
+        if document.get("limits", {}).get("maxModelLength", 0) > MAX_WHOLE_PROMPT:
+            yield "serving.maxModelLength", f"set at most {MAX_WHOLE_PROMPT}, the end of prompts in one step"
 
 
 def _refused_by_nxdi(document: Json, line: Version) -> Iterator[tuple[str, str]]:
