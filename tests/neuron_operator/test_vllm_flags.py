@@ -654,6 +654,8 @@ LINES = {
     "vllm serve: error: unrecognized arguments: --nonsense 3": Reason.INVALID_ENGINE_CONFIG,
     "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig": Reason.INVALID_ENGINE_CONFIG,
     "ValueError: Last bucket in num_batched_tokens_buckets must equal": Reason.INVALID_ENGINE_CONFIG,
+    "ValueError: Unsupported speculative decoding method: ngram": Reason.INVALID_ENGINE_CONFIG,
+    "ValueError: quantization='mxfp4' is not supported for Qwen3-32B dense.": Reason.INVALID_ENGINE_CONFIG,
     "Model architectures ['X'] are not supported for now.": Reason.UNSUPPORTED_ARCHITECTURE,
     "ValidationError: 1 validation error for ModelConfig\n  Value error, The checkpoint that you load has model type "
     "`x` but Transformers does not recognize this architecture.": Reason.UNSUPPORTED_ARCHITECTURE,

@@ -98,8 +98,8 @@ VERSIONS: Mapping[str, Version] = {
     "0.24": Version(
         release="vLLM 0.24, plugin 1.1; SDK 2.32",
         flags="run",
-        plugin="documentation",
-        nodes="documentation",
+        plugin="source",
+        nodes="source",
         settings="neuron_config",
         lacks=frozenset({"--max-num-queued-reqs"}),
         families=LITE_FAMILIES,
@@ -139,8 +139,11 @@ REMOTE_CACHE_VARIABLE = "NEURON_LIBTORCH_REMOTE_CACHE"
 DISABLE_CACHE_VARIABLE = "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE"
 WITHOUT_DEVICES = {"VLLM_NEURON_CPU_COMPILE": "1", "NEURON_LIBTORCH_CPU_COMPILE": "1"}
 """For the plugin, and for the library below it that compiles."""
-COMPILE_ENV = {"NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS": "2"}
-"""Each worker process, of which there is one per rank, starts so many compilers at a time."""
+COMPILE_ENV = {
+    f"NEURON_LIBTORCH_PARALLEL_{step}_WORKERS": "2"  # a process that traces a graph has a copy of the model's objects
+    for step in ("TRACE", "COMPILE")
+}
+"""Each worker process, of which there is one per rank, starts so many at a time."""
 NOT_COMPILED = frozenset(
     {
         REMOTE_CACHE_VARIABLE,
@@ -465,6 +468,12 @@ FORBIDDEN = (
         "the plugin has no LoRA adapters",
         WITHOUT_NXDI,
     ),
+    Forbidden(
+        ("--enforce-eager",),
+        "the plugin computes compiled graphs only",
+        WITHOUT_NXDI,
+    ),
+    Forbidden(("--scheduling-policy",), "the plugin serves in order of arrival", WITHOUT_NXDI),
     Forbidden(
         ("--quantization", "-q"),
         "the checkpoint's quantization_config decides, and engine.overrideNeuronConfig.quantization",
@@ -886,6 +895,11 @@ LOG_REASONS: LogReasons = tuple(
         (r"error: (unrecognized arguments|argument|ambiguous option)", Reason.INVALID_ENGINE_CONFIG),
         (r"To serve at least one request with the model's max seq len", Reason.INVALID_ENGINE_CONFIG),
         (r"Request exceeds largest bucket|Only support greedy sampling|_buckets.* must", Reason.INVALID_ENGINE_CONFIG),
+        (
+            r"Unsupported speculative decoding method|only supports compressed-tensors for|requires --enable-expert-par"
+            r"allel|must be divisible by ep_degree|Unknown quantization|quantization='.*' is not supported",
+            Reason.INVALID_ENGINE_CONFIG,
+        ),
         (r"validation errors? for \w+Config", Reason.INVALID_ENGINE_CONFIG),
         (r"/gloo/.*(Connection (closed|reset) by peer|[Tt]imed out)", Reason.GROUP_INCOMPLETE),
         (r"nrta? status=(6|120[0-5])\b|EngineDeadError", Reason.DEVICE_FAILED),
@@ -905,7 +919,7 @@ LACKS_METRICS: Mapping[str, str] = {
     "neuron_serving_access_log_lines_lost_total": "",
     "neuron_serving_engine_restarts_total": "the pod restarts instead: `kube_pod_container_status_restarts_total`",
     "neuron_serving_stream_gap_bound_seconds": "",
-    "neuron_serving_step_seconds": "`vllm_neuron:neff_execution_count` counts steps",
+    "neuron_serving_step_seconds": "`vllm_neuron:neff_execution_count_total` counts steps",
     "neuron_serving_step_host_seconds": "",
     "neuron_serving_device_busy_seconds_total": "`neuroncore_utilization_ratio`, of AWS's exporter",
     "neuron_serving_work_seconds_total": "",
