@@ -197,7 +197,7 @@ def compile_graphs(asked: argparse.Namespace, env: Mapping[str, str]) -> None:
             library.error("Compilation failed - terminating process for cleanup: %s", CACHE_MISS.format(key))
             fail("RuntimeError: WorkerProc initialization failed due to an exception in a background process.")
         if env.get("VLLM_NEURON_CPU_COMPILE") == "1":
-            Path(f"neuronxcc-{key}").mkdir()
+            Path(f"neuronxcc-{key}").mkdir(exist_ok=True)
         (cache / "nki").mkdir(parents=True, exist_ok=True)
         local.mkdir(parents=True)
         (local / "graph.neff").write_bytes(b"neff")
