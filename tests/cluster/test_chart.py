@@ -176,6 +176,7 @@ CHECKOV_EXCEPTIONS = {
             }.items()
         },
         ("Deployment", "CKV_K8S_35"): "libraries of stores read their credentials from the environment",
+        ("StatefulSet", "CKV_K8S_35"): "vLLM reads its key from the environment",
         ("Deployment", "CKV_K8S_8"): NO_LIVENESS,
         ("StatefulSet", "CKV_K8S_8"): "followers open no port: their supervisor ends them, and the leader tells",
         ("StatefulSet", "CKV_K8S_9"): "the same",

@@ -232,7 +232,7 @@ def members(command: Local, rank: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long  # a minute of CPU; the groups of the stand-in are tested always
 @pytest.mark.timeout(600, func_only=True)
 def test_vllm_on_two_nodes_answers_as_torch_does_and_fails_as_one(
     tmp_path: Path, real: dict[str, str], expected: list[tuple[str, int]]

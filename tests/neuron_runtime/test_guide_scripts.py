@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import optimum, transformers_neuronx
+from helpers import nxdi, optimum, transformers_neuronx
 from helpers.random_model import model_config, write_random_model
 from helpers.serve_command import ServeCommand
 
@@ -160,6 +160,7 @@ MODELS = (
 
 CPU = {"VLLM_TARGET_DEVICE": "cpu"}
 ON_FAKES = {
+    "neuronx-distributed-inference": nxdi.process_environment(),
     "transformers-neuronx": transformers_neuronx.process_environment(),
     "optimum-neuron": optimum.process_environment(),
 }
@@ -195,14 +196,16 @@ def environment_of(framework: str, tmp_path: Path) -> dict[str, str]:
     return {**ON_FAKES[framework], **device}
 
 
-def python(source: str, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(
+    source: str, environment: dict[str, str], *arguments: str, seconds: int = 300
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", source, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=seconds,
     )
 
 
@@ -229,13 +232,16 @@ def test_a_script_of_the_guides_runs_unchanged_on_the_cpu(script: str, model: Pa
     [
         ("continuous batching", "transformers-neuronx"),
         pytest.param("override", "transformers-neuronx", marks=pytest.mark.long),
+        pytest.param("NxD Inference", "neuronx-distributed-inference", marks=pytest.mark.long),
+        # Four minutes: it computes a row of 4096 tokens for each prompt.
+        pytest.param("optimum", "optimum-neuron", marks=[pytest.mark.long, pytest.mark.timeout(1500)]),
     ],
 )
 def test_a_script_of_the_guides_runs_unchanged_on_its_library(
     script: str, framework: str, model: Path, tmp_path: Path
 ) -> None:
     source = VLLM + DEVICE_NODE + localized(SCRIPTS[script], model)
-    check_printed(python(source, environment_of(framework, tmp_path)), script)
+    check_printed(python(source, environment_of(framework, tmp_path), seconds=1200), script)
 
 
 def test_a_script_with_a_draft_model_is_refused_by_name(model: Path) -> None:
