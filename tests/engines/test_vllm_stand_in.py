@@ -43,12 +43,14 @@ DOCUMENT = {
 
 
 @contextlib.contextmanager
-def running(folder: Path, *arguments: str, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+def running(
+    folder: Path, *arguments: str, model: Path = MODEL, **env: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
     """The process, its address, and its termination file."""
     ended, config = folder / "ended", folder / "logging.json"
     config.write_text(json.dumps(logging_config(str(ended))))
     with free_ports() as port, (folder / "log").open("wb") as log:
-        command = [sys.executable, str(PROGRAM), "serve", str(MODEL), "--host=127.0.0.1", f"--port={port}", *arguments]
+        command = [sys.executable, str(PROGRAM), "serve", str(model), "--host=127.0.0.1", f"--port={port}", *arguments]
         variables = {**os.environ, LOGGING_VARIABLE: str(config), **env}
         process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
         try:
@@ -78,6 +80,17 @@ def is_ready(url: str) -> bool:
 def test_each_version_accepts_the_command_that_is_written_for_it(version: str, parts: dict[str, Any]) -> None:
     command = served({**DOCUMENT, **parts}, version=version, model_dir="/m", port=8000).command
     assert list(refusals(parse(list(command[1:]), version), version, {})) == []
+
+
+def test_the_plugin_with_nxdi_compiles_outside_of_the_folder_of_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / "neuron-compiled-artifacts").touch()  # as a read-only mount, which a test as root has not
+    env = {name: value.replace("/tmp", str(tmp_path)) for name, value in VERSIONS["0.16"].env.items()}
+    with running(tmp_path, model=model, FAKE_VLLM_VERSION="0.16", **env) as (process, url, _):
+        until(lambda: process.poll() is not None or is_ready(url))
+        assert process.poll() is None, (tmp_path / "log").read_text()
+    assert (tmp_path / "neuron-compiled-artifacts").is_dir()
 
 
 COMPILING = {"VLLM_NEURON_CPU_COMPILE": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}

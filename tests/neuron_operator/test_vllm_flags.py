@@ -258,6 +258,8 @@ def test_variables_are_those_of_the_version() -> None:
     for version in ON_DEVICES:
         assert variables[version]["NEURON_PLATFORM_TARGET_OVERRIDE"] == "trn2"
         assert variables[version]["NEURON_LOGICAL_NC_CONFIG"] == "2"
+        assert serve(cores, version).working_dir == "/tmp", "compilers leave files where they start"
+    assert variables["0.16"]["NEURON_COMPILED_ARTIFACTS"].startswith("/tmp/"), "or else in the model's folder"
     assert not [name for name in variables["cpu"] if "NEURON" in name]
     assert not [name for name in variables["0.29"] if name.startswith("NEURON_LIBTORCH_")]
     assert variables["0.29"]["VLLM_NEURON_BACKEND"] == "neuron_native"

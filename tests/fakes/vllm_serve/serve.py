@@ -469,6 +469,9 @@ def main(words: list[str]) -> None:
         fail(FAULTS[fault])
     if version == "0.24":
         compile_graphs(asked, os.environ)
+    if version == "0.16":
+        own = Path(asked.model_tag, "neuron-compiled-artifacts", "0" * 32)
+        Path(os.environ.get("NEURON_COMPILED_ARTIFACTS") or own).mkdir(parents=True, exist_ok=True)
     if asked.nnodes:
         server.followers = meet(asked)
     server.start_engine()

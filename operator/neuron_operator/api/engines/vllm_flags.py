@@ -93,7 +93,11 @@ VERSIONS: Mapping[str, Version] = {
                 *("MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
             }
         ),
-        env={"NEURON_COMPILE_CACHE_URL": f"{names.TMP_DIR}/neuron-compile-cache"},
+        env={
+            "NEURON_COMPILE_CACHE_URL": f"{names.TMP_DIR}/neuron-compile-cache",
+            # Without it, the plugin makes a folder in that of the model, which no pod may write.
+            names.ARTIFACT_VARIABLE: f"{names.TMP_DIR}/neuron-compiled-artifacts",
+        },
     ),
     "0.24": Version(
         release="vLLM 0.24, plugin 1.1; SDK 2.32",
@@ -168,7 +172,7 @@ TIMEOUTS = frozenset(
     }
 )
 
-FREE_ENV = TIMEOUTS | {"NEURON_SKIP_EFA_AFFINITY", "VLLM_NO_USAGE_STATS"}
+FREE_ENV = TIMEOUTS | {names.ARTIFACT_VARIABLE, "NEURON_SKIP_EFA_AFFINITY", "VLLM_NO_USAGE_STATS"}
 """Variables that the operator sets unless the manifest does."""
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -608,7 +612,7 @@ def served(
     if compiled_dir:
         env |= {**line.compiled_env, REMOTE_CACHE_VARIABLE: compiled_dir}
     # The compilers leave files where they are started.
-    return Served(command, env, free=FREE_ENV, working_dir=names.TMP_DIR if line.is_lite else "")
+    return Served(command, env, free=FREE_ENV, working_dir=names.TMP_DIR if line.settings else "")
 
 
 def _cache_size(document: Json, line: Version, cache_bytes: int, args: Sequence[str]) -> list[str]:
