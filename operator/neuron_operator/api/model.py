@@ -327,7 +327,7 @@ class Engine(SpecPart, frozen=True):
         "Whether the model is [compiled](compiling.md#in-a-cluster) before it is served. `Enabled`: a Job compiles it, "
         "and replicas start with the artifact. `Auto`: only for a backend that cannot serve without, today `nxdi`.",
         ConfigKey("compile", {"Auto": None, "Enabled": True, "Disabled": None}, compiled=True),
-        Supported("remove it: this backend compiles nothing", values=("Disabled",)),
+        Supported("remove it: for this backend a Job compiles wherever its version can", values=("Disabled",)),
         Supported("remove it: this backend serves compiled models only", values=("Enabled",), about="Disabled"),
     ] = "Auto"
     application_class: Annotated[
