@@ -6,6 +6,7 @@ Tokens are compared with those of transformers.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from neuron_runtime.artifacts.key import covered, differences
 from neuron_runtime.backend import optimum
 from neuron_runtime.backend.neuron.device import DeviceBackend
 from neuron_runtime.backend_protocol import IllegalBatch, Rank
-from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE
+from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, InvalidModel
 from neuron_runtime.config import RuntimeConfig, parse_config
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Request, Rows, Sampling
 from neuron_runtime.engine.loop import Engine
@@ -419,3 +420,36 @@ def test_a_held_device_is_waited_for(llama: Model, tmp_path: Path, monkeypatch: 
 def test_several_nodes_are_refused(llama: Model, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="one node only"):
         optimum.load_backend(llama.folder, config_of(), lambda stage, share: None, tmp_path, rank=Rank(size=2))
+
+
+# Weights that no module reads
+
+
+def with_tensors(model: Path, folder: Path, *names: str) -> Path:
+    """A copy of a model whose checkpoint has more tensors."""
+    shutil.copytree(model, folder)
+    weights = load_file(model / "model.safetensors") | {name: torch.ones(8) for name in names}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.1.self_attn.o_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "extra.weight",
+    ],
+)
+def test_a_weight_that_the_library_drops_ends_the_load(release: str, name: str, llama: Model, tmp_path: Path) -> None:
+    strange = with_tensors(llama.folder, tmp_path / "model", name, "model.layers.0.self_attn.rotary_emb.inv_freq")
+    with fake_optimum(release):
+        artifact = compiled(config_of(), strange, tmp_path / "artifact")
+        with pytest.raises(InvalidModel, match=rf"optimum-neuron does not read the tensors {re.escape(name)}, so"):
+            loaded(config_of(), strange, artifact)
+        allowed = config_of(overrideNeuronConfig={"unread_weights": [name.replace("0", "*")]})
+        check_greedy(llama, loaded(allowed, strange, artifact))
+        with pytest.raises(InvalidConfig, match=r"unread_weights: must be a list of names of tensors"):
+            optimum.check_config(config_of(overrideNeuronConfig={"unread_weights": name}))

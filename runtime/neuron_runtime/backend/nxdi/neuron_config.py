@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from neuron_runtime.backend.neuron.override import PATH, check_kind, near
+from neuron_runtime.backend.neuron.unread import UNREAD, read_unread
 from neuron_runtime.backend.nxdi.models import is_private
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import plain
@@ -21,9 +22,6 @@ SAMPLING = "on_device_sampling_config"
 
 SHARDED = "save_sharded_checkpoint"
 """Puts the weights into the artifact."""
-
-UNREAD = "unread_weights"
-"""A setting of our own, which NeuronConfig never gets: see `unread`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +212,7 @@ def read_override(override: Mapping[str, Any], application: str) -> Override:
                 for inner, one in _read_sampling(value, at).items():
                     _put(sampling, inner, one, f"{at}.{inner}")
             elif name == UNREAD:
-                if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-                    raise InvalidConfig(at, f"must be a list of names of tensors, got {value!r}")
-                unread = (*unread, *value)
+                unread = (*unread, *read_unread(value, at))
             elif name == "global_topk":
                 _put(sampling, name, _of_kind(SAMPLING_FIELDS[name], value, at), at)
             else:

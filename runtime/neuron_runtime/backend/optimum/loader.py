@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from neuron_runtime.backend.neuron.device import DeviceBackend
 from neuron_runtime.backend.neuron.devices import check_cores, exec_timeout_seconds
 from neuron_runtime.backend.neuron.failures import when_free
 from neuron_runtime.backend.neuron.installed import device_memory
+from neuron_runtime.backend.neuron.unread import HARMLESS, all_weights_read
 from neuron_runtime.backend.optimum import library
 from neuron_runtime.backend.optimum.foreign import holds_weights
 from neuron_runtime.backend.optimum.graphs import described, fitting, prepare_environment
@@ -19,6 +23,9 @@ from neuron_runtime.backend_protocol import Backend, ProgressCallback
 from neuron_runtime.checkpoint import check_tied_head, read_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
+
+_MOVED = re.compile(r"(?<=\.)(qkv_proj|o_proj)\.(?=(q_proj|k_proj|v_proj|Wqkv|o_proj)\.)")
+"""Where the library moves the parameters of attention to, before it drops what no module has."""
 
 
 def load(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path) -> Backend:
@@ -32,9 +39,19 @@ def load(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, art
     say(f"{settings.model_type} on {settings.tensor} logical cores of {target.platform.name}")
     prepare_environment(settings, target)
     progress("loading graphs and weights onto the device", 0.0)
-    model = when_free(lambda: library.load(model_dir, artifact))
+
+    def attempt() -> Any:
+        with all_weights_read(model_dir, "optimum-neuron", _lost, settings.unread_weights):
+            return library.load(model_dir, artifact)
+
+    model = when_free(attempt)
     progress("loading graphs and weights onto the device", 1.0)
     return backend_of(Application(model, settings), settings, exec_timeout_seconds())
+
+
+def _lost(dropped: Collection[str]) -> set[str]:
+    """All that is dropped, by the checkpoint's names: unlike NxD Inference, the library leaves no copies behind."""
+    return {_MOVED.sub("", name) for name in dropped if not HARMLESS.search(name)}
 
 
 def backend_of(application: Application, settings: Settings, timeout_seconds: float) -> DeviceBackend:

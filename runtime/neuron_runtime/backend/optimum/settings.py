@@ -13,6 +13,7 @@ from typing import Any
 from neuron_runtime.backend.neuron.devices import TIMEOUT_SHARE, Target
 from neuron_runtime.backend.neuron.model_config import dtype_of, number_of
 from neuron_runtime.backend.neuron.override import PATH, check_kind, near
+from neuron_runtime.backend.neuron.unread import UNREAD, read_unread
 from neuron_runtime.backend.optimum.models import OptimumFamily, family_of, window_of
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket, SamplingMode
@@ -61,6 +62,9 @@ class Settings:
     """Candidates that the device samples from; 0 without sampling on the device."""
     vocabulary_size: int
     override: Mapping[str, Any]
+    """What is passed on to NxDNeuronConfig."""
+    unread_weights: tuple[str, ...] = ()
+    """Patterns of names of tensors that may stay unread; no part of a graph."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -95,8 +99,11 @@ def check_override(override: Mapping[str, Any]) -> None:
         at = f"{PATH}.{key}"
         if key in OURS:
             problems.add(at, f"is decided by {OURS[key]}: set that")
+        elif key == UNREAD:
+            with problems.collecting():
+                read_unread(value, at)
         elif key not in OVERRIDES:
-            problems.add(at, f"is not passed on to optimum-neuron{near(key, OVERRIDES)}: leave it out")
+            problems.add(at, f"is not passed on to optimum-neuron{near(key, [*OVERRIDES, UNREAD])}: leave it out")
         else:
             with problems.collecting():
                 check_kind(OVERRIDES[key], float(value) if _is_count_for(OVERRIDES[key], value) else value, at)
@@ -149,7 +156,8 @@ class _Derivation:
             sampling=sampling,
             max_topk=min(topk, vocabulary_size) if sampling == "Device" else 0,
             vocabulary_size=vocabulary_size,
-            override=dict(config.override_neuron_config),
+            override={key: value for key, value in config.override_neuron_config.items() if key != UNREAD},
+            unread_weights=tuple(config.override_neuron_config.get(UNREAD, ())),
         )
 
     def _length(self) -> int:

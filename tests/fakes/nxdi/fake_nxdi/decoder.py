@@ -88,6 +88,7 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in found.items()}
 
 
+DROPPED = "Removing redundant keys from checkpoint: "
 COPIED = {
     **{f"self_attn.{one}_proj": f"self_attn.qkv_proj.{one}_proj" for one in "qkv"},
     "self_attn.o_proj": "self_attn.o_proj.o_proj",
@@ -95,9 +96,9 @@ COPIED = {
 """Parameters that the library copies under another name."""
 
 
-def preprocess(config: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the decoder reads of a checkpoint. As the library does, it says what it drops, copies too."""
-    shape, norms = shape_of(config), ("input_layernorm", "post_attention_layernorm")
+def parameters(shape: Shape, config: Any) -> set[str]:
+    """Names of what the decoder reads of a checkpoint."""
+    norms = ("input_layernorm", "post_attention_layernorm")
     mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     biased: list[str] = [*COPIED] if getattr(config, "attention_bias", False) else []
     biased += mlp if getattr(config, "mlp_bias", False) else ()
@@ -108,16 +109,26 @@ def preprocess(config: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, to
     modules = (*norms, *COPIED, *mlp)
     read = {"embed_tokens.weight", "norm.weight", "lm_head.weight"}
     read |= {f"layers.{number}.{one}.weight" for number in range(shape.layers) for one in modules}
-    read |= {f"layers.{number}.{one}.bias" for number in range(shape.layers) for one in biased}
-    dropped = []
+    return read | {f"layers.{number}.{one}.bias" for number in range(shape.layers) for one in biased}
+
+
+def moved(name: str) -> str:
+    """Where the library puts a parameter."""
+    module, _, parameter = name.rpartition(".")
+    layer, _, inner = module.removeprefix("layers.").partition(".")
+    return f"layers.{layer}.{COPIED[inner]}.{parameter}" if inner in COPIED else name
+
+
+def preprocess(config: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the decoder reads of a checkpoint. As the library does, it says what it drops, copies too."""
+    read, dropped = parameters(shape_of(config), config), []
     for name in checkpoint:
-        module, _, parameter = name.rpartition(".")
-        layer, _, inner = module.removeprefix("layers.").partition(".")
-        if name not in read or inner in COPIED or inner.endswith(("q_norm", "k_norm")):
+        is_copied = moved(name) != name
+        if name not in read or is_copied or name.rpartition(".")[0].endswith(("q_norm", "k_norm")):
             dropped.append(name)
-        if name not in read and inner in COPIED:
-            dropped.append(f"layers.{layer}.{COPIED[inner]}.{parameter}")
-    warnings.warn(f"Removing redundant keys from checkpoint: {dropped}", stacklevel=1)
+        if name not in read and is_copied:
+            dropped.append(moved(name))
+    warnings.warn(f"{DROPPED}{dropped}", stacklevel=1)
     return {name: tensor for name, tensor in checkpoint.items() if name in read}
 
 

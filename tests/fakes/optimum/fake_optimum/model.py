@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import fake_nxdi
 import torch
 import torch.nn.functional as F
 from fake_nxdi import device, platform
-from fake_nxdi.decoder import read_checkpoint
+from fake_nxdi.decoder import DROPPED, moved, parameters, read_checkpoint
 from transformers import AutoConfig
 
 from fake_optimum.config import NeuronConfig
@@ -109,7 +110,7 @@ class NeuronModelForCausalLM:
         if graphs["neuron"] != neuron.to_dict():
             raise RuntimeError("shapes of the graphs are not those of neuron_config.json")
         model = cls(config, neuron)
-        model.program = Program(shape_of(config), neuron, _weights(Path(model_id), neuron))
+        model.program = Program(shape_of(config), neuron, _weights(Path(model_id), neuron, config))
         device.DEVICE.take(neuron.tp_degree, model.program.num_bytes // neuron.tp_degree)
         return model
 
@@ -174,11 +175,16 @@ class NeuronModelForCausalLM:
         return (outputs if undo is None else outputs[undo])[:rows]
 
 
-def _weights(folder: Path, neuron: NeuronConfig) -> dict[str, torch.Tensor]:
+def _weights(folder: Path, neuron: NeuronConfig, config: Any) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     if not (folder / "checkpoint").is_dir():
-        return read_checkpoint(folder)
+        found = read_checkpoint(folder)
+        read = parameters(shape_of(config), config)
+        # The library moves what it reads, adds ranks of its own, and says what no module has.
+        dropped = [*(moved(name) for name in found if name not in read), "rank_util.rank"]
+        warnings.warn(f"{DROPPED}{dropped}", stacklevel=1)
+        return {name: tensor for name, tensor in found.items() if name in read}
     parts = [load_file(folder / SHARDS.format(rank=rank)) for rank in range(neuron.tp_degree)]
     return parts[0]  # each has all, since all ranks compute the same here
 
