@@ -135,7 +135,11 @@ def test_an_engine_process_outlives_the_thread_that_made_it() -> None:
 @pytest.mark.parametrize(
     ("ending", "code", "printed"),
     [
-        ("print(len(llm.generate('The', SamplingParams(max_tokens=4))[0].outputs[0].token_ids))", 0, ["4"]),
+        (
+            "print(len(llm.generate('The', SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids))",
+            0,
+            ["4"],
+        ),
         ("raise SystemExit(3)", 3, []),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, []),
         ("import os; os.fork() or sys.exit(0); os.wait(); print(len(llm.generate('The')))", 0, ["1"]),
