@@ -147,3 +147,12 @@ def test_each_way_in_which_it_fails_says_why(told: Told) -> None:
         assert "than requested memory for kv" in story.until_reason("blocks", "DeviceOutOfMemory")["message"]
         assert "its memory limit is 1Gi" in story.until_reason("limit", "DeviceOutOfMemory")["message"]
         assert "Address already in use" in story.until_reason("port", "CrashLoop")["message"]
+    with story.stage("a slow load"):
+        for name in ("flag", "blocks", "limit", "port"):
+            story.kubectl("delete", "neuronmodel", name)
+        # A start takes 50 s of CPU.
+        story.apply(served("chat", "vllm", limits={"cpu": "400m"}))
+        assert "loading the model" in story.until_reason("chat", "Loading")["message"]
+        story.until_ready(1)
+        (pod,) = story.ready_pods()
+        assert pod["status"]["containerStatuses"][0]["restartCount"] == 0
