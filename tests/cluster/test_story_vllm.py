@@ -135,24 +135,27 @@ def replace(story: Story, edited: Any) -> None:
 def test_each_way_in_which_it_fails_says_why(told: Told) -> None:
     story = told.story
     with story.stage("failures"):
-        story.apply(served("flag", "vllm", "--no-such-flag"))
-        story.apply(served("blocks", "vllm", numBlocks=4_000_000))
-        story.apply(served("limit", "vllm", limits={"memory": "1Gi"}))
         story.apply(served("port", "vllm"))
         story.kubectl("wait", "--for=create", "deployment/port", WAITING)
         holder = {"name": "holder", "image": told.client, "command": ["python", "-c", HOLD_THE_PORT]}
         patch = {"spec": {"template": {"spec": {"containers": [{**holder, "imagePullPolicy": "Never"}]}}}}
         story.kubectl("patch", "deployment", "port", "--type=strategic", "-p", json.dumps(patch))
+        # Soon: the pod of before the patch will answer.
+        assert "Address already in use" in story.until_reason("port", "CrashLoop")["message"]
+        story.kubectl("delete", "neuronmodel", "port")
+        story.apply(served("flag", "vllm", "--no-such-flag"))
+        story.apply(served("blocks", "vllm", numBlocks=4_000_000))
+        story.apply(served("limit", "vllm", limits={"memory": "1Gi"}))
         assert "unrecognized arguments: --no-such-flag" in story.until_reason("flag", "InvalidEngineConfig")["message"]
         assert "than requested memory for kv" in story.until_reason("blocks", "DeviceOutOfMemory")["message"]
         assert "its memory limit is 1Gi" in story.until_reason("limit", "DeviceOutOfMemory")["message"]
-        assert "Address already in use" in story.until_reason("port", "CrashLoop")["message"]
     with story.stage("a slow load"):
-        for name in ("flag", "blocks", "limit", "port"):
+        for name in ("flag", "blocks", "limit"):
             story.kubectl("delete", "neuronmodel", name)
         # A start takes 50 s of CPU.
         story.apply(served("chat", "vllm", limits={"cpu": "400m"}))
-        assert "loading the model" in story.until_reason("chat", "Loading")["message"]
+        is_loading = "has been loading the model since"
+        story.until("loading", lambda: is_loading in story.condition("chat", "Ready")["message"])
         story.until_ready(1)
         (pod,) = story.ready_pods()
         assert pod["status"]["containerStatuses"][0]["restartCount"] == 0
