@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from kubernetes.utils.quantity import parse_quantity
@@ -44,6 +45,7 @@ from helpers.operators import (
     served,
     without_versions,
 )
+from helpers.ports import free_ports
 from helpers.quotas import delete_quota, set_quota
 from neuron_operator.__main__ import main
 from neuron_operator.api import names
@@ -69,7 +71,7 @@ from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import MAX_OWNERS, is_shared, owners_of
 from neuron_operator.read.world import Decision, Settings, World
 from neuron_operator.run import handlers
-from neuron_operator.run.process import Operator, check_installed
+from neuron_operator.run.process import Operator, check_installed, serving
 from neuron_operator.run.settings import RunSettings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -1806,33 +1808,57 @@ async def test_with_roles_in_its_namespaces_the_operator_lacks_only_the_nodes(
         await eventually(lambda: may_write_services(server))
 
 
+@pytest.mark.parametrize("is_alone", [False, True], ids=["one of two", "the only one"])
 async def test_a_namespace_that_loses_its_role_leaves_the_others_alone_and_comes_back_with_it(
-    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: ApiServer,
+    namespace: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_alone: bool,
 ) -> None:
     """As one that was deleted and made again."""
     for module in (client_module, handlers):
         monkeypatch.setattr(module, "WATCH_SECONDS", 2)
     monkeypatch.setattr(handlers, "BACKOFF_SECONDS", (0.5, 0.5))
     gone, resource = Namespace(server), BY_KIND["Service"]
+    spaces = [gone] if is_alone else [namespace, gone]
     role = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{gone.name}/rolebindings/{OPERATOR_ACCOUNT}-models"
-    grant(server, namespaces=[namespace.name, gone.name])
+    grant(server, namespaces=[one.name for one in spaces])
     try:
         await eventually(lambda: server.may(OPERATOR_USER, "create", "services", namespace=gone.name))
-        settings = run_settings("--watch-namespaces", f"{namespace.name},{gone.name}")
-        async with client_of(server) as client, operating(client, settings):
-            for one in (namespace, gone):
-                one.put_model()
-            await eventually(lambda: namespace.list(resource) and gone.list(resource))
-            server.call("DELETE", role)
-            told = f"permission to watch services in namespace {gone.name} was withdrawn"
-            await eventually(lambda: told in caplog.text)
-            await asyncio.sleep(4.0)
-            namespace.put_model("second")
-            gone.put_model("second")
-            await eventually(lambda: len(namespace.list(resource)) == 2, about=namespace.list_all)
-            assert len(gone.list(resource)) == 1
-            grant(server)
-            await eventually(lambda: len(gone.list(resource)) == 2, about=gone.list_all)
+        settings = run_settings("--watch-namespaces", ",".join(one.name for one in spaces))
+        with free_ports(1) as port:
+            async with (
+                client_of(server) as client,
+                operating(client, settings) as operator,
+                serving(operator, operator.metrics, "127.0.0.1", port),
+                aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+            ):
+
+                async def state() -> tuple[int, str, float | None]:
+                    async with http.get("/readyz") as answer:
+                        count = operator.metrics.registry.get_sample_value("neuron_operator_refused_namespaces")
+                        return answer.status, await answer.text(), count
+
+                for one in spaces:
+                    one.put_model()
+                await eventually(lambda: all(one.list(resource) for one in spaces))
+                assert await state() == (200, "leading: True\n", 0)
+                server.call("DELETE", role)
+                told = f"permission to watch services in namespace {gone.name} was withdrawn"
+                await eventually(lambda: told in caplog.text)
+                await asyncio.sleep(4.0)
+                lost = f"leading: True\nmay not be watched: {gone.name}\n"
+                assert await state() == (503 if is_alone else 200, lost, 1)
+                for one in spaces:
+                    one.put_model("second")
+                if not is_alone:
+                    await eventually(lambda: len(namespace.list(resource)) == 2, about=namespace.list_all)
+                assert len(gone.list(resource)) == 1
+                grant(server)
+                await eventually(lambda: len(gone.list(resource)) == 2, about=gone.list_all)
+                await eventually(lambda: not operator.refused)
+                assert await state() == (200, "leading: True\n", 0)
     finally:
         grant(server)
         await eventually(lambda: may_write_services(server))

@@ -169,6 +169,8 @@ class Cache:
     def __post_init__(self) -> None:
         self.synced = asyncio.Event()
         """Set permanently once the cache has had all objects."""
+        self.is_refused = False
+        """Whether the right to list or watch was withdrawn."""
         self._num_failures = 0
         self._objects: dict[Key, _Kept] = {}
         self._by_model: dict[Key, dict[Key, _Kept]] = defaultdict(dict)
@@ -206,13 +208,14 @@ class Cache:
             hold_seconds = 0.0
             try:
                 await self._turn()
-                self._num_failures, is_told = 0, False
+                self._num_failures, is_told, self.is_refused = 0, False, False
                 continue
             except Gone as fault:
                 logger.debug("%s", fault)
             except Forbidden:
                 if not self.synced.is_set():
                     raise
+                self.is_refused = True
                 where = f" in namespace {self.namespace}" if self.namespace else ""
                 level = logging.DEBUG if is_told else logging.WARNING
                 logger.log(level, "permission to watch %s%s was withdrawn", self.resource.plural, where)
@@ -299,6 +302,7 @@ class Reflector(Cache):
             listed.add(key_of_model(obj))
             self._put(obj)
         self._drop_unlisted(listed, self._reached)
+        self.is_refused = False
         self.synced.set()
 
     async def _follow(self) -> None:
@@ -358,6 +362,7 @@ class Models(Cache):
     async def _turn(self) -> None:
         page = await self.client.list(NAMES, self.namespace)
         self._listed = {key_of_model(model) for model in page.items}
+        self.is_refused = False
         self._drop_unlisted(self._listed, int(page.resource_version))
         self._check_synced()
         with contextlib.suppress(TimeoutError):
@@ -442,6 +447,11 @@ class Caches:
     @property
     def is_synced(self) -> bool:
         return all(cache.synced.is_set() for cache in self._all())
+
+    @property
+    def refused(self) -> Set[str]:
+        """The namespaces of which something may not be watched any more; empty text: the cluster."""
+        return {cache.namespace or "" for cache in self._all() if cache.is_refused}
 
     async def wait_synced(self) -> None:
         """No pass may run earlier: objects that are not listed yet would look deleted."""

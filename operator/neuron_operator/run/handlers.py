@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from itertools import chain, repeat
 from typing import Any, cast
 
@@ -35,10 +35,9 @@ PAGE_SIZE = 20
 MAX_NOTE_BYTES = 1024
 """The API server refuses an Event with a longer message."""
 BACKOFF_SECONDS = (1, 1, 2, 3, 5, 8, 13, 21)
-"""Before kopf repeats a request that was answered with 403, 429 or 5xx; then it ends, unless it watches several
-namespaces: of a deleted one the Role is gone, too, and the others are looked after. What was not answered, it repeats
-without end."""
-_FINAL = {401: Forbidden, 403: Forbidden, 404: NotFound}
+"""Before kopf repeats a request that was not answered, or with 403, 429 or 5xx; the last of them again and again. With
+a deleted namespace the Role in it is gone, too, and may come back."""
+_FINAL = {401: Forbidden, 404: NotFound}
 """Faults that no time cures, by the status of the API server's answer."""
 
 
@@ -69,6 +68,12 @@ class _WithoutEnd:
         return chain(BACKOFF_SECONDS, repeat(BACKOFF_SECONDS[-1]))
 
 
+def _is_first_attempt(record: logging.LogRecord) -> bool:
+    """Kopf logs each attempt of a request, and there is no last one."""
+    text = record.getMessage()
+    return not text.startswith("Request attempt #") or text.startswith("Request attempt #1 ")
+
+
 class _NoDiffs(kopf.DiffBaseStorage):
     """Nothing compares a model with its earlier self, which kopf would otherwise copy for each event."""
 
@@ -95,7 +100,7 @@ async def run_kopf(
     """Run `work` until SIGTERM or SIGINT, or until it ends by itself, and deliver the NeuronModels of `namespaces`
     (none: of all).
 
-    Raises what `work` raises, ClusterFault if kopf fails or may not watch (of several namespaces it tries on).
+    Raises what `work` raises, ClusterFault if kopf fails or may not log in; while it may not watch, it tries on.
     """
     registry = kopf.OperatorRegistry()
     ended = asyncio.Event()
@@ -147,12 +152,13 @@ async def run_kopf(
 
     logging.getLogger("kopf").setLevel(logging.WARNING)
     logging.getLogger("kopf._core.reactor").setLevel(logging.CRITICAL)  # tracebacks of what is raised below
-    # Kopf logs each attempt. Where these have no end, the reflectors say once what may not be watched.
-    logging.getLogger("kopf._cogs.clients").setLevel(logging.CRITICAL if len(namespaces) > 1 else logging.NOTSET)
+    for of_requests in ("kopf._core.reactor.observation", "kopf._cogs.clients.watching"):
+        logging.getLogger(of_requests).setLevel(logging.WARNING)
+        logging.getLogger(of_requests).addFilter(_is_first_attempt)
     try:
         await kopf.operator(
             registry=registry,
-            settings=_settings(identity, silence_seconds, _WithoutEnd() if len(namespaces) > 1 else BACKOFF_SECONDS),
+            settings=_settings(identity, silence_seconds),
             standalone=True,
             clusterwide=not namespaces,
             namespaces=namespaces,
@@ -169,12 +175,12 @@ async def run_kopf(
         working[0].result()
 
 
-def _settings(identity: str, silence_seconds: float, backoffs: Iterable[float]) -> kopf.OperatorSettings:
+def _settings(identity: str, silence_seconds: float) -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True
     settings.networking.request_timeout = REQUEST_SECONDS
     settings.networking.connect_timeout = CONNECT_SECONDS
-    settings.networking.error_backoffs = backoffs
+    settings.networking.error_backoffs = _WithoutEnd()
     settings.watching.server_timeout = WATCH_SECONDS
     settings.watching.inactivity_timeout = silence_seconds
     settings.watching.chunk_size = PAGE_SIZE

@@ -62,6 +62,12 @@ class Metrics:
             "only the leader counts them.",
             registry=self.registry,
         )
+        self.refused_namespaces = Gauge(
+            "neuron_operator_refused_namespaces",
+            "Namespaces that this operator may not watch, such as deleted ones; without watchNamespaces, 1 if it lacks "
+            "a right in the cluster.",
+            registry=self.registry,
+        )
         self.upgrades = Gauge(
             "neuron_operator_upgrades",
             "NeuronModels that move to a newer runtime image by themselves, by state: Waiting, Running, Failed (which "

@@ -13,7 +13,7 @@ import logging
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime
@@ -77,6 +77,8 @@ class Operator:
     connect_lease: Connect | None = None
     """Opens a connection for the Lease, which is then kept on a thread of its own; None: on this event loop, through
     `client`."""
+    left_out: Set[str] = frozenset()
+    """Namespaces that could not be watched at the start."""
     decide: Decide = decide
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
@@ -110,6 +112,7 @@ class Operator:
         metrics.queue_depth.set_function(lambda: len(self._queue or ()))
         metrics.report_models(self._own_models)
         metrics.foreign_namespaces.set_function(self._count_foreign)
+        metrics.refused_namespaces.set_function(lambda: len(self.refused))
         for upgrade in UPGRADES:
             metrics.upgrades.labels(upgrade).set_function(partial(self._count_upgrades, upgrade))
 
@@ -127,6 +130,16 @@ class Operator:
     @property
     def is_leading(self) -> bool:
         return self._queue is not None
+
+    @property
+    def refused(self) -> Set[str]:
+        """The namespaces that may not be watched; empty text: the cluster."""
+        return self.left_out | self.caches.refused
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the caches are filled, and may be kept up to date for some namespace."""
+        return self.caches.is_synced and not set(self.settings.watch_namespaces or ("",)) <= self.refused
 
     def wake(self, key: Key, version: Version | None = None) -> None:
         """`version`: of an object that changed."""
@@ -258,7 +271,9 @@ async def serving(operator: Operator, metrics: Metrics, host: str, *ports: int) 
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        return web.Response(text=f"leading: {operator.is_leading}\n", status=200 if operator.caches.is_synced else 503)
+        refused = ", ".join(sorted(where or "the cluster" for where in operator.refused))
+        text = f"leading: {operator.is_leading}\n" + (f"may not be watched: {refused}\n" if refused else "")
+        return web.Response(text=text, status=200 if operator.is_ready else 503)
 
     async def exposition(request: web.Request) -> web.Response:
         names = request.query.getall("name[]", [])
@@ -296,7 +311,7 @@ async def run(settings: RunSettings) -> None:
         refused = frozenset(settings.watch_namespaces) - set(watched)
         settings = replace(settings, watch_namespaces=watched)
         poster = Poster()
-        operator = Operator(cluster, settings, metrics, post=poster.post, connect_lease=connected)
+        operator = Operator(cluster, settings, metrics, post=poster.post, connect_lease=connected, left_out=refused)
 
         async def work() -> None:
             ports = settings.http_port, settings.health_port
