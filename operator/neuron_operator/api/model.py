@@ -167,6 +167,52 @@ class Parallelism(SpecPart, frozen=True):
     ] = None
 
 
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Adapters(SpecPart, frozen=True):
+    """What the model can hold of [adapters](adapters.md). Without `maxActive` it serves none."""
+
+    RULES = (
+        Rule(
+            "maxRank, targets and maxLoaded require maxActive",
+            lambda self: self.max_active is not None or self == Adapters(),
+            "has(self.maxActive) || !(has(self.maxRank) || has(self.maxLoaded) || "
+            "(has(self.targets) && self.targets.size() > 0))",
+        ),
+        Rule(
+            "maxLoaded must be at least maxActive",
+            lambda self: self.max_loaded is None or (self.max_active or 0) <= self.max_loaded,
+            "!has(self.maxLoaded) || !has(self.maxActive) || self.maxActive <= self.maxLoaded",
+        ),
+    )
+
+    max_active: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        "Adapters that running requests may use at the same time. Each takes memory, whether it is used or not.",
+        ConfigKey("adapters.maxActive", compiled=True),
+    ] = None
+    max_rank: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        "The largest rank of an adapter; by default 16.",
+        ConfigKey("adapters.maxRank", compiled=True),
+    ] = None
+    targets: Annotated[
+        tuple[Target, ...],
+        Meta(max_length=7),
+        "The projections that adapters may change; by default all of these: `q_proj`, `k_proj`, `v_proj`, `o_proj`, "
+        "`gate_proj`, `up_proj`, `down_proj`.",
+        unique(),
+        ConfigKey("adapters.targets", {(): None}, compiled=True),
+    ] = ()
+    max_loaded: Annotated[
+        Annotated[int, Meta(ge=1, le=65_536)] | None,
+        "Adapters whose weights a replica keeps in memory, at least `maxActive`; by default as many as may be active. "
+        "Others are read again when they are needed.",
+        ConfigKey("adapters.maxLoaded"),
+    ] = None
+
+
 class Serving(SpecPart, frozen=True):
     """Limits and modes of the engine, and how the model is served over HTTP."""
 
@@ -275,6 +321,7 @@ class Serving(SpecPart, frozen=True):
         ConfigKey("server.accessLog", {"Enabled": None, "Disabled": False}),
     ] = "Enabled"
     api_key_secret_ref: ApiKeySecret | None = None
+    adapters: Annotated[Adapters, Supported("remove it: with this backend a model serves no adapters")] = Adapters()
 
 
 class PodField(SpecPart, frozen=True):
