@@ -9,6 +9,7 @@ codes).
     ├── Overloaded            client, later: 429 with Retry-After
     ├── Draining              load balancer: 503, Connection: close
     ├── BackendFailed         platform: 503, not ready
+    │   ├── AdapterNotReady   client, later: 503 for this adapter alone
     │   └── FormBroken        platform: 503, although the engine is ready
     └── FatalError            the process exits with `exit_code`; the record has reason and message
         └── InvalidConfig     deployer: exit 2 with the field, before the port opens
@@ -134,6 +135,12 @@ class BackendFailed(ServingError):
     """The device (or the process that owned it) failed while this request was in flight."""
 
     code = "not_ready"
+
+
+class AdapterNotReady(BackendFailed):
+    """The adapter that the request asks for is not loaded yet, or cannot be."""
+
+    code = "adapter_not_ready"
 
 
 class FormBroken(BackendFailed):

@@ -20,6 +20,7 @@ from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.conversion import typed
 from neuron_runtime.requests.generation_defaults import GenerationDefaults
 from neuron_runtime.requests.sampling_fields import SamplingFields
+from neuron_runtime.requests.targets import Targets
 from neuron_runtime.text.chat_template import ChatTemplate
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -36,7 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def admission(tokenizer: Tokenizer, limits: Any = LIMITS, defaults: GenerationDefaults = DEFAULTS) -> Admission:
-    return Admission(tokenizer, limits, ("m",), defaults.served(limits), 4)
+    return Admission(tokenizer, limits, Targets(("m",)), defaults.served(limits), 4)
 
 
 def completion(**fields: Any) -> CompletionBody:

@@ -36,6 +36,7 @@ from neuron_runtime.requests.conversion import typed
 from neuron_runtime.requests.generation_defaults import load_generation_defaults
 from neuron_runtime.requests.parameters import check_parameter_served, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
+from neuron_runtime.requests.targets import Targets
 from neuron_runtime.requests.tools import is_forced
 from neuron_runtime.text.tokenizer import load_tokenizer
 
@@ -114,7 +115,12 @@ class LLM:
         for notice in defaults.notices:
             say(notice)
         self._admission = Admission(
-            tokenizer, limits, config.served_names, defaults, max_queued_requests=sys.maxsize, cuts_max_tokens=True
+            tokenizer,
+            limits,
+            Targets(config.served_names),
+            defaults,
+            max_queued_requests=sys.maxsize,
+            cuts_max_tokens=True,
         )
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311
         self._ids = itertools.count()

@@ -35,6 +35,7 @@ from neuron_runtime.processes.control import EngineEnded, EngineStalled, EngineS
 from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
+from neuron_runtime.requests.targets import Targets
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.edge import Edge
@@ -110,6 +111,7 @@ class FrontEnd:
         self.config = config
         self.has_keys = api_key_file is not None
         self.metrics = Metrics(config.served_names[0])
+        self.targets = Targets(config.served_names)
         self.gate = Gate()
         self.bodies = Bodies(config.server.max_body_bytes)
         self.client = EngineClient(
@@ -244,7 +246,7 @@ class FrontEnd:
         self._admission = Admission(
             text.tokenizer,
             limits,
-            names,
+            self.targets,
             defaults,
             max_queued_requests=self._ready.queue.max_requests,
             max_queued_tokens=self._ready.queue.max_tokens,

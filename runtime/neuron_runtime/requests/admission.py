@@ -25,6 +25,7 @@ from neuron_runtime.requests.parameters import NO_NAMES, Names, check_parameter_
 from neuron_runtime.requests.prompts import Echo, Prompt, PromptField, Prompts, context_length_exceeded, each_prompt
 from neuron_runtime.requests.sampling import Sampler
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from neuron_runtime.requests.targets import Target, Targets
 from neuron_runtime.requests.token_ids import check_token_ids
 from neuron_runtime.requests.tools import ToolUse, tool_use
 from neuron_runtime.text.reasoning import Marks, ReasoningSplitter
@@ -52,6 +53,7 @@ class Ask:
     prompts: tuple[tuple[int, ...], ...]
     sampling: tuple[Sampling, ...]
     """Per prompt; the `n` answers use it with `choice` 0 to n-1."""
+    target: Target
     num_choices: int = 1
     echoes: tuple[Echo, ...] = ()
     """Per prompt, if answers repeat it; else empty."""
@@ -84,7 +86,7 @@ class Admission:
 
     tokenizer: Tokenizer
     limits: BackendLimits
-    served_names: tuple[str, ...]
+    targets: Targets
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     max_queued_requests: int = 0
     max_queued_tokens: int = sys.maxsize
@@ -96,13 +98,6 @@ class Admission:
     """How the model marks its reasoning; None: reasoning stays in the text."""
     tool_format: ToolFormat | None = None
     """How the model writes calls of tools; None: not known."""
-
-    def check_model(self, name: str | None) -> None:
-        """Raises InvalidRequest (404) for an unknown model name; none or an empty one means the served model."""
-        if name and name not in self.served_names:
-            known = ", ".join(self.served_names)
-            message = f"the model `{name}` does not exist; served models: {known}"
-            raise InvalidRequest(message, field="model", status=404, code="model_not_found")
 
     def completion(self, prompt: PromptField, options: CompletionOptions) -> Ask:
         """Raises InvalidRequest."""
@@ -160,7 +155,7 @@ class Admission:
 
     def chat_tokens(self, chat: Chat) -> tuple[int, ...]:
         """The tokens of a chat, however many. Raises InvalidRequest."""
-        self.check_model(chat.options.model)
+        self.targets.of(chat.options.model)
         adds_special = chat.options.add_special_tokens is True
         return self._prompts.read(self.chat_text(chat), adds_special, None, chat.names["messages"]).token_ids
 
@@ -192,7 +187,7 @@ class Admission:
 
     def _check_common(self, options: Generate, names: Names) -> None:
         """Checks that need no tokenization."""
-        self.check_model(options.model)
+        self.targets.of(options.model)
         check_served(options, self.limits, names)
         if options.prompt_logprobs is not None and options.stream:
             raise InvalidRequest.at("prompt_logprobs", "cannot be streamed: leave out `stream`")
@@ -245,6 +240,7 @@ class Admission:
         return Ask(
             prompts=tuple(prompt.token_ids for prompt in prompts),
             sampling=tuple(replace(sampling, max_tokens=max_tokens) for max_tokens in lengths),
+            target=self.targets.of(options.model),
             num_choices=num_choices,
             details=None if replace(details, tokens_as_token_ids=False) == Details() else details,
             stop=_stops(options.stop, names["stop"]),

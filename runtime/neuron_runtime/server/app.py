@@ -48,6 +48,7 @@ from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.errors import InvalidRequest, ServingError
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.conversion import Body
+from neuron_runtime.requests.targets import Target, Targets
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
@@ -97,6 +98,7 @@ class State(Protocol):
 
     client: EngineClient
     metrics: Metrics
+    targets: Targets
     gate: Gate
     bodies: Bodies
     config: RuntimeConfig
@@ -257,23 +259,20 @@ class Routes:
         admission = self._admission()
 
         def answer(body: DetokenizeBody) -> Response:
-            admission.check_model(body.model)
+            admission.targets.of(body.model)
             admission.check_token_ids(body.tokens, "tokens")
             return _json(Detokenized(admission.tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
         return await self._parsed(request, DetokenizeBody, answer)
 
     async def models(self, request: Request) -> Response:
-        return _json(ModelList(data=[self._model(name) for name in self._state.config.served_names]))
+        return _json(ModelList(data=[self._model(name, target) for name, target in self._state.targets]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if not name:
             return await self.models(request)
-        if name not in self._state.config.served_names:
-            message = f"the model `{name}` does not exist"
-            raise InvalidRequest(message, field="model", status=404, code="model_not_found")
-        return _json(self._model(name))
+        return _json(self._model(name, self._state.targets.of(name)))
 
     @cached_property
     def _versions(self) -> Version:
@@ -313,7 +312,6 @@ class Routes:
 
     async def _generate(self, request: Request, api_of: Callable[[bytes], Api]) -> Response:
         state, admission = self._state, self._admission()
-        model = state.config.served_names[0]
         state.client.check_ready()
 
         def answer(raw: bytes) -> tuple[LiveGeneration, Writer]:
@@ -321,12 +319,12 @@ class Routes:
             body = parse_body(raw, api.body)
             ask = api.admit(admission, body)
             generation = LiveGeneration(ask, state.client, state.metrics, admission.tokenizer)
-            return generation, api.writer(model, generation, body)
+            return generation, api.writer(ask.target.name, generation, body)
 
         with state.gate.running():
             generation, writer = await self._read(request, answer)
         exchange = exchange_of(request.scope)
-        exchange.generation, exchange.model = generation, model
+        exchange.generation, exchange.model = generation, generation.ask.target.name
         return GenerationResponse(writer, generation, state.gate.running())
 
     def _admission(self) -> Admission:
@@ -334,8 +332,9 @@ class Routes:
         self._state.gate.check_admits()
         return self._state.admission()
 
-    def _model(self, name: str) -> Model:
-        model = Model(id=name, created=self._started, root=self._state.config.served_names[0])
+    def _model(self, name: str, target: Target) -> Model:
+        created = self._started if target.created is None else target.created
+        model = Model(id=name, created=created, root=target.root, parent=target.parent)
         try:
             limits = self._state.admission().limits
         except ServingError:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from neuron_runtime.apis.objects import Count, Created, ModelName, Positive, TokenId
+from neuron_runtime.apis.objects import Count, Created, Positive, TokenId
 from neuron_runtime.core import SamplingMode
 
 
@@ -27,14 +27,14 @@ class ModelSampling(msgspec.Struct, kw_only=True):
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """A served name. All names refer to the same model."""
+    """A served name: of the base model, or of an adapter on it."""
 
     id: Annotated[str, "The name, as `model` of a request."]
     object: Annotated[Literal["model"], "The kind of object."] = "model"
     created: Created
     owned_by: Annotated[str, "Always `neuron-serving`."] = "neuron-serving"
-    root: ModelName
-    parent: Annotated[None, "Always null."] = None
+    root: Annotated[str, "The first served name; of an adapter, where it was loaded from."]
+    parent: Annotated[str | None, "The base model of an adapter, else null."] = None
     max_model_len: Annotated[
         Positive | UnsetType, "Maximum tokens of prompt plus output; absent until the model is ready."
     ] = UNSET

@@ -187,7 +187,7 @@ def admitted_chat(admission: Admission, body: ChatBody) -> Ask:
 
 def tokens_of(admission: Admission, body: TokenizeBody) -> tuple[int, ...]:
     """Raises InvalidRequest."""
-    admission.check_model(body.model)
+    admission.targets.of(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("exactly one of `prompt` and `messages` is required", field="prompt")
     if body.prompt is not None:
