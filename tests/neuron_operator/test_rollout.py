@@ -33,6 +33,7 @@ from helpers.operator_worlds import (
 from helpers.operator_worlds import settle as at_rest
 from neuron_operator.api import names
 from neuron_operator.api.reasons import Need, Trial
+from neuron_operator.decide import pin
 from neuron_operator.decide.course import decide
 from neuron_operator.read.views import observe
 from neuron_operator.read.world import Decision, FreeDevices, NodeDevices, Object, World
@@ -419,6 +420,17 @@ def rolling_world(deadline: int = 100, *, exit_code: int = 1, restarts: int = 3,
     deployment = find(world.children, "Deployment")
     new = serving_pod(deployment, "new-1", state=waiting, last=crashed, restarts=restarts, conditions=[scheduled])
     return settle(replace(world, pods=(world.pods[0], new)))[0]
+
+
+@pytest.mark.parametrize(("deadline", "is_over"), [(3600, False), (3601, True)], ids=["by default", "by the manifest"])
+def test_the_deadline_is_no_sooner_by_default_than_the_end_of_a_start(
+    deadline: int, is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pin, "start_seconds", lambda *_: 7200)
+    world = rolling_world(deadline)
+    wanted = revision_of(world)
+    assert (revision_of(settle(later(world, 3700))[0]) != wanted) == is_over
+    assert revision_of(settle(later(world, 7200))[0]) != wanted
 
 
 def test_after_the_deadline_the_last_revision_that_worked_comes_back_and_the_failed_one_stays_visible() -> None:

@@ -21,6 +21,7 @@ from neuron_operator.place.sizing import (
     cached_heads,
     host_bytes,
     memory_of,
+    start_seconds,
     weights_bytes,
 )
 from neuron_operator.read.records import Facts
@@ -183,3 +184,11 @@ def test_the_table_of_types_agrees_with_itself() -> None:
         assert kind.family.degrees[0] == 1
         assert max(kind.family.degrees) <= max(other.cores for other in INSTANCE_TYPES.values())
         assert any(degree in cores for degree in kind.family.degrees)
+
+
+def test_a_start_may_take_an_hour_or_three_times_what_reading_copying_and_compiling_take() -> None:
+    assert start_seconds(LLAMA_8B, 0) == 3600
+    assert start_seconds(LLAMA_8B, 12) == 3600
+    assert start_seconds(LLAMA_8B, 60) == 3 * (160 + 16 + 3600)
+    assert start_seconds(LLAMA_70B, 0) == 3 * (1411 + 141)
+    assert start_seconds(msgspec.structs.replace(LLAMA_70B, weights_bytes=2**53), 2**31) == 86_400

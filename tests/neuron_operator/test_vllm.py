@@ -54,6 +54,7 @@ from neuron_operator.read.world import (
 )
 from neuron_operator.render.jobs import compile_jobs, fetch_job, memory_of, resolve_job
 from neuron_operator.render.pods import runtime_image
+from neuron_operator.render.serving import progress_seconds
 from neuron_operator.why.refusals import explain_denial
 
 USING = replace(
@@ -451,6 +452,47 @@ COMPILING = replace(
 
 def to_compile(using: Settings = COMPILING, **spec: Any) -> Compiling | None:
     return pin(parse(body({**NEURON, **spec})), KNOWN, using, 1).pinned.compiling
+
+
+BIG = msgspec.structs.replace(
+    KNOWN,
+    parameters=100 * 10**9,
+    weights_bytes=200 * 10**9,
+    hidden_size=8192,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=28_672,
+)
+BIG_SECONDS = 3 * (2000 + 200)
+
+
+@pytest.mark.parametrize(("facts", "seconds"), [(KNOWN, 3600), (BIG, BIG_SECONDS)], ids=["small", "big"])
+@pytest.mark.parametrize("version", ["0.16", "0.24", "0.29"])
+def test_the_probe_the_engine_and_the_rollout_wait_equally_long_for_a_start(
+    version: str, facts: Facts, seconds: int
+) -> None:
+    using = replace(COMPILING, engines={"vllm": EngineSettings("i", version)})
+    model = parse(body(NEURON))
+    revision = pin(model, facts, using, 1)
+    minutes = revision.pinned.plan.compile_minutes or 0
+    assert (minutes > 0) == (version != "0.24")
+    seconds = max(3600, seconds + 3 * 60 * minutes * (facts is BIG))
+    container = container_of(revision.pinned.template)
+    assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] == seconds
+    env = {one["name"]: one["value"] for one in container["env"]}
+    waits = {"VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_NEURON_BARRIER_TIMEOUT", "NEURON_LIBTORCH_COMPILATION_TIMEOUT"}
+    assert {env[name] for name in waits & env.keys()} == {str(seconds)}
+    assert env.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600") == "3600", "a frozen member is noticed by it"
+    assert progress_seconds(model, revision) == seconds
+    own = parse(body({**NEURON, "rollout": {"progressDeadlineSeconds": 600}}))
+    assert progress_seconds(own, revision) == 600
+
+
+def test_a_big_model_of_our_runtime_has_more_time_to_start_too() -> None:
+    model = parse(body({"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}}))
+    probe = container_of(pin(model, BIG, USING, 1).pinned.template)["startupProbe"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] == BIG_SECONDS
 
 
 def test_a_job_of_its_image_compiles_with_the_numbers_of_replicas_that_then_compile_nothing() -> None:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, field
 
 from neuron_operator.api import engines, names
+from neuron_operator.api.engines.engine import START_SECONDS
 from neuron_operator.api.field_types import (
     SWITCH_WORDS,
     WITHOUT_OUR_PREFIX,
@@ -486,9 +487,9 @@ class Rollout(SpecPart, frozen=True):
         int,
         Meta(ge=60, le=86_400),
         "A rollout fails when a new replica that has a node is not ready after this long; then the last revision that "
-        "worked [comes back](#a-rollout-that-fails).",
+        "worked [comes back](#a-rollout-that-fails). The default leaves a large model [more](engines.md#start).",
         NotPinned(),
-    ] = 3600
+    ] = START_SECONDS
     drain_delay_seconds: Annotated[
         int,
         Meta(ge=0, le=600),

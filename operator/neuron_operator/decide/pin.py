@@ -24,7 +24,7 @@ from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.place.catalog import family_of
 from neuron_operator.place.planner import Choice, Held, choose, families_for
 from neuron_operator.place.sizes import place
-from neuron_operator.place.sizing import Memory, compile_minutes
+from neuron_operator.place.sizing import Memory, compile_minutes, start_seconds
 from neuron_operator.read.objects import dig
 from neuron_operator.read.placement import Placement, counted
 from neuron_operator.read.records import Facts
@@ -276,6 +276,8 @@ def pin(
     _refuse(model, launch, facts)
     if compiling is None and (compiling := _compiled_by_engine(model, settings, launch)):
         launch = replace(launch, artifact=compiling.folder)
+    minutes = _compile_minutes(model, facts, choice) if compiling is None else None
+    launch = replace(launch, start_seconds=start_seconds(facts, minutes or 0))
     template = serving_pod_template(
         model,
         placement,
@@ -300,7 +302,7 @@ def pin(
         cores=placement.cores,
         instance_type=placement.instance_type,
         nodes=placement.nodes,
-        plan=_plan(model, facts, placement, choice, is_compiled=compiling is not None),
+        plan=_plan(model, facts, placement, choice, minutes),
         weights=weights if is_fetched_by_job(model, weights) else None,
         compiling=compiling,
         config=config,
@@ -419,16 +421,21 @@ def to_object(model: NeuronModel, revision: Revision) -> Object:
     )
 
 
-def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice | None, *, is_compiled: bool) -> Plan:
-    """is_compiled: by a Job."""
+def _compile_minutes(model: NeuronModel, facts: Facts, choice: Choice | None) -> int | None:
+    """For how long each replica compiles, where no Job does; None: it does not."""
+    if choice is None or model.spec.runs.compiles != "on device":
+        return None
+    return min(compile_minutes(facts, choice.chosen.load), MAX_MINUTES)
+
+
+def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice | None, minutes: int | None) -> Plan:
+    """minutes: that each replica compiles as it starts."""
     serving = model.spec.serving
     option = choice.chosen if choice else None
     load = option.load if option else None
     instance_type = option.site.name if option else placement.instance_type
     how = f"with backend {model.backend_words}{f', {option.shares}' if option else ''}"
     where = f" on {placement.instance_type}" if placement.instance_type else ""
-    compiles = load is not None and not is_compiled and model.spec.runs.compiles == "on device"
-    minutes = compile_minutes(facts, load) if load and compiles else None
     return Plan(
         instance_type=instance_type or None,
         devices=placement.devices,
@@ -445,7 +452,7 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         sampling=sampling_mode(model)[:64] or None,
         memory=_memory_plan(option.memory) if option else None,
         host_bytes=min(serving_memory(model, facts, placement.nodes), MAX_BYTES),
-        compile_minutes=minutes and min(minutes, MAX_MINUTES),
+        compile_minutes=minutes,
         summary=f"each replica holds {placement.words}{where} and {model.spec.runs.does} "
         f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
         + (f"; {choice.arithmetic}" if choice else "")

@@ -23,7 +23,7 @@ from neuron_operator.read.objects import dig, printable, written
 from neuron_operator.read.placement import NodeRules
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import Observed, PodView
-from neuron_operator.render.serving import Pace
+from neuron_operator.render.serving import Pace, progress_seconds
 from neuron_operator.why.pods import (
     IN_USE_ELSEWHERE,
     ONE_NODE_AT_A_TIME,
@@ -184,7 +184,7 @@ def setback_of(model: NeuronModel, observed: Observed, wanted: Revision) -> Setb
 
 def _failures(model: NeuronModel, observed: Observed, revision: Revision) -> Iterator[str]:
     """Why the rollout of a revision, of which not all replicas have served yet, has failed."""
-    seconds = model.spec.rollout.progress_deadline_seconds
+    seconds = progress_seconds(model, revision)
     for pod in observed.live:
         if pod.revision == revision.name and not pod.is_ready:
             due, error = _due(model, pod, revision), explain_pod(pod, observed, revision.placement).message
@@ -238,4 +238,4 @@ def _due(model: NeuronModel, pod: PodView, revision: Revision) -> datetime | Non
     if pod.revision != revision.name or pod.is_ready or pod.scheduled is None:
         return None
     since = max(pod.scheduled, pod.readiness_changed or pod.scheduled)
-    return since + timedelta(seconds=model.spec.rollout.progress_deadline_seconds)
+    return since + timedelta(seconds=progress_seconds(model, revision))

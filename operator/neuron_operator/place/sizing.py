@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuron_operator.api.engines.engine import TORCH_BYTES, CacheBudget
+from neuron_operator.api.engines.engine import START_SECONDS, TORCH_BYTES, CacheBudget
 from neuron_operator.place.catalog import MIB, Family
 from neuron_operator.read.placement import counted
 from neuron_operator.read.records import Facts
@@ -31,6 +31,16 @@ of a model with 80 layers in 12 graphs (transformers-neuronx#92)."""
 COMPILE_SECONDS_PER_LAYER = 2.4
 """For one layer of one graph: AWS states 15 minutes for a model of 15 GB, with 32 layers and 12 graphs. As the
 runtime's."""
+
+READ_BYTES_PER_SECOND = 10**8
+"""At which weights are read from a volume or over a network that is slow: a network of 1 Gbit/s, or a shared file
+system."""
+COPY_BYTES_PER_SECOND = 10**9
+"""At which they are brought to devices, or to where the host computes with them."""
+START_FACTOR = 3
+"""A start may take so many times as long as that. Too long only delays a restart; too short would end a start that goes
+well."""
+MAX_START_SECONDS = 86_400
 
 MAX_CONTEXT_BUCKETS = 12
 MAX_SEGMENT_BUCKETS = 4
@@ -216,6 +226,13 @@ def host_bytes(facts: Facts, widths: Widths, nodes: int = 1) -> int:
 def compile_minutes(facts: Facts, load: Load) -> int:
     """What compiling all graphs takes, by a statement of AWS about another model: it says hours from minutes."""
     return max(1, round(load.num_graphs * facts.num_layers * COMPILE_SECONDS_PER_LAYER / 60))
+
+
+def start_seconds(facts: Facts, minutes: int) -> int:
+    """How long a replica may take to start before it is restarted. minutes: that it compiles, see `compile_minutes`."""
+    weights = facts.weights_bytes
+    usual = weights // READ_BYTES_PER_SECOND + weights // COPY_BYTES_PER_SECOND + 60 * minutes
+    return min(max(START_SECONDS, START_FACTOR * usual), MAX_START_SECONDS)
 
 
 def width_of(dtype: str) -> int:

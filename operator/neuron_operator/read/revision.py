@@ -115,8 +115,18 @@ class Revision(Struct, frozen=True, kw_only=True):
     @property
     def image(self) -> str:
         """The runtime image of its pods."""
+        return text(self._container, "image")
+
+    @property
+    def start_seconds(self) -> int:
+        """How long its pods may take to start before they are restarted; 0: unknown."""
+        probe = self._container.get("startupProbe")
+        return whole(dig(probe, "failureThreshold")) * whole(dig(probe, "periodSeconds"))
+
+    @property
+    def _container(self) -> Object:
         containers = items(self.pinned.template, "spec", "containers")
-        return next((text(one, "image") for one in containers if one.get("name") == names.RUNTIME_CONTAINER), "")
+        return dict(next((one for one in containers if one.get("name") == names.RUNTIME_CONTAINER), {}))
 
     @property
     def places(self) -> tuple[Place, ...]:

@@ -132,7 +132,7 @@ def serving_pod_template(
     container["ports"] = [{"name": names.PORT_NAME, "containerPort": names.PORT, "protocol": "TCP"}]
     for name in ("startup", "readiness", "liveness"):
         if probe := getattr(engine.probes, name):
-            container[f"{name}Probe"] = _probe(probe)
+            container[f"{name}Probe"] = _probe(probe, launch.start_seconds)
     container.update(without_empty({"workingDir": served.working_dir}), **before_stopping(served))
     fetcher, its_mounts = _fetcher(model, weights, digest, settings) if is_fetched_before(model, weights) else ({}, ())
     return {
@@ -373,12 +373,12 @@ def before_stopping(served: Served) -> Object:
     return {}
 
 
-def _probe(probe: Probe) -> Object:
+def _probe(probe: Probe, start_seconds: int) -> Object:
     return {
         "httpGet": {"path": probe.path, "port": names.PORT_NAME},
         "periodSeconds": probe.period_seconds,
         "timeoutSeconds": 5,
-        "failureThreshold": probe.failures,
+        "failureThreshold": probe.failures or -(-start_seconds // probe.period_seconds),
     }
 
 

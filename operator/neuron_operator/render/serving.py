@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from neuron_operator.api import names
+from neuron_operator.api.engines.engine import START_SECONDS
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel, remembered
 from neuron_operator.api.reasons import Needed
+from neuron_operator.place.sizing import MAX_START_SECONDS
 from neuron_operator.read.revision import Pinned, Revision, beside_template, shared_annotation
 from neuron_operator.read.world import Object, Settings
 from neuron_operator.render.config_document import to_json
@@ -104,6 +106,13 @@ def config_map(model: NeuronModel, pinned: Pinned, files: Mapping[str, str]) -> 
     return child(model, "v1", "ConfigMap", name, immutable=True, data=data)
 
 
+def progress_seconds(model: NeuronModel, revision: Revision) -> int:
+    """Until a rollout has failed. The default leaves a new replica as long as its start may take."""
+    seconds = model.spec.rollout.progress_deadline_seconds
+    starts = min(revision.start_seconds, MAX_START_SECONDS)
+    return max(seconds, starts) if seconds == START_SECONDS else seconds
+
+
 def deployment(model: NeuronModel, revision: Revision, num_replicas: int, pace: Pace, tried: str = "") -> Object:
     """`num_replicas` copies of a revision whose replicas are one pod. `tried`: see `nudge`."""
     return child(
@@ -119,7 +128,7 @@ def deployment(model: NeuronModel, revision: Revision, num_replicas: int, pace: 
         spec={
             "replicas": num_replicas,
             "revisionHistoryLimit": KEPT_REPLICA_SETS,
-            "progressDeadlineSeconds": model.spec.rollout.progress_deadline_seconds,
+            "progressDeadlineSeconds": progress_seconds(model, revision),
             "selector": {"matchLabels": names.serving_selector(model.name)},
             "strategy": {
                 "type": "RollingUpdate",

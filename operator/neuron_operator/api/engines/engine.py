@@ -16,6 +16,8 @@ GIB = 2**30
 MIB = 2**20
 TORCH_BYTES = 512 * MIB
 """An engine with torch needs so much beside weights: 350 MiB measured, without its libraries' files."""
+START_SECONDS = 3600
+"""How long a pod may at least take to start, before the kubelet restarts it; see `place.sizing.start_seconds`."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Launch:
     """The manifest's own flags."""
     artifact: str = ""
     """The folder with what a Job compiled, of an engine that is not our runtime; empty: none did."""
+    start_seconds: int = START_SECONDS
+    """How long the start may take."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ class Probe:
 
     path: str
     period_seconds: int
-    failures: int
+    failures: int = 0
+    """0: as many as there is time for in a start."""
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,6 @@ API_KEYS = ("--api-key-file", f"{names.API_KEY_DIR}/{names.API_KEY_FILE}")
 OF_SERVING_ONLY = ("--host", "--port", "--api-key-file")
 """Flags of `neuron-runtime serve`, each with a value, that `follow` lacks."""
 
-START_PERIOD_SECONDS = 2
-START_SECONDS = 3600
-"""How long a pod may load before the kubelet restarts it: large models over a slow network."""
-
 PROCESS_BYTES = 64 * MIB
 """Memory of the supervisor, of the front end and of a simulated engine, each: 30 to 65 MiB measured."""
 PROCESS_MILLICORES = 100
@@ -89,7 +85,7 @@ _row = partial(
     follow=follow,
     check=check,
     probes=Probes(
-        startup=Probe("/health", START_PERIOD_SECONDS, START_SECONDS // START_PERIOD_SECONDS),
+        startup=Probe("/health", 2),
         readiness=Probe("/health", 2, 3),
         liveness=Probe("/live", 10, 6),
     ),

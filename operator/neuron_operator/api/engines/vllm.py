@@ -66,6 +66,7 @@ def _served(launch: Launch, logging_path: str = "") -> Served:
         args=launch.args,
         cache_bytes=_cache(launch.host),
         compiled_dir=launch.artifact,
+        start_seconds=launch.start_seconds,
         logging_path=logging_path,
     )
     # The image knows no user of this number, whose name libraries ask for.
@@ -124,7 +125,7 @@ _row = partial(
     address_variable=vllm_flags.ADDRESS_VARIABLE,
     user=65532,
     probes=Probes(
-        startup=Probe("/health", PERIOD_SECONDS, vllm_flags.LIMIT_SECONDS // PERIOD_SECONDS),
+        startup=Probe("/health", PERIOD_SECONDS),
         readiness=Probe("/health", PERIOD_SECONDS, 1),
         # It ends by itself when its engine does, and answers nothing else that would tell.
         liveness=None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from neuron_operator.api import names
-from neuron_operator.api.engines.engine import GIB, CacheBudget, DeviceRules, Served
+from neuron_operator.api.engines.engine import GIB, START_SECONDS, CacheBudget, DeviceRules, Served
 from neuron_operator.api.reasons import Reason
 
 Json = Mapping[str, Any]
@@ -23,10 +23,10 @@ Value = bool | int | str | tuple[str, ...] | Json | None
 Verified = Literal["run", "source", "documentation"]
 """How we know: that release's own parser read them, its source says so, or only its documentation does."""
 
-LIMIT_SECONDS = 3600
-"""Until a start fails, with all compilation; the start-up probe ends a pod at the same time."""
-
-
+UNTIL_STARTED = "start"
+"""Instead of the value of a variable: the seconds that a start may take, with all compilation."""
+STEP_SECONDS = 3600
+"""Until a step has failed, which may have to be compiled; also how soon a group notices a member that is frozen."""
 SPARE_SECONDS = 30
 """A pod is killed so long after its answers had to end. If the engine gave them up sooner, it would hang until then."""
 
@@ -69,8 +69,8 @@ IN_ONE_STEP = frozenset({"Qwen3VLForConditionalGeneration"})
 LITE_ENV = {
     "NEURON_SKIP_EFA_AFFINITY": "1",  # without it, workers die at once on hosts that have no EFA
     "NKI_COMPILE_CACHE_URL": f"{names.TMP_DIR}/nki-cache",  # of kernels; by default below /var/tmp, which is read-only
-    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(LIMIT_SECONDS),
-    "VLLM_NEURON_BARRIER_TIMEOUT": str(LIMIT_SECONDS),
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(STEP_SECONDS),
+    "VLLM_NEURON_BARRIER_TIMEOUT": UNTIL_STARTED,
 }
 LITE_FAMILIES = ("trn2", "trn3")
 
@@ -108,7 +108,7 @@ VERSIONS: Mapping[str, Version] = {
         lacks=frozenset({"--max-num-queued-reqs"}),
         families=LITE_FAMILIES,
         architectures=LITE,
-        env={**LITE_ENV, "NEURON_LIBTORCH_COMPILATION_TIMEOUT": str(LIMIT_SECONDS)},
+        env={**LITE_ENV, "NEURON_LIBTORCH_COMPILATION_TIMEOUT": UNTIL_STARTED},
         compiles="documentation",
         # Not VLLM_NEURON_DISABLE_WARMUP_COMPILE: with it, what the local cache lacks ends the process before the
         # remote one is asked, and the local one of a new pod is empty.
@@ -585,13 +585,15 @@ def served(
     cache_bytes: int = 0,
     cache_dir: str = f"{names.TMP_DIR}/vllm",
     compiled_dir: str = "",
+    start_seconds: int = START_SECONDS,
     logging_path: str = "",
 ) -> Served:
     """The command of a document without refusals; on devices it has the planner's lengths and sequences.
 
     family: of the devices. nodes: of a group, whose leader it is. cache_bytes: of keys and values on a CPU, of all
     ranks; 0: unknown. cache_dir: where the plugin keeps compiled graphs. compiled_dir: where all of them are
-    already. logging_path: of a file with `logging_config`, if there is one.
+    already. start_seconds: until a start fails, with all compilation. logging_path: of a file with `logging_config`, if
+    there is one.
     """
     line = VERSIONS[version]
     written = [
@@ -602,13 +604,14 @@ def served(
     written = [word.replace("$", "$$") for word in written]
     group = (f"--nnodes={nodes}", *MEETING) if nodes > 1 else ()
     command = ("vllm", "serve", model_dir, f"--port={port}", *written, *group, *args)
-    env = {"VLLM_CACHE_ROOT": cache_dir, "VLLM_NO_USAGE_STATS": "1", "VLLM_ENGINE_READY_TIMEOUT_S": str(LIMIT_SECONDS)}
+    env = {"VLLM_CACHE_ROOT": cache_dir, "VLLM_NO_USAGE_STATS": "1", "VLLM_ENGINE_READY_TIMEOUT_S": UNTIL_STARTED}
     env |= {LOGGING_VARIABLE: logging_path} if logging_path else {}
     if line.settings:
         core = document.get("accelerator", {}).get("logicalNeuronCore")
         env |= {names.PLATFORM_VARIABLE: family} if family else {}
         env |= {"NEURON_LOGICAL_NC_CONFIG": str(core)} if core else {}
     env |= line.env
+    env |= {name: str(start_seconds) for name, value in env.items() if value == UNTIL_STARTED}
     if compiled_dir:
         env |= {**line.compiled_env, REMOTE_CACHE_VARIABLE: compiled_dir}
     # The compilers leave files where they are started.
