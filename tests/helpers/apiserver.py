@@ -220,6 +220,8 @@ def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={key}",
         f"--service-account-signing-key-file={key}",
+        "--feature-gates=MutatingAdmissionPolicy=true",
+        "--runtime-config=admissionregistration.k8s.io/v1beta1=true",
         "--disable-admission-plugins=ServiceAccount",  # no controller creates the account `default`
         f"--audit-policy-file={folder / 'audit.yaml'}",
         f"--audit-log-path={folder / 'audit.log'}",

@@ -67,6 +67,29 @@ def test_a_write_that_is_undone_again_and_again_is_made_minutes_apart(wants: Dif
     assert contests.still(KEY) == wants.words
 
 
+def test_a_write_that_is_undone_for_weeks_stays_minutes_apart() -> None:
+    clock = Clock()
+    contests = Contests(clock)
+    wants = difference(deployment(), deployment("mirror/ours"))
+    for _ in range(5000):
+        if not write(contests, wants):
+            clock.now += MAX_WAIT_SECONDS
+    assert num_writes(contests, clock, wants, HOUR) <= 1 + HOUR / MAX_WAIT_SECONDS
+
+
+@pytest.mark.parametrize(("lasted", "wait"), [(0, 30), (29, 30), (30, 60), (210, 240), (10**9, 600), (-5, 30)])
+def test_another_process_goes_on_with_the_wait_for_what_was_undone_for_so_long(lasted: float, wait: float) -> None:
+    clock = Clock()
+    contests = Contests(clock)
+    wants = difference(deployment(), deployment("mirror/ours"))
+    contests.resume(KEY, wants, lasted)
+    assert num_writes(contests, clock, wants, int(wait)) == 0
+    assert write(contests, wants)
+    assert contests.still(KEY) == wants.words
+    contests.resume(KEY, wants, 0.0)
+    assert num_writes(contests, clock, wants, int(min(2 * wait, MAX_WAIT_SECONDS)) - 1) == 0, "its own are remembered"
+
+
 def test_the_field_and_both_values_are_named() -> None:
     mirrored = difference(deployment(), deployment("mirror/ours"))
     path = "spec.template.spec.containers.runtime.image"

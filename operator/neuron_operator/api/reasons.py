@@ -125,7 +125,7 @@ class Reason(StrEnum):
         "object is the Service, so requests may not reach the replicas",
         "Set the field in the manifest or in the chart's values to what the policy makes it, exempt the object, or "
         "scale the NeuronModel instead of its Deployment. After five writes the operator writes again after half a "
-        "minute, at last every ten minutes",
+        "minute, at last every ten minutes, also after a restart of its own",
         conditions=("Available", "Contested"),
     )
     STORAGE_NOT_CONFIGURED = Row(

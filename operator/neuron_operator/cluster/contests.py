@@ -1,7 +1,8 @@
 """Writes that somebody else undoes: an admission policy that changes a field, an autoscaler of the Deployment.
 
 The pass asks before it repeats a write. A few are made at once, the next ones ever more rarely, up to minutes apart,
-and meanwhile the status names object, field, wanted and found. In memory: a new leader begins again with the few.
+and meanwhile the status names object, field, wanted and found. Writes are kept in memory; from the status a new leader
+knows what was contested, and goes on with the wait.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from neuron_operator.read.world import Object
 
 NUM_AT_ONCE = 5
 MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 30.0, 600.0
+MAX_DOUBLINGS = 16
+"""More than lead to the longest wait. A contest may last for weeks."""
 MAX_KEPT = 8192
 MAX_SHOWN = 160
 """Characters of a value in a message."""
@@ -36,12 +39,17 @@ class Difference:
     """Instead of path and values."""
 
     @property
+    def subject(self) -> str:
+        """What `words` begin with, whatever the values are."""
+        return self.said or f"{'.'.join(self.path)}: wanted "
+
+    @property
     def words(self) -> str:
         if self.said:
             return self.said
         scaling = "; scale the NeuronModel instead" if self.path == ("spec", "replicas") else ""
-        field, desired, live = ".".join(self.path), shown(self.desired, MAX_SHOWN), shown(self.live, MAX_SHOWN)
-        return f"{field}: wanted {desired}, but somebody else makes it {live}{scaling}"
+        desired, live = shown(self.desired, MAX_SHOWN), shown(self.live, MAX_SHOWN)
+        return f"{self.subject}{desired}, but somebody else makes it {live}{scaling}"
 
 
 DELETED = Difference(("status",), True, None, said="somebody deletes it before it ends")
@@ -91,7 +99,7 @@ class _Write:
     def wait_seconds(self) -> float:
         if self.num < NUM_AT_ONCE:
             return 0.0
-        return min(MIN_WAIT_SECONDS * 2.0 ** (self.num - NUM_AT_ONCE), MAX_WAIT_SECONDS)
+        return min(MIN_WAIT_SECONDS * 2.0 ** min(self.num - NUM_AT_ONCE, MAX_DOUBLINGS), MAX_WAIT_SECONDS)
 
 
 class Contests:
@@ -115,6 +123,12 @@ class Contests:
         self._last.move_to_end(key)
         if len(self._last) > MAX_KEPT:
             self._last.popitem(last=False)
+
+    def resume(self, key: Hashable, wants: Difference, seconds: float) -> None:
+        """Another process found this undone for so long: as after its writes. No-op if one of our own is remembered."""
+        if key not in self._last:
+            num_waits = int(seconds / MIN_WAIT_SECONDS + 1.0).bit_length() - 1
+            self._last[key] = _Write(wants, self._clock(), NUM_AT_ONCE + max(0, num_waits))
 
     def _undone(self, key: Hashable, wants: Difference) -> _Write | None:
         """The last write, if this would repeat it because somebody else undid it."""

@@ -173,6 +173,7 @@ class Operator:
         # Half of the workers: those of the others find a free one at once, however long the passes of one take.
         most = max(1, self.settings.num_workers // 2)
         queue = self._queue = WorkQueue[Key](party_of=lambda key: key[0], max_running=most)
+        self._reconciler.begin_term()
         try:
             # The edits that nobody has acted on come first.
             keys = [key_of_model(model) for model in sorted(self.caches.models(), key=_is_observed)]

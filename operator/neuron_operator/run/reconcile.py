@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -37,12 +37,22 @@ from neuron_operator.cluster.client import (
     resource_of,
 )
 from neuron_operator.cluster.containment import Contained, needs_apply
-from neuron_operator.cluster.contests import DELETED, Contests, difference, status_of
+from neuron_operator.cluster.contests import DELETED, Contests, Difference, difference, status_of
 from neuron_operator.cluster.holding import Holdings
 from neuron_operator.cluster.on_demand import OnDemand
 from neuron_operator.cluster.reflector import Caches, Key, Version, version_of
 from neuron_operator.cluster.workqueue import WorkQueue
-from neuron_operator.read.objects import is_orphan, is_owned, is_shared, items, labels_of, name_of, owners_of
+from neuron_operator.read.objects import (
+    instant,
+    is_orphan,
+    is_owned,
+    is_shared,
+    items,
+    labels_of,
+    name_of,
+    owners_of,
+    text,
+)
 from neuron_operator.read.world import Announcement, Change, Decision, Object, Refusal, RefusalCause, Settings, World
 from neuron_operator.run.metrics import Metrics, PassResult
 from neuron_operator.run.upgrades import Turns
@@ -74,6 +84,21 @@ class _Refused(Exception):
     """To be raised once the status is written."""
 
 
+@dataclass(frozen=True)
+class _Contested:
+    """The condition of a model."""
+
+    since: datetime
+    message: str
+
+
+def _contested(body: Object) -> _Contested | None:
+    for one in items(body, "status", "conditions"):
+        if text(one, "type") == "Contested" and (since := instant(one.get("lastTransitionTime"))):
+            return _Contested(since, text(one, "message"))
+    return None
+
+
 @dataclass
 class Reconciler:
     client: Client
@@ -95,7 +120,12 @@ class Reconciler:
         self.contained = Contained()
         self.contests = Contests()
         self._logged: dict[Key, tuple[Refusal, ...]] = {}
-        """The refusals of each model's last pass: one that lasts is logged once."""
+        """The refusals of each model's last pass of this term: one that lasts is logged once."""
+
+    def begin_term(self) -> None:
+        """What the status of a model says is newer than what this process remembers."""
+        self.contests = Contests()
+        self._logged.clear()
 
     async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
         """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
@@ -107,7 +137,8 @@ class Reconciler:
             self._logged.pop(key, None)
             self.caches.use(key, frozenset())
             return Outcome(requeue_after_seconds=wait_seconds)
-        writes = _Writes(self, key, reports_faults=failing_seconds > PATIENCE_SECONDS)
+        contested = None if key in self._logged else _contested(body)
+        writes = _Writes(self, key, contested, reports_faults=failing_seconds > PATIENCE_SECONDS)
         retry: ClusterFault | None = None
         world = self._observe(World(body=body, children=(), pods=(), now=self.now()), key)
         for job in world.shared:
@@ -189,6 +220,8 @@ class _Writes:
 
     by: Reconciler
     key: Key
+    contested: _Contested | None
+    """In the first pass of a term: what others have undone before."""
     reports_faults: bool
     """A fault that a retry may cure does not end the pass either."""
     number: int = 0
@@ -222,8 +255,8 @@ class _Writes:
         live = self.by.caches.find(resource, metadata["namespace"], metadata["name"])
         try:
             if live is None:
-                if resource.kind == "Job" and (words := self.by.contests.check(_made_by(body, desired), DELETED)):
-                    raise _Refused(refusal(RefusalCause.UNDONE, message=words))
+                if resource.kind == "Job":
+                    self._check_contest(_made_by(body, desired), DELETED, desired)
                 live = await self._create_or_look(resource, desired, body)
             if resource is SECRETS:
                 return  # its name is that of one attempt of a group, and nobody may read it
@@ -232,8 +265,8 @@ class _Writes:
             if "deletionTimestamp" in live["metadata"]:
                 return  # its end wakes us
             if BYTES in live:
-                text = f"it has {live[BYTES]} bytes, more than {MAX_OBJECT_BYTES}"
-                raise _Refused(refusal(RefusalCause.HEAVY, message=text))
+                size = f"it has {live[BYTES]} bytes, more than {MAX_OBJECT_BYTES}"
+                raise _Refused(refusal(RefusalCause.HEAVY, message=size))
             if resource.kind in _NEVER_EDITED:
                 return
             if is_shared(desired) and resource.kind in _CREATED_ONCE:
@@ -246,8 +279,7 @@ class _Writes:
                     raise _Refused(refusal(RefusalCause.UNDONE, message=words))
                 return
             wants = difference(desired, live)
-            if words := self.by.contests.check(_key_of(desired), wants):
-                raise _Refused(refusal(RefusalCause.UNDONE, message=words))
+            self._check_contest(_key_of(desired), wants, desired)
             self._observe_written(resource, await self._apply(resource, desired, live))
             self.by.contests.wrote(_key_of(desired), wants)
         except (Terminating, Forbidden, Invalid) as fault:
@@ -258,6 +290,14 @@ class _Writes:
             if not self.reports_faults:
                 raise
             raise _Refused(refusal(RefusalCause.FAILED, message=str(fault)), retry=fault) from fault
+
+    def _check_contest(self, contest: Hashable, wants: Difference, desired: Object) -> None:
+        """Before a write that repairs this. Raises _Refused if somebody else undoes it and it has to wait."""
+        kind, name = desired["kind"], name_of(desired)
+        if self.contested is not None and f"{kind} {name}: {wants.subject}" in self.contested.message:
+            self.by.contests.resume(contest, wants, (self.by.now() - self.contested.since).total_seconds())
+        if words := self.by.contests.check(contest, wants):
+            raise _Refused(Refusal(RefusalCause.UNDONE, kind, name, words))
 
     async def _apply(self, resource: Resource, desired: Object, live: Object) -> Object:
         try:
