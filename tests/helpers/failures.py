@@ -36,6 +36,7 @@ FAILURES = {one.name: one for one in msgspec.convert(yaml.safe_load(CASES.read_t
 
 OTHER_REASONS = {
     "ArtifactMissing": "cluster/test_story_neuron.py",
+    "ArtifactUnusable": "neuron_operator/test_vllm.py",
     "Checking": "cluster/test_operator_api_server.py",
     "Compiling": "cluster/test_story_neuron.py",
     "CrashLoop": "cluster/test_story_faults.py",

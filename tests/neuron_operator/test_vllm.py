@@ -38,11 +38,13 @@ from neuron_operator.api.model import Claim
 from neuron_operator.api.reasons import Reason
 from neuron_operator.decide.course import decide
 from neuron_operator.decide.pin import pin, wanted
+from neuron_operator.read.objects import name_of
 from neuron_operator.read.records import Facts
 from neuron_operator.read.revision import Compiling, from_object, from_running
 from neuron_operator.read.views import observe
 from neuron_operator.read.world import (
     CaBundle,
+    Decision,
     EngineSettings,
     JobSettings,
     KeyRef,
@@ -636,6 +638,53 @@ def test_graphs_that_a_replica_does_not_find_are_compiled_again() -> None:
         pod = serving_pod(find(decision.desired, "Deployment"), state=crashed, last=last)
         found = decide(replace(world, shared=shared, pods=(*world.pods, pod)), COMPILING)
         assert condition(found.status, "Compiled")["reason"] == reason
+
+
+MISS = "Compilation failed - terminating process for cleanup: ASSERT_CACHE_HIT: remote compile cache miss for key 01"
+
+
+def missing_a_graph(pod_made: str, *, reused: bool = True, **metadata: Any) -> Decision:
+    """A Job left its record at 11:00, and a replica made at this time ended now."""
+    world, decision = stepped(*settle(fresh(spec=NEURON), COMPILING), COMPILING)
+    (kept,) = (one for one in world.shared if one["kind"] == "ConfigMap" and name_of(one).startswith("artifact-"))
+    record = json.loads(kept["data"]["record.json"])
+    record["artifact"]["reused"] = reused
+    at = {"creationTimestamp": "2026-03-01T11:00:00Z"}
+    known = {**kept, "data": {"record.json": json.dumps(record)}, "metadata": {**kept["metadata"], **at}}
+    shared = [known if one is kept else one for one in world.shared]
+    last = {"terminated": {**ended(1, MISS)["terminated"], "finishedAt": NOW.isoformat()}}
+    crashed = {"waiting": {"reason": "CrashLoopBackOff"}}
+    pod = serving_pod(find(decision.desired, "Deployment"), state=crashed, last=last, restarts=3)
+    pod = {**pod, "metadata": {**pod["metadata"], "creationTimestamp": pod_made}}
+    body = {**world.body, "metadata": {**world.body["metadata"], **metadata}}
+    return decide(replace(world, body=body, shared=stored(shared), pods=(*world.pods, pod)), COMPILING)
+
+
+def test_graphs_that_a_replica_still_misses_in_a_whole_store_are_not_compiled_for_ever() -> None:
+    found = missing_a_graph("2026-03-01T10:59:00Z")
+    stuck = condition(found.status, "Compiled")
+    assert (stuck["status"], stuck["reason"]) == ("False", "ArtifactUnusable")
+    assert "set engine.compile: Disabled" in stuck["message"]
+    assert "cache miss for key 01" in stuck["message"]
+    assert (found.delete, condition(found.status, "Stalled")["status"]) == ((), "True")
+    assert find(found.desired, "Deployment"), "it stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("pod_made", "reused", "metadata"),
+    [
+        ("2026-03-01T11:00:01Z", True, {}),
+        ("2026-03-01T10:59:00Z", False, {}),
+        ("2026-03-01T10:59:00Z", True, {"annotations": {names.RETRY_ANNOTATION: "1"}}),
+    ],
+    ids=["the store may have lost it since", "compiled anew", "somebody says so"],
+)
+def test_a_job_is_asked_again_once_and_whenever_somebody_says_so(
+    pod_made: str, reused: bool, metadata: dict[str, Any]
+) -> None:
+    found = missing_a_graph(pod_made, reused=reused, **metadata)
+    assert condition(found.status, "Compiled")["reason"] == "Compiling"
+    assert "artifact-" in str(sorted(map(name_of, found.delete)))
 
 
 def test_what_it_logs_is_configured_by_a_file_beside_the_document() -> None:

@@ -340,6 +340,15 @@ class Reason(StrEnum):
         exit_codes=(21,),
         final=True,
     )
+    ARTIFACT_UNUSABLE = Row(
+        "ArtifactUnusable",
+        "A Job found the compiled artifact whole in its store, twice, and a pod still misses a part: what it loads "
+        "is not what was compiled. The operator does not ask the Job again. Pods that do not start are restarted ever "
+        "more rarely, and hold their devices",
+        "Follow the message. Set `replicas: 0` to release the devices meanwhile",
+        conditions=("Compiled",),
+        final=True,
+    )
     COMPILE_OUT_OF_MEMORY = Row(
         "CompileOutOfMemory",
         "The compiler ran out of memory with four times the estimate, or with the limit that manifest or chart set; "

@@ -7,7 +7,7 @@ waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -22,7 +22,7 @@ from neuron_operator.decide.pin import as_pinned, compiling_words
 from neuron_operator.read.objects import instant, name_of, rendered_hash
 from neuron_operator.read.records import Facts, Record, StoredArtifact, StoredWeights
 from neuron_operator.read.revision import Revision
-from neuron_operator.read.views import JobView, KeeperView, Observed
+from neuron_operator.read.views import JobView, KeeperView, Observed, PodView
 from neuron_operator.read.world import Object, Settings
 from neuron_operator.render.jobs import (
     MAX_RETRY_SECONDS,
@@ -38,12 +38,13 @@ from neuron_operator.render.jobs import (
 from neuron_operator.render.pods import runtime_image
 from neuron_operator.render.storage import source, words
 from neuron_operator.why.jobs import explain_job, has_run_out_of_memory, ran_out_of_memory
-from neuron_operator.why.pods import awaited
+from neuron_operator.why.pods import MAX_LINE, awaited, last_words
 
 LOST_SECONDS = 20
 """A pod that still exists so long after its grace period is not ended by its kubelet any more."""
 DISPUTED_SECONDS = 60
 """How long a record that tells of nothing new is believed, whatever a serving pod reports."""
+HOW_TO_RETRY = f"set annotation {names.RETRY_ANNOTATION} to another value"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ class Task:
     """Whether the revision needs the result as long as it lives."""
     void_after: frozenset[int] = frozenset()
     """Exit codes of reasons with which a serving pod of the revision reports that the result is no longer there."""
+    disputed: Callable[[Known, str], Finding] | None = None
+    """The finding if the Job, asked again, found all of it, and a pod, whose words these are, still does not. Otherwise
+    the Job is asked for ever."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,8 @@ def walk(steps: Sequence[Step], known: Known, observed: Observed) -> Walk:
             known, done = after, so_far.done | used | set(map(name_of, jobs))
             lasts = step.task.is_lasting and step.task.knows is None
             so_far = replace(so_far, done=done, used=so_far.used | used if lasts else so_far.used)
+            if dispute := _dispute(step.task, used, known, observed):
+                return replace(so_far, known=known, findings=(*so_far.findings, dispute))
         try:
             known, finding = step.finish(known)
         except (InvalidSpec, Unplaceable) as refusal:
@@ -171,18 +177,44 @@ def _kept(task: Task, jobs: Iterable[Object], known: Known, observed: Observed) 
 
 
 def _is_void(task: Task, kept: KeeperView, known: Known, observed: Observed) -> bool:
-    """Whether a serving pod of the revision reported so after the record was kept.
+    """Whether a serving pod of the revision reported so after the record was kept, and to ask the Job again may help.
 
-    Where the Job found everything in its store, pod and store may disagree for ever: it runs again at intervals only.
+    Where the Job found everything in its store, pod and store may disagree for ever: it runs again at intervals only,
+    or once.
     """
+    misses = any(True for _ in _misses(task, kept, known, observed))
+    return misses and (observed.model.wants_retry or _still_missed(task, kept, known, observed) is None)
+
+
+def _misses(task: Task, kept: KeeperView, known: Known, observed: Observed) -> Iterator[tuple[PodView, str]]:
+    """The serving pods of the revision that reported so after the record was kept, with their words."""
     if kept.created is None or kept.record is None:
-        return False
+        return
     valid_until = kept.created + timedelta(seconds=DISPUTED_SECONDS if kept.record.found_all else 0)
     revision_name = known.revision.name if known.revision else ""
-    ends = (pod.container.ended for pod in observed.replicas if pod.revision == revision_name)
-    later = (end for end in ends if end and end.finished is not None and end.finished > valid_until)
-    reasons = (known.model.spec.runs.explain(end.exit_code, end.message)[0] for end in later)
-    return any(reason is not None and not task.void_after.isdisjoint(reason.row.exit_codes) for reason in reasons)
+    for pod in observed.replicas:
+        end = pod.container.ended
+        if pod.revision == revision_name and end and end.finished is not None and end.finished > valid_until:
+            reason, said = known.model.spec.runs.explain(end.exit_code, end.message)
+            if reason is not None and not task.void_after.isdisjoint(reason.row.exit_codes):
+                yield pod, said or last_words(end)
+
+
+def _still_missed(task: Task, kept: KeeperView, known: Known, observed: Observed) -> str | None:
+    """The words of a pod that has missed something since before the Job found all of it. Of one that is younger than
+    the record, the store may have lost it since."""
+    if task.disputed is None or kept.record is None or not kept.record.found_all:
+        return None
+    older = (
+        said for pod, said in _misses(task, kept, known, observed) if kept.created and pod.age_key[0] < kept.created
+    )
+    return next(older, None)
+
+
+def _dispute(task: Task, used: Iterable[str], known: Known, observed: Observed) -> Finding | None:
+    keepers = filter(None, map(observed.keepers.get, used))
+    said = next(filter(None, (_still_missed(task, kept, known, observed) for kept in keepers)), None)
+    return task.disputed(known, said) if said and task.disputed else None
 
 
 def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) -> Walk:
@@ -325,6 +357,19 @@ def _finish_compile(known: Known) -> tuple[Known, Finding]:
     return known, met("Compiled", message)
 
 
+def _disputed_artifact(known: Known, said: str) -> Finding:
+    """Pods go on to end, ever more rarely: nothing is compiled any more."""
+    artifact, compiling = known.artifact, known.pinned.pinned.compiling
+    key = artifact.key[:MAX_WORD] if artifact else "?"
+    place = words(compiling.artifacts) if compiling else "the store"
+    cure = "see that image.compile has the same libraries as image.runtime"
+    if known.model.spec.runs.compiles == "on device":
+        cure = "set engine.compile: Disabled, so that replicas compile on their devices"
+    text = f"a Job found artifact {key} whole in {place}, and a pod that loads it still says: {said[:MAX_LINE]}; {cure}"
+    again = f"or delete the artifact there and {HOW_TO_RETRY}, to have it compiled again"
+    return unmet("Compiled", Reason.ARTIFACT_UNUSABLE, f"{text}, {again}")
+
+
 def _check_jobs(known: Known) -> tuple[Object, ...]:
     """Nothing is at risk if no replica answers, or the rollout has begun."""
     is_needed = known.model.spec.runs.is_ours and known.answers and known.pinned.name not in known.tried
@@ -358,6 +403,7 @@ STEPS = (
             jobs=_compile_jobs,
             learn=lambda known, record: replace(known, artifact=record.artifact) if record.artifact else None,
             void_after=frozenset(Reason.ARTIFACT_MISSING.row.exit_codes),
+            disputed=_disputed_artifact,
         ),
     ),
     Step(
