@@ -197,6 +197,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _json_object(_read_config(folder), folder / CONFIG_FILE)
 
 
+def read_object(path: Path, cure: str, limit: int = MAX_JSON_BYTES) -> tuple[bytes, dict[str, Any]]:
+    """The bytes of a JSON file, at most so many, and the object in it.
+
+    Raises InvalidModel if it is missing, with the cure, or malformed.
+    """
+    raw = _read(path, cure, limit)
+    return raw, _json_object(raw, path)
+
+
 def check_tokenizer(folder: Path) -> None:
     """Raises InvalidModel if the folder has no tokenizer, or only one that this installation cannot convert."""
     present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
@@ -226,8 +235,8 @@ def parse_index(raw: bytes, source: Path) -> dict[str, str]:
     return weight_map
 
 
-def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
-    """Header bytes and tensors of one safetensors file, checked against the size of the file.
+def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> tuple[bytes, list[TensorInfo]]:
+    """Header bytes, at most so many, and tensors of one safetensors file, checked against the size of the file.
 
     Raises InvalidModel with the byte counts if it is missing, truncated or malformed.
     """
@@ -236,22 +245,22 @@ def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
         with path.open("rb") as file:
             num_file_bytes = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
-            num_header_bytes = header_length(prefix, num_file_bytes, path)
+            num_header_bytes = header_length(prefix, num_file_bytes, path, limit)
             header = file.read(num_header_bytes)
     except OSError as error:
         raise InvalidModel(f"{path}: cannot read the weights: {error.strerror}") from error
     return header, parse_header(header, num_file_bytes, path)
 
 
-def header_length(prefix: bytes, num_file_bytes: int, path: Path) -> int:
+def header_length(prefix: bytes, num_file_bytes: int, path: Path, limit: int = MAX_HEADER_BYTES) -> int:
     """Bytes of the header, from the first 8 bytes of a file of `num_file_bytes`."""
     if len(prefix) < 8:
         raise InvalidModel(f"{path}: {num_file_bytes} bytes are too few for a safetensors file; download it again")
     length = int.from_bytes(prefix, "little")
-    if length > MAX_HEADER_BYTES:
+    if length > limit:
         raise InvalidModel(
             f"{path}: not a safetensors file: its first 8 bytes declare a header of {length} bytes, "
-            f"the limit is {MAX_HEADER_BYTES}"
+            f"the limit is {limit}"
         )
     if 8 + length > num_file_bytes:
         raise InvalidModel(
@@ -303,20 +312,21 @@ def _tensor(name: str, entry: object, data_begin: int, path: Path) -> TensorInfo
     )
 
 
-def check_folder(folder: Path) -> None:
-    """Raises FatalError if it is none, or this user may not read it."""
+def check_folder(folder: Path, file: str = CONFIG_FILE) -> None:
+    """Raises FatalError if it is none, or this user may not read it.
+
+    file: what such a folder contains.
+    """
     try:
         is_folder = folder.is_dir()
         if is_folder:  # Reading is tried: on a network file system the server decides.
             os.listdir(folder)
-            (folder / CONFIG_FILE).exists()
+            (folder / file).exists()
     except PermissionError as error:
         message = f"{folder} cannot be read by user {os.geteuid()}: let it read the folder and what is in it"
         raise InvalidModel(message) from error
     if not is_folder:
-        raise FatalError(
-            ExitCode.MODEL_NOT_FOUND, f"{folder} is not a folder; name the folder that contains config.json"
-        )
+        raise FatalError(ExitCode.MODEL_NOT_FOUND, f"{folder} is not a folder; name the folder that contains {file}")
 
 
 def _read_config(folder: Path) -> bytes:
@@ -334,11 +344,11 @@ def _check_regular(path: Path) -> None:
         raise InvalidModel(f"{path}: not a regular file")
 
 
-def _read(path: Path, cure: str) -> bytes:
+def _read(path: Path, cure: str, limit: int = MAX_JSON_BYTES) -> bytes:
     _check_regular(path)
     try:
-        if (num_bytes := path.stat().st_size) > MAX_JSON_BYTES:
-            raise InvalidModel(f"{path}: {num_bytes} bytes, the limit is {MAX_JSON_BYTES}")
+        if (num_bytes := path.stat().st_size) > limit:
+            raise InvalidModel(f"{path}: {num_bytes} bytes, the limit is {limit}")
         return path.read_bytes()
     except FileNotFoundError as error:
         raise InvalidModel(f"{path} is missing: {cure}") from error

@@ -46,6 +46,11 @@ class ExitCode(IntEnum):
     GROUP_MEMBER_LOST = 40
     GROUP_DISAGREES = 41
     RESTART_BUDGET_EXHAUSTED = 50
+    RANK_TOO_HIGH = 60
+    TARGETS_NOT_SERVED = 61
+    ADAPTER_MISMATCH = 62
+    ADAPTER_NOT_SUPPORTED = 63
+    INVALID_ADAPTER = 64
 
     @property
     def reason(self) -> str:

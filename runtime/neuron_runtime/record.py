@@ -47,6 +47,21 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     """The commit for hf://, else sha256 over config, index and headers of the weights; pins the served model."""
 
 
+class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Facts about an adapter that fits its model."""
+
+    digest: str
+    """sha256 over the adapter's configuration and all bytes of its tensors."""
+    rank: int
+    """The highest of its tensors."""
+    targets: tuple[str, ...]
+    """The projections that it changes, by their short names, in the order of a layer."""
+    num_bytes: int
+    """Of its tensors."""
+    base_model: str
+    """The model that it was trained for, as its configuration names it; empty: it does not say."""
+
+
 class StoredWeights(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """What `fetch` left in the store."""
 

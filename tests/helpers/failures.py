@@ -35,6 +35,8 @@ FAILURES = {one.name: one for one in msgspec.convert(yaml.safe_load(CASES.read_t
 
 
 OTHER_REASONS = {
+    "AdapterMismatch": "neuron_runtime/test_adapters.py",
+    "AdapterNotSupported": "neuron_runtime/test_adapters.py",
     "ArtifactMissing": "cluster/test_story_neuron.py",
     "ArtifactUnusable": "neuron_operator/test_vllm.py",
     "Checking": "cluster/test_operator_api_server.py",
@@ -47,12 +49,15 @@ OTHER_REASONS = {
     "Evicted": "neuron_operator/test_why.py",
     "Fetching": "cluster/test_story_storage.py",
     "GroupIncomplete": "neuron_runtime/test_group_commands.py",
+    "InvalidAdapter": "neuron_runtime/test_adapters.py",
     "ModelTooLarge": "neuron_operator/test_plan_command.py",
+    "RankTooHigh": "neuron_runtime/test_adapters.py",
     "Resolving": "cluster/test_operator_api_server.py",
     "RestartBudgetExhausted": "cluster/test_operator_groups.py",
     "RolledBack": "cluster/test_operator_api_server.py",
     "RollingOut": "neuron_operator/test_rollout.py",
     "StorageNotConfigured": "neuron_operator/test_compile_step.py",
+    "TargetsNotServed": "neuron_runtime/test_adapters.py",
     "WeightsMissing": "neuron_runtime/test_weights_remote.py",
 }
 """The reasons of docs/troubleshooting.md that no failure above has, and the file of tests/ that shows each."""

@@ -358,6 +358,56 @@ class Reason(StrEnum):
         exit_codes=(22,),
         final=True,
     )
+    # Of an adapter, which has no step of its own: its model serves on without it.
+    RANK_TOO_HIGH = Row(
+        "RankTooHigh",
+        "The adapter's rank, or one in its `rank_pattern`, is above the one that the model's graphs can hold; the "
+        "message has both numbers",
+        "Train the adapter with a smaller `r`. Or raise `serving.adapters.maxRank` of the model, which is then "
+        "compiled again",
+        conditions=("Ready",),
+        exit_codes=(60,),
+        final=True,
+    )
+    TARGETS_NOT_SERVED = Row(
+        "TargetsNotServed",
+        "The adapter changes projections that the model's graphs do not have adapters for; the message names them and "
+        "those that it may change",
+        "Add them to `serving.adapters.targets` of the model, which is then compiled again. Embeddings, the head, "
+        "experts and fused projections cannot be added: train the adapter without them",
+        conditions=("Ready",),
+        exit_codes=(61,),
+        final=True,
+    )
+    ADAPTER_MISMATCH = Row(
+        "AdapterMismatch",
+        "The adapter was trained for another base model: a layer or a shape of its tensors is not that of the model; "
+        "the message has both, and the name of the model that the adapter was trained for",
+        "Correct the model or the URI",
+        conditions=("Ready",),
+        exit_codes=(62,),
+        final=True,
+    )
+    ADAPTER_NOT_SUPPORTED = Row(
+        "AdapterNotSupported",
+        "The adapter is more than plain LoRA (DoRA, biases, `modules_to_save`, `alpha_pattern`, ...); the message "
+        "names the field or the tensor",
+        "Train it without that. Or merge it into its base model (PEFT's `merge_and_unload`) and serve the result as a "
+        "model",
+        conditions=("Ready",),
+        exit_codes=(63,),
+        final=True,
+    )
+    INVALID_ADAPTER = Row(
+        "InvalidAdapter",
+        "The files are not those of a PEFT adapter, or they are missing, malformed, truncated or inconsistent; the "
+        "message names the file",
+        "Save it again with PEFT's `save_pretrained`, which writes `adapter_config.json` and "
+        "`adapter_model.safetensors`",
+        conditions=("Ready",),
+        exit_codes=(64,),
+        final=True,
+    )
     EVICTED = Row(
         "Evicted",
         "The kubelet ended a pod because its node ran out of memory or process ids; the message quotes it",
