@@ -583,7 +583,17 @@ def test_models_share_graphs_unless_something_differs_that_is_in_them() -> None:
     served = {"model": {"uri": "hf://acme/tiny", "servedNames": ["other"]}, "rollout": {"drainSeconds": 7}}
     assert to_compile(**served) == base
     assert to_compile(engine={"backend": "vllm", "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}]}) == base
+    of_http = [
+        "--uvicorn-log-level=debug",
+        "--allowed-methods",
+        '["GET"]',
+        "--no-enable_log_requests",
+        "--host=0.0.0.0",
+    ]
+    of_http += ["--tool-parser-plugin=$(PLUGINS)", "--default-chat-template-kwargs.thinking", "false"]
+    assert to_compile(engine={"backend": "vllm", "args": of_http}) == base
     for other in (
+        to_compile(engine={"backend": "vllm", "args": [*of_http, "--max-logprobs", "5"]}),
         to_compile(serving={"maxSequences": 3}),
         to_compile(serving={"numBlocks": 700}),
         to_compile(engine={"backend": "vllm", "args": ["--kv-cache-dtype=fp8"]}),

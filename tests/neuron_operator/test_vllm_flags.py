@@ -24,6 +24,7 @@ from neuron_operator.api.engines.vllm_flags import (
     FORBIDDEN,
     LEAST_CACHE_VARIABLE,
     LOG_REASONS,
+    OF_HTTP,
     SEGMENTS,
     SET_BY_FIELDS,
     STRUCTURED,
@@ -552,7 +553,9 @@ sys.argv = ["vllm", "serve"]
 parser = make_arg_parser(FlexibleArgumentParser())
 read = [vars(parser.parse_args(argv)) for argv in json.load(sys.stdin)]
 known = [ReasoningParserManager.list_registered(), ToolParserManager.list_registered()]
-print(json.dumps([read, known, [action.option_strings for action in parser._actions]], default=str))
+(server,) = (group for group in parser._action_groups if group.title == "Frontend")
+of_server = [name for action in server._group_actions for name in action.option_strings]
+print(json.dumps([read, known, [action.option_strings for action in parser._actions], of_server], default=str))
 """
 
 
@@ -589,7 +592,7 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
         env={"HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    (first, second, third, follower), known, actions = json.loads(done.stdout.splitlines()[-1])
+    (first, second, third, follower), known, actions, of_server = json.loads(done.stdout.splitlines()[-1])
     expected = {
         "model_tag": "/models/m",
         "port": 8000,
@@ -620,6 +623,7 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
     for names, theirs in zip(PARSERS, known, strict=True):
         assert {*names} <= {*theirs}
     options = [name for names in actions for name in names]
+    assert {*of_server, "--disable-log-stats", "--enable-log-requests"} >= OF_HTTP
     by_fields = [flag.name for flag in FLAGS if flag.field and flag.unless is None]
     assert {*by_fields} <= {*options}
     owned = {*by_fields, *(flag for one in FORBIDDEN for flag in one.flags)}

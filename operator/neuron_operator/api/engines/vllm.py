@@ -80,6 +80,7 @@ def compile_without_devices(launch: Launch, variables: Mapping[str, str]) -> Ser
     """A group's graphs have its ranks in them, which no single Job has."""
     if launch.nodes > 1:
         return None
+    launch = replace(launch, args=vllm_flags.without_http(launch.args))
     return vllm_flags.compiling(_served(launch), launch.args, variables, launch.version)
 
 

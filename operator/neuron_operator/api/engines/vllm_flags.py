@@ -161,6 +161,21 @@ NOT_COMPILED = frozenset(
 """With any of these in the manifest a Job would compile nothing, or not all, or its graphs would not be used."""
 LOGS = frozenset({"VLLM_LOGGING_LEVEL", "VLLM_LOGGING_PREFIX", "VLLM_NEURON_LOG_LEVEL", "NEURON_RT_LOG_LEVEL"})
 """No graph depends on these."""
+OF_HTTP = frozenset(
+    {
+        *(f"--allow{end}" for end in ("-credentials", "ed-headers", "ed-methods", "ed-origins")),
+        *("--chat-template-content-format", "--default-chat-template-kwargs", "--trust-request-chat-template"),
+        *("--disable-fastapi-docs", "--enable-request-id-headers", "--enable-tokenizer-info-endpoint"),
+        *("--enable-force-include-usage", "--enable-prompt-tokens-details", "--enable-server-load-tracking"),
+        *("--enable-auto-tool-choice", "--exclude-tools-when-tool-choice-none", "--tool-call-parser"),
+        *("--tool-parser-plugin", "--tool-server", "--response-role", "--return-tokens-as-token-ids"),
+        *("--h11-max-header-count", "--h11-max-incomplete-event-size", "--host", "--middleware"),
+        *("--disable-access-log-for-endpoints", "--disable-log-stats", "--enable-log-deltas", "--enable-log-outputs"),
+        *("--enable-log-requests", "--log-error-stack", "--max-log-len", "--uvicorn-log-level"),
+    }
+)
+"""Nor on these flags, of the server alone and of what is logged. `--max-logprobs` is not one: vLLM counts it among what
+makes another graph."""
 COMPILE_SECONDS = 6 * 3600
 """Until a Job that compiles ends."""
 TIMEOUTS = frozenset(
@@ -630,6 +645,18 @@ def followed(command: Iterable[str]) -> Served:
     """What runs in the followers of a group whose leader has that command. They answer nobody."""
     numbers = map(str, (names.GROUP_PORT, names.PORT, REACHED_SECONDS))
     return Served((*command, "--headless"), stop_command=("python3", "-c", AFTER_THE_LEADER, *numbers))
+
+
+def without_http(args: Sequence[str]) -> tuple[str, ...]:
+    """The manifest's arguments without flags of OF_HTTP, and the values that follow them. A beginning of a flag, which
+    could be another's, stays."""
+    kept, follows = list[str](), False
+    for word in args:
+        if names_of := _named(word):
+            follows = not OF_HTTP.isdisjoint(names_of)
+        if not follows:
+            kept.append(word)
+    return tuple(kept)
 
 
 def compiling(of: Served, args: Sequence[str], env: Mapping[str, str], version: str) -> Served | None:
