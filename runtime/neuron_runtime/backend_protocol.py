@@ -77,6 +77,27 @@ class Backend(Protocol):
         """Release the device. Safe to call twice."""
 
 
+class AdapterBackend(Backend, Protocol):
+    """A backend whose `limits.max_adapters` is not 0.
+
+    The engine reads an adapter on any thread, adds it between steps, and names it in batches from then on. It removes
+    one that no place has any more. A batch names only adapters that were added.
+    """
+
+    def read_adapter(self, folder: Path) -> Any:
+        """The weights of an adapter as `add_adapter` takes them. Called on any thread, also while steps run.
+
+        folder: `adapter_config.json` and `adapter_model.safetensors`, which `adapters` has checked. Raises FatalError,
+        which refuses the adapter and nothing else.
+        """
+
+    def add_adapter(self, digest: str, folder: Path, weights: Any) -> None:
+        """Keep the weights under this name, which is new. Called by the owner of the device, between steps."""
+
+    def remove_adapter(self, digest: str) -> None:
+        """Forget the weights. No row of a step in flight uses them, and none will before they are added again."""
+
+
 def size_of(batch: Batch) -> str:
     """A name for steps of about the same size: the kind, and rows and tokens rounded up to a power of two."""
     rows, tokens = (1 << max(count - 1, 0).bit_length() for count in (len(batch.rows), batch.num_tokens))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,10 @@ TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 BackendName = Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"]
 
 Switch = Literal["auto", "enabled", "disabled"]
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""A projection that an adapter may change."""
+TARGETS: tuple[Target, ...] = get_args(Target)
 
 Limit = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -114,6 +118,29 @@ class Buckets(Document, frozen=True, kw_only=True):
     sequences: Annotated[
         Sizes, "Numbers of running requests to compile token generation for", SizesFlag("sequence_buckets")
     ] = ()
+
+
+class AdapterOptions(Document, frozen=True, kw_only=True):
+    """What the model's graphs can hold of adapters (LoRA)."""
+
+    max_active: Annotated[
+        Limit,
+        "Adapters that running requests may use at the same time; 0: none are served",
+        Flag("max_loras", llm=True),
+        COMPILED,
+    ] = 0
+    max_rank: Annotated[Count, "Largest rank of an adapter", Flag("max_lora_rank", llm=True), COMPILED] = 16
+    targets: Annotated[
+        tuple[Target, ...],
+        "Projections that adapters may change",
+        Flag("lora_target_modules", default="all", metavar="JSON", read=json_or_text),
+        COMPILED,
+    ] = ()
+    max_loaded: Annotated[
+        Limit,
+        "Adapters that are kept in memory; the least recently used ones beyond it are read again when they are needed",
+        Flag("max_cpu_loras", llm=True, default="as many as may be active"),
+    ] = 0
 
 
 class DrainOptions(Document, frozen=True, kw_only=True):
@@ -224,6 +251,7 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     parallelism: Parallelism = Parallelism()
     accelerator: Accelerator = Accelerator()
     buckets: Buckets = Buckets()
+    adapters: AdapterOptions = AdapterOptions()
     application_class: Annotated[
         str,
         "Implementation of the model on the device: a name that the backend knows, or `module:Class`",
@@ -289,6 +317,9 @@ def _check(config: RuntimeConfig) -> None:
         parse_uri(config.model.uri)
     with problems.collecting():
         uses_blocks(config)
+    if 0 < config.adapters.max_loaded < config.adapters.max_active:
+        most = config.adapters.max_active
+        problems.add("$.adapters.maxLoaded", f"must be at least maxActive ({most}), got {config.adapters.max_loaded}")
     if config.server.otlp_traces_endpoint:
         with problems.collecting():
             check_url(config.server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")

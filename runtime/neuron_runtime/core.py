@@ -162,7 +162,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0
     cache_salt: str = ""
-    adapter: int = 0
+    adapter: str = ""
+    """Digest of the adapter that it wants; empty: the base model."""
 
 
 class Added(msgspec.Struct, frozen=True, gc=False):
@@ -173,6 +174,7 @@ class Added(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: how many of them belong to the prompt, for output positions.
     blocks: KV blocks in order; with the slot layout exactly one, whose number equals the slot. If prefixes are shared,
         the blocks before the start of the first row are computed already and may belong to other sequences too.
+    adapter: the place whose adapter computes the sequence, see `Batch.adapters`; 0: the base model.
     """
 
     slot: int
@@ -209,8 +211,8 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
 class Batch(msgspec.Struct, frozen=True, gc=False):
     """One step as a delta to the backend's slot mirror; equal on every rank.
 
-    Order of effects: `released`, then `kept_blocks`, then `added`, then `appended_blocks` ((slot, block) pairs), then
-    the rows run. A preempted sequence is released and later added again with all its tokens.
+    Order of effects: `released`, then `kept_blocks`, then `adapters`, then `added`, then `appended_blocks` ((slot,
+    block) pairs), then the rows run. A preempted sequence is released and later added again with all its tokens.
     """
 
     step: int
@@ -224,6 +226,9 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     kept_blocks: tuple[tuple[int, int], ...] = ()
     """(slot, n) pairs: the slot keeps only its first n blocks; the rest was reserved for tokens that were not
     generated. Empty unless rows may produce several tokens."""
+    adapters: tuple[tuple[int, str], ...] = ()
+    """(place, digest) pairs: from this step on the place, from 1 to `max_adapters`, has the weights of this adapter.
+    No live sequence, and no row of the step in flight, has the place's adapter before it."""
 
     @property
     def num_decodes(self) -> int:
@@ -433,6 +438,13 @@ class BackendLimits:
     other is launched after that one is collected, with its `after` rows filled."""
     num_lookahead_tokens: int = 0
     """Positions beyond the fed ones that a row may write (draft tokens); at least `max_tokens_per_row - 1`."""
+    max_adapters: int = 0
+    """Places for adapters: live sequences use at most so many different ones; 0: the base model alone."""
+    max_loaded_adapters: int = 0
+    """Adapters whose weights are kept in memory, at least `max_adapters`."""
+    max_adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ()
+    """Projections that adapters may change, by their short names (`q_proj`)."""
     max_step_seconds: float = 0.0
     """Longest that any step may take, shorter than the time after which the device itself ends one; 0: unknown."""
 
@@ -465,6 +477,10 @@ class BackendLimits:
             yield "max_step_tokens must fit the largest prefill bucket, if phases mix beside a decode row of all others"
         if self.max_prefill_start > 0 and self.chunks_prefill and not buckets:
             yield "max_prefill_start with chunks needs prefill_buckets"
+        if not 0 <= self.max_adapters <= self.max_loaded_adapters or bool(self.max_adapters) != bool(
+            self.max_adapter_rank
+        ):
+            yield "max_adapters needs max_loaded_adapters of at least as many, and max_adapter_rank"
         if min(self.max_prefill_start, self.max_step_seconds) < 0:
             yield "max_prefill_start, max_step_seconds must be >= 0"
         if self.sampling == "Host" and (self.max_top_k > 0 or not self.top_p_keeps_crossing):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from helpers.checked_requests import check_request
 from helpers.guides import FORM, Rule, RuleGuides, no_rule
@@ -14,7 +17,7 @@ from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Reques
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.prefix_cache import BlockKeys
 from neuron_runtime.engine.scheduler import Scheduler
-from neuron_runtime.engine.sequence import Phase
+from neuron_runtime.engine.sequence import Phase, Sequence
 
 VOCABULARY_SIZE = 31
 
@@ -46,6 +49,18 @@ def request(name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0, 
     form = FORM if name.startswith("even") else None
     params = Sampling(**{"temperature": 0.0, "max_tokens": max_tokens, "form": form, **sampling})  # type: ignore[arg-type]
     return Request(name, prompt, params, priority=priority)
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Does what is submitted at once, so that runs can be repeated."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - as an executor does
+            done.set_exception(error)
+        return done
 
 
 def even_only(asked: Request) -> Rule | None:
@@ -95,6 +110,10 @@ class RecordingBackend(StrictBackend):
         super().sample(step, late)
         self.calls.append(("sample late" if late else "sample", step))
 
+    def add_adapter(self, digest: str, folder: Path, weights: str) -> None:
+        super().add_adapter(digest, folder, weights)
+        self.calls.append(("add", len(self.batches)))
+
     def collect(self, step: int) -> StepOutput:
         output = super().collect(step)
         self.calls.append(("collect", step))
@@ -108,6 +127,8 @@ class Run:
     engine: Engine
     backend: RecordingBackend
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    known_adapters: set[str] = field(default_factory=set)
+    waited_for_place: bool = False
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
     cached: dict[str, int] = field(default_factory=dict)
@@ -139,12 +160,20 @@ class Run:
     def add(self, *requests: Request) -> None:
         for asked in requests:
             check_request(self.backend.limits, asked)
+            if asked.adapter:
+                self.load(asked.adapter)
             self.engine.add(asked)
             self.tokens[asked.request_id] = []
             if asked.sampling.prompt_logprobs is not None:
                 self.prompts[asked.request_id] = list(asked.prompt_token_ids)
             if self.backend.limits.shares_prefixes:
                 self._foresee(asked)
+
+    def load(self, digest: str) -> None:
+        """Make an adapter known, unless it is."""
+        if digest not in self.known_adapters:
+            self.known_adapters.add(digest)
+            self.engine.load_adapter(digest, Path(digest))
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
@@ -191,7 +220,7 @@ class Run:
         assert limits.shares_prefixes or blocks.total() == len(blocks)
         if limits.layout == "slots":
             assert all(s.blocks == [s.slot] for s in holders if s.slot >= 0)
-        extras: dict[int, tuple[int, str]] = {}
+        extras: dict[int, tuple[str, str]] = {}
         for s in holders:
             extra = (s.request.adapter, s.request.cache_salt)
             assert all(extras.setdefault(block, extra) == extra for block in s.blocks), "shared across salts"
@@ -204,9 +233,27 @@ class Run:
             assert len(s.blocks) <= limits.blocks_for(held), "more blocks than a row in flight can use"
         stats = self.engine.stats
         assert stats.num_running + stats.num_waiting <= len(self.tokens)
+        self.check_places(holders)
+        free = scheduler.running.slots.num_free
+        held = len(scheduler.running.startable(scheduler.waiting)) < min(free, len(scheduler.waiting))
+        self.waited_for_place = self.waited_for_place or held
         if not self.engine.has_work:
             assert (stats.num_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
             assert slot_pool.num_used == 0
+
+    def check_places(self, holders: list[Sequence]) -> None:
+        """Checks that each place has the adapter of its users, and counts them and those of loaded adapters."""
+        places, adapters = self.scheduler.running.places, self.engine._adapters
+        users = Counter(s.place for s in holders if s.place)
+        assert users == {place: count for place, count in enumerate(places._num_users) if count}
+        assert all((s.request.adapter == "") == (s.place == 0) for s in holders if s.slot >= 0)
+        assert all(places._digest[s.place] == s.request.adapter for s in holders if s.slot >= 0)
+        assert places._place_of == {digest: place for place, digest in enumerate(places._digest) if digest}
+        assert set(places._idle) == set(range(1, len(places._digest))) - users.keys()
+        if adapters is not None:
+            live = Counter(s.request.adapter for s in self.scheduler._live.values() if s.request.adapter)
+            assert live == {digest: count for digest, count in adapters._num_users.items() if count}
+            assert adapters._loaded.keys() == self.backend._adapters
 
     def check_phases(self) -> None:
         """Checks that a sequence is in the queue of its phase and holds what the phase allows."""
@@ -269,6 +316,8 @@ def start(
         max_queued_requests=max_queued_requests,
         max_consecutive_prefills=max_consecutive_prefills,
     )
+    if engine._adapters is not None:
+        engine._adapters._thread = AtOnce()
     return Run(engine, backend, late=late)
 
 

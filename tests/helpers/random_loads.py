@@ -32,6 +32,7 @@ def some_limits(random: Random) -> BackendLimits:
     start = choice((0, 0, 2 * block_size, 5, largest, 2 * largest)) if buckets or (shares and not chunks) else 0
     device = choice((True, False))
     in_flight = choice((1, 2)) if device else 1
+    num_adapters = choice((0, 0, 1, 2, 3))
     sampling: Any = choice(("Device", "DeviceWithLogits", "Host"))
     samples_some = (
         {} if sampling == "Host" else {"max_top_k": choice((0, 3, 8)), "top_p_keeps_crossing": choice((True, False))}
@@ -56,6 +57,9 @@ def some_limits(random: Random) -> BackendLimits:
         sorts_rows=choice((True, False)),
         lowest_slot_first=choice((True, False)),
         shares_prefixes=shares,
+        max_adapters=num_adapters,
+        max_loaded_adapters=num_adapters + (choice((0, 0, 1, 9)) if num_adapters else 0),
+        max_adapter_rank=num_adapters and 8,
         max_logprobs=2,
         reports_prompt_logprobs=sampling == "Host" and choice((True, False)),
         sampling=sampling,
@@ -104,7 +108,7 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
                 ),
                 priority=choice((0, 0, 1, 2)),
                 cache_salt=choice(("",) * 7 + ("salt",)),
-                adapter=choice((0,) * 7 + (1,)),
+                adapter=choice(("", "", *map(str, range(2 * limits.max_adapters)))),
             )
         )
         yield earlier[-1]

@@ -11,8 +11,9 @@ import math
 import zlib
 from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from helpers.host_rows import asks_for_logits, is_of_host
 from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime, size_of
@@ -70,7 +71,7 @@ def next_token(
     *,
     vocabulary_size: int,
     limits: BackendLimits | None = None,
-    adapter: int = 0,
+    adapter: str = "",
     allowed: tuple[int, ...] | None = None,
 ) -> int:
     """The token that follows `context` (the cache contents, position by position).
@@ -79,11 +80,16 @@ def next_token(
     depends on seed, choice, output position, and on the number of tokens that `limits` and the request's parameters
     keep; limits None: as on the host, which also samples restricted rows.
     """
-    number = zlib.crc32(array("q", [*context, adapter, 0, 0, 0]).tobytes())
+    number = zlib.crc32(array("q", [*context, weights_of(adapter), 0, 0, 0]).tobytes())
     choices = allowed or range(vocabulary_size)
     if not sampling.greedy:
         number += _rank(sampling, output_position, len(choices), None if allowed else limits)
     return choices[number % len(choices)]
+
+
+def weights_of(adapter: str) -> int:
+    """What an adapter, named by its digest, adds to the model."""
+    return zlib.crc32(adapter.encode()) if adapter else 0
 
 
 FALL = math.log(0.95)
@@ -167,6 +173,9 @@ class StrictBackend:
         self._holders: Counter[int] = Counter()
         """Number of slots that hold each block."""
         self._cache: list[list[Cell]] = [[(EMPTY, 0)] * limits.block_size for _ in range(limits.num_blocks)]
+        self._places = [""] * (limits.max_adapters + 1)
+        """The adapter of each place, as its weights are now: a step reads them when it runs."""
+        self._adapters: set[str] = set()
         self._in_flight: deque[_Step] = deque()
         self._num_launched = 0
         self._rows_before: set[int] = set()
@@ -186,6 +195,36 @@ class StrictBackend:
     def graph(self, batch: Batch) -> str:
         return size_of(batch)
 
+    def read_adapter(self, folder: Path) -> str:
+        return f"weights of {folder}"
+
+    def add_adapter(self, digest: str, folder: Path, weights: str) -> None:
+        self._demand(weights == f"weights of {folder}", f"adapter {digest} gets {weights}")
+        self._demand(digest not in self._adapters, f"adapter {digest} is added twice")
+        self._adapters.add(digest)
+        most = self._limits.max_loaded_adapters
+        self._demand(len(self._adapters) <= most, f"{len(self._adapters)} adapters are loaded, the limit is {most}")
+
+    def remove_adapter(self, digest: str) -> None:
+        self._demand(digest in self._adapters, f"adapter {digest} is removed but not loaded")
+        fed = (slot for step in self._in_flight for slot in step.slots)
+        self._demand(digest not in self._adapters_of(fed), f"adapter {digest} is removed but a step in flight uses it")
+        self._adapters.remove(digest)
+
+    def _adapters_of(self, slots: Iterable[_Slot]) -> set[str]:
+        return {self._places[slot.added.adapter] for slot in slots} - {""}
+
+    def _change_places(self, batch: Batch) -> None:
+        for place, digest in batch.adapters:
+            self._demand(1 <= place < len(self._places), f"place {place} does not exist")
+            self._demand(digest in self._adapters, f"place {place} gets adapter {digest}, which is not loaded")
+            live = (*self._slots.values(), *(slot for step in self._in_flight for slot in step.slots))
+            self._demand(
+                all(slot.added.adapter != place for slot in live),
+                f"place {place} gets adapter {digest}, but a sequence uses {self._places[place]}",
+            )
+            self._places[place] = digest
+
     def launch(self, batch: Batch) -> None:
         self._demand(batch.step == self._num_launched, f"step {self._num_launched} is next, got {batch.step}")
         self._demand(
@@ -199,6 +238,8 @@ class StrictBackend:
         self._apply(batch)
         self._check_rows(batch)
         slots = [self._slots[slot] for slot in batch.rows.slot]
+        gone = self._adapters_of(slots) - self._adapters
+        self._demand(not gone, f"rows have adapters {gone}, which are not loaded")
         for slot, samples in zip(slots, batch.rows.samples, strict=True):
             slot.prefilled = slot.prefilled or samples
         step = _Step(batch, slots, [tuple(slot.blocks) for slot in slots])
@@ -268,6 +309,7 @@ class StrictBackend:
             self._demand(0 < keep < len(slot.blocks), f"slot {number} has {len(slot.blocks)} blocks and keeps {keep}")
             self._holders.subtract(slot.blocks[keep:])
             del slot.blocks[keep:]
+        self._change_places(batch)
         written = self._written_in_flight()
         starts = dict(zip(batch.rows.slot, batch.rows.start, strict=False))
         for added in batch.added:
@@ -298,6 +340,10 @@ class StrictBackend:
             limits.min_prefill_tokens <= length < limits.max_model_length,
             f"slot {number} is added with {length} tokens, allowed are {limits.min_prefill_tokens} to "
             f"{limits.max_model_length - 1}",
+        )
+        self._demand(
+            0 <= added.adapter < len(self._places) and (not added.adapter or self._places[added.adapter] != ""),
+            f"slot {number} has the adapter of place {added.adapter}, which has none",
         )
         self._demand(
             1 <= added.num_prompt_tokens <= length,
@@ -346,7 +392,7 @@ class StrictBackend:
             self._demand(
                 block not in written, f"slot {number} shares block {block}, to which the step in flight still writes"
             )
-        context = self._read(added.blocks, start, added.adapter)
+        context = self._read(added.blocks, start, weights_of(self._places[added.adapter]))
         self._demand(
             context == list(added.token_ids[:start]),
             f"slot {number} shares {start} tokens, but blocks {blocks} do not contain them",
@@ -514,7 +560,8 @@ class StrictBackend:
         limits, rows, slot = self._limits, step.batch.rows, step.slots[i]
         start, end = rows.start[i], rows.start[i] + rows.num_tokens[i]
         table = step.tables[i]
-        adapter = slot.added.adapter
+        digest = self._places[slot.added.adapter]
+        adapter = weights_of(digest)
         self._write(table, start, self._fed(step, i), adapter)
         slot.computed = end
         if not rows.samples[i]:
@@ -536,7 +583,7 @@ class StrictBackend:
                 output_position,
                 vocabulary_size=self._vocabulary_size,
                 limits=limits,
-                adapter=adapter,
+                adapter=digest,
                 allowed=allowed,
             )
             sampled.append(token)

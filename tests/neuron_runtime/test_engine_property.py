@@ -67,6 +67,9 @@ def what_happened(run: Run) -> dict[str, bool]:
         "sampled on the host": any(is_of_host(a.sampling, limits) for b in batches for a in b.added),
         "in a bucket": any(limits.prefill_buckets and not s for b in batches for s in b.rows.samples),
         "within reach": limits.max_prefill_start and any(not s for b in batches for s in b.rows.samples),
+        "changed a place": any(b.adapters for b in batches),
+        "waited for a place": run.waited_for_place,
+        "read an adapter again": sum(call == "add" for call, _ in run.backend.calls) > len(run.known_adapters),
         "sampled late": any(call == "sample late" for call, _ in run.backend.calls),
     }
     return {what: bool(how_much) for what, how_much in happened.items()}

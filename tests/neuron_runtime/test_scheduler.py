@@ -390,9 +390,10 @@ def test_a_request_computes_the_awaited_prefix_when_its_producer_leaves() -> Non
 
 def test_different_salts_and_adapters_share_no_blocks() -> None:
     first = request("first", 14, 3)
-    salted, adapted = again(first, "salt", cache_salt="x"), again(first, "adapter", adapter=1)
+    salted, adapted = again(first, "salt", cache_salt="x"), again(first, "adapter", adapter="x")
     others = [again(first, "other", cache_salt="y"), again(first, "odd", cache_salt="\ud800")]
-    run = one_after_another(SHARED, first, salted, adapted, *others, again(salted, "same salt"))
+    limits = replace(SHARED, max_adapters=1, max_loaded_adapters=1, max_adapter_rank=8)
+    run = one_after_another(limits, first, salted, adapted, *others, again(salted, "same salt"))
     assert run.cached == {"first": 0, "salt": 0, "adapter": 0, "other": 0, "odd": 0, "same salt": 12}
 
 

@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import zmq
 
-from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
+from neuron_runtime.backend_protocol import AdapterBackend, Backend, ProgressCallback, StepTime
 from neuron_runtime.core import Batch, Late, StepOutput
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.control import LeaderControl, MemberControl, disagrees, member_lost
 from neuron_runtime.distributed.layout import Layout, bracketed
-from neuron_runtime.distributed.wire import Ack, Collect, Keys, Launch, Sample, StepMessage, Welcome
+from neuron_runtime.distributed.wire import (
+    Ack,
+    AddAdapter,
+    Collect,
+    Keys,
+    Launch,
+    RemoveAdapter,
+    Sample,
+    StepMessage,
+    Welcome,
+)
 
 CHECK_MILLISECONDS = 50
 IDLE_MILLISECONDS = 100
@@ -56,7 +68,7 @@ class StepChannel:
                 control.check()
             self._steps.recv()
 
-    def send(self, message: type[Launch] | type[Sample] | type[Collect], *content: object) -> None:
+    def send(self, message: type[StepMessage], *content: object) -> None:
         frame: StepMessage = message(self._number, *content)  # type: ignore[arg-type]
         self._number += 1
         self._steps.send(wire.encode(frame), zmq.NOBLOCK)
@@ -126,6 +138,18 @@ class ReplicatedBackend:
         waited = self._channel.confirm(output, self._control)
         return msgspec.structs.replace(output, group_wait_seconds=waited)
 
+    def read_adapter(self, folder: Path) -> Any:
+        """Reads this rank's part; the others read theirs in `add_adapter`."""
+        return cast(AdapterBackend, self._backend).read_adapter(folder)
+
+    def add_adapter(self, digest: str, folder: Path, weights: Any) -> None:
+        self._channel.send(AddAdapter, digest, str(folder))
+        cast(AdapterBackend, self._backend).add_adapter(digest, folder, weights)
+
+    def remove_adapter(self, digest: str) -> None:
+        self._channel.send(RemoveAdapter, digest)
+        cast(AdapterBackend, self._backend).remove_adapter(digest)
+
     def close(self) -> None:
         self._channel.close()
         self._backend.close()
@@ -182,3 +206,8 @@ def follow(
             case Collect(_, step):
                 output = backend.collect(step)
                 receiver.acknowledge(Ack(control.rank, control.group, step, wire.hash_of(output.token_ids)))
+            case AddAdapter(_, digest, folder):
+                adapted = cast(AdapterBackend, backend)
+                adapted.add_adapter(digest, Path(folder), adapted.read_adapter(Path(folder)))
+            case RemoveAdapter(_, digest):
+                cast(AdapterBackend, backend).remove_adapter(digest)

@@ -123,6 +123,21 @@ class Collect(msgspec.Struct, frozen=True, tag="collect", array_like=True):
     step: int
 
 
+class AddAdapter(msgspec.Struct, frozen=True, tag="add adapter", array_like=True):
+    """Leader to members: `Backend.add_adapter`, after reading one's own part."""
+
+    number: int
+    digest: str
+    folder: str
+
+
+class RemoveAdapter(msgspec.Struct, frozen=True, tag="remove adapter", array_like=True):
+    """Leader to members: `Backend.remove_adapter`."""
+
+    number: int
+    digest: str
+
+
 class Ack(msgspec.Struct, frozen=True, tag="ack", array_like=True):
     """Member to leader: the step is done here too. tokens: see `hash_of`."""
 
@@ -134,7 +149,7 @@ class Ack(msgspec.Struct, frozen=True, tag="ack", array_like=True):
 
 ToLeader = Hello | Beat | Loaded | Leaving | Farewell
 ToMember = Welcome | Beat | Farewell
-StepMessage = Launch | Sample | Collect
+StepMessage = Launch | Sample | Collect | AddAdapter | RemoveAdapter
 
 M = TypeVar("M")
 

@@ -39,6 +39,9 @@ class BackendPackage(Protocol):
     PROCESS_PER_RANK: bool
     """Whether each rank of tensor parallelism is a process of its own; otherwise one process drives all of a node."""
 
+    SERVES_ADAPTERS: bool
+    """Whether it is an `AdapterBackend` when the configuration has adapters."""
+
     def needs_weights(self, config: RuntimeConfig) -> bool:
         """Whether a model's weights are needed to serve it; otherwise its small files suffice."""
 
@@ -127,7 +130,10 @@ def warn_of_limits(config: RuntimeConfig, limits: BackendLimits) -> None:
 
 def check_backend(config: RuntimeConfig) -> None:
     """Raises InvalidConfig if the backend is not part of this runtime, or does not support the configuration."""
-    backend_package(config).check_config(config)
+    package = backend_package(config)
+    package.check_config(config)
+    if config.adapters.max_active and not package.SERVES_ADAPTERS:
+        raise InvalidConfig("$.adapters.maxActive", f"the {config.backend} backend serves no adapters: leave it out")
 
 
 def check_ranks(config: RuntimeConfig, num_ranks: int) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from operator import add
+from pathlib import Path
+from typing import cast
 
 from msgspec.structs import replace
 
-from neuron_runtime.backend_protocol import Backend
+from neuron_runtime.backend_protocol import AdapterBackend, Backend
 from neuron_runtime.console import say
 from neuron_runtime.core import (
     BackendLimits,
@@ -28,6 +30,7 @@ from neuron_runtime.core import (
     TokenEvent,
     fill,
 )
+from neuron_runtime.engine.adapters import LoadedAdapters
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
 from neuron_runtime.engine.guides import Guide, Guides
 from neuron_runtime.engine.scheduler import Scheduler
@@ -68,8 +71,13 @@ class Engine:
         """Guides of live requests that have a form."""
         self._masked: Late | None = None
         """The masks of the step sampled last, until it is applied."""
-        self._preparing: dict[str, tuple[Request, futures.Future[Guide]]] = {}
-        """Requests whose guides are not ready; they hold no row and are not in the scheduler."""
+        self._adapters = None
+        if self._limits.max_adapters:
+            self._adapters = LoadedAdapters(cast(AdapterBackend, backend), self._scheduler.running.places)
+        self._adapter_of: dict[str, str] = {}
+        """Digests of the adapters of requests in the scheduler that have one."""
+        self._preparing: dict[str, tuple[Request, futures.Future[Guide] | None]] = {}
+        """Requests whose guides or adapters are not ready; they hold no row and are not in the scheduler."""
         self._refused: list[tuple[str, InvalidRequest]] = []
         self._clock = clock
         self._added_at: dict[str, float] = {}
@@ -90,23 +98,79 @@ class Engine:
         """Queue an admitted request, whose lengths and parameters are within the limits.
 
         Raises:
-            InvalidRequest: a request with the same id is running, or its form cannot be served.
+            InvalidRequest: a request with the same id is running, its form cannot be served, or its adapter is not
+                loaded.
             Overloaded: the queue is full; includes the time until a retry.
         """
         if request.request_id in self._scheduler or request.request_id in self._preparing:
             raise InvalidRequest(f"a request with the id {request.request_id!r} is running", field="request_id")
         if request.sampling.form is not None and self._guides is None:
             raise InvalidRequest("this server does not serve structured output: leave the form out")
+        if request.adapter:
+            self._known_adapters().check(request.adapter)
         now, num_live = self._clock(), self._scheduler.num_live + len(self._preparing)
         self._backpressure.enter(request.request_id, len(request.prompt_token_ids), num_live, now)
         if not self.has_work:
             self._applied_at = None
             self._backpressure.resume(now)
         self._added_at[request.request_id] = now
-        if request.sampling.form is None or self._guides is None:
-            self._scheduler.add(request)
-        else:
-            self._preparing[request.request_id] = request, self._guides.prepare(request)
+        guide = None if request.sampling.form is None or self._guides is None else self._guides.prepare(request)
+        if guide is not None or not self._enter(request):
+            self._preparing[request.request_id] = request, guide
+
+    def load_adapter(self, digest: str, folder: Path) -> None:
+        """Requests may use this adapter once it is loaded, see `take_adapter_news`. Its files were checked.
+
+        Raises InvalidRequest if the backend has no adapters.
+        """
+        self._known_adapters().load(digest, folder)
+
+    def drop_adapter(self, digest: str) -> None:
+        """No further request may use it; running ones go on. Unknown ones are ignored."""
+        if self._adapters is not None:
+            self._adapters.drop(digest)
+
+    def take_adapter_news(self) -> list[tuple[str, str]]:
+        """The adapters that were loaded since the last call, each with an empty text, or why it cannot be loaded.
+
+        While nothing else is to be done, this waits for a moment if one is being read.
+        """
+        if self._adapters is None:
+            return []
+        self._adapters.turn(0.0 if self.has_work else PREPARING_SECONDS)
+        return self._adapters.take_news()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether an adapter is being read: `take_adapter_news` will have some."""
+        return self._adapters is not None and self._adapters.is_reading
+
+    def close(self) -> None:
+        """End the threads. The backend is the caller's."""
+        if self._adapters is not None:
+            self._adapters.close()
+
+    def _known_adapters(self) -> LoadedAdapters:
+        if self._adapters is None:
+            raise InvalidRequest("this server serves no adapters", field="model")
+        return self._adapters
+
+    def _enter(self, request: Request) -> bool:
+        """Move a request to the scheduler; False: its adapter is read first. Raises InvalidRequest."""
+        if request.adapter:
+            if not self._known_adapters().enter(request.adapter):
+                return False
+            self._adapter_of[request.request_id] = request.adapter
+        self._scheduler.add(request)
+        return True
+
+    def _leave(self, request_ids: Sequence[str]) -> None:
+        """These requests have ended, or will not start."""
+        self._backpressure.leave(request_ids)
+        if self._adapter_of:
+            for digest in (self._adapter_of.pop(name, "") for name in request_ids):
+                if digest:
+                    self._known_adapters().leave(digest)
 
     def take_refused(self) -> list[tuple[str, InvalidRequest]]:
         """Requests whose forms were found to be wrong since the last call."""
@@ -116,7 +180,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Stop a request; no event follows. Idempotent; unknown ids are ignored."""
         if request_id in self._scheduler or self._preparing.pop(request_id, None) is not None:
-            self._backpressure.leave((request_id,))
+            self._leave((request_id,))
         self._scheduler.abort(request_id)
         self._added_at.pop(request_id, None)
         self._queue_seconds.pop(request_id, None)
@@ -141,6 +205,10 @@ class Engine:
         stats.num_waiting = len(scheduler.waiting) + len(self._preparing)
         stats.num_waiting_tokens = self._backpressure.num_tokens
         stats.num_blocks_used = scheduler.blocks.cache.num_used
+        if self._adapters is not None:
+            stats.running_adapters = tuple(scheduler.running.places.in_use)
+            waiting = (*(one.request for one in scheduler.waiting), *(one for one, _ in self._preparing.values()))
+            stats.waiting_adapters = tuple({one.adapter: None for one in waiting if one.adapter})
         return stats
 
     def step(self) -> list[TokenEvent]:
@@ -183,23 +251,27 @@ class Engine:
         return replace(current, rows=replace(current.rows, start=start))
 
     def _take_prepared(self) -> None:
-        """Move requests whose guides are ready to the scheduler, and refuse those whose guides cannot be made."""
-        if not self._scheduler.num_live and not self._in_flight:
-            futures.wait([guide for _, guide in self._preparing.values()], PREPARING_SECONDS, futures.FIRST_COMPLETED)
+        """Move requests whose guides and adapters are ready to the scheduler, and refuse those that never will be."""
+        is_idle = not self._scheduler.num_live and not self._in_flight
+        if is_idle and (guides := [guide for _, guide in self._preparing.values() if guide and not guide.done()]):
+            futures.wait(guides, PREPARING_SECONDS, futures.FIRST_COMPLETED)
+        if self._adapters is not None:
+            self._adapters.turn(PREPARING_SECONDS if is_idle else 0.0)
         for name, (request, guide) in list(self._preparing.items()):
-            if not guide.done():
+            if guide and not guide.done():
                 continue
-            del self._preparing[name]
-            error = guide.exception()
-            if error is None:
-                self._guide_of[name] = guide.result()
-                self._scheduler.add(request)
-            elif isinstance(error, InvalidRequest):
-                self._backpressure.leave((name,))
+            try:
+                made = guide.result() if guide else None
+                if not self._enter(request):
+                    continue
+            except InvalidRequest as error:
+                self._leave((name,))
                 self._added_at.pop(name, None)
                 self._refused.append((name, error))
             else:
-                raise error
+                if made is not None:
+                    self._guide_of[name] = made
+            del self._preparing[name]
 
     def _start(self, events: list[TokenEvent]) -> bool:
         """Launch a step while nothing is in flight; False if there is no work."""
@@ -262,7 +334,7 @@ class Engine:
             elif self._guide_of and (guide := self._guide_of.get(event.request_id)) is not None:
                 guide.advance(event.token_ids)
         self._measure(batch.kind)
-        self._backpressure.leave(ended)
+        self._leave(ended)
         # Rows that wait during a prefill step are busy too.
         num_busy = max(len(batch.rows), len(self._scheduler.running))
         self._backpressure.turn(num_busy, self._applied_at or 0.0)

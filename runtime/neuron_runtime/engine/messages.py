@@ -45,7 +45,23 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     first_number: int
 
 
-ToEngine = Add | Abort | Joined
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load"):
+    """Front end to engine: requests may use this adapter, once `AdapterNews` says that it is loaded.
+
+    A new engine knows none. folder: of files that were checked.
+    """
+
+    digest: str
+    folder: str
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag="drop"):
+    """Front end to engine: no further request uses this adapter; unknown ones are ignored."""
+
+    digest: str
+
+
+ToEngine = Add | Abort | Joined | LoadAdapter | DropAdapter
 
 
 class StartProgress(msgspec.Struct, frozen=True, tag="progress"):
@@ -80,6 +96,14 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
     retry_after_seconds: float | None = None
 
 
+class AdapterNews(msgspec.Struct, frozen=True, tag="adapter"):
+    """Engine to front end: the outcome of `LoadAdapter`."""
+
+    digest: str
+    failure: str = ""
+    """Why it cannot be loaded; empty: it is."""
+
+
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """Engine to front end: the results of one turn of the loop."""
 
@@ -88,7 +112,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     stats: EngineStats
 
 
-FromEngine = StartProgress | ModelFound | Ready | Step
+FromEngine = StartProgress | ModelFound | Ready | AdapterNews | Step
 
 
 def socket(context: zmq.Context[Any], kind: int, run_dir: Path, name: str, incarnation: int) -> Any:

@@ -24,7 +24,7 @@ class BlockKeys:
     __slots__ = ("_block_size", "_keys", "_like", "_num_like", "_tokens")
 
     def __init__(
-        self, tokens: Sequence[int], block_size: int, *, adapter: int, cache_salt: str, like: BlockKeys | None = None
+        self, tokens: Sequence[int], block_size: int, *, adapter: str, cache_salt: str, like: BlockKeys | None = None
     ) -> None:
         """Keep a reference to `tokens`, to which more may be appended.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from neuron_runtime.core import Added
+from neuron_runtime.engine.adapters import Places
 from neuron_runtime.engine.pool import Pool
 from neuron_runtime.engine.sequence import Phase, Sequence
 
@@ -28,8 +29,9 @@ class WaitingQueue(list[Sequence]):
 class RunningSet:
     """Sequences with a slot. A sequence is in `prefilling` or `decoding`, according to its phase."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, max_adapters: int = 0) -> None:
         self.slots = Pool(max_rows)
+        self.places = Places(max_adapters)
         self.prefilling: list[Sequence] = []
         """In order of service."""
         self.decoding: list[Sequence] = []
@@ -45,9 +47,15 @@ class RunningSet:
         yield from self.prefilling
         yield from self.decoding
 
+    def startable(self, waiting: WaitingQueue) -> list[Sequence]:
+        """The first waiting sequences for which there are slots, and places for their adapters."""
+        most = self.slots.num_free
+        return self.places.startable(waiting, most) if self.places.exist else waiting[:most]
+
     def admit(self, sequence: Sequence) -> None:
-        """Assign the lowest free slot to a sequence that has its blocks."""
+        """Assign the lowest free slot to a startable sequence that has its blocks."""
         (sequence.slot,) = self.slots.take(1)
+        self.places.take(sequence)
         if sequence.num_unscheduled_tokens > 1 or not sequence.num_computed_tokens:
             sequence.phase = Phase.PREFILL
             insort(self.prefilling, sequence, key=by_order)
@@ -61,7 +69,7 @@ class RunningSet:
                 num_prompt_tokens=sequence.num_prompt,
                 sampling=request.sampling,
                 blocks=tuple(sequence.blocks),
-                adapter=request.adapter,
+                adapter=sequence.place,
             )
         )
 

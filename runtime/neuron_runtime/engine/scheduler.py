@@ -50,7 +50,7 @@ class Scheduler:
         self.limits = limits
         self.stats = EngineStats(num_blocks=limits.num_blocks)
         self.waiting = WaitingQueue()
-        self.running = RunningSet(limits.max_rows)
+        self.running = RunningSet(limits.max_rows, limits.max_adapters)
         self.blocks = BlockManager(limits, self.stats)
         self.scheduled: deque[ScheduledStep] = deque()
         """Not applied yet, oldest first."""
@@ -185,7 +185,7 @@ class Scheduler:
         whose prefix is being computed is skipped but keeps its reservation: the sequence that computes the prefix is
         earlier in order, so it waits for nothing else.
         """
-        running, waiting = self.running, self.waiting[: self.running.slots.num_free]
+        running, waiting = self.running, self.running.startable(self.waiting)
         spare = self.blocks.num_spare(running) if waiting else 0
         for sequence in merge(running.prefilling[:], waiting, key=by_order):
             if sequence.phase is Phase.PREFILL:
@@ -221,8 +221,9 @@ class Scheduler:
             appended_blocks=tuple(blocks.appended),
             released=tuple(running.released),
             kept_blocks=tuple(blocks.kept.items()),
+            adapters=tuple(running.places.changes),
         )
-        for changes in (running.added, blocks.appended, running.released, blocks.kept):
+        for changes in (running.places.changes, running.added, blocks.appended, running.released, blocks.kept):
             changes.clear()
         self._num_steps += 1
         self.scheduled.append(ScheduledStep(batch, sequences))
@@ -303,6 +304,8 @@ class Scheduler:
             self.running.free_slot(sequence)
         if not (in_flight and self._blocks_wait):
             self.blocks.free(sequence)
+        if not in_flight:
+            self.running.places.give_back(sequence)
 
     def _preempt(self, victim: Sequence) -> None:
         """Return a sequence to the queue with all its tokens, to be recomputed. Only while nothing is in flight."""

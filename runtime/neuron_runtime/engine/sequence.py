@@ -71,6 +71,8 @@ class Sequence:
     num_scheduled_tokens: int = 0
     """The same after all scheduled steps, without extra tokens of a row."""
     slot: int = -1
+    place: int = 0
+    """Of its adapter on the device, if it has a slot; 0: it has none."""
     blocks: list[int] = field(default_factory=list)
     capacity: int = 0
     """Number of tokens that fit its blocks, without draft tokens."""

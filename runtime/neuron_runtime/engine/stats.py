@@ -46,6 +46,10 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     """Time in which the engine had work."""
     group_wait_seconds_total: tuple[float, ...] = ()
     """For each other rank, time in which a step was done here and not yet there; empty without a group."""
+    running_adapters: tuple[str, ...] = ()
+    """Digests of the adapters of running requests."""
+    waiting_adapters: tuple[str, ...] = ()
+    """The same of waiting requests."""
     device_memory: DeviceMemory | None = None
     """As a step last reported it; None: no step did."""
     last_step: StepStats | None = None

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,7 +28,20 @@ from neuron_runtime.engine import messages
 from neuron_runtime.engine.backends import warn_of_limits
 from neuron_runtime.engine.backpressure import queue_limits
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.engine.messages import Abort, Add, FromEngine, Joined, ModelFound, Ready, Refused, Step, ToEngine
+from neuron_runtime.engine.messages import (
+    Abort,
+    AdapterNews,
+    Add,
+    DropAdapter,
+    FromEngine,
+    Joined,
+    LoadAdapter,
+    ModelFound,
+    Ready,
+    Refused,
+    Step,
+    ToEngine,
+)
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.grammars.guides import grammar_guides
@@ -112,13 +126,15 @@ class Worker:
         # Until the watched backend sets one for the device.
         self._deadline.set(MIN_STEP_SECONDS, LATE_SECONDS)
         idle = not self._engine.has_work
-        mail = self._border.receive(wait=idle)
+        mail = self._border.receive(wait=idle and not self._engine.is_reading)
         if idle:
             self._accounted_until = time.monotonic()
         if refused := self._deliver(mail):
             # Before the step, which may take long.
             self._engine.stats.last_step = None
             self._border.send(Step((), tuple(refused), self._engine.stats))
+        for digest, failure in self._engine.take_adapter_news():
+            self._border.send(AdapterNews(digest, failure))
         works = self._engine.has_work
         events = self._engine.step() if works else []
         if not works:
@@ -155,6 +171,10 @@ class Worker:
                 case Abort(request_ids):
                     for request_id in request_ids:
                         self._engine.abort(request_id)
+                case LoadAdapter(digest, folder):
+                    self._engine.load_adapter(digest, Path(folder))
+                case DropAdapter(digest):
+                    self._engine.drop_adapter(digest)
                 case Joined(first_number):
                     self._first_number = first_number
                     for request_id in filter(self._is_abandoned, self._engine.request_ids):
@@ -255,7 +275,8 @@ def serve(
                 watched, max_queued_requests=queue.max_requests, max_queued_tokens=queue.max_tokens, guides=guides
             )
             border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded, layout.size))
-            Worker(engine, border, deadline).run(border.stop_at_sigterm())
+            with closing(engine):
+                Worker(engine, border, deadline).run(border.stop_at_sigterm())
         finally:
             guides.close()
             backend.close()

@@ -11,8 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
 
-from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
+from neuron_runtime.backend_protocol import AdapterBackend, Backend, ProgressCallback, StepTime
 from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput
 
 MIN_STEP_SECONDS = 30.0
@@ -105,6 +107,17 @@ class WatchedBackend:
         self._last_end = now
         self._arm()
         return output
+
+    def read_adapter(self, folder: Path) -> Any:
+        return cast(AdapterBackend, self._backend).read_adapter(folder)
+
+    def add_adapter(self, digest: str, folder: Path, weights: Any) -> None:
+        self._arm()
+        cast(AdapterBackend, self._backend).add_adapter(digest, folder, weights)
+
+    def remove_adapter(self, digest: str) -> None:
+        self._arm()
+        cast(AdapterBackend, self._backend).remove_adapter(digest)
 
     def close(self) -> None:
         self._backend.close()

@@ -19,7 +19,19 @@ import zmq
 from neuron_runtime.core import Request, TokenEvent
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backpressure import Backpressure, QueueLimits
-from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, Ready, Refused, StartProgress, Step
+from neuron_runtime.engine.messages import (
+    Abort,
+    AdapterNews,
+    Add,
+    DropAdapter,
+    Joined,
+    LoadAdapter,
+    ModelFound,
+    Ready,
+    Refused,
+    StartProgress,
+    Step,
+)
 from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.metrics import Metrics
 
@@ -49,6 +61,7 @@ class EngineClient:
         on_model: called with the model's folder whenever an engine has found it.
         on_ready: called whenever an engine is ready.
         on_broken: called if receiving failed permanently, which is a bug.
+        on_adapter: called with the outcome of each `load_adapter`.
     """
 
     def __init__(
@@ -59,6 +72,7 @@ class EngineClient:
         on_model: Callable[[Path], None],
         on_ready: Callable[[Ready], None],
         on_broken: Callable[[BaseException], None],
+        on_adapter: Callable[[AdapterNews], None] = lambda news: None,
     ) -> None:
         self.ready = False
         self.detail = "starting"
@@ -69,6 +83,7 @@ class EngineClient:
         self._on_model = on_model
         self._on_ready = on_ready
         self._on_broken = on_broken
+        self._on_adapter = on_adapter
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._ids = itertools.count()
         self._recipients: dict[str, tuple[Recipient, int]] = {}
@@ -140,6 +155,16 @@ class EngineClient:
             self._queue.leave(live)
             self._send(Abort(live))
 
+    def load_adapter(self, digest: str, folder: Path) -> None:
+        """Requests may use the adapter once `on_adapter` has told so. An engine that starts knows none."""
+        if self.ready:
+            self._send(LoadAdapter(digest, str(folder)))
+
+    def drop_adapter(self, digest: str) -> None:
+        """No further request uses the adapter."""
+        if self.ready:
+            self._send(DropAdapter(digest))
+
     def check_ready(self) -> None:
         """Raises BackendFailed, with the reason or the progress of the startup, unless the engine is ready."""
         if not self.ready or self._stall:
@@ -186,6 +211,8 @@ class EngineClient:
         match message:
             case Step():
                 self._deliver(message, touched)
+            case AdapterNews():
+                self._on_adapter(message)
             case StartProgress(stage, share):
                 self.detail = f"{stage} {share:.0%}"
             case ModelFound(model_dir):

@@ -24,6 +24,7 @@ from neuron_runtime.errors import ConfigProblems, InvalidConfig
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
+SERVES_ADAPTERS = False
 
 
 def needs_weights(config: RuntimeConfig) -> bool:
