@@ -27,6 +27,7 @@ from neuron_runtime.adapters.peft import (
     open_adapter,
     read_adapter,
 )
+from neuron_runtime.adapters.tensors import pairs
 from neuron_runtime.errors import ExitCode, FatalError
 
 RULES = AdapterRules(max_rank=16)
@@ -384,3 +385,37 @@ def test_no_damage_of_the_weights_file_crashes_the_reader(
     raw[at : at + len(written)] = written
     path.write_bytes(raw)
     check_outcome(folder)
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_tensors_are_those_of_the_file(tmp_path: Path, dtype: Any) -> None:
+    write_adapter(tmp_path, layers=[1, 0], dtype=dtype)
+    expected = adapter_tensors(layers=[1, 0], dtype=dtype)
+    found = list(pairs(tmp_path))
+    assert [(pair.layer, pair.module) for pair in found] == [(layer, name) for layer in (0, 1) for name in TARGETS]
+    for pair in found:
+        np.testing.assert_array_equal(pair.a.numpy(), expected[tensor_name(pair.layer, pair.module, "A")])
+        np.testing.assert_array_equal(pair.b.numpy(), expected[tensor_name(pair.layer, pair.module, "B")])
+        assert pair.scaling == 2.0
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_numbers_that_would_spoil_answers_are_refused(tmp_path: Path, number: float) -> None:
+    spoilt = np.full((4, 32), number, np.float32)
+    write_adapter(tmp_path, more_tensors={tensor_name(1, "q_proj", "A"): spoilt})
+    with pytest.raises(FatalError, match=r"layers\.1\.self_attn\.q_proj\.lora_A\.weight has numbers") as caught:
+        list(pairs(tmp_path))
+    assert caught.value.exit_code is INVALID
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path, model={**TINY_CONFIG, "intermediate_size": 100_000})
+    reading = pairs(tmp_path)
+    next(reading)
+    os.truncate(tmp_path / WEIGHTS_FILE, 4096)
+    with pytest.raises(FatalError, match="ended while it was read") as caught:
+        list(reading)
+    assert caught.value.exit_code is INVALID

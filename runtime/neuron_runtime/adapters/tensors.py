@@ -1,0 +1,64 @@
+"""The tensors of an adapter, for the backends that compute with them. Called on any thread, while steps run.
+
+The file may change or end while it is read, and its numbers may be anything: that is a FatalError, never a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neuron_runtime.adapters.peft import WEIGHTS_FILE, open_adapter
+from neuron_runtime.checkpoint import TensorInfo
+from neuron_runtime.dtypes import BY_STORED
+from neuron_runtime.errors import ExitCode, FatalError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """What an adapter adds to the projection `module` of a layer: `scaling * b @ a`, of shapes (rank, in), (out, rank).
+
+    The tensors are on the host, in the type of the file.
+    """
+
+    layer: int
+    module: str
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+def pairs(folder: Path) -> Iterator[LoraPair]:
+    """The pairs of an adapter in the order of layers, one at a time. Raises as `peft.read_adapter`, except what needs
+    the model."""
+    adapter, path = open_adapter(folder), folder / WEIGHTS_FILE
+    try:
+        with path.open("rb") as file:
+            for pair in adapter.pairs:
+                a, b = _read(file, pair.a, path), _read(file, pair.b, path)
+                yield LoraPair(pair.layer, pair.target, a, b, pair.scaling)
+    except OSError as error:
+        raise FatalError(ExitCode.INVALID_ADAPTER, f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read(file: BufferedReader, info: TensorInfo, path: Path) -> torch.Tensor:
+    import torch  # noqa: PLC0415  (those who only check adapters do without)
+
+    raw = bytearray(info.num_bytes)
+    file.seek(info.begin)
+    # Not mapped: a mapped file that is cut off meanwhile would end the process.
+    if file.readinto(raw) < info.num_bytes:
+        raise FatalError(ExitCode.INVALID_ADAPTER, f"{path}: ended while it was read; save the adapter again")
+    tensor = torch.frombuffer(raw, dtype=getattr(torch, BY_STORED[info.dtype].name)).reshape(info.shape)
+    if not torch.isfinite(tensor).all():
+        raise FatalError(
+            ExitCode.INVALID_ADAPTER,
+            f"{path}: {info.name} has numbers that are infinite or none (NaN); train the adapter again",
+        )
+    return tensor
