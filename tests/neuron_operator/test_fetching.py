@@ -121,6 +121,14 @@ def test_weights_in_the_pods_have_the_limit_of_the_manifest() -> None:
     assert "PersistentVolumeClaim" not in kinds(decision)
 
 
+def test_an_edit_takes_the_weights_from_the_claim_of_the_chart_into_the_pods_and_back() -> None:
+    using = settings(TEMPLATE)
+    world, _ = stepped(*resolved({}, using), using)
+    for storage, reason in (({"weights": {"emptyDir": {}}}, "FetchedByPods"), ({}, "WeightsReady")):
+        world, decision = settle(replace(world, body={**world.body, "spec": {**SPEC, "storage": storage}}), using)
+        assert condition(decision.status, "WeightsReady")["reason"] == reason
+
+
 @pytest.mark.parametrize("uri", ["file:///opt/models/demo", "pvc://models/demo"])
 def test_a_model_that_is_read_in_place_is_not_fetched(uri: str) -> None:
     _, decision = stepped(*settle(fresh(spec={**SPEC, "model": {"uri": uri}}), settings(TEMPLATE)), settings(TEMPLATE))

@@ -18,7 +18,7 @@ from neuron_operator.api.engines.engine import Launch
 from neuron_operator.api.errors import InvalidSpec, Refusals, Unplaceable
 from neuron_operator.api.fields import NotPinned, SpecPart, as_json, fields_of
 from neuron_operator.api.manifest import check_engine, default_note
-from neuron_operator.api.model import NeuronModel, remembered
+from neuron_operator.api.model import EmptyDir, NeuronModel, WeightsStorage, remembered
 from neuron_operator.api.model_status import MAX_GROUPS, MemoryPlan, Plan
 from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.place.catalog import family_of
@@ -38,6 +38,8 @@ from neuron_operator.render.storage import artifacts_place, is_fetched_before, i
 
 DEFAULT = DEFAULTS["Neuron"]
 """The engine on families for which the installation names none."""
+IN_EACH_POD = WeightsStorage(empty_dir=EmptyDir())
+"""What a manifest may say where no place is shared, too."""
 KEY_LENGTH = 64
 MAX_MINUTES = 2**31 - 1
 MAX_BYTES = 2**53
@@ -67,7 +69,8 @@ def _non_defaults(part: SpecPart, path: str, engine: Engine) -> dict[str, Any]:
         if value == one.default or one.is_idle(here, engine.honours) or one.annotations(NotPinned):
             continue
         kept = _non_defaults(value, here, engine) if isinstance(value, SpecPart) else as_json(value)
-        if kept != {}:
+        # A part that may be left out says something by being there, as `emptyDir: {}` does.
+        if kept != {} or one.default is None:
             changed[one.key] = kept
     return changed
 
@@ -121,11 +124,13 @@ def is_of(model: NeuronModel, revision: Revision) -> bool:
 
 
 def _as_decided(model: NeuronModel, revision: Revision) -> NeuronModel:
-    """The manifest without what it asks for that the revision has anyway, of an engine for which earlier versions did
-    not read these fields."""
+    """The manifest without what it asks for that the revision has anyway: earlier versions did not read
+    `emptyDir: {}`, nor two fields for engines that are not our runtime."""
     spec = model.spec
+    if spec.storage.weights == IN_EACH_POD and revision.pinned.weights is None:
+        spec = msgspec.structs.replace(spec, storage=msgspec.structs.replace(spec.storage, weights=None))
     if spec.runs.is_ours:
-        return model
+        return model if spec is model.spec else replace(model, spec=spec)
     if spec.parallelism.nodes == revision.placement.nodes == 1:
         spec = msgspec.structs.replace(spec, parallelism=msgspec.structs.replace(spec.parallelism, nodes=None))
     if _forgoes_job(model) and revision.pinned.compiling is None:
