@@ -202,6 +202,16 @@ def model_of(name: str, uri: str, **spec: Any) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def labelled(rig: Rig, node: str, label: str, value: str) -> Iterator[None]:
+    before = rig.get("node", node)["metadata"]["labels"].get(label)
+    rig.kubectl("label", "--overwrite", "node", node, f"{label}={value}")
+    try:
+        yield
+    finally:
+        rig.kubectl("label", "--overwrite", "node", node, f"{label}={before}" if before else f"{label}-")
+
+
 def listed(rig: Rig, resources: str, *, namespace: str = "", selector: str = "") -> list[Any]:
     """The objects of resources, separated by commas, in a namespace or in all."""
     found: list[Any] = []
@@ -399,8 +409,11 @@ class Story:
         return output
 
     @contextmanager
-    def traffic(self, image: str, *, clients: int, num_tokens: int, least: int) -> Iterator[None]:
-        """Clients stream from `chat` all the time, at least so many answers: each must be whole."""
+    def traffic(self, image: str, *, clients: int, num_tokens: int, least: int, is_kept: bool = True) -> Iterator[None]:
+        """Clients stream from `chat` all the time, at least so many answers: each must be whole.
+
+        is_kept: whether an engine serves meanwhile that lets clients keep their connections.
+        """
         name, url = f"traffic-{uuid.uuid4().hex[:4]}", f"http://chat.{self.namespace}.svc.cluster.local:8000"
         self.start_client(image, name, TRAFFIC, url, str(clients), str(num_tokens), str(least))
         self.kubectl("wait", "--for=jsonpath={.status.containerStatuses[0].started}=true", f"pod/{name}", WAITING)
@@ -410,7 +423,7 @@ class Story:
         result = json.loads(self.end_client(name).splitlines()[-1])
         print(f"    {result['done']} streams, {len(result['broken'])} broken, {result['reused']} on kept connections")
         assert not result["broken"], result["broken"]
-        assert result["reused"] > 0
+        assert bool(result["reused"]) == is_kept
         assert result["done"] >= least
 
     def artifact(self, model: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from cluster.stories import (
     Story,
     check_order,
     install,
+    labelled,
     load_images,
     requests_devices,
     uninstall,
@@ -181,13 +182,3 @@ def _check_cores(story: Story, pod: Any, cores: set[int], **granted: str) -> Non
     taken = json.loads(story.kubectl("exec", pod["metadata"]["name"], "--", "python3", "-c", CORES_TAKEN))
     logical = {"NEURON_LOGICAL_NC_CONFIG": "1", "NEURON_RT_VIRTUAL_CORE_SIZE": "1"}
     assert taken == {f"core-{core}": logical | granted for core in cores}
-
-
-@contextmanager
-def labelled(rig: Rig, node: str, label: str, value: str) -> Iterator[None]:
-    before = rig.get("node", node)["metadata"]["labels"].get(label)
-    rig.kubectl("label", "--overwrite", "node", node, f"{label}={value}")
-    try:
-        yield
-    finally:
-        rig.kubectl("label", "--overwrite", "node", node, f"{label}={before}" if before else f"{label}-")
