@@ -30,6 +30,7 @@ from neuron_operator.api.engines.vllm_flags import (
 )
 from neuron_operator.api.reasons import Reason
 from neuron_operator.read.records import parse_record
+from neuron_runtime.artifacts.store import artifact_store
 
 PROGRAM = Path(__file__).parents[1] / "fakes" / "vllm_serve" / "serve.py"
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -187,6 +188,42 @@ def test_graphs_of_another_image_of_the_same_name_are_compiled_again(tmp_path: P
     for version, is_reused in (("1", False), ("1", True), ("2", False)):
         metadata.write_text(f"Metadata-Version: 2.1\nName: neuronx-cc\nVersion: {version}\n")
         assert compiled(tmp_path, *SHAPES, **env)["artifact"]["reused"] == is_reused
+
+
+def pruned(store: Path, *keep: str) -> list[str]:
+    """What the daily clean-up by our runtime deletes."""
+    return [one.name for one in artifact_store(store).prune(keep, 30 * 86_400, dry_run=False)]
+
+
+def last_used(folder: Path, days: float) -> None:
+    at = time.time() - days * 86_400
+    os.utime(folder, (at, at))
+
+
+def test_graphs_that_nobody_uses_are_deleted_and_those_that_a_model_or_a_job_uses_stay(tmp_path: Path) -> None:
+    assert compiled(tmp_path, *SHAPES, **COMPILING)["ok"]
+    store = tmp_path / "store"
+    last_used(store / KEY, 40)
+    assert pruned(store, KEY) == pruned(store) == []
+    last_used(store / KEY, 40)
+    assert compiled(tmp_path, *SHAPES, **COMPILING)["artifact"]["reused"]
+    assert pruned(store) == []
+    last_used(store / KEY, 40)
+    assert pruned(store) == [KEY]
+    assert not (store / KEY).exists()
+
+
+def test_what_a_job_writes_stays_and_what_a_killed_one_left_is_deleted_after_a_day(tmp_path: Path) -> None:
+    job = of_job(tmp_path, "sh", "-c", f"touch {tmp_path}/began; exec sleep 60")
+    until((tmp_path / "began").exists)
+    (partial,) = (tmp_path / ".partial").iterdir()
+    last_used(partial, 0.3)  # its deadline is after six hours
+    assert pruned(tmp_path) == []
+    job.terminate()
+    job.wait()
+    last_used(partial, 1.1)
+    assert pruned(tmp_path) == [f".partial/{partial.name}"]
+    assert not partial.exists()
 
 
 def of_job(folder: Path, *command: str, **env: str) -> subprocess.Popen[bytes]:

@@ -15,6 +15,7 @@ from neuron_operator.read.objects import name_of, owners_of
 from neuron_operator.read.world import (
     ClaimTemplate,
     Decision,
+    EngineSettings,
     JobSettings,
     Object,
     Place,
@@ -124,6 +125,26 @@ def test_artifacts_in_a_claim_are_cleaned_by_their_own_command() -> None:
     assert command(made)[:4] == ["neuron-runtime", "artifacts", "prune", "/var/lib/neuron-serving/artifacts"]
     assert kept(made) == sorted([RESULTS["compile"]["artifact"]["key"], "c" * 64])
     assert {"name": "artifacts", "persistentVolumeClaim": {"claimName": "compiled"}} in pod_of(made)["volumes"]
+
+
+def test_graphs_of_vllm_are_cleaned_in_their_folder_of_the_claim_and_their_key_is_kept() -> None:
+    place = Place(persistent_volume_claim=Claim(claim_name="kept"))
+    using = replace(storing(place, artifacts=place), engines={"vllm": EngineSettings("vllm:0.24", "0.24")})
+    nodes = {"spec": {"nodeSelector": {"node.kubernetes.io/instance-type": "trn2.48xlarge"}}}
+    spec = {**SPEC, "accelerator": {}, "engine": {"backend": "vllm"}, "podTemplate": nodes}
+    made = cron_jobs(resolved_world(using, spec=spec)[1])
+    artifacts = "/var/lib/neuron-serving/artifacts"
+    assert {command(one)[3] for one in made} == {
+        "/var/lib/neuron-serving/weights",
+        artifacts,
+        f"{artifacts}/vllm",
+    }
+    (of_vllm,) = (one for one in made if command(one)[3].endswith("/vllm"))
+    assert command(of_vllm)[:3] == ["neuron-runtime", "artifacts", "prune"]
+    assert RESULTS["compile"]["artifact"]["key"] in kept(of_vllm)
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod_of(of_vllm)["containers"][0]["volumeMounts"]}
+    assert mounts["artifacts"] == artifacts
+    assert len({name_of(one) for one in made}) == 3
 
 
 def test_models_that_use_one_claim_share_its_cronjob_whatever_else_they_want() -> None:

@@ -33,16 +33,20 @@ _KEY = re.compile("[0-9a-f]{40,64}")
 def cleaners(
     model: NeuronModel, settings: Settings, revisions: Iterable[Revision], records: Iterable[Record]
 ) -> tuple[Object, ...]:
-    """One CronJob for each claim of these revisions.
+    """One CronJob for each claim of these revisions, and for each folder in it whose entries have keys.
 
     Args:
         records: those that are kept in the namespace. They name everything that a revision of any model needs.
     """
     places = dict.fromkeys(
-        (kept, place)
+        (kept, place, folder)
         for revision in revisions
-        for kept, place in ((WEIGHTS, revision.pinned.weights), (ARTIFACTS, revision.pinned.artifacts))
-        if place and place.persistent_volume_claim
+        for kept, place, folder in (
+            (WEIGHTS, revision.pinned.weights, WEIGHTS.folder),
+            (ARTIFACTS, revision.pinned.artifacts, ARTIFACTS.folder),
+            (ARTIFACTS, revision.pinned.artifacts, _folder_of_engine(revision)),
+        )
+        if place and place.persistent_volume_claim and folder
     )
     if not settings.storage.keep_days or not places:
         return ()
@@ -50,10 +54,18 @@ def cleaners(
     known = tuple(records)
     keys = {one.weights.digest for one in known if one.weights} | {one.artifact.key for one in known if one.artifact}
     needed = sorted(filter(_KEY.fullmatch, keys))
-    return tuple(_cleaner(model, settings, kept, place, needed) for kept, place in places)
+    return tuple(_cleaner(model, settings, *one, needed=needed) for one in places)
 
 
-def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, needed: list[str]) -> Object:
+def _folder_of_engine(revision: Revision) -> str:
+    """With the graphs of an engine that is not our runtime, each under its key; empty: there are none."""
+    compiling = revision.pinned.compiling
+    return compiling.folder.rpartition("/")[0] if compiling else ""
+
+
+def _cleaner(
+    model: NeuronModel, settings: Settings, kept: Kept, place: Place, folder: str, *, needed: list[str]
+) -> Object:
     anybody = replace(model, refresh="", spec=msgspec.structs.replace(model.spec, jobs=Jobs()))
 
     def template(using: Settings, nodes: Object, *arguments: str) -> Object:
@@ -62,7 +74,7 @@ def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, n
             using,
             role=names.ROLE_CLEAN,
             image=using.runtime_image,
-            command=["neuron-runtime", kept.name, "prune", kept.folder, *arguments],
+            command=["neuron-runtime", kept.name, "prune", folder, *arguments],
             access=Access(access_to(kept, place).mounts),
             resources={"requests": JOB_REQUESTS},
             nodes=nodes,

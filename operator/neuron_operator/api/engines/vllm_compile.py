@@ -58,7 +58,10 @@ def main(record: str, folder: str, address: str, *command: str) -> None:
     began, target = time.monotonic(), Path(folder)
     cache = Path(os.environ["VLLM_CACHE_ROOT"], "neuron", "compile_cache")
     is_found = is_whole(target)
-    if not is_found:
+    if is_found:
+        with suppress(OSError):
+            os.utime(target)  # it is in use now: what is not for long is deleted
+    else:
         partial = prepared(record, target)
         compile_graphs(record, address, command)
         publish(record, cache, partial, target)
@@ -158,11 +161,11 @@ def prepared(record: str, target: Path) -> Path:
     if find_spec(LIBRARY) is None:
         fail(record, f"the image has no {LIBRARY}, which saves graphs")
     partials = target.parent / ".partial"
-    for one in partials.glob(f"{target.name}-*"):
+    for one in partials.glob(f"{target.name}.*"):
         with suppress(OSError):
             if time.time() - one.stat().st_mtime > ABANDONED_SECONDS:
                 shutil.rmtree(one, ignore_errors=True)
-    partial = partials / f"{target.name}-{os.uname().nodename}"
+    partial = partials / f"{target.name}.{os.uname().nodename}"
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
