@@ -308,7 +308,9 @@ def start(
     late: Callable[[Request], Rule | None] = no_rule,
     max_queued_requests: int = 100,
     max_consecutive_prefills: int = 1,
+    reads_at_once: bool = True,
 ) -> Run:
+    """reads_at_once: adapters are read without a thread, so that a run can be repeated."""
     backend = RecordingBackend(limits)
     engine = Engine(
         backend,
@@ -316,7 +318,7 @@ def start(
         max_queued_requests=max_queued_requests,
         max_consecutive_prefills=max_consecutive_prefills,
     )
-    if engine._adapters is not None:
+    if engine._adapters is not None and reads_at_once:
         engine._adapters._thread = AtOnce()
     return Run(engine, backend, late=late)
 

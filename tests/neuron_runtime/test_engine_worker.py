@@ -16,7 +16,17 @@ from helpers.torch_models import runtime_config
 from neuron_runtime.core import BackendLimits, Batch, PrefillBucket
 from neuron_runtime.engine.backends import warn_of_limits
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.engine.messages import Add, FromEngine, Joined, Step, ToEngine
+from neuron_runtime.engine.messages import (
+    AdapterNews,
+    Add,
+    DropAdapter,
+    FromEngine,
+    Joined,
+    LoadAdapter,
+    Step,
+    ToEngine,
+)
+from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.processes import engine as process
 from neuron_runtime.processes.engine import Border, Worker
 from neuron_runtime.processes.lifeline import Deadline
@@ -119,6 +129,29 @@ def test_refusals_are_sent_before_the_step_and_only_once(deadline: Deadline) -> 
     worker.turn()
     assert refused_at_launch[0] == ["2"]
     assert border.refused == ["2"]
+
+
+def test_the_outcome_of_each_load_of_an_adapter_is_sent(deadline: Deadline) -> None:
+    class OneIsBroken(StrictBackend):
+        def read_adapter(self, folder: Path) -> str:
+            if folder.name == "broken":
+                raise FatalError(ExitCode.INVALID_MODEL, "no such tensor")
+            return super().read_adapter(folder)
+
+    limits = replace(neuron_limits(), max_adapters=1, max_loaded_adapters=2, max_adapter_rank=8)
+    engine, border = Engine(OneIsBroken(limits)), Lists()
+    worker = Worker(engine, cast(Any, border), deadline)
+    border.mail = [LoadAdapter("x", "fine"), LoadAdapter("y", "broken"), DropAdapter("unknown")]
+    worker.turn()
+    while engine.is_reading:
+        worker.turn()
+    news = [message for message in border.sent if isinstance(message, AdapterNews)]
+    assert news == [AdapterNews("x"), AdapterNews("y", "no such tensor")]
+    border.mail, border.sent = [LoadAdapter("x", "fine")], []  # for a front end that replaces another one
+    worker.turn()
+    worker.turn()
+    assert AdapterNews("x") in border.sent
+    engine.close()
 
 
 def test_an_idle_engine_shows_that_it_lives(deadline: Deadline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,18 @@ MUTANTS = [
         left_out("blocks"),
         "a_prompt_is_admitted_only_with_a_spare_block_for_each_growing_sequence",
     ),
-    (f"{SCHEDULER}._candidates", left_out("num_free"), "waiting_requests_are_admitted_by_priority_then_arrival"),
+    (
+        "running:RunningSet.startable",
+        left_out("num_free"),
+        "waiting_requests_are_admitted_by_priority_then_arrival",
+    ),
+    (
+        "adapters:Places.startable",
+        forced("setdefault", False),
+        "a_held_request_starts_although_others_of_the_placed_adapters_keep_coming",
+    ),
+    ("adapters:Places.take", without("append"), "the_place_that_was_left_longest_ago_is_given_away"),
+    (f"{SCHEDULER}._free", without("give_back"), "the_place_that_was_left_longest_ago_is_given_away"),
     (
         f"{SCHEDULER}._candidates",
         concatenated("merge"),
@@ -199,7 +210,7 @@ MUTANTS = [
         forced("needs_host", False),
         "nothing_is_launched_behind_a_step_with_a_row_that_the_host_samples",
     ),
-    ("loop:Engine.abort", without("leave"), "an_abort_of_a_waiting_request_leaves_room_in_the_queue"),
+    ("loop:Engine.abort", without("_leave"), "an_abort_of_a_waiting_request_leaves_room_in_the_queue"),
     (
         f"{SCHEDULER}._preempt",
         without("prompt_logprobs"),
@@ -229,7 +240,7 @@ def test_a_mutant_is_killed_by_its_test(
 ) -> None:
     (killing_test,) = (
         test
-        for name in ("test_scheduler", "test_engine")
+        for name in ("test_scheduler", "test_engine", "test_engine_adapters")
         if (test := getattr(killing_module(name), f"test_{killer}", None))
     )
     killing_test()

@@ -134,8 +134,9 @@ class LoadedAdapters:
         """The adapter that makes room for the first of `_reads`."""
         self._failed: dict[str, str] = {}
         """Why known adapters cannot be loaded."""
-        self._untold: dict[str, None] = {}
-        """Adapters that were to be loaded since the last news, in order."""
+        self._untold: set[str] = set()
+        """Adapters that are to be loaded, and whose outcome is news."""
+        self._news: list[tuple[str, str]] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
 
     @property
@@ -146,20 +147,22 @@ class LoadedAdapters:
         """Make an adapter known; `take_news` tells how it went, also if it was known before."""
         self._folders[digest] = folder
         self._failed.pop(digest, None)
-        self._untold[digest] = None
+        self._untold.add(digest)
+        if digest in self._loaded:
+            self._tell(digest)
         self._read(digest)
 
     def drop(self, digest: str) -> None:
         """No further request may use it; running ones go on."""
-        for known in (self._folders, self._failed, self._untold):
-            known.pop(digest, None)
+        self._folders.pop(digest, None)
+        self._failed.pop(digest, None)
+        self._untold.discard(digest)
+        self._news = [one for one in self._news if one[0] != digest]
 
     def take_news(self) -> list[tuple[str, str]]:
         """Each adapter that was to be loaded and is, with an empty text, or cannot be, with the reason."""
-        ended = [one for one in self._untold if one in self._loaded or one in self._failed]
-        for digest in ended:
-            del self._untold[digest]
-        return [(digest, self._failed.get(digest, "")) for digest in ended]
+        news, self._news = self._news, []
+        return news
 
     def check(self, digest: str) -> None:
         """Raises InvalidRequest if no request may use it."""
@@ -215,8 +218,14 @@ class LoadedAdapters:
                     return False
                 self._backend.add_adapter(digest, self._folders[digest], read.result())
                 self._loaded[digest] = None
+            self._tell(digest)
         del self._reads[digest]
         return True
+
+    def _tell(self, digest: str) -> None:
+        if digest in self._untold:
+            self._untold.remove(digest)
+            self._news.append((digest, self._failed.get(digest, "")))
 
     def _has_room(self) -> bool:
         """Whether one more fits, maybe after one has left."""

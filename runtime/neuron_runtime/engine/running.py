@@ -49,8 +49,9 @@ class RunningSet:
 
     def startable(self, waiting: WaitingQueue) -> list[Sequence]:
         """The first waiting sequences for which there are slots, and places for their adapters."""
-        most = self.slots.num_free
-        return self.places.startable(waiting, most) if self.places.exist else waiting[:most]
+        if self.places.exist:
+            return self.places.startable(waiting, self.slots.num_free)
+        return waiting[: self.slots.num_free]
 
     def admit(self, sequence: Sequence) -> None:
         """Assign the lowest free slot to a startable sequence that has its blocks."""
