@@ -30,6 +30,8 @@ from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
 from neuron_runtime.backend import optimum
 from neuron_runtime.backend.neuron.devices import PLATFORM_VARIABLE, PLATFORMS
+from neuron_runtime.backend.nxdi import models as nxdi_models
+from neuron_runtime.backend.optimum import models as optimum_models
 from neuron_runtime.backend.optimum.settings import COMPILE_TARGETS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
 from neuron_runtime.backend.transformers_neuronx import settings as transformers_neuronx
@@ -168,6 +170,18 @@ def test_the_operator_knows_on_which_devices_a_backend_runs_and_where_it_samples
     assert ENGINES["transformers-neuronx"].devices("", (), {}).families == transformers_neuronx.PLATFORMS
     # Qwen and Mixtral on the host, others on the device.
     assert not operator.sampling_mode(parse(body({**SPEC, "engine": {"backend": "optimum"}})))
+
+
+@pytest.mark.parametrize(
+    ("backend", "known"),
+    [
+        ("nxdi", nxdi_models.BY_ARCHITECTURE),
+        ("optimum", optimum_models.BY_ARCHITECTURE),
+        ("transformers-neuronx", transformers_neuronx.FAMILIES),
+    ],
+)
+def test_the_operator_knows_the_architectures_of_a_backend(backend: str, known: dict[str, object]) -> None:
+    assert ENGINES[backend].architectures == known.keys()
 
 
 def test_the_operator_refuses_what_optimum_neuron_lacks_before_the_runtime_does() -> None:

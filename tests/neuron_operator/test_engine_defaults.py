@@ -260,7 +260,7 @@ def test_with_runtime_upgrade_rolling_a_model_moves_to_another_default_in_its_tu
     ("spec", "architecture"),
     [
         ({"engine": {"applicationClass": "NeuronLlamaForCausalLM"}}, "LlamaForCausalLM"),
-        ({}, "Qwen2ForCausalLM"),
+        ({}, "MixtralForCausalLM"),
         ({"storage": {"weights": {"objectStore": {"uri": "s3://bucket/weights"}}}}, "LlamaForCausalLM"),
         ({"engine": {"overrideNeuronConfig": {"fused_qkv": True}}}, "LlamaForCausalLM"),
     ],
@@ -274,6 +274,9 @@ def test_a_model_that_the_new_default_would_refuse_stays_as_it_is(
     now, decision = at_work(replace(world, has_turn=True), ROLLING)
     assert (decision.upgrade, template(now)) == (None, template(world))
     assert condition(decision.status, "Ready")["status"] == "True"
+    is_refused = "overrideNeuronConfig" not in str(spec)
+    said = condition(decision.status, "UpToDate")["message"]
+    assert ("; vllm, the default for trn2, would refuse it: spec." in said) == is_refused
 
     # Also when it moves to another image: with the engine that it has.
     newer = replace(ROLLING, runtime_image="registry.example/neuron-serving-runtime:2")
@@ -285,6 +288,23 @@ def test_a_model_that_the_new_default_would_refuse_stays_as_it_is(
     assert (decision.upgrade, image(now)) == ("Running", newer.runtime_image)
     now, decision = at_work(replace(answering(now, newer), has_turn=True), newer)
     assert (decision.upgrade, condition(decision.status, "UpToDate")["status"]) == (None, "True")
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "architecture"),
+    [("nxdi", "optimum", "DbrxForCausalLM"), ("vllm", "nxdi", "Qwen3VLForConditionalGeneration")],
+)
+def test_a_running_model_does_not_move_to_a_default_that_lacks_its_architecture(
+    before: str, then: str, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RESULTS, "resolve", {"facts": {**FACTS, "architecture": architecture}})
+    whole = {**SPEC, "serving": {"chunkedPrefill": "Disabled"}} if before == "vllm" else SPEC
+    world = serving(replace(ROLLING, engine_defaults={"trn2": before}), TRN2, spec=whole)
+    now, decision = at_work(replace(world, has_turn=True), replace(ROLLING, engine_defaults={"trn2": then}))
+    assert (decision.upgrade, template(now)) == (None, template(world))
+    assert condition(decision.status, "Ready")["status"] == "True"
+    said = f"{then}, the default for trn2, would refuse it: spec.model.uri: {architecture} has no implementation"
+    assert said in condition(decision.status, "UpToDate")["message"]
 
 
 def test_a_model_without_room_for_the_new_default_stays_as_it_is() -> None:

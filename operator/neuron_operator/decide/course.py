@@ -87,7 +87,7 @@ class Course:
     is_told: bool = True
     """Whether the replicas need not wait for the status; see `_is_told`."""
     stays: str = ""
-    """Why it keeps an older image that it would otherwise leave by itself."""
+    """Why it keeps an engine or an older image that it would otherwise leave by itself."""
     num_wanted: int = 0
     """`spec.replicas`; of an invalid spec, the replicas of the last valid one."""
     setback: Setback | None = None
@@ -146,10 +146,13 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     written = manifest.parse(world.body, has_defaults=has_defaults)
     check_source(written, settings)
     wanted = pin.wanted(written, revisions)
-    newer = pin.upgraded(written, wanted, settings, observed.free)
+    newer, stays = pin.upgraded(written, wanted, settings, observed.free)
     image, is_behind = serving_image(newer, settings), _is_behind(newer, observed, settings, wanted)
-    stays = pin.refusal_by_newer(newer, wanted, settings, observed.free) if is_behind and wanted else ""
-    is_behind = is_behind and not stays
+    refusal = pin.refusal_by_newer(newer, wanted, settings, observed.free) if is_behind and wanted else ""
+    is_behind, stays = (
+        is_behind and not refusal,
+        f"the newer runtime image would refuse it: {refusal}" if refusal else stays,
+    )
     moves, because = is_behind and world.has_turn, ""
     defaults = pin.defaults_key(pin.as_pinned(written, wanted), settings)
     idle = wanted if wanted and not observed.has_served(wanted.name) else None
@@ -512,7 +515,7 @@ def _explain_revision(observed: Observed, course: Course, served: Revision) -> t
         return (unmet("UpToDate", Reason.PAUSED, text),)
     if is_updated:
         waits = "; a newer runtime image waits for its turn" if course.decision.upgrade == "Waiting" else ""
-        waits = f"; the newer runtime image would refuse it: {course.stays}" if course.stays else waits
+        waits = f"; {course.stays}" if course.stays else waits
         return (met("UpToDate", f"all replicas run revision {wanted}{waits}"),)
     text = f"{updated} of {course.num_wanted} replicas run revision {wanted}"
     if observed.rolled and course.pace is not None and updated < len(observed.live):

@@ -14,7 +14,7 @@ import msgspec
 
 from neuron_operator.api import names
 from neuron_operator.api.engines import DEFAULTS, Engine
-from neuron_operator.api.engines.engine import Launch
+from neuron_operator.api.engines.engine import Launch, unknown
 from neuron_operator.api.errors import InvalidSpec, Refusals, Unplaceable
 from neuron_operator.api.fields import NotPinned, SpecPart, as_json, fields_of
 from neuron_operator.api.manifest import check_engine, default_note
@@ -140,30 +140,31 @@ def _as_decided(model: NeuronModel, revision: Revision) -> NeuronModel:
 
 def upgraded(
     model: NeuronModel, revision: Revision | None, settings: Settings, free: FreeDevices | None
-) -> NeuronModel:
+) -> tuple[NeuronModel, str]:
     """The manifest as it moves with `runtimeUpgrade`: with the engine that is the default now for the devices that the
-    revision has. A model keeps its own if the other one would refuse it: nobody has edited anything. So does one with
-    settings that only its engine is known to read, and one that was pinned before there were defaults, if it moves to
-    another image: it is not planned with all of them.
+    revision has. A model keeps its own if the other one would refuse it, and why is said: nobody has edited anything.
+    So does one with settings that only its engine is known to read, and one that was pinned before there were defaults,
+    if it moves to another image: it is not planned with all of them.
     """
     kept = as_pinned(model, revision)
     family = _family(revision, settings) if revision else ""
     backend = settings.engine_defaults.get(family, DEFAULT)
     is_fixed = settings.runtime_upgrade != "Rolling" or not model.spec.leaves_engine_open
     if revision is None or not family or is_fixed:
-        return kept
+        return kept, ""
     if settings.engine_defaults and not kept.default_for:
         kept = model.with_default(kept.spec.backend, family)
     if backend == kept.spec.backend or model.spec.engine.override_neuron_config:
-        return kept
+        return kept, ""
     other = model.with_default(backend, family)
     try:
         pin(other, revision.pinned.facts, settings, 1, free=free, before=held((revision,), settings))
-    except InvalidSpec:
-        return kept
-    except Unplaceable:
-        return other if free is None else kept  # the nodes are read when its turn comes
-    return other
+    except InvalidSpec as refusal:
+        return kept, f"{other.backend_words}, would refuse it: {refusal}"
+    except Unplaceable as refusal:
+        if free is not None:  # the nodes are read when its turn comes
+            return kept, f"{other.backend_words}, would refuse it: {refusal}"
+    return other, ""
 
 
 def refusal_by_newer(model: NeuronModel, revision: Revision, settings: Settings, free: FreeDevices | None) -> str:
@@ -366,7 +367,9 @@ def _check_parallelism(model: NeuronModel) -> None:
 
 def _refuse(model: NeuronModel, launch: Launch, facts: Facts) -> None:
     """Raises InvalidSpec for what the engine itself would refuse or ignore."""
-    found = model.spec.runs.refusals(launch, facts.architecture, model.spec.engine.variables)
+    runs, engine = model.spec.runs, model.spec.engine
+    known = frozenset[str]() if engine.application_class else runs.architectures
+    found = (*unknown(facts.architecture, known), *runs.refusals(launch, facts.architecture, engine.variables))
     note = default_note(model)
     refused = [InvalidSpec(f"spec.{path}", cure + note, Reason.FIELD_NOT_SUPPORTED) for path, cure in found]
     if refused:

@@ -6,7 +6,7 @@ beside this one has the rows of one kind of engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -136,6 +136,13 @@ class DeviceRules:
     """None: as NxD Inference."""
 
 
+def unknown(architecture: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The refusal of a model whose architecture, if that is known, is none that an engine has. known: empty: all."""
+    if architecture and known and architecture not in known:
+        text = f"{architecture} has no implementation in this engine, which has {', '.join(sorted(known))}"
+        yield "model.uri", text
+
+
 def by_exit_code(exit_code: int, _: str) -> tuple[Reason | None, str]:
     return Reason.of_exit_code(exit_code), ""
 
@@ -159,6 +166,9 @@ class Engine:
     """Bytes, likewise."""
     block_size: int = 16
     """Tokens of a block of its cache on a host, unless the manifest says."""
+    architectures: frozenset[str] = frozenset()
+    """Those that it has, of an engine of our runtime; empty: any. A contract test compares them with the runtime, which
+    refuses others as it reads or compiles a model, but not when a running one moves to another default."""
     sampling: str = "Host"
     """Where it samples unless the manifest says; empty: it depends on the model."""
     on_device: bool = False

@@ -97,6 +97,13 @@ IN_BLOCKS = frozenset(f"serving.{name}" for name in ("blockSize", "numBlocks", "
 
 NXDI = _row(
     does="computes on it",
+    architectures=frozenset(
+        {
+            *(f"{name}ForCausalLM" for name in ("Dbrx", "Gemma3", "GptOss", "Llama", "Mistral", "Mixtral", "Qwen2")),
+            *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+            *("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"),
+        }
+    ),
     fields=IN_PARALLEL
     | IN_BLOCKS
     | {
@@ -118,6 +125,10 @@ NXDI = _row(
 )
 OPTIMUM = _row(
     does="computes on it with optimum-neuron",
+    architectures=frozenset(
+        f"{name}ForCausalLM"
+        for name in ("Granite", "Llama", "Mixtral", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
+    ),
     fields=frozenset(
         {
             "parallelism.tensor",
@@ -139,6 +150,7 @@ OPTIMUM = _row(
 )
 TRANSFORMERS_NEURONX = _row(
     does="computes on it, with a library whose support has ended",
+    architectures=frozenset({"LlamaForCausalLM", "MistralForCausalLM"}),
     fields=EVERY
     | {
         "parallelism.tensor",

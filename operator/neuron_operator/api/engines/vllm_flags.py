@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from neuron_operator.api import names
-from neuron_operator.api.engines.engine import GIB, START_SECONDS, CacheBudget, DeviceRules, Served
+from neuron_operator.api.engines.engine import GIB, START_SECONDS, CacheBudget, DeviceRules, Served, unknown
 from neuron_operator.api.reasons import Reason
 
 Json = Mapping[str, Any]
@@ -802,9 +802,7 @@ def _refused_budget(args: Sequence[str], env: Mapping[str, str]) -> Iterator[tup
 
 def _refused_values(document: Json, version: str, architecture: str) -> Iterator[tuple[str, str]]:
     line = VERSIONS[version]
-    if architecture and line.architectures and architecture not in line.architectures:
-        known = ", ".join(sorted(line.architectures))
-        yield "model.uri", f"{architecture} has no implementation in this engine, which has {known}"
+    yield from unknown(architecture, line.architectures)
     if "--max-num-queued-reqs" in line.lacks and document.get("limits", {}).get("maxQueuedRequests"):
         yield "serving.maxQueuedRequests", "remove it: this version of the engine does not limit its queue"
     limits = document.get("limits", {})
