@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from neuron_runtime.core import Form
+from neuron_runtime.grammars.recursion import with_loops
 from neuron_runtime.grammars.schemas import Schema, readable
 
 STEP_MAX_ITEMS = 100_000
@@ -102,7 +103,7 @@ def _choice(text: str) -> str:
 
 
 def _lark(text: str) -> str:
-    return LLMatcher.grammar_from_lark(any_to_lark(text))
+    return LLMatcher.grammar_from_lark(with_loops(any_to_lark(text)))
 
 
 def _structural_tag(text: str) -> str:
