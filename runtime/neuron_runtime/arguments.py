@@ -43,6 +43,8 @@ FRAMEWORKS = {
 }
 """Backends by vLLM's names of them, which this variable has."""
 
+SWITCH_OF_ADAPTERS = "enable_lora"
+
 TARGET_VARIABLE = "VLLM_TARGET_DEVICE"
 """With the value cpu, scripts that were written for devices run on the CPU, unchanged."""
 
@@ -92,6 +94,7 @@ def on_this_machine(
     *,
     device: str | None = None,
     additional_config: Mapping[str, Any] | None = None,
+    enable_lora: bool | None = None,
     written: Callable[[str], str] = as_flag,
     dev: Path = DEV,
 ) -> dict[str, Any]:
@@ -102,11 +105,16 @@ def on_this_machine(
         arguments: values by the names in `BY_ARGUMENT`.
         device: "cpu", "neuron" or "auto"; None: as "auto".
         additional_config: settings of the backend, below the key that newer versions of vLLM have for them.
+        enable_lora: vLLM's switch for adapters, one at a time unless `max_loras` says more; None: `max_loras` decides.
         written: how errors write the name of an argument.
         dev: folder of device nodes.
     """
     values = dict(arguments)
     problems = ConfigProblems()
+    if enable_lora:
+        values.setdefault("max_loras", 1)
+    elif enable_lora is False:
+        values.pop("max_loras", None)
     if os.environ.get(TARGET_VARIABLE) == "cpu" and "backend" not in values and device in (None, "auto", "neuron"):
         device = "cpu"
         values.pop("tensor_parallel_size", None)
@@ -263,7 +271,7 @@ def llm_config(
         is_known = True
         with problems.collecting():
             is_known = refuse(Surface.LLM, name, value)
-        if is_known or value is None:
+        if is_known or value is None or name == SWITCH_OF_ADAPTERS:
             continue
         if name not in LLM_ARGUMENTS:
             raise TypeError(f"LLM() has no argument {name!r}")
@@ -271,7 +279,9 @@ def llm_config(
     if "dtype" in values:
         values["dtype"] = str(values["dtype"])
     with problems.collecting():
-        values = on_this_machine(values, device=device, additional_config=additional_config, written=str, dev=dev)
+        vllm: dict[str, Any] = {"device": device, "additional_config": additional_config}
+        vllm[SWITCH_OF_ADAPTERS] = arguments.get(SWITCH_OF_ADAPTERS)
+        values = on_this_machine(values, **vllm, written=str, dev=dev)
     problems.check()
     with problems.collecting(), naming(LLM_NAMES):
         config = config_of(_with_revision(model_uri(model), revision), values)

@@ -1,11 +1,12 @@
 """Settings of one machine that are no part of the configuration: where a serving process finds what it loads.
 
-The command `serve` and its engine process parse the same flags, declared here once; the supervisor passes them on.
+The command `serve` and its processes parse the same flags, declared here once; the supervisor passes them on.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, Self
@@ -14,11 +15,40 @@ from neuron_runtime.arguments import default_artifacts_dir, default_weights_dir
 from neuron_runtime.flags import as_flag
 from neuron_runtime.uris import store_address
 
+RUNTIME_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""Of vLLM: whether requests may load and unload adapters."""
+
 
 @dataclass(frozen=True)
-class LocalSettings:
+class Settings:
     """A field is a flag with its name."""
 
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Self:
+        """Raises InvalidConfig with the flag."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line that `of` reads."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return [f"{as_flag(name)}={value}" for name, value in values if value not in ("", None)]
+
+
+@dataclass(frozen=True)
+class AdapterSettings(Settings):
+    """Who says which adapters are served, besides the command line. Of the front end alone."""
+
+    adapters_file: Path | None = None
+    runtime_adapters: Literal["refuse", "allow"] = "refuse"
+
+
+ONLY_NAMED = AdapterSettings()
+"""Only the command line says it."""
+
+
+@dataclass(frozen=True)
+class LocalSettings(Settings):
     weights_dir: Path
     artifacts_dir: Path
     weights_store: str = ""
@@ -29,15 +59,8 @@ class LocalSettings:
     @classmethod
     def of(cls, options: argparse.Namespace) -> Self:
         """Raises InvalidConfig with the flag."""
-        settings = cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
         check_stores(options)
-        return settings
-
-    @property
-    def arguments(self) -> list[str]:
-        """The command line that `of` reads."""
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return [f"{as_flag(name)}={value}" for name, value in values if value != ""]
+        return super().of(options)
 
 
 def check_stores(options: argparse.Namespace) -> None:
@@ -61,6 +84,22 @@ def add_local_flags(parser: argparse.ArgumentParser) -> None:
         choices=("compile", "fail"),
         default="compile",
         help="With --compile, if no store has the artifact: compile it, or fail with code 20 (default: %(default)s)",
+    )
+
+
+def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapters-file",
+        type=Path,
+        metavar="FILE",
+        help='List of adapters, {"adapters": [{"name": ..., "uri": ...}]}; looked at every second',
+    )
+    parser.add_argument(
+        "--runtime-adapters",
+        choices=("refuse", "allow"),
+        default="allow" if os.environ.get(RUNTIME_VARIABLE, "").lower() in ("1", "true") else "refuse",
+        help="Whether requests may load and unload adapters: from any folder that the server can read "
+        f"(default: allow if ${RUNTIME_VARIABLE} is true, else refuse)",
     )
 
 

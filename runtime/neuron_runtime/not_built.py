@@ -104,7 +104,6 @@ ROWS = (
     NotBuilt("download_dir", _FLAG, cure="set --weights-dir instead"),
     NotBuilt("early_stopping", _PARAMS, (False,)),
     NotBuilt("enable_log_requests", _FLAG, (False,), cure="set --log-prompts instead"),
-    NotBuilt("enable_lora", _LLM, (False,)),
     NotBuilt("enable_prompt_embeds", _LLM, (False,)),
     NotBuilt("enable_sleep_mode", _LLM, (False,)),
     NotBuilt("extra_args", _PARAMS, ({},)),

@@ -349,7 +349,7 @@ def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[st
     ours = {family.name for family in FAMILIES}
     without = {
         "vllm:cache_config_info": "the same for as long as a pod lives",
-        "vllm:lora_requests_info": "adapters are not built",
+        "vllm:lora_requests_info": "read by gateways, which pick a replica by it",
         "vllm:prompt_tokens_by_source_total": "the panel Tokens shows it with the totals",
         "vllm:request_inference_time_seconds": "the sum of two phases that are shown",
         "vllm:request_prefill_kv_computed_tokens": "the cache's hit rate is shown",

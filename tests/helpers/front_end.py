@@ -22,13 +22,14 @@ import zmq
 
 from helpers.chat_model import write_chat_model
 from helpers.strict_backend import StrictBackend
-from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig, ServerOptions, TextOptions
+from neuron_runtime.config import CONFIG_VERSION, AdapterOptions, ModelSource, RuntimeConfig, ServerOptions, TextOptions
 from neuron_runtime.core import BackendLimits, StepOutput
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, ModelFound, Ready
 from neuron_runtime.grammars.guides import grammar_guides
+from neuron_runtime.local_settings import ONLY_NAMED, AdapterSettings
 from neuron_runtime.processes.control import Control, EngineEnded, EngineStarted, StartDrain, encode_line
 from neuron_runtime.processes.engine import Border, Worker
 from neuron_runtime.processes.front_end import FrontEnd
@@ -113,6 +114,7 @@ class EngineThread:
         waker = messages.socket(context, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, self._incarnation)
         waker.send(messages.encoder.encode(Abort(())))
         self._thread.join()
+        self.engine.close()
         self._guides.close()
         context.destroy(linger=0)
         self._border.close()
@@ -217,6 +219,7 @@ async def serving(
     options: ServerOptions | None = None,
     text: TextOptions | None = None,
     api_key_file: Path | None = None,
+    adapters: AdapterSettings = ONLY_NAMED,
     stall_seconds: int = 60,
 ) -> AsyncIterator[Serving]:
     """A server on a free port, ready by default; everything is closed afterwards."""
@@ -226,6 +229,7 @@ async def serving(
         served_names=(MODEL, "alias"),
         server=options or ServerOptions(access_log=False),
         text=text or TextOptions(),
+        adapters=AdapterOptions(max_active=limits.max_adapters, max_rank=limits.max_adapter_rank or 16),
     )
     with tempfile.TemporaryDirectory(prefix="nr-") as folder, listen("127.0.0.1", 0, stall_seconds) as listener:
         run_dir = Path(folder)
@@ -236,7 +240,7 @@ async def serving(
             engine.start(ready)
             return engine
 
-        front_end = FrontEnd(config, run_dir, url_of(listener), api_key_file)
+        front_end = FrontEnd(config, run_dir, url_of(listener), api_key_file=api_key_file, adapters=adapters)
         read_fd, write_fd = os.pipe()
         finished = asyncio.create_task(front_end.run(listener, os.fdopen(read_fd)))
         # Nothing here is encrypted; loading certificates would take a tenth of a test.

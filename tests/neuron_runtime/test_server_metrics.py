@@ -34,6 +34,7 @@ from neuron_runtime.server.metrics import (
     FAMILIES,
     GROUP_WAIT,
     LOG_LINES_LOST,
+    LORA_REQUESTS,
     OPEN_CONNECTIONS,
     PROCESS,
     Metrics,
@@ -312,7 +313,10 @@ def test_some_values_are_read_at_each_scrape() -> None:
 
 
 def test_series_for_the_board_exist_before_the_first_request() -> None:
-    there, not_yet = {name for name, _ in samples(started().render())}, (*CORE_MEMORY, *PROCESS, GROUP_WAIT)
+    there, not_yet = (
+        {name for name, _ in samples(started().render())},
+        (*CORE_MEMORY, *PROCESS, GROUP_WAIT, LORA_REQUESTS),
+    )
     for family in FAMILIES:
         if family.labels != ("kind", "bucket") and family not in not_yet:
             assert there & {family.name, f"{family.name}_count"}, family.name

@@ -143,7 +143,7 @@ class Generation:
             for number in range(ask.num_choices):
                 chosen = replace(later if number else sampling, choice=number)
                 make = partial(Request, prompt_token_ids=prompt, sampling=chosen)
-                yield partial(make, priority=ask.priority, cache_salt=ask.cache_salt)
+                yield partial(make, priority=ask.priority, cache_salt=ask.cache_salt, adapter=ask.target.adapter)
 
     def take(self, event: TokenEvent, piece: Piece) -> int:
         """Add new tokens to a piece of their choice; returns how many of them belong to the answer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from neuron_runtime.distributed.layout import layout_for
 from neuron_runtime.engine.backends import backend_package, check_backend
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import Field, add_flags, as_flag, json_or_text, spellings
-from neuron_runtime.local_settings import LocalSettings, add_local_flags
+from neuron_runtime.local_settings import AdapterSettings, LocalSettings, add_adapter_flags, add_local_flags
 from neuron_runtime.not_built import Surface
 from neuron_runtime.processes.run_dir import made_run_dir
 from neuron_runtime.processes.supervisor import Signals, Supervisor, listen, url_of
+from neuron_runtime.server.adapter_list import Wanted, keep, modules
 from neuron_runtime.server.auth import api_key_file, check_keys
 from neuron_runtime.uris import FORMS
 
@@ -48,6 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, metavar="N", default=DEFAULT_PORT, help="Port; 0: any free one (default: %(default)s)"
     )
     add_local_flags(parser)
+    add_adapter_flags(parser)
+    parser.add_argument(
+        "--lora-modules",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="Adapters: NAME is what clients ask for, PATH a folder, org/name of the hub, or a URI as of models; or "
+        'JSON as {"name": ..., "path": ...}',
+    )
     record.add_flag(parser)
     parser.add_argument(
         "--check",
@@ -99,6 +110,12 @@ def add_model_flags(parser: argparse.ArgumentParser, wanted: Callable[[Field], b
         metavar="JSON",
         help='{"override_neuron_config": {...}}, as newer versions of vLLM write --override-neuron-config',
     )
+    model.add_argument(
+        "--enable-lora",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Serve adapters, as many at a time as --max-loras says (default: if that is set; 1)",
+    )
     for row in not_built.rows(Surface.FLAG):
         form: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if row.is_switch else {"type": json_or_text}
         model.add_argument(*spellings(row.name), help=argparse.SUPPRESS, **form)
@@ -109,6 +126,7 @@ def run(options: argparse.Namespace) -> None:
     began = time.monotonic()
     config = configuration(options)
     settings = LocalSettings.of(options)
+    adapters = lora_modules(options.lora_modules, config)
     names = FLAG_NAMES if options.config is None else {}
     if options.check:
         with naming(names):
@@ -125,6 +143,7 @@ def run(options: argparse.Namespace) -> None:
         listen(options.host, options.port, config.server.client_stall_seconds) as listener,
         made_run_dir() as run_dir,
     ):
+        keep(adapters, run_dir)
         say(f"serving {config.model.uri} at {url_of(listener)}")
         supervisor = Supervisor(
             config,
@@ -135,8 +154,16 @@ def run(options: argparse.Namespace) -> None:
             layout=layout,
             began=began,
             api_key_file=api_key_file(options.api_key_file, keys, run_dir),
+            adapters=AdapterSettings.of(options),
         )
         supervisor.run()
+
+
+def lora_modules(given: Sequence[str], config: RuntimeConfig) -> dict[str, Wanted]:
+    """Raises InvalidConfig."""
+    if given and not config.adapters.max_active:
+        raise InvalidConfig("--lora-modules", "needs --enable-lora, and --max-loras for more than one at a time")
+    return modules(given, config.served_names)
 
 
 def check(config: RuntimeConfig, settings: LocalSettings) -> None:
@@ -168,10 +195,10 @@ def configuration(
             say(f"{flag} has no effect here: leave it out")
     # A command may have only some of the flags.
     arguments = {name: value for name in BY_ARGUMENT if (value := getattr(options, name, None)) is not None}
-    vllm = {"device": options.device, "additional_config": options.additional_config}
+    vllm = {name: getattr(options, name) for name in ("device", "additional_config", "enable_lora")}
     with problems.collecting():
         if options.config is not None:
-            if options.model is not None or arguments or vllm != {"device": None, "additional_config": None}:
+            if options.model is not None or arguments or vllm != dict.fromkeys(vllm):
                 raise InvalidConfig(
                     "--config", "cannot be combined with MODEL, model flags or server flags: leave them out"
                 )

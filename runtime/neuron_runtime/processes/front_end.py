@@ -25,17 +25,24 @@ import uvicorn
 import uvloop
 
 from neuron_runtime import record
+from neuron_runtime.adapters.peft import AdapterRules, read_adapter
+from neuron_runtime.arguments import default_artifacts_dir, default_weights_dir
+from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig, TextOptions, load_config
 from neuron_runtime.console import say
 from neuron_runtime.engine.messages import Ready
-from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidConfig
+from neuron_runtime.errors import BackendFailed, Draining, ExitCode, FatalError, InvalidConfig
+from neuron_runtime.local_settings import ONLY_NAMED, AdapterSettings, LocalSettings, add_adapter_flags, add_local_flags
 from neuron_runtime.processes import control
 from neuron_runtime.processes.children import FRONT_END_DEADLINE, FRONT_END_MODULE, begun, child_parser
 from neuron_runtime.processes.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
 from neuron_runtime.processes.lifeline import Deadline
+from neuron_runtime.record import AdapterFacts
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
 from neuron_runtime.requests.targets import Targets
+from neuron_runtime.server.adapter_list import Wanted
+from neuron_runtime.server.adapters import Adapters, Sources
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.edge import Edge
@@ -43,10 +50,13 @@ from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import count
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
-from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics, process_readings
+from neuron_runtime.server.metrics import LOG_LINES_LOST, LORA_REQUESTS, OPEN_CONNECTIONS, Metrics, process_readings
+from neuron_runtime.server.series import Reading
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 from neuron_runtime.text.tool_calls import TOOL_PARSERS, ToolFormat, recognized
+from neuron_runtime.uris import ModelInPlace, parse_uri
+from neuron_runtime.weights.fetching import folder_of
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than common clients and proxies keep idle connections, so that they close them first."""
@@ -87,6 +97,31 @@ def load_text(model_dir: Path, options: TextOptions) -> Text:
     return Text(tokenizer, defaults, reasoning, tool_format)
 
 
+HERE = LocalSettings(default_weights_dir(), default_artifacts_dir())
+
+
+def sources(config: RuntimeConfig, settings: LocalSettings) -> Sources:
+    """How adapters get to this machine, and what they are checked against."""
+    rules = AdapterRules(config.adapters.max_rank, config.adapters.targets)
+
+    def fetch(wanted: Wanted) -> Path:
+        source = parse_uri(wanted.uri)
+        if not isinstance(source, ModelInPlace):
+            raise FatalError(
+                ExitCode.MODEL_NOT_FOUND, f"{wanted.uri}: adapters are read from folders and volumes alone"
+            )
+        return folder_of(source)
+
+    def check(wanted: Wanted, folder: Path, model_dir: Path) -> AdapterFacts:
+        facts = read_adapter(folder, read_config(model_dir), rules)
+        if wanted.digest and facts.digest != wanted.digest:
+            message = f"{wanted.uri} has digest {facts.digest}, but {wanted.digest} is pinned"
+            raise FatalError(ExitCode.CHECKSUM_MISMATCH, message)
+        return facts
+
+    return Sources(fetch, check)
+
+
 class Server(uvicorn.Server):
     """uvicorn without its signal handlers, because the supervisor stops this process."""
 
@@ -107,7 +142,16 @@ class Server(uvicorn.Server):
 class FrontEnd:
     """Holds the state that the routes share, and obeys the supervisor."""
 
-    def __init__(self, config: RuntimeConfig, run_dir: Path, url: str, api_key_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        run_dir: Path,
+        url: str,
+        *,
+        api_key_file: Path | None = None,
+        settings: LocalSettings = HERE,
+        adapters: AdapterSettings = ONLY_NAMED,
+    ) -> None:
         self.config = config
         self.has_keys = api_key_file is not None
         self.metrics = Metrics(config.served_names[0])
@@ -115,11 +159,26 @@ class FrontEnd:
         self.gate = Gate()
         self.bodies = Bodies(config.server.max_body_bytes)
         self.client = EngineClient(
-            run_dir, self.metrics, on_model=self._model_found, on_ready=self._engine_ready, on_broken=self._end
+            run_dir,
+            self.metrics,
+            on_model=self._model_found,
+            on_ready=self._engine_ready,
+            on_broken=self._end,
+            on_adapter=lambda news: self.adapters.loaded(news.digest, news.failure),
+        )
+        self.adapters = Adapters(
+            config.adapters,
+            self.targets,
+            self.client,
+            sources(config, settings),
+            run_dir=run_dir,
+            list_file=adapters.adapters_file,
+            allows_requests=adapters.runtime_adapters == "allow",
         )
         self._edge = Edge(config.server, api_key_file, [partial(count, self.metrics)])
         self._pids: dict[str, int | None] = {"supervisor": os.getppid(), "engine": None, "front-end": os.getpid()}
         self.metrics.read_at_scrape(lambda: process_readings(self._pids))
+        self.metrics.read_at_scrape(self._adapters_in_use)
         self.metrics.read_at_scrape(lambda: [(LOG_LINES_LOST, (), self._edge.num_log_lines_lost)])
         self._deadline = Deadline(run_dir / FRONT_END_DEADLINE)
         self._url = url
@@ -155,6 +214,7 @@ class FrontEnd:
         )
         server = Server(config)
         beating = asyncio.create_task(self._beat())
+        self.adapters.start()
         self.metrics.read_at_scrape(lambda: [(OPEN_CONNECTIONS, (), len(server.server_state.connections))])
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         following = asyncio.create_task(self._follow(orders, server))
@@ -164,11 +224,18 @@ class FrontEnd:
         await serving
         beating.cancel()
         self._deadline.close()
+        self.adapters.close()
         self.bodies.close()
         self.client.close()
         self._edge.close()
         if self._over.done():
             self._over.result()
+
+    def _adapters_in_use(self) -> Iterator[Reading]:
+        if self._ready is not None and self.client.ready:
+            in_use = self.metrics.adapters_in_use
+            waiting, running = (",".join(self.adapters.names(one)) for one in in_use)
+            yield LORA_REQUESTS, (str(self._ready.limits.max_adapters), waiting, running), time.time()
 
     async def _beat(self) -> None:
         while True:
@@ -216,6 +283,7 @@ class FrontEnd:
     def _model_found(self, model_dir: Path) -> None:
         self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self.config.text))
         self._text.add_done_callback(self._text_loaded)
+        self.adapters.model_found(model_dir)
 
     def _text_loaded(self, task: asyncio.Task[Text]) -> None:
         if task.cancelled():
@@ -236,6 +304,7 @@ class FrontEnd:
 
     def _engine_ready(self, ready: Ready) -> None:
         self._ready = ready
+        self.adapters.engine_ready()
         self._become_ready()
 
     def _become_ready(self) -> None:
@@ -264,7 +333,16 @@ class FrontEnd:
 
 async def run(options: argparse.Namespace) -> None:
     listener = socket.socket(fileno=options.listener_fd)
-    front_end = FrontEnd(load_config(options.config), options.run_dir, options.url, options.api_key_file)
+    settings, adapters = LocalSettings.of(options), AdapterSettings.of(options)
+    config = load_config(options.config)
+    front_end = FrontEnd(
+        config,
+        options.run_dir,
+        options.url,
+        api_key_file=options.api_key_file,
+        settings=settings,
+        adapters=adapters,
+    )
     await front_end.run(listener, sys.stdin)
 
 
@@ -273,6 +351,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--listener-fd", type=int, required=True)
     parser.add_argument("--url", required=True)
     parser.add_argument("--api-key-file", type=Path)
+    add_local_flags(parser)
+    add_adapter_flags(parser)
     options = begun(parser, arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Imported objects stay. The threshold avoids collections while a long body with many values is parsed.

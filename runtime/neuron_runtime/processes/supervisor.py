@@ -27,7 +27,7 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.distributed.layout import ALONE, Layout
 from neuron_runtime.errors import ExitCode, InvalidConfig, ServingError
-from neuron_runtime.local_settings import LocalSettings
+from neuron_runtime.local_settings import ONLY_NAMED, AdapterSettings, LocalSettings
 from neuron_runtime.processes.children import (
     CONFIG_FILE,
     ENGINE_MODULE,
@@ -121,10 +121,11 @@ class Supervisor:
     """Runs one serving command until it is stopped or cannot continue.
 
     Args:
-        run_dir: an empty folder for this command only.
+        run_dir: a folder for this command only.
         layout: the group that it leads.
         began: the monotonic clock when the command started.
         api_key_file: keys that clients must send; None: no key is required.
+        adapters: who says which adapters are served, besides those that `run_dir` has already.
     """
 
     def __init__(
@@ -138,11 +139,13 @@ class Supervisor:
         layout: Layout = ALONE,
         began: float,
         api_key_file: Path | None = None,
+        adapters: AdapterSettings = ONLY_NAMED,
     ) -> None:
         self._config = config
         self._listener = listener
         self._settings = settings
         self._keys = [] if api_key_file is None else [f"--api-key-file={api_key_file}"]
+        self._adapters = adapters
         self._signals = signals
         self._began = began
         """When the command began, then the last restart."""
@@ -271,7 +274,10 @@ class Supervisor:
         return start_child(
             "front end",
             FRONT_END_MODULE,
-            [f"--listener-fd={fd}", f"--url={url_of(self._listener)}", *self._keys],
+            [
+                *(f"--listener-fd={fd}", f"--url={url_of(self._listener)}"),
+                *(*self._keys, *self._settings.arguments, *self._adapters.arguments),
+            ],
             self._run_dir,
             FRONT_END_DEADLINE,
             stdin=subprocess.PIPE,

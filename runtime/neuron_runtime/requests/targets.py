@@ -36,7 +36,7 @@ class Targets:
         self._base = dict.fromkeys(served_names, base)
         self._adapters: dict[str, Target] = {}
         self._held: dict[str, str] = {}
-        """Why an adapter with this name cannot be used yet."""
+        """How far an adapter is that cannot be used yet."""
 
     def __iter__(self) -> Iterator[tuple[str, Target]]:
         """Each name that is served now, with its target."""
@@ -61,19 +61,18 @@ class Targets:
         if target is not None:
             return target
         if name in self._held:
-            raise AdapterNotReady(f"the adapter `{name}` is not ready: {self._held[name]}")
+            raise AdapterNotReady(f"the adapter `{name}` is not ready ({self._held[name]})")
         known = ", ".join((*self._base, *self._adapters))
         message = f"the model `{name}` does not exist; served models: {known}"
         raise InvalidRequest(message, field="model", status=404, code="model_not_found")
 
-    def serve(self, name: str, target: Target) -> None:
+    def serve(self, target: Target) -> None:
         """Requests for this adapter have this target from now on."""
-        self._held.pop(name, None)
-        self._adapters[name] = target
+        self._held.pop(target.name, None)
+        self._adapters[target.name] = target
 
     def hold(self, name: str, why: str) -> None:
-        """Requests for this adapter are told that it is not ready, and why."""
-        self._adapters.pop(name, None)
+        """Requests for this adapter are told why it is not ready, unless an earlier version is served."""
         self._held[name] = why
 
     def remove(self, name: str) -> None:

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from neuron_runtime.apis.anthropic.body import CountTokensBody, MessagesBody, num_input_tokens
 from neuron_runtime.apis.anthropic.body import admitted as admitted_messages
@@ -49,6 +49,7 @@ from neuron_runtime.errors import InvalidRequest, ServingError
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.conversion import Body
 from neuron_runtime.requests.targets import Target, Targets
+from neuron_runtime.server.adapters import Adapters
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
@@ -56,14 +57,17 @@ from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.generation import LiveGeneration
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.objects import (
+    AdapterStates,
     Detokenized,
     Health,
     Load,
+    LoadAdapterBody,
     Model,
     ModelList,
     ModelSampling,
     ServerInfo,
     Tokens,
+    UnloadAdapterBody,
     Version,
 )
 from neuron_runtime.server.openapi import Operation, application
@@ -99,6 +103,7 @@ class State(Protocol):
     client: EngineClient
     metrics: Metrics
     targets: Targets
+    adapters: Adapters
     gate: Gate
     bodies: Bodies
     config: RuntimeConfig
@@ -202,6 +207,27 @@ def build_app(state: State) -> FastAPI:
         Operation("server", "/version", routes.version, "Versions of the server and of its backend", Version),
         Operation("server", "/health", routes.health, "Whether the server can serve", Health, failures={503: Health}),
         Operation("server", "/ping", routes.ping, "The same, as SageMaker calls it", Health, failures={503: Health}),
+        Operation("server", "/adapters", routes.adapters, "The adapters and their states", AdapterStates),
+        Operation(
+            "server",
+            "/v1/load_lora_adapter",
+            routes.load_adapter,
+            "Load an adapter, as in vLLM",
+            "text/plain",
+            body=LoadAdapterBody,
+            example={"lora_name": "sql", "lora_path": "/adapters/sql"},
+            failures={403: ErrorObject},
+        ),
+        Operation(
+            "server",
+            "/v1/unload_lora_adapter",
+            routes.unload_adapter,
+            "Unload an adapter, as in vLLM",
+            "text/plain",
+            body=UnloadAdapterBody,
+            example={"lora_name": "sql"},
+            failures={403: ErrorObject},
+        ),
         Operation("server", "/load", routes.load, "How many requests run", Load),
         Operation("server", "/server_info", routes.server_info, "The configuration", ServerInfo),
         Operation("server", "/live", routes.live, "Whether the process is alive", Health),
@@ -290,6 +316,7 @@ class Routes:
         try:
             self._state.client.check_ready()
             self._state.admission()
+            self._state.adapters.check_start()
         except ServingError as error:
             return _json(Health("not ready", str(error)), 503)
         return _json(Health("ok"))
@@ -302,6 +329,19 @@ class Routes:
 
     async def server_info(self, request: Request) -> Response:
         return _json(ServerInfo(msgspec.to_builtins(self._state.config)))
+
+    async def adapters(self, request: Request) -> Response:
+        return _json(self._state.adapters.states)
+
+    async def load_adapter(self, request: Request) -> Response:
+        body = await self._parsed(request, LoadAdapterBody, lambda body: body)
+        await self._state.adapters.load(body.lora_name, body.lora_path, in_place=body.load_inplace is True)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        body = await self._parsed(request, UnloadAdapterBody, lambda body: body)
+        self._state.adapters.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def live(self, request: Request) -> Response:
         """Always 200, for liveness probes: the supervisor restarts a hung engine."""

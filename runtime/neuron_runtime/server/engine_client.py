@@ -87,6 +87,8 @@ class EngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._ids = itertools.count()
         self._recipients: dict[str, tuple[Recipient, int]] = {}
+        self._adapter_of: dict[str, str] = {}
+        """Digests of the adapters of requests that have one."""
         self._queue = Backpressure(QueueLimits(), max_rows=0, now=time.monotonic())
         """Bounds what was sent, with the limits of the engine: it reads no requests during a step."""
         self._to_engine: zmq.Socket[bytes] | None = None
@@ -144,6 +146,8 @@ class EngineClient:
                 self.abort(ids)
                 raise
             self._recipients[request_id] = (recipient, index)
+            if request.adapter:
+                self._adapter_of[request_id] = request.adapter
             self._send(Add(request))
             ids.append(request_id)
         return ids
@@ -164,6 +168,11 @@ class EngineClient:
         """No further request uses the adapter."""
         if self.ready:
             self._send(DropAdapter(digest))
+
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether a request that has not ended does."""
+        self._adapter_of = {name: one for name, one in self._adapter_of.items() if name in self._recipients}
+        return digest in self._adapter_of.values()
 
     def check_ready(self) -> None:
         """Raises BackendFailed, with the reason or the progress of the startup, unless the engine is ready."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from neuron_runtime.errors import ServingError
     from neuron_runtime.server.metrics import Metrics
 
-OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/ping", "/version"})
+OPEN_PATHS = frozenset({"/adapters", "/health", "/live", "/metrics", "/ping", "/version"})
 """Paths for platforms: need no key, are neither logged nor counted."""
 NO_ROUTE = "none"
 CLIENT_LEFT = 499

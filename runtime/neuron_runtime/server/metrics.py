@@ -91,7 +91,7 @@ CACHE_CONFIG = _engine_gauge(
 )
 LORA_REQUESTS = _engine_gauge(
     "vllm:lora_requests_info",
-    "LoRA adapters in use at the Unix time in the value. Adapters are not supported yet: 0 and empty lists.",
+    "LoRA adapters in use at the Unix time in the value: how many may be, and the names of waiting and running ones.",
     labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
     use="read by inference gateways",
 )
@@ -375,8 +375,8 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
-        for family in PROCESS:
-            # Processes that have ended.
+        for family in (*PROCESS, LORA_REQUESTS):
+            # Processes that have ended, adapters that were in use.
             self._book.forget(family)
         for read in self._at_scrape:
             for family, labels, now in read():
@@ -386,6 +386,12 @@ class Metrics:
     def read_at_scrape(self, read: Callable[[], Iterable[Reading]]) -> None:
         self._at_scrape.append(read)
 
+    @property
+    def adapters_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Digests of the adapters that requests wait for and that they run with."""
+        last = self._last or EngineStats()
+        return last.waiting_adapters, last.running_adapters
+
     # Events of the engine
 
     def engine_started(self, incarnation: int, joined: bool = False) -> None:
@@ -394,11 +400,8 @@ class Metrics:
         self._book.number(RESTARTS).value = incarnation - 1
 
     def engine_ready(self, ready: Ready) -> None:
-        for family in (CACHE_CONFIG, LORA_REQUESTS):
-            self._book.forget(family)
+        self._book.forget(CACHE_CONFIG)
         self._book.number(CACHE_CONFIG, str(ready.limits.block_size), str(ready.limits.num_blocks)).value = 1
-        # Adapters are not supported yet.
-        self._book.number(LORA_REQUESTS, "0", "", "").value = time.time()
         self._book.number(LOAD_SECONDS).value = ready.load_seconds
         self._book.number(WARM_UP_SECONDS).value = ready.warm_up_seconds
         self._book.number(MEMBERS).value = ready.num_ranks

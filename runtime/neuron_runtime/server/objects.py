@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from neuron_runtime.apis.objects import Count, Created, Positive, TokenId
 from neuron_runtime.core import SamplingMode
+from neuron_runtime.requests.parameters import Parameter
 
 
 class ModelSampling(msgspec.Struct, kw_only=True):
@@ -48,6 +49,48 @@ class ModelList(msgspec.Struct, kw_only=True):
 
     object: Annotated[Literal["list"], "The kind of object."] = "list"
     data: Annotated[list[Model], "One entry per name."]
+
+
+StateName = Literal["Fetching", "Checking", "Loading", "Ready", "Failed"]
+
+
+class AdapterState(msgspec.Struct, kw_only=True):
+    """One adapter, as this server is to serve it."""
+
+    name: Annotated[str, "The name, as `model` of a request."]
+    state: Annotated[
+        StateName,
+        "Requests are answered when it is `Ready`. What has `Failed` is tried again from time to time.",
+    ]
+    reason: Annotated[str, "Why it has failed, in one word."]
+    message: Annotated[str, "The same with details and cure."]
+    digest: Annotated[str, "SHA-256 of its configuration and tensors; empty until it was checked."]
+    rank: Annotated[Count, "Its highest rank; 0 until it was checked."]
+    bytes: Annotated[Count, "Size of its tensors; 0 until it was checked."]
+
+
+class AdapterStates(msgspec.Struct, rename="camel"):
+    """The adapters of this server."""
+
+    max_active: Annotated[Count, "Adapters that running requests may use at the same time; 0: none are served."]
+    max_rank: Annotated[Positive, "Largest rank of an adapter."]
+    adapters: Annotated[list[AdapterState], "One entry per adapter that is wanted here."]
+
+
+class LoadAdapterBody(msgspec.Struct):
+    """An adapter to load, as in vLLM."""
+
+    lora_name: Annotated[str | None, "The name that requests ask for"] = None
+    lora_path: Annotated[str | None, "A folder on the server, `org/name` of the hub, or a URI as of models"] = None
+    load_inplace: Annotated[
+        bool | None, "Replace the adapter that has the name; requests in flight keep it", Parameter(default=False)
+    ] = None
+
+
+class UnloadAdapterBody(msgspec.Struct):
+    """An adapter to unload, as in vLLM."""
+
+    lora_name: Annotated[str | None, "The name that it was loaded with"] = None
 
 
 class Tokens(msgspec.Struct):

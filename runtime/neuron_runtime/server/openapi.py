@@ -43,6 +43,7 @@ request if it has one."""
 ERRORS: Mapping[int, str] = {
     400: "The body is not a JSON object, or a field is invalid or not supported.",
     401: "The API key is missing or invalid.",
+    403: "Requests may not change the adapters of this server.",
     404: "The model does not exist.",
     408: "The body arrived too slowly.",
     413: "The body is too large.",

@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes
@@ -135,10 +136,10 @@ class Timeline:
 # Tokens
 
 
-def first_number(prompt: Iterable[int], sampling: Sampling, adapter: int = 0) -> int:
+def first_number(prompt: Iterable[int], sampling: Sampling, adapter: str = "") -> int:
     """Hash that determines all output tokens: of prompt, adapter and, unless greedy, seed and choice."""
     draw = (0, 0) if sampling.greedy else (sampling.seed & 0x7FFF_FFFF_FFFF_FFFF, sampling.choice)
-    return zlib.crc32(array("q", [adapter, *draw, *prompt]).tobytes())
+    return zlib.crc32(array("q", [zlib.crc32(adapter.encode()), *draw, *prompt]).tobytes())
 
 
 def token_at(number: int, position: int, vocabulary_size: int, allowed: tuple[int, ...] | None = None) -> int:
@@ -229,6 +230,8 @@ class SimulatedBackend:
         self._host_seconds = host_seconds_per_step
         self._slots: dict[int, _Slot] = {}
         self._in_flight: deque[_SimulatedStep] = deque()
+        self._adapters: dict[int, str] = {}
+        """What each place has."""
         self._late: dict[int, Late] = {}
         self._special: set[int] = set()
         """Slots of special sequences."""
@@ -247,9 +250,11 @@ class SimulatedBackend:
         for number in batch.released:
             del self._slots[number]
             self._special.discard(number)
+        self._adapters |= dict(batch.adapters)
         for added in batch.added:
             prompt = added.token_ids[: added.num_prompt_tokens]
-            slot = self._slots[added.slot] = _Slot(added, first_number(prompt, added.sampling, added.adapter))
+            adapter = self._adapters[added.adapter] if added.adapter else ""
+            slot = self._slots[added.slot] = _Slot(added, first_number(prompt, added.sampling, adapter))
             if slot.is_special:
                 self._special.add(added.slot)
         calls = self.calls(batch)
@@ -303,6 +308,15 @@ class SimulatedBackend:
             if any(call.is_compiled for call in done.calls)
             else (),
         )
+
+    def read_adapter(self, folder: Path) -> None:
+        """There are no weights: an adapter only changes which tokens come."""
+
+    def add_adapter(self, digest: str, folder: Path, weights: object) -> None:
+        pass
+
+    def remove_adapter(self, digest: str) -> None:
+        pass
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, PhaseTimes, StepTimes, constant, milliseconds
-from neuron_runtime.config import RuntimeConfig, uses_blocks
+from neuron_runtime.config import TARGETS, RuntimeConfig, uses_blocks
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket, TokenFeedback
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.validation import explain
@@ -106,7 +106,7 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
     longest: the model's maximum length; the default is that, but at most DEFAULT_MAX_LENGTH. Raises InvalidConfig with
     the field and the numbers.
     """
-    configured = config.limits
+    configured, adapters = config.limits, config.adapters
     rows = configured.max_sequences or DEFAULT_MAX_SEQUENCES
     length = configured.max_model_length or min(longest, DEFAULT_MAX_LENGTH)
     if not 2 <= length <= longest:
@@ -159,6 +159,10 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
             reports_prompt_logprobs=on_host,
             steps_in_flight=1 if options.token_feedback == "host" else 2,
             token_feedback=options.token_feedback,
+            max_adapters=adapters.max_active,
+            max_loaded_adapters=adapters.max_loaded or adapters.max_active,
+            max_adapter_rank=adapters.max_rank if adapters.max_active else 0,
+            adapter_targets=adapters.targets or TARGETS,
         )
     except ValueError as error:
         raise InvalidConfig("$.limits.maxStepTokens", f"{step_tokens} with {rows} sequences: {error}") from error

@@ -1,0 +1,403 @@
+"""Adapters of a server: by what name each answers, how it gets there, and what clients are told meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from helpers.adapters import write_adapter
+from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving, until_healthy
+from neuron_runtime.checkpoint import read_config
+from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.local_settings import AdapterSettings
+from neuron_runtime.processes.control import EngineStarted
+from neuron_runtime.processes.front_end import FrontEnd
+from neuron_runtime.server import adapters
+from neuron_runtime.server.adapter_list import Wanted, keep, kept, modules
+
+ADAPTED = replace(LIMITS, max_adapters=2, max_loaded_adapters=3, max_adapter_rank=8)
+ALLOWED = AdapterSettings(runtime_adapters="allow")
+PROMPT = "a core"
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def folders(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters `a`, `b` and `c`, and some that do not fit."""
+    folder, model = tmp_path_factory.mktemp("adapters"), read_config(model_dir)
+    for seed, name in enumerate("abc"):
+        write_adapter(folder / name, model, seed=seed)
+    write_adapter(folder / "high", model, rank=9)
+    write_adapter(folder / "other", {**model, "hidden_size": 64})
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(model_dir: Path) -> AsyncIterator[Serving]:
+    async with serving(model_dir, limits=ADAPTED, adapters=ALLOWED) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "LOOK_SECONDS", 0.02)
+
+
+async def load(served: Serving, name: str, path: Path, **more: Any) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(path), **more}
+    return await served.http.post("/v1/load_lora_adapter", json=body)
+
+
+async def unload(served: Serving, name: str) -> httpx.Response:
+    return await served.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+async def ask(served: Serving, model: str, **more: Any) -> httpx.Response:
+    body = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 8, "ignore_eos": True, **more}
+    return await served.http.post("/v1/completions", json=body)
+
+
+async def text(served: Serving, model: str, **more: Any) -> str:
+    answer = await ask(served, model, **more)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == (MODEL if model in (MODEL, "alias") else model)
+    return str(answer.json()["choices"][0]["text"])
+
+
+async def states(served: Serving) -> dict[str, Mapping[str, Any]]:
+    return {one["name"]: one for one in (await served.http.get("/adapters")).json()["adapters"]}
+
+
+async def until_state(served: Serving, name: str, state: str) -> Mapping[str, Any]:
+    found: list[Mapping[str, Any]] = []
+
+    async def has_it() -> bool:
+        found[:] = [one for one in (await states(served)).values() if one["name"] == name and one["state"] == state]
+        return bool(found)
+
+    await served.until(has_it)
+    return found[0]
+
+
+def written(path: Path, **uris: Path | str) -> Path:
+    """A list file, replaced in one piece as a kubelet does."""
+    entries = [{"name": name, "uri": one.as_uri() if isinstance(one, Path) else one} for name, one in uris.items()]
+    path.with_suffix(".new").write_text(json.dumps({"adapters": entries}))
+    os.replace(path.with_suffix(".new"), path)
+    return path
+
+
+async def test_each_name_answers_with_its_own_weights(served: Serving, folders: Path) -> None:
+    base = await text(served, MODEL)
+    first = await load(served, "a", folders / "a")
+    assert (first.status_code, first.text) == (200, "Success: LoRA adapter 'a' added successfully.")
+    await load(served, "team/b", folders / "b")
+    texts = await asyncio.gather(*(text(served, name) for name in (MODEL, "a", "team/b", "a", "alias")))
+    assert texts[0] == texts[4] == base
+    assert texts[1] == texts[3]
+    assert len(set(texts)) == 3
+    assert (await unload(served, "a")).text == "Success: LoRA adapter 'a' removed successfully."
+    gone = await ask(served, "a")
+    assert gone.status_code == 404
+    assert gone.json()["error"]["code"] == "model_not_found"
+    assert f"served models: {MODEL}, alias, team/b" in gone.json()["error"]["message"]
+    assert (await unload(served, "team/b")).status_code == 200
+
+
+async def test_clients_of_openai_list_adapters_and_chat_with_them(served: Serving, folders: Path) -> None:
+    await load(served, "a", folders / "a")
+    async with openai.AsyncOpenAI(base_url=f"{served.http.base_url}/v1", api_key="x", max_retries=0) as client:
+        models = {model.id: model.model_dump() for model in (await client.models.list()).data}
+        chat: Any = [{"role": "user", "content": "What?"}]
+        answer = await client.chat.completions.create(model="a", messages=chat, max_tokens=3)
+        stream = await client.chat.completions.create(model="a", messages=chat, max_tokens=3, stream=True)
+        parts = [part.model async for part in stream]
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="b", messages=chat)
+    assert list(models) == [MODEL, "alias", "a"]
+    assert (models["a"]["root"], models["a"]["parent"]) == (str(folders / "a"), MODEL)
+    assert (models[MODEL]["root"], models[MODEL]["parent"]) == (MODEL, None)
+    assert models["a"]["max_model_len"] == ADAPTED.max_model_length
+    assert answer.model == "a"
+    assert set(parts) == {"a"}
+    assert (await served.http.get("/v1/models/a")).json()["parent"] == MODEL
+    await unload(served, "a")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"lora_name": "x"}, 400, "Both 'lora_name' and 'lora_path' must be provided."),
+        ({"lora_name": "", "lora_path": "/x"}, 400, "must be provided"),
+        ({"lora_name": MODEL, "lora_path": "a"}, 400, "is a name of the base model"),
+        ({"lora_name": "a,b", "lora_path": "a"}, 400, "`lora_name` must be 1 to 253 letters"),
+        ({"lora_name": "x" * 254, "lora_path": "a"}, 400, "`lora_name` must be"),
+        ({"lora_name": "x", "lora_path": "/nowhere"}, 404, "ModelNotFound"),
+        ({"lora_name": "x", "lora_path": "high"}, 400, "RankTooHigh"),
+        ({"lora_name": "x", "lora_path": "other"}, 400, "AdapterMismatch"),
+        ({"lora_name": "x", "lora_path": "nix://x"}, 400, "InvalidEngineConfig"),
+        ({"lora_name": 5, "lora_path": "a"}, 400, "lora_name"),
+    ],
+)
+async def test_an_adapter_that_cannot_be_loaded_is_refused_and_forgotten(
+    served: Serving, folders: Path, body: dict[str, Any], status: int, words: str
+) -> None:
+    if (folders / str(body.get("lora_path"))).is_dir():
+        body = {**body, "lora_path": str(folders / body["lora_path"])}
+    answer = await served.http.post("/v1/load_lora_adapter", json=body)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
+    assert await states(served) == {}
+    assert (await ask(served, "x")).status_code == 404
+
+
+async def test_an_adapter_is_replaced_only_in_place_and_requests_in_flight_keep_theirs(
+    model_dir: Path, folders: Path
+) -> None:
+    async with serving(model_dir, limits=ADAPTED, adapters=ALLOWED) as served:
+        await load(served, "a", folders / "a")
+        old = await text(served, "a")
+        again = await load(served, "a", folders / "b")
+        assert again.status_code == 400
+        assert "has already been loaded" in again.json()["error"]["message"]
+        served.backend.paced = True
+        running = asyncio.create_task(text(served, "a", max_tokens=100))
+        await served.until(lambda: served.backend.waiting)
+        first = (await states(served))["a"]["digest"]
+        replaced = await served.answer(asyncio.create_task(load(served, "a", folders / "b", load_inplace=True)))
+        assert replaced.status_code == 200
+        assert not running.done()
+        assert (await states(served))["a"]["digest"] != first
+        assert served.front_end.client.uses_adapter(first)
+        new = asyncio.create_task(text(served, "a"))
+        await served.until(lambda: running.done() and new.done())
+        assert running.result().startswith(old)
+        assert not running.result().startswith(new.result())
+        await served.until(lambda: first not in served.backend._adapters)
+        served.unpace()
+        failed = await load(served, "a", folders / "high", load_inplace=True)
+        assert failed.status_code == 400
+        assert await text(served, "a") == new.result()
+
+
+async def test_unloading_what_was_not_loaded_is_an_error(served: Serving) -> None:
+    assert (await unload(served, "x")).status_code == 404
+    assert (await unload(served, MODEL)).status_code == 404
+    assert (await unload(served, "")).status_code == 400
+
+
+async def test_requests_change_no_adapters_unless_they_may(model_dir: Path, folders: Path) -> None:
+    async with serving(model_dir, limits=ADAPTED) as served:
+        answer = await load(served, "a", folders / "a")
+        assert answer.status_code == 403
+        assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in answer.json()["error"]["message"]
+        assert (await unload(served, "a")).status_code == 403
+    async with serving(model_dir, adapters=ALLOWED) as served:
+        answer = await load(served, "a", folders / "a")
+        assert answer.status_code == 400
+        assert "--enable-lora" in answer.json()["error"]["message"]
+        assert (await ask(served, "a")).status_code == 404
+        assert (await served.http.get("/adapters")).json() == {"maxActive": 0, "maxRank": 16, "adapters": []}
+
+
+async def test_a_list_file_is_followed(model_dir: Path, folders: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "list.json", a=folders / "a", bad=folders / "high", alias=folders / "a", **{"x,y": "a"})
+    settings = AdapterSettings(adapters_file=path, runtime_adapters="allow")
+    async with serving(model_dir, limits=ADAPTED, adapters=settings) as served:
+        # The server is healthy, so the adapters that it starts with are ready or have failed.
+        found = await states(served)
+        assert {name: (one["state"], one["reason"]) for name, one in found.items()} == {
+            "a": ("Ready", ""),
+            "bad": ("Failed", "RankTooHigh"),
+            "alias": ("Failed", "NameTaken"),
+            "x,y": ("Failed", "InvalidName"),
+        }
+        assert (found["a"]["rank"], len(found["a"]["digest"])) == (4, 64)
+        assert found["a"]["bytes"] > 0
+        assert "rank 9" in found["bad"]["message"]
+        one = await text(served, "a")
+        failed = await ask(served, "bad")
+        assert (failed.status_code, failed.json()["error"]["code"]) == (503, "adapter_not_ready")
+        assert "RankTooHigh" in failed.json()["error"]["message"]
+        for change in (load(served, "a", folders / "b"), unload(served, "a")):
+            assert "of this server's list" in (await change).json()["error"]["message"]
+        # What is no list changes nothing.
+        path.write_text("{")
+        await asyncio.sleep(0.1)
+        assert await text(served, "a") == one
+        written(path, a=folders / "b", c=folders / "c")
+        await until_state(served, "c", "Ready")
+        await served.until(lambda: served.front_end.adapters.states.adapters[0].state == "Ready")
+        assert await text(served, "a") != one
+        assert list(await states(served)) == ["a", "c"]
+        written(path)
+        await served.until(lambda: not served.front_end.adapters.states.adapters)
+        assert (await ask(served, "c")).status_code == 404
+        await served.until(lambda: not served.backend._adapters)
+
+
+async def test_a_pinned_adapter_must_be_the_one_that_was_seen(model_dir: Path, folders: Path, tmp_path: Path) -> None:
+    entry = {"name": "a", "uri": (folders / "a").as_uri(), "digest": "0" * 64, "generation": 3}
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps({"adapters": [entry]}))
+    async with serving(model_dir, limits=ADAPTED, adapters=AdapterSettings(adapters_file=path)) as served:
+        assert (await states(served))["a"]["reason"] == "ChecksumMismatch"
+
+
+async def test_clients_are_told_that_an_adapter_is_on_its_way(
+    model_dir: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "list.json")
+    async with serving(model_dir, limits=ADAPTED, adapters=AdapterSettings(adapters_file=path)) as served:
+        go_on = slowed(served.front_end, monkeypatch)
+        written(path, a=folders / "a")
+        await until_state(served, "a", "Fetching")
+        answer = await ask(served, "a")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert answer.json()["error"]["message"] == "the adapter `a` is not ready (Fetching)"
+        assert (await served.http.get("/v1/models/a")).status_code == 503
+        # The model serves meanwhile.
+        assert (await served.http.get("/health")).status_code == 200
+        await text(served, MODEL)
+        go_on()
+        await until_state(served, "a", "Ready")
+        await text(served, "a")
+
+
+def slowed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Holds back fetches; returns what lets them go on."""
+    import threading
+
+    gate, sources = threading.Event(), front_end.adapters._sources
+
+    def fetch(wanted: Wanted) -> Path:
+        gate.wait()
+        return sources.fetch(wanted)
+
+    monkeypatch.setattr(front_end.adapters, "_sources", replace(sources, fetch=fetch))
+    return gate.set
+
+
+async def test_a_server_is_healthy_when_the_adapters_that_it_starts_with_are(
+    model_dir: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "list.json", a=folders / "a")
+    async with serving(model_dir, limits=ADAPTED, adapters=AdapterSettings(adapters_file=path), ready=False) as served:
+        go_on = slowed(served.front_end, monkeypatch)
+        served.engine.become_ready()
+        await served.until(lambda: served.front_end.client.ready)
+        health = await served.http.get("/health")
+        assert (health.status_code, health.json()["detail"]) == (503, "not ready: loading the adapters a")
+        await served.until(lambda: asyncio.sleep(0, served.front_end._admission is not None))
+        await text(served, MODEL)
+        # It does not wait for ever.
+        with monkeypatch.context() as later:
+            later.setattr(served.front_end.adapters, "_first_until", 0.0)
+            assert (await served.http.get("/health")).status_code == 200
+        go_on()
+        await until_healthy(served)
+
+
+async def test_a_failed_adapter_is_tried_again(
+    model_dir: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "RETRY_SECONDS", 0.02)
+    path = written(tmp_path / "list.json", a=tmp_path / "later")
+    async with serving(model_dir, limits=ADAPTED, adapters=AdapterSettings(adapters_file=path)) as served:
+        assert (await states(served))["a"]["reason"] == "ModelNotFound"
+        (tmp_path / "later").symlink_to(folders / "a")
+        await until_state(served, "a", "Ready")
+        await text(served, "a")
+
+
+async def test_a_new_engine_gets_all_adapters(served: Serving, folders: Path) -> None:
+    await load(served, "a", folders / "a")
+    await load(served, "b", folders / "b")
+    before = [await text(served, name) for name in "ab"]
+    await served.replace_engine("the engine process was killed")
+    await until_healthy(served)
+    assert [await text(served, name) for name in "ab"] == before
+    assert {one["state"] for one in (await states(served)).values()} == {"Ready"}
+    for name in "ab":
+        await unload(served, name)
+
+
+async def test_a_new_front_end_knows_what_requests_have_loaded(served: Serving, folders: Path) -> None:
+    await load(served, "a", folders / "a")
+    await load(served, "b", folders / "b")
+    await unload(served, "b")
+    before = await text(served, "a")
+    assert kept(served.run_dir) == {"a": Wanted("a", (folders / "a").as_uri())}
+    # Its engine knows the adapters of the front end before.
+    served.tell(EngineStarted(served.incarnations[-1], 1))
+    await until_state(served, "a", "Ready")
+    assert await text(served, "a") == before
+    await unload(served, "a")
+
+
+async def test_gateways_see_which_adapters_are_in_use(model_dir: Path, folders: Path) -> None:
+    async with serving(model_dir, limits=ADAPTED, adapters=ALLOWED) as served:
+        for name in "abc":
+            await load(served, name, folders / name)
+        served.backend.paced = True
+        asked = []
+        for name in "abc":
+            asked.append(asyncio.create_task(text(served, name, max_tokens=200)))
+            await served.until_metric("vllm:num_requests_running", min(len(asked), 2))
+        await served.until_metric("vllm:num_requests_waiting", 1)
+        in_use = {"max_lora": "2", "waiting_lora_adapters": "c", "running_lora_adapters": "a,b"}
+        assert await served.metric("vllm:lora_requests_info", **in_use) > 0
+        served.unpace()
+        await asyncio.gather(*asked)
+        await served.until_metric("vllm:num_requests_running", 0)
+        assert await served.metric("vllm:lora_requests_info", running_lora_adapters="") > 0
+        # One series: what was in use is no longer shown.
+        assert (await served.http.get("/metrics")).text.count("vllm:lora_requests_info{") == 1
+
+
+async def test_modules_of_the_command_line_are_as_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sql").mkdir()
+    given = ["a=/x/a", "sql=sql", "hub=org/name", '{"name": "j", "path": "/x/j", "base_model_name": "m"}']
+    found = modules(given, ("m",))
+    assert [(one.name, one.uri, one.parent) for one in found.values()] == [
+        ("a", "file:///x/a", ""),
+        ("sql", (tmp_path / "sql").as_uri(), ""),
+        ("hub", "hf://org/name", ""),
+        ("j", "file:///x/j", "m"),
+    ]
+    keep(found, tmp_path)
+    assert kept(tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["a"], "'a' must be name=path"),
+        (["{}"], "must be name=path"),
+        (["m=/x"], "the name 'm' is taken"),
+        (["a=/x", "a=/y"], "the name 'a' is taken"),
+        (["a b=/x"], "is no name of an adapter"),
+        (['{"name": "a", "path": "/x", "base_model_name": "other"}'], "'other' is none of the served names"),
+    ],
+)
+async def test_wrong_modules_are_refused_by_the_flag(given: list[str], words: str) -> None:
+    with pytest.raises(InvalidConfig, match="--lora-modules: ") as caught:
+        modules(given, ("m",))
+    assert words in str(caught.value)
