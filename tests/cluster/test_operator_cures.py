@@ -32,8 +32,8 @@ from neuron_operator.read.objects import instant, text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-FAULT_SECONDS = 25.0
-"""Then the ReplicaSet controller pauses for 20 and 40 s, and the Job controller for 16 and 32 s."""
+FAULT_SECONDS = 13.0
+"""Then the ReplicaSet controller pauses for 10 and 20 s."""
 ABSENT = {"secret": ("Secret", {"stringData": {"all": "yes"}}), "configmap": ("ConfigMap", {"data": {"all": "yes"}})}
 
 

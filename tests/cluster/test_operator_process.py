@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
@@ -32,6 +33,15 @@ from neuron_operator.cluster.client import CHILDREN, LEASES, NEURON_MODELS, NODE
 LEASE_SECONDS = 15
 """Long enough that no replica loses it when the machine stalls for some seconds."""
 
+IMPATIENT = """
+import sys
+from neuron_operator.__main__ import main
+from neuron_operator.run import process
+process.REGRANT_SECONDS = 1.0
+sys.exit(main())
+"""
+"""Looks more often than each half minute for a namespace that was left out."""
+
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
@@ -49,10 +59,11 @@ def start(server: ApiServer, tmp_path: Path) -> Iterator[Start]:
     """Starts a process that logs to the file `name` and ends after the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, *flags: str) -> Process:
+        def start(name: str, *flags: str, **options: Any) -> Process:
             ports = stack.enter_context(free_ports(2))
             kubeconfig = server.kubeconfig(OPERATOR_USER)
-            process = Process(kubeconfig, tmp_path / name, ports, "--lease-seconds", str(LEASE_SECONDS), *flags)
+            flags = ("--lease-seconds", str(LEASE_SECONDS), *flags)
+            process = Process(kubeconfig, tmp_path / name, ports, *flags, **options)
             stack.callback(process.kill)
             return process
 
@@ -164,7 +175,7 @@ async def test_a_deleted_namespace_is_left_out_until_it_can_be_watched_again(ser
     there = Namespace(server)
     grant(server, namespaces=[there.name])
     try:
-        process = start("log", "--watch-namespaces", f"{there.name},gone")
+        process = start("log", "--watch-namespaces", f"{there.name},gone", program=("-c", IMPATIENT))
         await eventually(process.is_leading)
         assert "namespace gone is left out" in process.log.read_text()
         there.put_model()

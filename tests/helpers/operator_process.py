@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.rig.machine import WAIT_SECONDS
@@ -17,7 +18,16 @@ from helpers.operator_rights import OPERATOR_NAMESPACE
 class Process:
     """Started at once. `port` is the first of two ports: of metrics and of health."""
 
-    def __init__(self, kubeconfig: Path, log: Path, port: int, *flags: str, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        kubeconfig: Path,
+        log: Path,
+        port: int,
+        *flags: str,
+        host: str = "127.0.0.1",
+        program: Sequence[str] = ("-m", "neuron_operator"),
+    ) -> None:
+        """program: of Python, with the flags of the command behind it."""
         self.host = host
         self.port = port
         self.log = log
@@ -27,7 +37,7 @@ class Process:
             "NEURON_OPERATOR_NAMESPACE": OPERATOR_NAMESPACE,
             "NEURON_OPERATOR_KUBECONFIG": str(kubeconfig),
         }
-        command = [sys.executable, "-m", "neuron_operator", "run", "--http-host", host]
+        command = [sys.executable, *program, "run", "--http-host", host]
         ports = ["--http-port", str(port), "--health-port", str(port + 1)]
         with log.open("wb") as out:
             self.process = subprocess.Popen([*command, *ports, *flags], env=environ, stdout=out, stderr=out)

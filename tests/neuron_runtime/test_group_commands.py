@@ -19,7 +19,7 @@ from neuron_runtime.errors import ExitCode
 
 pytestmark = pytest.mark.slow
 
-DELAY_SECONDS = 10.0
+DELAY_SECONDS = 6.0
 """For which the leader of a failed group must answer at least: a busy machine only makes it longer."""
 
 

@@ -126,7 +126,7 @@ def test_a_pod_drains_on_termination(model_dir: Path, tmp_path: Path) -> None:
     record = tmp_path / "record"
     with serve("--config", str(config), "--port", "0", "--record", str(record)) as command:
         url = command.until_ready()
-        reader, lines = stream_in_background(url)
+        reader, lines = stream_in_background(url, max_tokens=2000)
         until(lambda: metric(url, "vllm:num_requests_running") == 1)
         told_at = time.monotonic()
         command.process.send_signal(signal.SIGTERM)
