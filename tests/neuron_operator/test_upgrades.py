@@ -39,6 +39,7 @@ from neuron_operator.read.world import (
 )
 from neuron_operator.run.upgrades import Key, Turns
 
+CLAIM = Place(persistent_volume_claim=Claim(claim_name="kept"))
 A, B, C = ("ns", "a"), ("ns", "b"), ("ns", "c")
 
 OLD = SETTINGS.runtime_image
@@ -129,6 +130,39 @@ def test_a_model_whose_engine_has_lost_its_image_keeps_its_pods_and_takes_no_tur
     world, decision = settle(world, replace(using, engines={}))
     assert (decision.upgrade, condition(decision.status, "UpToDate")["status"]) == (None, "True")
     assert image_of(find(world.children, "Deployment")) == "registry.example/vllm:1"
+
+
+@pytest.mark.parametrize("fetches_in_pods", [True, False])
+def test_a_newer_runtime_image_moves_models_of_another_engine_if_their_pods_fetch_with_it(
+    fetches_in_pods: bool,
+) -> None:
+    claim = Place() if fetches_in_pods else CLAIM
+    spec = {**SPEC, "accelerator": {"type": "CPU"}, "engine": {"backend": "vllm"}}
+    engines = {"vllm-cpu": EngineSettings("registry.example/vllm:1")}
+    before = replace(SETTINGS, engines=engines, storage=StorageSettings(weights=claim))
+    world = served(resolved_world(before, spec=spec)[0], before)
+    template = find(world.children, "Deployment")["spec"]["template"]
+
+    def fetches_with(world: World) -> list[str]:
+        pod = find(world.children, "Deployment")["spec"]["template"]["spec"]
+        return [one["image"] for one in pod.get("initContainers", ())]
+
+    newer = replace(before, runtime_image=ON_EDIT.runtime_image)
+    same, decision = settle(replace(world, has_turn=True), newer)
+    assert (decision.upgrade, find(same.children, "Deployment")["spec"]["template"]) == (None, template)
+    rolling = replace(newer, runtime_upgrade="Rolling")
+    moved, decision = settle(replace(world, has_turn=True), rolling)
+    assert decision.upgrade == ("Running" if fetches_in_pods else None)
+    assert fetches_with(moved) == ([newer.runtime_image] if fetches_in_pods else [])
+    assert image_of(find(moved.children, "Deployment")) == "registry.example/vllm:1"
+    done, decision = settle(replace(served(moved, rolling), has_turn=True), rolling)
+    assert (decision.upgrade, condition(decision.status, "UpToDate")["status"]) == (None, "True")
+    back, _ = settle(replace(done, has_turn=True), replace(before, runtime_upgrade="Rolling"))
+    assert find(back.children, "Deployment")["spec"]["template"] == template
+    # A claim that the installation has by now is no reason to move.
+    claimed = replace(before, runtime_upgrade="Rolling", storage=StorageSettings(weights=CLAIM))
+    stays, decision = settle(replace(world, has_turn=True), claimed)
+    assert (decision.upgrade, find(stays.children, "Deployment")["spec"]["template"]) == (None, template)
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,27 @@ def test_an_edit_whose_weights_cannot_be_fetched_is_rolled_back() -> None:
     assert "the token was revoked" in condition(decided, "UpToDate")["message"]
 
 
+def test_resources_for_the_largest_job_do_not_make_a_replica_larger_unless_the_manifest_says_so() -> None:
+    large: dict[str, Any] = {"requests": {"cpu": "32", "memory": "256Gi"}, "limits": {"memory": "256Gi"}}
+    chart = replace(IN_PODS, jobs=JobSettings(resources=large))
+    limited = {"podTemplate": {"spec": {"resources": {"limits": {"memory": "9Gi"}}}}}
+
+    def resources(**spec: Any) -> tuple[Object, Object]:
+        made = pin(parse(body({**CPU, **spec})), KNOWN, chart, 1).pinned.template
+        (fetcher,) = made["spec"]["initContainers"]
+        return fetcher["resources"], container_of(made)["resources"]
+
+    fetcher, replica = resources()
+    assert fetcher == {"requests": replica["requests"], "limits": large["limits"]}
+    fetcher, replica = resources(**limited)
+    assert fetcher["limits"] == replica["limits"] == {"memory": "9Gi"}
+    assert fetcher["requests"] == {"cpu": replica["requests"]["cpu"], "memory": "9Gi"}
+    assert resources(jobs={"resources": large})[0] == large
+    del large["requests"]  # which are then the limits
+    fetcher, replica = resources()
+    assert fetcher["requests"]["memory"] == replica["requests"]["memory"]
+
+
 MORE: dict[str, Any] = {"limits": {"memory": "1Gi"}}
 
 

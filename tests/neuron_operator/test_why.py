@@ -1048,7 +1048,7 @@ def test_the_verdict_on_an_earlier_job_is_repeated_without_a_second_link() -> No
 
 
 def test_long_names_keep_the_status_small() -> None:
-    world, decision = settle(fresh())
+    world, decision = settle(fresh(spec={**SPEC, "engine": {"applicationClass": "private:Class"}}))
     facts = {**FACTS, "architecture": "A" * 100_000, "digest": "d" * 100_000, "dtype": "t" * 100_000}
     _, decision = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job"), facts),)))
     assert decision.status is not None

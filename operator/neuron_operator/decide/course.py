@@ -31,7 +31,6 @@ from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.groups import group_owner, rest_of
 from neuron_operator.render.jobs import with_owners
-from neuron_operator.render.pods import serving_image
 from neuron_operator.render.serving import Pace
 from neuron_operator.render.storage import check_source, own_claims
 from neuron_operator.why import status
@@ -69,6 +68,8 @@ STRANDED_SECONDS = 600
 
 PROGRESS_SECONDS = 5.0
 """How often an owner of a running Job reads its progress; the status changes no more often."""
+
+BY_NEWER = "the newer runtime image would refuse it"
 
 ACCEPTED = met("Accepted", "the spec is valid and supported")
 
@@ -147,18 +148,16 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     check_source(written, settings)
     wanted = pin.wanted(written, revisions)
     newer, stays = pin.upgraded(written, wanted, settings, observed.free)
-    image, is_behind = serving_image(newer, settings), _is_behind(newer, observed, settings, wanted)
+    is_behind = _is_behind(newer, observed, settings, wanted)
     refusal = pin.refusal_by_newer(newer, wanted, settings, observed.free) if is_behind and wanted else ""
-    is_behind, stays = (
-        is_behind and not refusal,
-        f"the newer runtime image would refuse it: {refusal}" if refusal else stays,
-    )
+    is_behind, stays = is_behind and not refusal, f"{BY_NEWER}: {refusal}" if refusal else stays
     moves, because = is_behind and world.has_turn, ""
     defaults = pin.defaults_key(pin.as_pinned(written, wanted), settings)
     idle = wanted if wanted and not observed.has_served(wanted.name) else None
     next_number, held = pin.next_number(revisions), pin.held(revisions, settings)
     if moves:
-        wanted, because = pin.wanted(newer, revisions, image=image), image
+        wanted = pin.wanted(newer, revisions, images=pin.images(newer, settings))
+        because = pin.words_of_images(newer, settings)
     elif idle is not None and idle.pinned.defaults not in ("", defaults):
         wanted, because = pin.wanted(written, revisions, settings=settings), defaults
     elif idle is not None and _is_stranded(written, observed, settings, idle, held):
@@ -272,14 +271,14 @@ def _is_behind(model: NeuronModel, observed: Observed, settings: Settings, wante
     """Whether the model is to move to another runtime image by itself. One that does not answer is left to its owner:
     it would hold up all others. One whose engine has no image any more has nowhere to go, and one that the newer
     image would refuse stays, too (`pin.refusal_by_newer`)."""
-    image = serving_image(model, settings)
+    image, fetch_image = pin.images(model, settings)
     return (
         settings.runtime_upgrade == "Rolling"
         and not observed.model.is_paused
         and not model.rollback_to
         and wanted is not None
         and bool(image)
-        and (wanted.image, wanted.backend) != (image, model.spec.backend)
+        and not (wanted.has_images(image, fetch_image) and wanted.backend == model.spec.backend)
         and sum(pod.is_answering for pod in observed.live) >= model.spec.replicas
     )
 
@@ -304,7 +303,8 @@ def _begun(model: NeuronModel, observed: Observed, wanted: Revision | None, setb
     served = observed.revisions.get(observed.model.current_revision)
     if wanted is None or served is None or observed.model.is_paused or not model.spec.replicas:
         return None
-    if not pin.is_of(model, served) or (wanted.image, wanted.backend) == (served.image, served.backend):
+    has_images = served.has_images(wanted.image, wanted.fetch_image or served.fetch_image)
+    if not pin.is_of(model, served) or (has_images and wanted.backend == served.backend):
         return None
     if setback is not None:
         return "Failed" if setback.error else None

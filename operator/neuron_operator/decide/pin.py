@@ -189,11 +189,25 @@ def _family(revision: Revision, settings: Settings) -> str:
     return family.name if family and revision.engine.on_device else ""
 
 
+def images(model: NeuronModel, settings: Settings) -> tuple[str, str]:
+    """Of pods that are made now: of the engine, and of what fetches the weights for it."""
+    return serving_image(model, settings), runtime_image(model, settings)
+
+
+def words_of_images(model: NeuronModel, settings: Settings) -> str:
+    """`Pinned.upgrade` of a revision that moves to them."""
+    image, fetch_image = images(model, settings)
+    return f"{image} {fetch_image}" if is_fetched_before(model, weights_place(model, settings)) else image
+
+
 def wanted(
-    model: NeuronModel, revisions: Iterable[Revision], image: str = "", settings: Settings | None = None
+    model: NeuronModel,
+    revisions: Iterable[Revision],
+    images: tuple[str, str] | None = None,
+    settings: Settings | None = None,
 ) -> Revision | None:
-    """The revision pinned for this spec (and this image, or with these settings), if any; of several (after a refresh)
-    the last.
+    """The revision pinned for this spec (and these images, or with these settings), if any; of several (after a
+    refresh) the last.
 
     An earlier revision that is wanted again gets the next number.
     """
@@ -203,7 +217,7 @@ def wanted(
         for revision in all_revisions
         if is_of(model, revision)
         and model.refresh in ("", revision.pinned.refresh)
-        and image in ("", revision.image)
+        and (images is None or revision.has_images(*images))
         and (settings is None or revision.pinned.defaults == defaults_key(as_pinned(model, revision), settings))
     )
     newest = max(matching, key=lambda revision: revision.number, default=None)

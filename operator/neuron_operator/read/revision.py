@@ -118,6 +118,16 @@ class Revision(Struct, frozen=True, kw_only=True):
         return text(self._container, "image")
 
     @property
+    def fetch_image(self) -> str:
+        """The runtime image of the init container that brings the weights; empty: its pods have none."""
+        before = items(self.pinned.template, "spec", "initContainers")
+        return next((text(one, "image") for one in before if one.get("name") == names.FETCH_CONTAINER), "")
+
+    def has_images(self, image: str, fetch_image: str) -> bool:
+        """Whether its pods have them, the second where they have an init container for the weights."""
+        return self.image == image and self.fetch_image in ("", fetch_image)
+
+    @property
     def start_seconds(self) -> int:
         """How long its pods may take to start before they are restarted; 0: unknown."""
         probe = self._container.get("startupProbe")

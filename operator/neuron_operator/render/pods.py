@@ -19,7 +19,7 @@ from neuron_operator.place.sizes import size_rule
 from neuron_operator.read.placement import TOLERATES_NEURON, Placement
 from neuron_operator.read.world import DeviceMode, Object, Place, Settings
 from neuron_operator.render.objects import Mount, without_empty
-from neuron_operator.render.resources import FETCH_REQUESTS, Requests, overlaid
+from neuron_operator.render.resources import FETCH_REQUESTS, Requests, overlaid, within
 from neuron_operator.render.storage import (
     Access,
     fetch_command,
@@ -134,7 +134,9 @@ def serving_pod_template(
         if probe := getattr(engine.probes, name):
             container[f"{name}Probe"] = _probe(probe, launch.start_seconds)
     container.update(without_empty({"workingDir": served.working_dir}), **before_stopping(served))
-    fetcher, its_mounts = _fetcher(model, weights, digest, settings) if is_fetched_before(model, weights) else ({}, ())
+    fetcher, its_mounts = (
+        _fetcher(model, weights, digest, settings, resources) if is_fetched_before(model, weights) else ({}, ())
+    )
     return {
         "metadata": without_empty(
             {"labels": {**overlay.metadata.labels, **own_labels}, "annotations": overlay.metadata.annotations}
@@ -180,8 +182,14 @@ def _soon_off_a_lost_node(tolerations: Iterable[Toleration]) -> Iterator[Object]
         yield from (one for one in SOON_OFF_A_LOST_NODE if one["key"] not in keys)
 
 
-def _fetcher(model: NeuronModel, place: Place, digest: str, settings: Settings) -> tuple[Object, tuple[Mount, ...]]:
-    """The init container, with its volumes, that does in each pod what the Job does for a shared place."""
+def _fetcher(
+    model: NeuronModel, place: Place, digest: str, settings: Settings, of_replica: Mapping[str, Any]
+) -> tuple[Object, tuple[Mount, ...]]:
+    """The init container, with its volumes, that does in each pod what the Job does for a shared place.
+
+    The chart's resources of Jobs are for the largest of them, which compiles. A pod takes what its largest container
+    requests, so they count up to those of the replica.
+    """
     access = fetching(model, place)
     mounts = (TMP, *access.mounts, *_ca_bundle(access, settings))
     container = _container(
@@ -191,7 +199,9 @@ def _fetcher(model: NeuronModel, place: Place, digest: str, settings: Settings) 
         image=runtime_image(model, settings),
         command=fetch_command(model, access, digest),
         env=_step_env(model, access, settings),
-        resources=overlaid(FETCH_REQUESTS, settings.jobs.resources, as_json(model.spec.jobs.resources)),
+        resources=overlaid(
+            FETCH_REQUESTS, within(settings.jobs.resources, of_replica), as_json(model.spec.jobs.resources)
+        ),
         mounts=mounts,
     )
     return container, mounts

@@ -13,6 +13,7 @@ from typing import Any
 from neuron_operator.api.engines.engine import MIB, HostBytes
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.place.sizing import DTYPE_BYTES, Widths, cached_numbers, host_bytes, width_of
+from neuron_operator.read.objects import number_of
 from neuron_operator.read.records import Facts
 from neuron_operator.read.world import Object, Place
 from neuron_operator.render.config_document import ranks_of
@@ -84,6 +85,24 @@ def overlaid(requests: Requests, *overlays: Mapping[str, Any]) -> Object:
             kept = {name: value for name, value in resources[kind].items() if name not in named}
             resources[kind] = {**kept, **part}
     return without_empty(resources)
+
+
+def within(overlay: Mapping[str, Any], resources: Mapping[str, Any]) -> Object:
+    """An overlay for what runs before a container with these resources, in the same pod: at most as much, so that the
+    pod requests no more."""
+    kinds = {
+        "requests": (_requested(overlay), _requested(resources)),
+        "limits": (overlay.get("limits") or {}, resources.get("limits") or {}),
+    }
+    return {
+        kind: {name: min(value, most.get(name, value), key=number_of) for name, value in named.items()}
+        for kind, (named, most) in kinds.items()
+    }
+
+
+def _requested(resources: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the limits of what is not requested, as Kubernetes reads it."""
+    return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
 
 
 def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostBytes:
