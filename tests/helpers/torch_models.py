@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from helpers.random_model import model_config, write_random_model
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.loader import load
-from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
+from neuron_runtime.config import AdapterOptions, EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.host import FreeMemory
 
 NEAR_TIE = 1e-3
 """Below this gap between the best two logits, different rounding may choose different tokens."""
+
+NO_ADAPTERS = AdapterOptions()
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -77,6 +80,7 @@ def runtime_config(
     dtype: Any = "auto",
     prefix_caching: Any = "auto",
     chunked_prefill: Any = "auto",
+    adapters: AdapterOptions = NO_ADAPTERS,
     **limits: int,
 ) -> RuntimeConfig:
     return RuntimeConfig(
@@ -87,6 +91,7 @@ def runtime_config(
         dtype=dtype,
         prefix_caching=prefix_caching,
         chunked_prefill=chunked_prefill,
+        adapters=adapters,
         limits=EngineLimits(**limits),
     )
 
@@ -103,6 +108,28 @@ def reference(folder: Path) -> Any:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity(logging.ERROR)
     return AutoModelForCausalLM.from_pretrained(folder).float().eval()
+
+
+def with_adapters(model: Any, adapters: Mapping[str, Path]) -> Any:
+    """The same model with adapters, as the peft library adds them; see `use_adapter`."""
+    from peft import PeftModel
+
+    (first, folder), *others = adapters.items()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft uses what transformers deprecates
+        tuned = PeftModel.from_pretrained(model, str(folder), adapter_name=first)
+        for name, folder in others:
+            tuned.load_adapter(str(folder), adapter_name=name)
+    return tuned.eval()
+
+
+def use_adapter(tuned: Any, name: str) -> None:
+    """Let a model of `with_adapters` compute with this adapter, without one if the name is empty."""
+    if name:
+        tuned.base_model.enable_adapter_layers()
+        tuned.set_adapter(name)
+    else:
+        tuned.base_model.disable_adapter_layers()
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from helpers.step_counts import StepCounts
-from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_logits
+from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_logits, use_adapter, with_adapters
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.loader import load_decoder
@@ -87,13 +87,14 @@ def random_sequences(*lengths: int) -> list[list[int]]:
 
 
 def serve(
-    folder: Path, requests: Sequence[tuple[int, Request]], **config: Any
+    folder: Path, requests: Sequence[tuple[int, Request]], *, loaded: Mapping[str, Path] | None = None, **config: Any
 ) -> tuple[Mapping[str, Sequence[int]], Engine, StepCounts]:
-    """Tokens of each request; request `r` of `(n, r)` arrives before the engine's n-th step."""
+    """Tokens of each request; request `r` of `(n, r)` arrives before the engine's n-th step. loaded: adapters."""
     backend = load_backend(folder, **config)
     try:
         backend.warm_up(lambda what, share: None)
         engine = Engine(backend)
+        load_adapters(engine, loaded or {})
         steps = StepCounts(engine)
         tokens: dict[str, list[int]] = {request.request_id: [] for _, request in requests}
         arrivals = sorted(requests, key=lambda item: item[0])
@@ -109,13 +110,30 @@ def serve(
         backend.close()
 
 
-def check_greedy(folder: Path, asked: Sequence[Request], tokens: Mapping[str, Sequence[int]]) -> None:
+def load_adapters(engine: Engine, adapters: Mapping[str, Path]) -> None:
+    """Let requests use these adapters."""
+    for digest, folder in adapters.items():
+        engine.load_adapter(digest, folder)
+    news: list[tuple[str, str]] = []
+    while len(news) < len(adapters):
+        news += engine.take_adapter_news()
+    assert news == [(digest, "") for digest in adapters]
+
+
+def check_greedy(
+    folder: Path,
+    asked: Sequence[Request],
+    tokens: Mapping[str, Sequence[int]],
+    loaded: Mapping[str, Path] | None = None,
+) -> None:
     """Asserts that every token is the reference's best or nearly tied with it; prints the share of near ties."""
-    model = reference(folder)
+    model = with_adapters(reference(folder), loaded) if loaded else reference(folder)
     num_near_ties = num_tokens = 0
     for request in asked:
         answer = tokens[request.request_id]
         assert len(answer) == request.sampling.max_tokens
+        if loaded:
+            use_adapter(model, request.adapter)
         logits = reference_logits(model, [*request.prompt_token_ids, *answer])[len(request.prompt_token_ids) - 1 : -1]
         best = logits.topk(2).values
         behind = best[:, 0] - logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)

@@ -24,7 +24,7 @@ from neuron_runtime.host import FreeMemory
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
 PROCESS_PER_RANK = True
-SERVES_ADAPTERS = False
+SERVES_ADAPTERS = True
 UNLIMITED = 2**62
 """Bytes."""
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.errors import ExitCode, FatalError
@@ -161,6 +161,22 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             for window in _windows(config, architecture, num_layers)
         ),
     )
+
+
+class Projection(NamedTuple):
+    """Numbers that a projection takes and gives."""
+
+    inputs: int
+    outputs: int
+
+
+def projections(config: DecoderConfig) -> dict[str, Projection]:
+    """The projections of every layer, which adapters may change, by their short names (`q_proj`)."""
+    return {
+        name.split(".")[-2]: Projection(shape[1], shape[0])
+        for name, shape in tensor_shapes(replace(config, num_layers=1)).items()
+        if name.endswith("_proj.weight")
+    }
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

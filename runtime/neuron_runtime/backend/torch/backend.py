@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from neuron_runtime.backend.host_sampling.drawing import NotFinite
 from neuron_runtime.backend.host_sampling.sampler import HostSampler, PerRow, logprobs_of
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
+from neuron_runtime.backend.torch.adapters import Adapters, AdapterWeights
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
@@ -56,7 +58,10 @@ def device_thread(set_up: Callable[[], None] = lambda: None) -> ThreadPoolExecut
 
 
 class TorchBackend:
-    """See `backend_protocol.Backend`. `device` is the thread on which the decoder was loaded."""
+    """See `backend_protocol.AdapterBackend`. `device` is the thread on which the decoder was loaded.
+
+    adapters: None if no adapters may be active.
+    """
 
     def __init__(
         self,
@@ -64,8 +69,10 @@ class TorchBackend:
         cache: KVCache,
         limits: BackendLimits,
         device: ThreadPoolExecutor | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._decoder = decoder
+        self._adapters = adapters
         self._cache = cache
         self.limits = limits
         self._mirror = SlotMirror(limits)
@@ -105,6 +112,19 @@ class TorchBackend:
     def collect(self, step: int) -> StepOutput:
         return self._finished.pop(step).result()
 
+    def read_adapter(self, folder: Path) -> AdapterWeights:
+        assert self._adapters is not None
+        return self._adapters.read(folder)
+
+    def add_adapter(self, digest: str, folder: Path, weights: AdapterWeights) -> None:
+        assert self._adapters is not None
+        self._thread.submit(self._adapters.add, digest, weights)
+
+    def remove_adapter(self, digest: str) -> None:
+        assert self._adapters is not None
+        # Behind the steps that were launched.
+        self._thread.submit(self._adapters.remove, digest)
+
     def run_on_device(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the device thread, between steps, and return its result."""
         return self._thread.submit(work).result()
@@ -118,6 +138,8 @@ class TorchBackend:
         rows = self._mirror.resolve(batch)
         self._mirror.apply(batch, rows)
         self._mirror.learn(rows)
+        if self._adapters is not None:
+            self._adapters.apply(batch)
         for slot in batch.released:
             self._prompts.pop(slot, None)
         for added in batch.added:
@@ -131,7 +153,8 @@ class TorchBackend:
             return _TorchStep(batch, sampled, None, (), begin)
         num_tokens = rows.ends - rows.start
         plan = self._cache.plan(StepRows(rows.start, num_tokens, self._mirror.blocks[rows.slots]))
-        hidden = self._decoder.forward(torch.from_numpy(self._mirror.token_ids(rows)), plan)
+        adapted = None if self._adapters is None else self._adapters.decoder_for(rows.slots, num_tokens)
+        hidden = (adapted or self._decoder).forward(torch.from_numpy(self._mirror.token_ids(rows)), plan)
         ends = np.cumsum(num_tokens)
         prompt_logprobs = self._prompt_logprobs(rows, hidden, ends - num_tokens)
         if not len(sampled):

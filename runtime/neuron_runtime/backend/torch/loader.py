@@ -12,6 +12,7 @@ from threading import Event
 
 import torch
 
+from neuron_runtime.backend.torch.adapters import Adapters
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.backend import TorchBackend, device_thread
 from neuron_runtime.backend.torch.cache import KVCache
@@ -62,6 +63,7 @@ def load(
         cache=KVCache.empty(model.windows, shape, dtype),
         limits=limits,
         device=device,
+        adapters=Adapters(decoder, model, limits, ranks.rank, ranks.size) if limits.max_adapters else None,
     )
 
 

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 
 from neuron_runtime.backend.host_sampling.likeliest import ROWS_AT_ONCE
-from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
+from neuron_runtime.backend.torch.architecture import DecoderConfig, projections, tensor_shapes
 from neuron_runtime.backend.torch.choices import block_size_of
-from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.config import TARGETS, AdapterOptions, RuntimeConfig
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, grammar_bytes
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.host import FreeMemory, gib
@@ -31,6 +31,8 @@ class Memory:
 
     free: FreeMemory
     weights: int
+    adapters: int
+    """Those of all places, those that are kept, and one that is read."""
     scratch: int
     per_token: int
     """Keys and values of one token in all layers."""
@@ -38,17 +40,22 @@ class Memory:
     @property
     def cache(self) -> int:
         """Memory left for keys and values; may be negative."""
-        return int(self.free.available * SHARE_OF_MEMORY) - self.weights - self.scratch
+        return int(self.free.available * SHARE_OF_MEMORY) - self._others
 
     def cure(self, num_tokens: int) -> str:
         """What a user can do if the cache must have room for this many tokens."""
-        needed = self.weights + self.scratch + num_tokens * self.per_token
+        needed = self._others + num_tokens * self.per_token
         return self.free.cure(math.ceil(needed / SHARE_OF_MEMORY))
 
+    @property
+    def _others(self) -> int:
+        return self.weights + self.adapters + self.scratch
+
     def __str__(self) -> str:
+        adapters = f"adapters {gib(self.adapters)}, " if self.adapters else ""
         return (
             f"{SHARE_OF_MEMORY:.0%} of {self.free} may be used: weights {gib(self.weights)}, "
-            f"scratch {gib(self.scratch)}, leaving {gib(self.cache)} for the cache "
+            f"{adapters}scratch {gib(self.scratch)}, leaving {gib(self.cache)} for the cache "
             f"at {self.per_token} bytes per token"
         )
 
@@ -76,7 +83,9 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         )
     if limits.max_model_length == 1:
         raise InvalidConfig("$.limits.maxModelLength", "must be at least 2: one prompt token and one output token")
-    memory = _memory(model, dtype_bytes, free, rows, step_tokens)
+    adapters = config.adapters
+    of_adapters = _adapter_bytes(model, adapters, dtype_bytes)
+    memory = _memory(model, dtype_bytes, free, rows=rows, step_tokens=step_tokens, adapters=of_adapters)
     if memory.cache < MIN_DEFAULT_LENGTH * memory.per_token:
         cure = memory.cure(MIN_DEFAULT_LENGTH)
         raise FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, f"not enough memory for this model: {memory}; {cure}")
@@ -101,7 +110,24 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         reports_prompt_logprobs=True,
         steps_in_flight=2,
         token_feedback="device",
+        max_adapters=adapters.max_active,
+        max_loaded_adapters=_num_loaded(adapters),
+        max_adapter_rank=adapters.max_rank if adapters.max_active else 0,
+        adapter_targets=(adapters.targets or TARGETS) if adapters.max_active else (),
     )
+
+
+def _num_loaded(adapters: AdapterOptions) -> int:
+    return (adapters.max_loaded or adapters.max_active) if adapters.max_active else 0
+
+
+def _adapter_bytes(model: DecoderConfig, adapters: AdapterOptions, dtype_bytes: int) -> int:
+    """Memory of all adapters; one of a smaller rank, or of fewer projections, takes less."""
+    if not adapters.max_active:
+        return 0
+    shapes = projections(model)
+    per_layer = sum(sum(shapes[target]) for target in adapters.targets or TARGETS) * adapters.max_rank
+    return (adapters.max_active + _num_loaded(adapters) + 1) * model.num_layers * per_layer * dtype_bytes
 
 
 def _slots(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: int) -> tuple[int, int, int]:
@@ -133,7 +159,10 @@ def _blocks(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: i
     return size, num_blocks, length
 
 
-def _memory(model: DecoderConfig, dtype_bytes: int, free: FreeMemory, rows: int, step_tokens: int) -> Memory:
+def _memory(
+    model: DecoderConfig, dtype_bytes: int, free: FreeMemory, *, rows: int, step_tokens: int, adapters: int = 0
+) -> Memory:
+    """adapters: bytes."""
     num_parameters = sum(map(math.prod, tensor_shapes(model).values()))
     embedding = model.vocabulary_size * model.hidden_size
     # A tied head is a second, packed copy. A weight exists twice while it is packed; the largest is an embedding.
@@ -145,6 +174,7 @@ def _memory(model: DecoderConfig, dtype_bytes: int, free: FreeMemory, rows: int,
     return Memory(
         free=free,
         weights=weights,
+        adapters=adapters,
         scratch=activations + scores + grammar_bytes(rows),
         per_token=model.kv_elements_per_token * dtype_bytes,
     )

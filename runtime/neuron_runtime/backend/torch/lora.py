@@ -1,0 +1,192 @@
+"""What adapters (LoRA) add to the linear layers of a decoder: one grouped product for tokens of any adapters.
+
+`adapters.py` wraps layers in `AdaptedLinear`, and sets the `Route` of each step: which tokens get the weights of which
+places. Knows nothing of sequences or of adapters' names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from neuron_runtime.backend.slots import IntArray
+from neuron_runtime.backend.torch.cache import lazy_zeros
+from neuron_runtime.backend.torch.linear import Linear, Packed
+
+MAX_SHORT = 16
+"""Neighbouring runs of at most so many tokens are computed together, a longer one alone: all lanes of a product have
+the length of the longest."""
+MAX_GAP = 3
+"""A product reads so many places without a token at most, rather than leave those behind them to another product."""
+
+
+class Pair(NamedTuple):
+    """What an adapter adds to a projection: `x @ a @ b`. a: `[in, rank]`; b: `[rank, out]`, with the scaling."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The tokens of a segment by place: a lane for each, all of the same length.
+
+    tokens: `[places * length]`, the token in each position; any token where a lane is shorter.
+    empty: `[places, length, 1]`, where that is so; None if all tokens of the segment have one of the places.
+    position: `[tokens]`, where each token is; an empty position for those that have none of the places.
+    """
+
+    tokens: torch.Tensor
+    empty: torch.Tensor | None
+    position: torch.Tensor
+    length: int
+    _rows: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def rows(self, num_blocks: int) -> torch.Tensor:
+        """`[tokens * blocks]`: the rows of a product `[places, blocks, length]` that are the outputs of each token."""
+        if num_blocks not in self._rows:
+            lane, number = self.position // self.length, self.position % self.length
+            blocks = lane.view(-1, 1) * num_blocks + torch.arange(num_blocks)
+            self._rows[num_blocks] = (blocks * self.length + number.view(-1, 1)).view(-1)
+        return self._rows[num_blocks]
+
+
+class Segment(NamedTuple):
+    """Tokens `[begin, end)` of a step, and places `[first, last]`. lanes: None if all of these have the one place."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    lanes: Lanes | None
+
+
+class Route:
+    """The segments of the step that runs."""
+
+    segments: tuple[Segment, ...] = ()
+
+
+class AdaptedLinear:
+    """A linear layer, called as `Linear` is, which adds to its outputs what adapters say.
+
+    sizes: outputs of each projection that the layer computes side by side. Outputs are stored and computed in blocks of
+    equal size, so that one product has those of all projections. Zeros where an adapter has a smaller rank, or nothing
+    for a projection.
+    """
+
+    def __init__(
+        self, base: Linear, num_inputs: int, sizes: Sequence[int], *, num_places: int, rank: int, route: Route
+    ) -> None:
+        self._base, self._route, self._rank = base, route, rank
+        self._block = math.gcd(*sizes)
+        self._counts = [size // self._block for size in sizes]
+        self._parts = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(self._counts))
+        """Of each block, the projection whose outputs it has."""
+        dtype = base.weight.dtype
+        # Half precision without instructions for it is computed in float32, as `Widened` does.
+        self._dtype = dtype if isinstance(base, Packed) else torch.float32
+        self._a = lazy_zeros((num_places, num_inputs, len(sizes) * rank), dtype)
+        self._b = lazy_zeros((num_places, len(self._parts), rank, self._block), dtype)
+        self._used: set[int] = set()
+        """Places that add anything."""
+
+    def put(self, place: int, pairs: Sequence[Pair | None]) -> None:
+        """What this place, from 1 on, adds to each projection from now on."""
+        if not any(pairs) and place not in self._used:
+            return
+        a = self._a[place - 1].view(-1, len(pairs), self._rank)
+        blocks = torch.split(self._b[place - 1], self._counts)
+        for part, (b, pair) in enumerate(zip(blocks, pairs, strict=True)):
+            rank = 0
+            if pair is not None:
+                rank = len(pair.b)
+                a[:, part, :rank] = pair.a
+                b[:, :rank] = pair.b.view(rank, -1, self._block).transpose(0, 1)
+            a[:, part, rank:] = 0
+            b[:, rank:] = 0
+        (self._used.add if any(pairs) else self._used.discard)(place)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._base(x)
+        x = x.to(self._dtype)
+        num_blocks = len(self._parts)
+        for begin, end, first, last, lanes in self._route.segments:
+            if self._used.isdisjoint(range(first, last + 1)):
+                continue
+            a, b = (one[first - 1 : last].to(self._dtype) for one in (self._a, self._b))
+            given, added = x[begin:end], out[begin:end]
+            laid = given if lanes is None else given.index_select(0, lanes.tokens)
+            low = torch.bmm(laid.view(len(a), -1, a.shape[1]), a)
+            if lanes is not None and lanes.empty is not None:
+                low.masked_fill_(lanes.empty, 0.0)
+            if num_blocks > 1:
+                low = (
+                    low.view(*low.shape[:2], -1, self._rank).transpose(1, 2).index_select(1, self._parts).flatten(0, 1)
+                )
+            high = torch.bmm(low, b.flatten(0, 1))
+            if lanes is None:
+                added.view(-1, num_blocks, self._block).add_(high.transpose(0, 1))
+            else:
+                added.add_(high.view(-1, self._block).index_select(0, lanes.rows(num_blocks)).view(added.shape))
+        return out
+
+
+def segments_of(places: IntArray, num_tokens: IntArray) -> Iterator[Segment]:
+    """The segments of a step whose row i feeds `num_tokens[i]` tokens of the place `places[i]`, 0 for none."""
+    firsts = np.flatnonzero(np.diff(places, prepend=-1))
+    begins = (np.cumsum(num_tokens) - num_tokens)[firsts]
+    ends = np.append(begins[1:], num_tokens.sum())
+    runs = list(zip(begins.tolist(), ends.tolist(), places[firsts].tolist(), strict=True))
+    for is_long, group in groupby(runs, key=lambda run: run[1] - run[0] > MAX_SHORT):
+        members = list(group)
+        for together in [[one] for one in members] if is_long else [members]:
+            yield from _segments(together)
+
+
+def _segments(runs: Sequence[tuple[int, int, int]]) -> Iterator[Segment]:
+    """Of runs (begin, end, place) that are computed together."""
+    begin, end = runs[0][0], runs[-1][1]
+    active = sorted({place for _, _, place in runs} - {0})
+    if len(runs) == 1:
+        yield from (Segment(begin, end, place, place, None) for place in active)
+        return
+    of_token = np.repeat([place for _, _, place in runs], [run_end - run_begin for run_begin, run_end, _ in runs])
+    spans: list[list[int]] = []
+    for place in active:
+        if spans and place - spans[-1][-1] <= MAX_GAP + 1:
+            spans[-1].append(place)
+        else:
+            spans.append([place])
+    for span in spans:
+        yield Segment(begin, end, span[0], span[-1], _lanes(of_token, span[0], span[-1]))
+
+
+def _lanes(places: IntArray, first: int, last: int) -> Lanes:
+    """The lanes of places `[first, last]`. places: of each token."""
+    order = np.argsort(places, kind="stable")
+    lane = places[order] - first
+    mine = (lane >= 0) & (places[order] <= last)
+    order, lane = order[mine], lane[mine]
+    counts = np.bincount(lane, minlength=last - first + 1)
+    has_others = len(order) < len(places)
+    # The others need an empty position.
+    length = int(counts.max()) + int(has_others and counts.min() == counts.max())
+    position = lane * length + np.arange(len(lane)) - (np.cumsum(counts) - counts)[lane]
+    tokens = np.zeros(len(counts) * length, dtype=np.int64)
+    empty = np.ones(len(tokens), dtype=bool)
+    tokens[position], empty[position] = order, False
+    of_token = np.full(len(places), empty.argmax(), dtype=np.int64)
+    of_token[order] = position
+    return Lanes(
+        torch.from_numpy(tokens),
+        torch.from_numpy(empty).view(len(counts), length, 1) if has_others else None,
+        torch.from_numpy(of_token),
+        length,
+    )

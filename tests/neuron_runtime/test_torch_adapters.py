@@ -1,0 +1,268 @@
+"""Adapters on the torch backend: every sequence gets the tokens of its own adapter, as PEFT on transformers computes
+them, whatever else shares its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.adapters import tensor_name, write_adapter
+from helpers.torch_models import (
+    MODELS,
+    load_backend,
+    random_model,
+    reference,
+    reference_logits,
+    use_adapter,
+    with_adapters,
+)
+from helpers.torch_parity import TOLERANCE, check_greedy, feed, load_decoder_and_cache, random_sequences, serve
+from neuron_runtime.adapters.peft import WEIGHTS_FILE
+from neuron_runtime.backend.torch.adapters import Adapters
+from neuron_runtime.backend.torch.architecture import decoder_config
+from neuron_runtime.backend.torch.backend import TorchBackend
+from neuron_runtime.backend.torch.linear import linear
+from neuron_runtime.backend.torch.lora import AdaptedLinear, Pair, Route, segments_of
+from neuron_runtime.backend.torch.ranks import ALONE, Ranks
+from neuron_runtime.backend_protocol import IllegalBatch
+from neuron_runtime.checkpoint import read_config
+from neuron_runtime.config import TARGETS, AdapterOptions
+from neuron_runtime.core import Added, BackendLimits, Batch, Request, Rows, Sampling
+from neuron_runtime.errors import ExitCode, FatalError
+
+FAMILIES = (
+    "Llama 3.2",
+    "Mistral",
+    "Qwen2, window in the upper layers",
+    "Qwen3 with biases and a window in some layers",
+)
+
+
+def adapters_of(model: Path, folder: Path) -> dict[str, Path]:
+    """Adapters of all kinds that are served, by name."""
+    config = read_config(model)
+    kinds: dict[str, dict[str, Any]] = {
+        "all": {"rank": 4},
+        "attention": {"rank": 3, "targets": ("q_proj", "v_proj"), "config": {"use_rslora": True}},
+        "ranks": {
+            "rank": 2,
+            "targets": ("k_proj", "o_proj", "down_proj"),
+            "ranks": {(layer, "o_proj"): 5 for layer in range(config["num_hidden_layers"])},
+            "config": {"rank_pattern": {"o_proj": 5}},
+        },
+        "one layer": {"rank": 6, "layers": [1], "config": {"layers_to_transform": [1]}},
+        "inner": {"rank": 1, "targets": ("up_proj", "gate_proj")},
+    }
+    return {
+        name: write_adapter(folder / name, config, seed=seed, **kind) for seed, (name, kind) in enumerate(kinds.items())
+    }
+
+
+def request(number: int, adapter: str, prompt: list[int], max_tokens: int) -> Request:
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
+    return Request(f"{number} {adapter}", tuple(prompt), sampling, adapter=adapter)
+
+
+class Routed:
+    """A decoder for `feed` whose sequence i has the place i."""
+
+    def __init__(self, decoder: Any, adapters: Adapters, lines: Any) -> None:
+        self._decoder, self._adapters = decoder, adapters
+        self._sequence = {int(of_row[0]): number for number, of_row in enumerate(lines)}
+        self.logits = decoder.logits
+
+    def forward(self, tokens: torch.Tensor, plan: Any) -> torch.Tensor:
+        slots = np.array([self._sequence[int(line)] for line in plan.rows.lines[:, 0]])
+        decoder = self._adapters.decoder_for(slots, plan.rows.num_tokens) or self._decoder
+        return decoder.forward(tokens, plan)
+
+
+LIMITS = BackendLimits(
+    max_rows=6,
+    max_model_length=88,
+    max_step_tokens=200,
+    num_blocks=6,
+    max_adapters=5,
+    max_loaded_adapters=5,
+    max_adapter_rank=6,
+    adapter_targets=TARGETS,
+)
+
+
+def placed(adapters: Adapters, given: Mapping[str, Path]) -> None:
+    """Sequence i uses place i, the base model for 0."""
+    for name, folder in given.items():
+        adapters.add(name, adapters.read(folder))
+    places = tuple(enumerate(given, 1))
+    added = tuple(Added(i, (0,), 1, Sampling(), (i,), adapter=i) for i in range(len(given) + 1))
+    adapters.apply(Batch(0, Rows(), adapters=places, added=added))
+
+
+def routed(model: Path, adapters: Mapping[str, Path], layout: str, ranks: Ranks = ALONE) -> tuple[Any, Any, Any]:
+    """What `feed` needs."""
+    decoder, cache, lines = load_decoder_and_cache(model, layout, rows=6, ranks=ranks)
+    held = Adapters(decoder, decoder_config(read_config(model)), LIMITS, ranks.rank, ranks.size)
+    placed(held, adapters)
+    return Routed(decoder, held, lines), cache, lines
+
+
+PROMPTS = (3, 40, 2, 30, 9, 1)
+STEPS = [
+    [(i, 0, PROMPTS[i]) for i in range(4)],
+    [(i, 0, PROMPTS[i]) for i in (4, 5)],
+    *[[(i, length + n, length + n + 1) for i, length in enumerate(PROMPTS)] for n in range(3)],
+    [(5, 4, 30), (0, 6, 7), (2, 5, 25)],
+    [(3, 33, 60), (2, 25, 26), (0, 7, 8)],
+]
+"""Whole prompts, chunks, and rows of one token, of all sequences."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_logits_of_each_sequence_are_those_of_peft_with_its_adapter(name: str, tmp_path: Path) -> None:
+    model = random_model(tmp_path / "model", **MODELS[name])
+    adapters = adapters_of(model, tmp_path)
+    ends = {i: max(end for step in STEPS for j, _, end in step if j == i) for i in range(6)}
+    sequences = random_sequences(*ends.values())
+    found = feed(*routed(model, adapters, "blocks" if "Qwen" in name else "slots"), STEPS, sequences)
+    tuned = with_adapters(reference(model), adapters)
+    for tokens, logits, adapter in zip(sequences, found, ("", *adapters), strict=True):
+        use_adapter(tuned, adapter)
+        torch.testing.assert_close(logits, reference_logits(tuned, tokens), atol=TOLERANCE, rtol=0)
+
+
+def test_a_mixture_of_places_adds_to_each_token_what_its_place_adds_alone() -> None:
+    rng = np.random.default_rng(0)
+    generator = torch.Generator().manual_seed(0)
+    num_places, num_inputs, sizes = 12, 24, (12, 6, 6)
+    base, route = torch.randn(24, num_inputs, generator=generator), Route()
+    layer = AdaptedLinear(linear(base), num_inputs, sizes, num_places=num_places, rank=4, route=route)
+    added = torch.zeros(num_places + 1, 24, num_inputs)
+    for place in (*range(1, num_places + 1), 3, 5):  # two get other weights, of a smaller rank
+        rank = int(rng.integers(1, 5))
+        pairs = [
+            None
+            if (place + part) % 4 == 0
+            else Pair(torch.randn(num_inputs, rank, generator=generator), torch.randn(rank, size, generator=generator))
+            for part, size in enumerate(sizes)
+        ]
+        layer.put(place, pairs)
+        added[place] = torch.cat(
+            [
+                torch.zeros(size, num_inputs) if pair is None else (pair.a @ pair.b).T
+                for pair, size in zip(pairs, sizes, strict=True)
+            ]
+        )
+    for _ in range(150):
+        rows = int(rng.integers(1, 12))
+        places = rng.choice([rng.integers(0, num_places + 1, rows), rng.integers(0, 3, rows)])
+        num_tokens = rng.choice([np.ones(rows, int), rng.integers(1, 40, rows)])
+        route.segments = tuple(segments_of(places, num_tokens))
+        x = torch.randn(int(num_tokens.sum()), num_inputs, generator=generator)
+        of_token = torch.from_numpy(np.repeat(places, num_tokens))
+        expected = torch.einsum("ti,toi->to", x, base + added[of_token])
+        torch.testing.assert_close(layer(x), expected, atol=1e-3, rtol=1e-4)
+
+
+def test_infinite_numbers_of_one_sequence_reach_no_other() -> None:
+    route = Route()
+    layer = AdaptedLinear(linear(torch.eye(4)), 4, (4,), num_places=2, rank=1, route=route)
+    for place in (1, 2):
+        layer.put(place, [Pair(torch.ones(4, 1), torch.ones(1, 4))])
+    # The first token also fills the lane that is too short.
+    route.segments = tuple(segments_of(np.array([1, 2, 0, 1]), np.ones(4, dtype=int)))
+    x = torch.ones(4, 4)
+    x[0] = float("nan")
+    assert layer(x)[1:].tolist() == [[5.0] * 4, [1.0] * 4, [5.0] * 4]
+
+
+SERVED = {"max_sequences": 4, "max_model_length": 64, "max_step_tokens": 24}
+
+
+@pytest.mark.parametrize("layout", ["slots", "blocks"])
+def test_requests_of_more_adapters_than_places_get_their_own_tokens(layout: str, tmp_path: Path) -> None:
+    model = random_model(tmp_path / "model")
+    adapters = adapters_of(model, tmp_path)
+    prompts = random_sequences(*[5, 21, 40, 1, 9, 33] * 3)
+    names = ["", *adapters] * 3
+    asked = [request(i, names[i], prompt, 9) for i, prompt in enumerate(prompts)]
+    options = AdapterOptions(max_active=2, max_rank=6, max_loaded=3)
+    arriving = [(i * 2, one) for i, one in enumerate(asked)]
+    tokens, _, _ = serve(model, arriving, loaded=adapters, layout=layout, adapters=options, **SERVED)
+    check_greedy(model, asked, tokens, adapters)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture
+def backend(model: Path) -> Iterator[TorchBackend]:
+    backend = load_backend(
+        model, adapters=AdapterOptions(max_active=2, max_rank=4, targets=("q_proj", "v_proj")), **SERVED
+    )
+    yield backend
+    backend.close()
+
+
+def changed(folder: Path, model: Path, tensor: str, value: Any, **kind: Any) -> Path:
+    """An adapter with another tensor."""
+    write_adapter(folder, read_config(model), targets=("q_proj", "v_proj"), **kind)
+    tensors = load_file(folder / WEIGHTS_FILE)
+    tensors[tensor] = value(tensors[tensor].clone())
+    save_file(tensors, folder / WEIGHTS_FILE)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda one: one.fill_(float("nan")), r"layers\.1\.self_attn\.v_proj\.lora_B"),
+        (lambda one: one.fill_(3e38), r"v_proj of layer 1: norms .* at most 10000"),
+        (lambda one: one[:-1].clone(), r"v_proj of layer 1 .*of 64 to 32 numbers, rank 4"),
+    ],
+)
+def test_an_adapter_with_wrong_numbers_is_refused_by_the_name_of_its_tensor(
+    value: Any, message: str, backend: TorchBackend, model: Path, tmp_path: Path
+) -> None:
+    folder = changed(tmp_path, model, tensor_name(1, "v_proj", "B"), value)
+    with pytest.raises(FatalError, match=message) as caught:
+        backend.read_adapter(folder)
+    assert caught.value.exit_code in {ExitCode.INVALID_ADAPTER, ExitCode.ADAPTER_MISMATCH}
+
+
+def test_an_adapter_beyond_the_limits_of_the_backend_is_refused(
+    backend: TorchBackend, model: Path, tmp_path: Path
+) -> None:
+    config = read_config(model)
+    with pytest.raises(FatalError, match=r"q_proj of layer 0 .* rank 4"):
+        backend.read_adapter(write_adapter(tmp_path / "rank", config, rank=5, targets=("q_proj",)))
+    with pytest.raises(FatalError, match="o_proj of layer 0: this model has no such projection to change"):
+        backend.read_adapter(write_adapter(tmp_path / "target", config, targets=("o_proj",)))
+    with pytest.raises(FatalError, match="q_proj of layer 2: this model has no such projection to change"):
+        backend.read_adapter(write_adapter(tmp_path / "layer", config | {"num_hidden_layers": 3}, targets=("q_proj",)))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch(0, Rows(), adapters=((1, "unknown"),)),
+        Batch(0, Rows(), adapters=((3, "known"),)),
+        Batch(0, Rows(), added=(Added(0, (1,), 1, Sampling(), (0,), adapter=1),)),
+    ],
+)
+def test_a_batch_with_an_adapter_that_is_not_there_is_illegal(
+    batch: Batch, backend: TorchBackend, model: Path, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path, read_config(model), targets=("q_proj",))
+    backend.add_adapter("known", folder, backend.read_adapter(folder))
+    backend.launch(batch)
+    backend.sample(0, None)
+    with pytest.raises(IllegalBatch, match=r"not there|no adapter"):
+        backend.collect(0)
