@@ -130,10 +130,12 @@ def stream(is_pooled):
 def client(number):
     global done
     while done < least or not os.path.exists("/tmp/stop"):
+        began = time.time()
         try:
             fault = stream(is_pooled=number % 2 == 0)
         except Exception as error:
             fault = repr(error)
+        fault = fault and f"client {number}, {time.time() - began:.1f} s until {time.strftime('%T')}: {fault}"
         with lock:
             done += 1
             if fault:

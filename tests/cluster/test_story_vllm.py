@@ -27,6 +27,7 @@ from cluster.stories import (
     uninstall,
 )
 from helpers.vllm_cpu import ENVIRONMENT
+from neuron_operator.api import names
 
 # Long, because a start takes 50 s of processor time.
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800, func_only=True)]
@@ -58,8 +59,8 @@ class Told:
     def url(self, model: str = "chat") -> str:
         return f"http://{model}.{self.story.namespace}.svc.cluster.local:8000"
 
-    def traffic(self) -> AbstractContextManager[None]:
-        return self.story.traffic(self.client, clients=4, num_tokens=60, least=24)
+    def traffic(self, *, is_kept: bool = True) -> AbstractContextManager[None]:
+        return self.story.traffic(self.client, clients=4, num_tokens=60, least=24, is_kept=is_kept)
 
     def answers(self) -> Any:
         """Greedy answers with their number of tokens."""
@@ -122,6 +123,15 @@ def test_it_answers_as_torch_does_and_no_stream_is_cut_as_it_comes_and_goes(told
         assert same["metadata"]["uid"] == pod["metadata"]["uid"]
         assert same["status"]["containerStatuses"][0]["restartCount"] == 1
         assert told.answers() == expected
+    # It ends the connection with each answer.
+    with told.traffic(is_kept=False), story.stage("vllm to vllm, which fetches the weights itself, under traffic"):
+        edited = served("chat", "vllm")
+        edited["spec"]["storage"] = {"weights": {"emptyDir": {}}}
+        replace(story, edited)
+    (pod,) = story.ready_pods()
+    assert [one["name"] for one in pod["status"]["initContainerStatuses"]] == [names.FETCH_CONTAINER]
+    assert not any("persistentVolumeClaim" in volume for volume in pod["spec"]["volumes"])
+    assert told.answers() == expected
     with told.traffic(), story.stage("vllm to torch, under traffic"):
         replace(story, served("chat", "torch"))
 
