@@ -217,6 +217,29 @@ def test_a_plan_says_which_default_engine_the_model_gets(
     printed = capsys.readouterr().out
     assert "with backend vllm, the default for trn2, tensor-parallel degree" in printed
     assert "image: vllm\n" in printed
-    with pytest.raises(SystemExit, match="2"):
-        main([*command, '{"trn3": "optimum"}'])
+    assert main([*command, '{"trn3": "optimum"}']) == 2
     assert "trn3: optimum does not run on trn3; nxdi, vllm do" in capsys.readouterr().err
+
+
+def test_a_plan_is_for_the_version_of_the_engine_that_the_installation_has(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = yaml.safe_load(manifest.read_text())
+    body["spec"]["engine"] = {"backend": "vllm"}
+    manifest.write_text(yaml.safe_dump(body))
+    command = ["plan", "-f", str(manifest), "--instance-types", "trn2.3xlarge"]
+    mistral = {**LLAMA, "architecture": "MistralForCausalLM"}
+    assert main([*command, "--facts", facts(tmp_path, mistral)]) == 1
+    assert "MistralForCausalLM has no implementation" in capsys.readouterr().err
+    assert main([*command, "--facts", facts(tmp_path, mistral), "--engine-version", "0.16", "-o", "yaml"]) == 0
+    assert "--gpu-memory-utilization" not in capsys.readouterr().out
+    command += ["--facts", facts(tmp_path, LLAMA), "-o", "yaml"]
+    assert main([*command, "--engine-version", "0.24"]) == 0
+    assert "neuron_native" not in capsys.readouterr().out
+    assert main(command) == 0
+    assert "neuron_native" in capsys.readouterr().out
+    # Only this version runs there.
+    defaults = ["--engine-defaults", '{"inf2": "vllm"}']
+    assert [main([*command, *defaults, "--engine-version", one]) for one in ("0.16", "0.29")] == [0, 2]
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--engine-version", "0.17"])

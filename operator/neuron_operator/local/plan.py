@@ -100,6 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, takes_name: bool = False) 
         help='as the chart value engines.defaults, such as {"trn2": "vllm"}',
     )
     parser.add_argument(
+        "--engine-version",
+        choices=[version for row in engines.SETTINGS.values() for version in row.versions],
+        default="",
+        help="as the chart value version of the engine that has it (default: the newest of each)",
+    )
+    parser.add_argument(
         "--max-nodes",
         type=int,
         choices=range(1, MAX_NODES + 1),
@@ -111,13 +117,17 @@ def add_arguments(parser: argparse.ArgumentParser, *, takes_name: bool = False) 
 
 def _defaults(value: str) -> dict[str, str]:
     try:
-        defaults = msgspec.json.decode(value, type=dict[str, str])
+        return msgspec.json.decode(value, type=dict[str, str])
     except msgspec.DecodeError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    for family, backend in defaults.items():
-        if wrong := wrong_default(family, backend, SETTINGS.engines):
-            raise argparse.ArgumentTypeError(f"{family}: {wrong}")
-    return defaults
+
+
+def _engines(version: str) -> dict[str, EngineSettings]:
+    """version: of the engine that has it; empty: the newest."""
+    return {
+        name: EngineSettings(setting.image, version if version in engines.SETTINGS[name].versions else "")
+        for name, setting in SETTINGS.engines.items()
+    }
 
 
 def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None) -> int:
@@ -180,7 +190,12 @@ def inspected(model: NeuronModel, settings: Settings) -> Facts:
 
 
 def _where(options: argparse.Namespace) -> tuple[Settings, FreeDevices]:
-    """The settings and nodes to plan for. Raises CannotRunHere for a type that nothing is known of."""
+    """The settings and nodes to plan for. Raises CannotRunHere for a type that nothing is known of, and for a default
+    engine that cannot be one."""
+    images = _engines(options.engine_version)
+    for family, backend in options.engine_defaults.items():
+        if wrong := wrong_default(family, backend, images):
+            raise CannotRunHere(f"--engine-defaults: {family}: {wrong}")
     types = tuple(filter(None, options.instance_types.split(",")))
     if unknown := [kind for kind in types if family_of(kind) is None]:
         text = f"{unknown[0]} is of no known family; known are {', '.join(INSTANCE_TYPES)}"
@@ -193,6 +208,7 @@ def _where(options: argparse.Namespace) -> tuple[Settings, FreeDevices]:
         device_mode=options.device_mode,
         provisionable=Provisionable(types),
         groups=groups,
+        engines=images,
         engine_defaults=options.engine_defaults,
     )
     return settings, free
