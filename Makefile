@@ -72,7 +72,7 @@ ONCE := nxdi_fake host_sampling_distribution torch_ranks torch_allocation demo_m
 VERSIONED = $(filter-out $(ONCE:%=tests/neuron_runtime/test_%.py),$(shell grep -lE "^ *(import|from) ($(IMPORTS))" tests/neuron_runtime/test_*.py)) \
   tests/neuron_runtime/test_offline.py
 test-neuron-versions: .venv-neuron/.ready  ## run the tests that library versions affect, with those of AWS's Neuron images
-	@$(TWO) nice .venv-neuron/bin/pytest -q -m "$(FAST)" $(VERSIONED)
+	@$(TWO) .venv-neuron/bin/pytest -q -m "$(FAST)" $(VERSIONED)
 
 bench: setup  ## measure the figures into bench-results/; QUICK=1: rough figures, PAGES="docs/benchmarks.md": update these pages
 	@PYTHONPATH=tests $(BIN)/python -m bench.suite --folder bench-results $(if $(QUICK),--quick) $(if $(PAGES),--markdown $(PAGES))
