@@ -543,7 +543,8 @@ def test_our_parsers_are_among_those_of_every_version() -> None:
 
 
 READ = """
-import json, sys
+import inspect, json, sys
+from vllm.entrypoints.launchers.api_server import app_state, entry
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
@@ -555,7 +556,14 @@ read = [vars(parser.parse_args(argv)) for argv in json.load(sys.stdin)]
 known = [ReasoningParserManager.list_registered(), ToolParserManager.list_registered()]
 (server,) = (group for group in parser._action_groups if group.title == "Frontend")
 of_server = [name for action in server._group_actions for name in action.option_strings]
-print(json.dumps([read, known, [action.option_strings for action in parser._actions], of_server], default=str))
+steps = [
+    (entry.run_server_worker, "async with build_async_engine_client(", "await build_and_serve("),
+    (entry.build_and_serve, "await init_app_state(", "await serve_http("),
+    (app_state.init_app_state, "state.engine_client =", "state.openai_serving_models ="),
+]
+found = [[inspect.getsource(made).find(text) for text in texts] for made, *texts in steps]
+options = [action.option_strings for action in parser._actions]
+print(json.dumps([read, known, options, of_server, found], default=str))
 """
 
 
@@ -592,7 +600,7 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
         env={"HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    (first, second, third, follower), known, actions, of_server = json.loads(done.stdout.splitlines()[-1])
+    (first, second, third, follower), known, actions, of_server, steps = json.loads(done.stdout.splitlines()[-1])
     expected = {
         "model_tag": "/models/m",
         "port": 8000,
@@ -615,6 +623,7 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
         "allowed_origins": [],
         "seed": -1,
     }
+    assert all(0 <= earlier < later for earlier, later in steps), "healthy only once the served names are known"
     assert {key: first[key] for key in expected} == expected
     assert third["max_model_len"] == -1, "as long as fits"
     assert second["additional_config"] == {"neuron_config": settings(document(), "0.29")}
