@@ -467,8 +467,9 @@ PATTERNS = "\n".join(f"A{at}: /[a-z]*{chr(97 + at % 26)}[a-z]{{{at % 40 + 5}}}/"
     [
         Form("regex", "[\\p{L}\\p{N} ]{1,500}"),
         Form("grammar", 'start: "x" (' + " | ".join(f"A{at}" for at in range(60)) + ")\n" + PATTERNS),
+        Form("grammar", "start: /[0-9]{1000}/ (" + " | ".join(f"A{at}" for at in range(60)) + ")\n" + PATTERNS),
     ],
-    ids=["many states", "large states"],
+    ids=["many states", "large states", "states that are large behind a thousand others"],
 )
 def test_a_form_with_a_full_automaton_takes_no_more_memory_than_is_counted(form: Form) -> None:
     checker = Checker(FORM_BYTES)

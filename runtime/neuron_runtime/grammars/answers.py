@@ -82,21 +82,22 @@ def try_answers(
     answers: Sequence[tuple[int, int]],
     max_seconds: float = math.inf,
     on_full: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Write answers at random.
 
     answers: for each the tokens to choose where one of them may follow, as bits, and how many at most.
-    max_seconds: no token is chosen after that.
+    max_seconds: no token is chosen after that, by `clock`.
     on_full: called when the automaton is full, while it is still there.
 
     Raises:
         ValueError: an answer could not go on; says why.
     """
-    dice, ends_at = random.Random(0), time.monotonic() + max_seconds  # noqa: S311 - not for secrets
+    dice, ends_at = random.Random(0), clock() + max_seconds  # noqa: S311 - not for secrets
     any_token = answers[0][0]
     for preferred, max_tokens in answers:
         answer = Answer(grammar)
-        while len(answer.tokens) < max_tokens and time.monotonic() < ends_at:
+        while len(answer.tokens) < max_tokens and clock() < ends_at:
             allowed = int.from_bytes(answer.matcher.compute_bitmask(), "little")
             if FULL in answer.matcher.get_error():
                 on_full()
@@ -109,7 +110,7 @@ def try_answers(
             may_follow = allowed & preferred or allowed & any_token
             if not may_follow:
                 break
-            first = dice.randrange(may_follow.bit_length())
+            first = dice.randrange((may_follow & -may_follow).bit_length() - 1, may_follow.bit_length())
             above = may_follow >> first << first
             answer.tokens.append((above & -above).bit_length() - 1)
             answer.matcher.consume_token(answer.tokens[-1])

@@ -7,11 +7,13 @@ the child at its limits; as a command this module is that child: a form per line
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import resource
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -32,6 +34,11 @@ STATE_BYTES = 1536
 """Of an automaton: up to 1,080 bytes in 18 of 19 quite different forms, but 5 KiB with 300 patterns at one place. So
 those that answers reach while a form is tried are measured, and a quarter more is counted if they are larger."""
 TRIED_STATES = 1024
+FILLING = [(_ANY_BYTE, 4096)]
+"""An answer that then fills an automaton of as many states as the form may have: those far from the beginning may be
+larger than the others. Those that no answer at random comes to are not measured."""
+MAX_FILLING_SECONDS = 0.5
+"""Of processor time."""
 MIN_STATES = 256
 MAX_SECONDS = 60.0
 """How long to wait for the child, on a machine that is busy with other things."""
@@ -112,7 +119,7 @@ def main() -> None:
 def _check_lines() -> None:
     from llguidance import LLTokenizer  # noqa: PLC0415 - the child's work
 
-    from neuron_runtime.grammars.answers import Grammar, try_answers  # noqa: PLC0415 - the child's work
+    from neuron_runtime.grammars.answers import FULL, Grammar, try_answers  # noqa: PLC0415 - the child's work
     from neuron_runtime.grammars.language import grammar_of, parts_of  # noqa: PLC0415 - the child's work
 
     tokenizer, max_bytes = LLTokenizer("byte"), int(sys.argv[1])
@@ -121,6 +128,7 @@ def _check_lines() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
     def grammar_tried(form: Form) -> Checked:
+        begin = time.process_time()
         text = grammar_of(form)
         before = allocated()
         grammar = Grammar(text, tokenizer, TRIED_STATES)
@@ -133,11 +141,37 @@ def _check_lines() -> None:
         try_answers(grammar, ANSWERS, on_full=measure)
         measure()
         num_bytes = max(0, made - before)
-        max_states = (max_bytes - num_bytes) // max(sizes)
-        if max_states < MIN_STATES:
-            needed = num_bytes + MIN_STATES * max(sizes)
-            raise ValueError(f"it takes {needed / 2**20:.1f} MiB, and a form may take {max_bytes / 2**20:.1f} MiB")
-        return Checked(text, max_states)
+
+        def most_states(state_bytes: int) -> int:
+            number = (max_bytes - num_bytes) // state_bytes
+            if number < MIN_STATES:
+                needed = num_bytes + MIN_STATES * state_bytes
+                raise ValueError(f"it takes {needed / 2**20:.1f} MiB, and a form may take {max_bytes / 2**20:.1f} MiB")
+            return number
+
+        max_states = most_states(max(sizes))
+        del grammar
+        filled = bytes_filled(text, max_states, time.process_time() - begin)
+        return Checked(text, min(max_states, most_states(max(1, (filled - num_bytes) * 3 // 2 // max_states))))
+
+    def bytes_filled(text: str, max_states: int, spent: float) -> int:
+        """What a form takes with an automaton of so many states, as far as the child has time to fill it; 0 if it has
+        none. spent: seconds that it took to compile and try the form."""
+        left = resource.getrlimit(resource.RLIMIT_CPU)[0] - time.process_time() - spent - MAX_FILLING_SECONDS
+        if left < 0:
+            return 0
+        before = allocated()
+        grammar = Grammar(text, tokenizer, max_states)
+        sizes = [0]
+
+        def full() -> None:
+            sizes.append(allocated() - before)
+            raise ValueError(FULL)
+
+        # An answer that is cut this far from its beginning is no reason to refuse the form.
+        with contextlib.suppress(ValueError):
+            try_answers(grammar, FILLING, MAX_FILLING_SECONDS, full, time.process_time)
+        return max(*sizes, allocated() - before)
 
     def refusal_of(form: Form, error: Exception) -> str:
         for name, part in parts_of(form).items():
