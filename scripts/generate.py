@@ -22,7 +22,8 @@ import sizing_tables
 from bench_tables import published_step_times
 from metric_tables import model_metrics
 from neuron_operator.api import schema
-from neuron_operator.api.reasons import CONDITIONS, TROUBLESHOOTING
+from neuron_operator.api.adapter import AdapterSpec, AdapterStatus
+from neuron_operator.api.reasons import ADAPTER_CONDITIONS, CONDITIONS, TROUBLESHOOTING
 from neuron_runtime.apis.anthropic.body import MessagesBody
 from neuron_runtime.apis.responses.body import ResponsesBody
 from neuron_runtime.not_built import Surface
@@ -93,12 +94,22 @@ TARGETS = (
     Target("docs/metrics.md", model_metrics, "metrics of a model"),
     Target("docs/server.md", runtime_tables.server_keys, "keys of the server"),
     Target("docs/offline.md", runtime_tables.llm_arguments, "arguments of LLM"),
-    Target("crds/neuronmodels.yaml", schema.to_yaml),
-    Target("charts/neuron-serving/files/neuronmodels.yaml", schema.to_yaml),
+    *(
+        Target(f"{folder}/{one.plural}.yaml", partial(schema.to_yaml, one))
+        for folder in ("crds", "charts/neuron-serving/files")
+        for one in schema.DEFINITIONS
+    ),
     Target("docs/neuronmodel.md", operator_tables.fields, "fields of spec"),
     Target("docs/neuronmodel.md", operator_tables.not_supported, "fields not supported"),
     Target("docs/neuronmodel.md", operator_tables.status, "fields of status"),
     Target("docs/neuronmodel.md", operator_tables.columns, "columns"),
+    Target("docs/adapters.md", partial(operator_tables.fields, AdapterSpec), "fields of spec"),
+    Target("docs/adapters.md", partial(operator_tables.status, AdapterStatus), "fields of status"),
+    Target("docs/adapters.md", partial(operator_tables.columns, schema.ADAPTER), "columns"),
+    *(
+        Target("docs/adapters.md", partial(operator_tables.reasons_of_adapters, kind), f"reasons of {kind}")
+        for kind in (*ADAPTER_CONDITIONS, "Ready")
+    ),
 )
 
 

@@ -18,7 +18,7 @@ from neuron_operator.api.fields import Field, SpecPart, Supported, description_o
 from neuron_operator.api.model import Spec
 from neuron_operator.api.model_status import Status
 from neuron_operator.api.reasons import TROUBLESHOOTING, Condition, Reason
-from neuron_operator.api.schema import COLUMNS, schema_of
+from neuron_operator.api.schema import MODEL, Definition, schema_of
 from request_tables import paragraph
 
 FAILURES = Path(__file__).resolve().parents[1] / "tests" / "cases" / "failures.yaml"
@@ -45,9 +45,9 @@ class Row:
         return [name for name, engine in ENGINES.items() if support.is_honoured(self.path, engine.honours)]
 
 
-def fields() -> str:
-    """Fields of the spec that some backend supports."""
-    acted_on = [row for row in rows(Spec) if all(support.of or row.engines(support) for support in row.supported)]
+def fields(spec: type[SpecPart] = Spec) -> str:
+    """Fields of a spec that some backend supports."""
+    acted_on = [row for row in rows(spec) if all(support.of or row.engines(support) for support in row.supported)]
     return table(
         ("Field", "Meaning", "Values", "Default"),
         ((row.names, description_of(row.field.kind), values(row.field), default(row.field)) for row in acted_on),
@@ -71,17 +71,15 @@ def not_supported() -> str:
     )
 
 
-def status() -> str:
-    """Fields of the status."""
-    return table(
-        ("Field of `status`", "Meaning"), ((row.names, description_of(row.field.kind)) for row in rows(Status))
-    )
+def status(of: type[SpecPart] = Status) -> str:
+    """Fields of a status."""
+    return table(("Field of `status`", "Meaning"), ((row.names, description_of(row.field.kind)) for row in rows(of)))
 
 
-def columns() -> str:
+def columns(of: Definition = MODEL) -> str:
     """The sentence about the columns of `kubectl get`."""
-    normal, wide = (", ".join(name for name, *_, one in COLUMNS if one == priority) for priority in (0, 1))
-    return f"`kubectl get nm` shows {normal}; `-o wide` adds {wide}."
+    normal, wide = (", ".join(name for name, *_, one in of.columns if one == priority) for priority in (0, 1))
+    return f"`kubectl get {of.short}` shows {normal}; `-o wide` adds {wide}."
 
 
 def rows(part: type[SpecPart], path: str = "") -> Iterator[Row]:
@@ -157,10 +155,17 @@ def shown(value: Any) -> str:
 
 def reasons(condition: Condition) -> str:
     """The reasons of one condition by weight as a paragraph, reserved ones last."""
-    declared = [reason for reason in Reason if condition in reason.row.conditions]
+    declared = [reason for reason in Reason if condition in reason.row.conditions and not reason.row.of_adapters]
     given = (f"[`{reason}`]({Path(TROUBLESHOOTING).name}#{reason.lower()})" for reason in declared if reason.row.means)
     reserved = (f"`{reason}` (reserved)" for reason in declared if not reason.row.means)
     return paragraph((*given, *reserved))
+
+
+def reasons_of_adapters(condition: Condition) -> str:
+    """Those that only adapters have, and then those of models that they can have, too."""
+    own = [one for one in Reason if one.row.of_adapters and condition in one.row.conditions]
+    others = [one for one in Reason if not one.row.of_adapters and one.row.is_of(condition) and one.row.means]
+    return paragraph(f"[`{one}`]({Path(TROUBLESHOOTING).name}#{one.lower()})" for one in (*own, *others))
 
 
 def sections() -> str:

@@ -12,7 +12,7 @@ USAGE = """usage: neuron-operator COMMAND [flags]
   local -f FILE    serve a manifest on this machine, without a cluster
   local --demo     the same with the demo model
   plan -f FILE     show where a manifest's model would run, and why
-  crd              print the CustomResourceDefinition, for `kubectl apply --server-side -f -`
+  crd              print the CustomResourceDefinitions, for `kubectl apply --server-side -f -`
   --version        print the version
 
 `neuron-operator COMMAND --help` lists the flags."""
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["crd"]:
             from neuron_operator.api import schema  # noqa: PLC0415
 
-            print(schema.to_yaml(), end="")
+            print("---\n".join(map(schema.to_yaml, schema.DEFINITIONS)), end="")
             return 0
         case ["--version"]:
             print(f"neuron-operator {version('neuron-serving')}")

@@ -60,6 +60,8 @@ class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Of its tensors."""
     base_model: str
     """The model that it was trained for, as its configuration names it; empty: it does not say."""
+    source_digest: str = ""
+    """Of `inspect`: what pins it at its source, as a model's digest does; `fetch --digest` takes it."""
 
 
 class StoredWeights(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -94,10 +96,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
     facts: ModelFacts | None = None
     weights: StoredWeights | None = None
     artifact: StoredArtifact | None = None
+    adapter: AdapterFacts | None = None
     seconds: float = 0.0
 
 
-Result = ModelFacts | StoredWeights | StoredArtifact
+Result = ModelFacts | StoredWeights | StoredArtifact | AdapterFacts
 """What a command that succeeded leaves behind, if anything."""
 
 
@@ -123,6 +126,7 @@ def success(command: str, result: Result | None = None, seconds: float = 0.0) ->
         facts=result if isinstance(result, ModelFacts) else None,
         weights=result if isinstance(result, StoredWeights) else None,
         artifact=result if isinstance(result, StoredArtifact) else None,
+        adapter=result if isinstance(result, AdapterFacts) else None,
         seconds=round(seconds, 3),
     )
 

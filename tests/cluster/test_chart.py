@@ -301,7 +301,8 @@ def test_view_may_read_models_and_edit_and_admin_may_change_them(helm: Helm) -> 
     roles = {d["metadata"]["name"]: d for d in helm.render(IMAGES) if d["kind"] == "ClusterRole"}
     verbs = {"neuron-operator-view": {"get", "list", "watch"}}
     verbs["neuron-operator-edit"] = {"create", "update", "patch", "delete", "deletecollection"}
-    into = {"neuron-operator-view": {"view"}, "neuron-operator-edit": {"edit", "admin"}}
+    into: dict[str, set[str]] = {"neuron-operator-view": {"view"}, "neuron-operator-edit": {"edit", "admin"}}
+    into["neuron-operator-adapters"] = set()
     assert roles.keys() == {"neuron-operator", *into}
     for name, role in roles.items():
         prefix = "rbac.authorization.k8s.io/aggregate-to-"
@@ -309,7 +310,8 @@ def test_view_may_read_models_and_edit_and_admin_may_change_them(helm: Helm) -> 
         assert labels == into.get(name, set())
     for name, expected in verbs.items():
         rights = granted(roles[name]["rules"])
-        assert {right[3] for right in rights if right[1] == "neuronmodels"} == expected
+        for resource in ("neuronmodels", "neuronadapters"):
+            assert {right[3] for right in rights if right[1] == resource} == expected
         assert {right[0] for right in rights} == {"neuron-serving.dev"}
     assert not [d for d in helm.render(EVERYTHING) if d["kind"] == "ClusterRole" and d["metadata"]["name"] in into]
 
@@ -493,6 +495,9 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     assert seen.models.troubleshooting_url == "https://wiki.test/troubleshooting"
     assert seen.models.device_families == {"lab-1": "trn1"}
     assert seen.models.network_policy_ingress_from == tuple(EVERYTHING["networkPolicy"]["ingressFrom"])
+    (operator,) = seen.models.network_policy_operator
+    assert operator["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": NAMESPACE}
+    assert operator["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "neuron-operator"
     assert (seen.namespace, seen.identity) == ("from-the-pod", "from-the-pod")
     assert seen.lease.duration_seconds == 15
     assert seen.watch_namespaces == ("team-a", "team-b")

@@ -19,7 +19,7 @@ from helpers.apiserver import ApiServer
 from helpers.manifests import REFUSED, spec_with
 from helpers.operator_rights import ensure_namespace
 from helpers.operator_worlds import body, condition, resolved_world
-from helpers.operators import CRD_FILE, served
+from helpers.operators import CRDS, served
 from helpers.rendered_cases import FILES, render
 from neuron_operator.api.fields import Rule, SpecPart, broken_rules, fields_of, unwrapped
 from neuron_operator.api.model import Spec
@@ -226,7 +226,7 @@ def bad_manifests(schema: dict[str, Any], path: tuple[str, ...] = ()) -> Iterato
 
 def test_the_api_server_names_each_field_that_is_beyond_its_bounds(server: ApiServer) -> None:
     """Manifests made from the schema, without an operator. Some break rules of other fields, too."""
-    (version,) = yaml.safe_load(CRD_FILE.read_text())["spec"]["versions"]
+    (version,) = yaml.safe_load((CRDS / "neuronmodels.yaml").read_text())["spec"]["versions"]
     found = list(bad_manifests(version["schema"]["openAPIV3Schema"]["properties"]["spec"]))
     for path, bad in found:
         changes = bad

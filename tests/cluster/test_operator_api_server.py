@@ -55,6 +55,7 @@ from neuron_operator.cluster import holding
 from neuron_operator.cluster.client import (
     EVENTS,
     LEASES,
+    NEURON_ADAPTERS,
     NEURON_MODELS,
     PODS,
     REPLICA_SETS,
@@ -1738,6 +1739,18 @@ def pair(found: list[Any]) -> list[Any] | None:
 
 def found_one(found: list[Any], name: str) -> Any:
     return next((one for one in found if one["metadata"]["name"] == name), None)
+
+
+async def test_an_adapter_without_a_model_says_so(server: ApiServer, namespace: Namespace) -> None:
+    about = {"apiVersion": NEURON_ADAPTERS.api_version, "kind": NEURON_ADAPTERS.kind, "metadata": {"name": "voice"}}
+    path = NEURON_ADAPTERS.path(namespace.name, "voice")
+    server.apply(path, {**about, "spec": {"model": "chat", "uri": "hf://acme/voice"}})
+
+    def reasons() -> set[str]:
+        return {one["reason"] for one in server.call("GET", path).get("status", {}).get("conditions", ())}
+
+    async with client_of(server) as client, operating(client, only(namespace)):
+        await eventually(lambda: reasons() == {"NoSuchModel"}, about=reasons)
 
 
 async def test_every_granted_right_is_used_and_no_request_lacks_one(server: ApiServer) -> None:

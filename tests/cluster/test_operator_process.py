@@ -24,7 +24,7 @@ from helpers.operators import (
     eventually,
     may_write_services,
     served,
-    serves_models,
+    serves,
 )
 from helpers.ports import free_ports
 from helpers.quotas import set_quota
@@ -215,7 +215,7 @@ async def test_a_quota_bounds_the_number_of_models_in_a_namespace(server: ApiSer
 async def test_a_cluster_without_the_crd_is_reported_with_the_install_command(server: ApiServer, start: Start) -> None:
     """Runs last: it deletes the CRD."""
     server.call("DELETE", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/neuronmodels.neuron-serving.dev")
-    await eventually(lambda: not serves_models(server))
+    await eventually(lambda: not serves(server))
     process = start("log")
     assert process.process.wait(WAIT_SECONDS) == 1
     (line,) = process.log.read_text().splitlines()

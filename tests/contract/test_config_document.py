@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -17,13 +18,15 @@ from neuron_operator.api import names
 from neuron_operator.api.engines import ENGINES, own
 from neuron_operator.api.errors import FieldNotSupported
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.model import Claim, ObjectStore, Serving
+from neuron_operator.api.model import Claim, ObjectStore, Serving, Target
 from neuron_operator.decide.pin import pin
 from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.planner import choose
+from neuron_operator.read.adapters import adapters_in
 from neuron_operator.read.records import Facts
 from neuron_operator.read.world import Place, StorageSettings
 from neuron_operator.render import config_document as operator
+from neuron_operator.render.adapters import adapter_list
 from neuron_operator.render.jobs import compile_jobs, fetch_job, resolve_job
 from neuron_runtime import config as runtime
 from neuron_runtime.artifacts.key import compiled_part
@@ -36,6 +39,9 @@ from neuron_runtime.backend.optimum.settings import COMPILE_TARGETS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
 from neuron_runtime.backend.transformers_neuronx import settings as transformers_neuronx
 from neuron_runtime.commands.command_line import build_parser
+from neuron_runtime.server.adapter_list import ListFile, Wanted
+from neuron_runtime.server.exchange import OPEN_PATHS
+from neuron_runtime.server.objects import AdapterState, AdapterStates, StateName
 
 KNOWN = msgspec.convert(FACTS, Facts)
 ON_TRN2 = {
@@ -124,6 +130,46 @@ def test_operator_and_runtime_agree_on_what_a_compiled_artifact_depends_on(
     document = operator.config_document(model, KNOWN, TRN2 if backend == "nxdi" else None)
     part = runtime.parse_config(operator.to_json(operator.compiled_part(document)).encode())
     assert part == compiled_part(runtime.parse_config(operator.to_json(document).encode()))
+
+
+def test_the_runtime_reads_what_a_model_holds_of_adapters() -> None:
+    held = {"maxActive": 4, "maxRank": 32, "targets": ["q_proj", "v_proj"], "maxLoaded": 8}
+    spec = {**SPEC, "serving": {"adapters": held}}
+    read = runtime.AdapterOptions(max_active=4, max_rank=32, targets=("q_proj", "v_proj"), max_loaded=8)
+    assert rendered(spec).adapters == read
+    assert rendered(SPEC).adapters == runtime.AdapterOptions()
+    assert get_args(Target) == runtime.TARGETS
+    # How many are kept in memory changes no graph.
+    document = operator.config_document(parse(body(spec)), KNOWN)
+    assert operator.compiled_part(document)["adapters"] == {key: held[key] for key in list(held)[:3]}
+    part = runtime.parse_config(operator.to_json(operator.compiled_part(document)).encode())
+    assert part == compiled_part(runtime.parse_config(operator.to_json(document).encode()))
+
+
+def test_the_runtime_reads_the_list_of_adapters(tmp_path: Path) -> None:
+    file = tmp_path / names.ADAPTERS_KEY
+    served = {"model": "chat", "uri": "s3://bucket/sql", "key": "k", "digest": "d" * 64, "sourceDigest": "c" * 40}
+    listed = {"metadata": {"name": "sql"}, "spec": {"model": "chat"}, "status": {"served": served}}
+    for adapters in ([], [listed]):
+        file.write_text(adapter_list(parse(body()), adapters)["data"][names.ADAPTERS_KEY])
+        wanted = Wanted("sql", "s3://bucket/sql", "d" * 64, "c" * 40)
+        assert ListFile(file).changed() == {one.name: one for one in (wanted,) if adapters}
+
+
+def test_the_operator_reads_what_a_replica_tells_of_its_adapters() -> None:
+    state = AdapterState(name="sql", digest="d", state="Failed", reason="StorageFull", message="full", rank=8, bytes=9)
+    told = msgspec.json.encode(AdapterStates(max_active=4, max_rank=16, adapters=[state])).decode()
+    (read,) = (adapters_in(told) or {}).values()
+    assert msgspec.to_builtins(read).items() <= msgspec.to_builtins(state).items()
+    assert set(get_args(StateName)) >= {"Ready", "Failed"}
+
+
+def test_the_runtime_parses_the_command_of_a_replica_with_adapters() -> None:
+    model = parse(body({**SPEC, "serving": {"adapters": {"maxActive": 4}}}))
+    pinned = pin(model, KNOWN, SETTINGS, 1).pinned
+    serve = build_parser().parse_args(command_of(pinned.template))
+    assert serve.adapters_file.as_posix() == f"{names.ADAPTERS_DIR}/{names.ADAPTERS_KEY}"
+    assert names.ADAPTERS_PATH in OPEN_PATHS  # the operator has no API key
 
 
 def test_the_document_tells_a_compiler_without_devices_what_it_compiles_for() -> None:

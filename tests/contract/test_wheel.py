@@ -77,7 +77,8 @@ def test_the_wheel_contains_the_packages_without_tests_and_training_files(wheel:
 
 def test_the_crd_command_prints_the_definition_of_the_repository(run: Run) -> None:
     printed = run("-m", "neuron_operator", "crd")
-    assert printed.stdout == (ROOT / "crds" / "neuronmodels.yaml").read_text()
+    files = (ROOT / "crds" / f"{plural}.yaml" for plural in ("neuronmodels", "neuronadapters"))
+    assert printed.stdout == "---\n".join(file.read_text() for file in files)
     assert (printed.returncode, printed.stderr) == (0, "")
 
 

@@ -36,7 +36,9 @@ FAILURES = {one.name: one for one in msgspec.convert(yaml.safe_load(CASES.read_t
 
 OTHER_REASONS = {
     "AdapterMismatch": "neuron_runtime/test_adapters.py",
+    "AdapterNotLoaded": "neuron_operator/test_neuronadapter.py",
     "AdapterNotSupported": "neuron_runtime/test_adapters.py",
+    "AdaptersNotServed": "neuron_operator/test_neuronadapter.py",
     "ArtifactMissing": "cluster/test_story_neuron.py",
     "ArtifactUnusable": "neuron_operator/test_vllm.py",
     "Checking": "cluster/test_operator_api_server.py",
@@ -51,6 +53,8 @@ OTHER_REASONS = {
     "GroupIncomplete": "neuron_runtime/test_group_commands.py",
     "InvalidAdapter": "neuron_runtime/test_adapters.py",
     "ModelTooLarge": "neuron_operator/test_plan_command.py",
+    "NameTaken": "neuron_operator/test_neuronadapter.py",
+    "NoSuchModel": "neuron_operator/test_neuronadapter.py",
     "RankTooHigh": "neuron_runtime/test_adapters.py",
     "Resolving": "cluster/test_operator_api_server.py",
     "RestartBudgetExhausted": "cluster/test_operator_groups.py",

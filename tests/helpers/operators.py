@@ -31,6 +31,7 @@ from helpers.operator_rights import OPERATOR_ACCOUNT, OPERATOR_NAMESPACE, ensure
 from neuron_operator.api import names
 from neuron_operator.cluster.client import (
     CHILDREN,
+    NEURON_ADAPTERS,
     NEURON_MODELS,
     PODS,
     WATCH_SILENCE_SECONDS,
@@ -45,7 +46,7 @@ from neuron_operator.run.metrics import Metrics
 from neuron_operator.run.process import Operator
 from neuron_operator.run.settings import RunSettings
 
-CRD_FILE = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
+CRDS = Path(__file__).parents[2] / "crds"
 OPERATOR_USER = apiserver.service_account(OPERATOR_NAMESPACE, OPERATOR_ACCOUNT)
 USERS = (OPERATOR_USER, *(apiserver.service_account(OPERATOR_NAMESPACE, f"other-{n}") for n in range(2)))
 BY_KIND = {resource.kind: resource for resource in CHILDREN}
@@ -77,25 +78,28 @@ Found = TypeVar("Found")
 
 @contextlib.contextmanager
 def served(folder: Path, bodies_of: tuple[str, ...] = (), host: str = ApiServer.host) -> Iterator[ApiServer]:
-    """An API server with the CRD and the operator's rights; skips the test if its programs cannot be built."""
+    """An API server with the CRDs and the operator's rights; skips the test if its programs cannot be built."""
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(apiserver.running(folder, USERS, bodies_of, host))
         except NotPossibleHere as reason:
             pytest.skip(str(reason))
         grant(server)
-        crd = yaml.safe_load(CRD_FILE.read_text())
-        path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}"
-        server.apply(path, crd)
-        wait_until("the resource is served", lambda: serves_models(server))
+        for crd in (yaml.safe_load(file.read_text()) for file in sorted(CRDS.glob("*.yaml"))):
+            path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}"
+            server.apply(path, crd)
+        wait_until("the resources are served", lambda: all(serves(server, kind) for kind in RESOURCES))
         wait_until("the rights are in force", lambda: may_write_services(server))
         yield server
 
 
-def serves_models(server: ApiServer) -> bool:
+RESOURCES = (NEURON_MODELS, NEURON_ADAPTERS)
+
+
+def serves(server: ApiServer, resource: Resource = NEURON_MODELS) -> bool:
     """Whether the server serves the resource: with a delay after creation and deletion of the CRD."""
     try:
-        server.call("GET", NEURON_MODELS.path(None))
+        server.call("GET", resource.path(None))
     except urllib.error.HTTPError as error:
         if error.code not in apiserver.NOT_YET_SERVED:
             raise

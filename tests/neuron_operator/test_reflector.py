@@ -493,6 +493,7 @@ def test_a_pass_forgets_a_model_whose_status_cannot_be_written_because_it_was_de
             caches,
             SETTINGS,
             lambda world, _: Decision(status={"replicas": 1}),
+            decide_adapter=lambda world, _: Decision(),
             post=lambda model, announcement: None,
             now=lambda: NOW,
             check_term=lambda: None,

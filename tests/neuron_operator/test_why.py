@@ -36,7 +36,7 @@ from helpers.operator_worlds import (
 )
 from neuron_operator.api.errors import Unplaceable
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.reasons import CONDITIONS, SHOWN, Finding, LogOf, Need, Reason
+from neuron_operator.api.reasons import ADAPTER_CONDITIONS, CONDITIONS, SHOWN, Finding, LogOf, Need, Reason
 from neuron_operator.decide.course import PROGRESS_SECONDS, decide
 from neuron_operator.place.catalog import INSTANCE_TYPES
 from neuron_operator.place.sizes import place
@@ -985,7 +985,8 @@ def test_legal_sizes_are_placed_and_others_are_refused_with_the_legal_ones(
 def test_every_reason_has_its_conditions_in_order() -> None:
     for reason in Reason:
         conditions = reason.row.conditions
-        assert conditions == tuple(kind for kind in SHOWN if kind in conditions) != ()
+        order = (*ADAPTER_CONDITIONS, "Ready") if reason.row.of_adapters else SHOWN
+        assert conditions == tuple(kind for kind in order if kind in conditions) != ()
         assert re.fullmatch(r"[A-Z][A-Za-z]*", reason)
 
 

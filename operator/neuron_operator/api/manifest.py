@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from neuron_operator.api import names
+from neuron_operator.api.adapter import AdapterSpec, NeuronAdapter
 from neuron_operator.api.engines import ENGINES
 from neuron_operator.api.errors import FieldNotSupported, InvalidSpec, Refusals
 from neuron_operator.api.field_types import NAME_PATTERN
@@ -91,6 +92,21 @@ def _parsed(read: bytes, has_defaults: bool) -> NeuronModel:
         refresh=str(refresh or ""),
         rollback_to=str(rollback_to or ""),
         spec=spec,
+    )
+
+
+def parse_adapter(body: Mapping[str, Any]) -> NeuronAdapter:
+    """Parse a NeuronAdapter. Raises InvalidSpec, or Refusals, with the field."""
+    metadata = _mapping(body.get("metadata"))
+    _, raw = weighed(body)
+    name = metadata.get("name")
+    _refuse(*_invalid_name(name), *_invalid(AdapterSpec, msgspec.json.decode(raw), "spec"))
+    return NeuronAdapter(
+        name=str(name),
+        namespace=str(metadata.get("namespace") or "default"),
+        uid=str(metadata.get("uid") or ""),
+        refresh=str(_mapping(metadata.get("annotations")).get(names.REFRESH_ANNOTATION) or ""),
+        spec=msgspec.convert(body.get("spec"), AdapterSpec),
     )
 
 

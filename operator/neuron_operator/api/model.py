@@ -721,6 +721,10 @@ class Spec(SpecPart, frozen=True):
         return compiles == "always" or (compiles == "on request" and self.engine.compile == "Enabled")
 
     @property
+    def serves_adapters(self) -> bool:
+        return self.serving.adapters.max_active is not None
+
+    @property
     def names_artifact(self) -> bool:
         """Whether replicas load a folder that a variable of the manifest names, or refuse to start."""
         return any(own.name == names.ARTIFACT_VARIABLE and own.value != "" for own in self.engine.env)
@@ -736,6 +740,8 @@ class NeuronModel:
     refresh: str
     """Value of the refresh annotation; a new token starts a new decision. Empty: none."""
     spec: Spec
+    kind: str = names.KIND
+    """Of the object that owns what is made for it: an adapter is fetched as its model would be, with another source."""
     default_for: str = ""
     """The family of devices whose default its engine is, by the installation; empty: the manifest decides."""
     rollback_to: str = ""

@@ -15,6 +15,10 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "NeuronModel"
 PLURAL = "neuronmodels"
+ADAPTER_KIND = "NeuronAdapter"
+ADAPTER_PLURAL = "neuronadapters"
+KINDS = (KIND, ADAPTER_KIND)
+"""Those that the operator reconciles."""
 
 FIELD_MANAGER = "neuron-operator"
 STATUS_FIELD_MANAGER = "neuron-operator-status"
@@ -100,6 +104,11 @@ CONFIG_VOLUME = "config"
 API_KEY_VOLUME = "api-key"
 API_KEY_DIR = "/etc/neuron-serving-api-key"
 API_KEY_FILE = "keys"
+ADAPTERS_VOLUME = "adapters"
+ADAPTERS_DIR = "/etc/neuron-serving-adapters"
+ADAPTERS_KEY = "adapters.json"
+ADAPTERS_PATH = "/adapters"
+"""Where a replica tells about its adapters."""
 CA_VOLUME = "ca-bundle"
 CA_DIR = "/etc/neuron-serving-ca"
 CA_FILE = "ca.crt"
@@ -196,6 +205,11 @@ def revision_name(model: str, revision: str) -> str:
 def config_name(model: str, document: object, files: Mapping[str, str]) -> str:
     """files: what is mounted beside the document."""
     return _derived(model, f"-config-{digest([document, files] if files else document)}")
+
+
+def adapters_name(model: str) -> str:
+    """The ConfigMap with the list of a model's adapters."""
+    return _derived(model, "-adapters")
 
 
 def group_name(model: str, replica: int, revision: str, attempt: int) -> str:

@@ -12,13 +12,20 @@ from typing import Literal, Self, get_args
 
 Normal = Literal["Accepted", "ModelResolved", "Placed", "WeightsReady", "Compiled", "Available", "UpToDate"]
 Abnormal = Literal["Reconciling", "Stalled", "Contested"]
-Condition = Literal[Normal, "Ready", Abnormal]
+OfAdapter = Literal["Accepted", "Resolved", "Fetched"]
+Condition = Literal[Normal, "Ready", Abnormal, OfAdapter]
 
 CONDITIONS: tuple[Condition, ...] = get_args(Normal)
 """In the order in which a model becomes ready. `Ready` repeats the first one that is not true."""
 
 ABNORMAL: tuple[Condition, ...] = get_args(Abnormal)
 """Present only while true: of the first two at most one, as kstatus (Flux, kpt, Argo CD's rules for it) expects."""
+
+ADAPTER_CONDITIONS: tuple[Condition, ...] = get_args(OfAdapter)
+"""Those of a NeuronAdapter, likewise; then its `Ready`."""
+
+_ALIKE: Mapping[Condition, Condition] = {"Accepted": "Accepted", "Resolved": "ModelResolved", "Fetched": "WeightsReady"}
+"""Conditions of an adapter can have the reasons of these conditions of a model."""
 
 SHOWN: tuple[Condition, ...] = (*CONDITIONS, "Ready", *ABNORMAL)
 """Every condition that the operator writes."""
@@ -44,6 +51,12 @@ class Row:
     """Exit codes of the runtime that mean this reason (`neuron_runtime/errors.py`)."""
     final: bool = False
     """A retry with the same input would fail the same way, so the model is `Stalled`."""
+    of_adapters: bool = False
+    """Only a NeuronAdapter has it."""
+
+    def is_of(self, condition: Condition) -> bool:
+        """Whether the condition can have this reason."""
+        return condition in self.conditions or _ALIKE.get(condition) in self.conditions
 
     @property
     def of_pods(self) -> Condition:
@@ -158,6 +171,39 @@ class Reason(StrEnum):
         conditions=("Placed",),
         exit_codes=(36,),
         final=True,
+    )
+
+    # Of a NeuronAdapter: its model serves on without it.
+    NO_SUCH_MODEL = Row(
+        "NoSuchModel",
+        "The namespace of the NeuronAdapter has no NeuronModel with the name in `spec.model`",
+        "Correct the name, or create the model; both are in one namespace",
+        conditions=("Accepted",),
+        final=True,
+        of_adapters=True,
+    )
+    ADAPTERS_NOT_SERVED = Row(
+        "AdaptersNotServed",
+        "The model serves no adapters, because its `serving.adapters.maxActive` is not set",
+        "Set it; the replicas are then replaced once. See [adapters](adapters.md)",
+        conditions=("Accepted",),
+        final=True,
+        of_adapters=True,
+    )
+    NAME_TAKEN = Row(
+        "NameTaken",
+        "The model is served under the name of the NeuronAdapter: clients could not ask for the adapter",
+        "Give the NeuronAdapter another name, or edit `model.servedNames` of the model",
+        conditions=("Accepted",),
+        final=True,
+        of_adapters=True,
+    )
+    ADAPTER_NOT_LOADED = Row(
+        "AdapterNotLoaded",
+        "A replica could not load the adapter; the message names the replicas that lack it, each with the cause",
+        "Follow the message. The replica tries again by itself, ever more rarely",
+        conditions=("Ready",),
+        of_adapters=True,
     )
 
     # Pods cannot be created, or do not get their resources.
@@ -358,16 +404,17 @@ class Reason(StrEnum):
         exit_codes=(22,),
         final=True,
     )
-    # Of an adapter, which has no step of its own: its model serves on without it.
+    # Of an adapter that does not fit: its model serves on without it.
     RANK_TOO_HIGH = Row(
         "RankTooHigh",
         "The adapter's rank, or one in its `rank_pattern`, is above the one that the model's graphs can hold; the "
         "message has both numbers",
         "Train the adapter with a smaller `r`. Or raise `serving.adapters.maxRank` of the model, which is then "
         "compiled again",
-        conditions=("Ready",),
+        conditions=("Resolved",),
         exit_codes=(60,),
         final=True,
+        of_adapters=True,
     )
     TARGETS_NOT_SERVED = Row(
         "TargetsNotServed",
@@ -375,18 +422,20 @@ class Reason(StrEnum):
         "those that it may change",
         "Add them to `serving.adapters.targets` of the model, which is then compiled again. Embeddings, the head, "
         "experts and fused projections cannot be added: train the adapter without them",
-        conditions=("Ready",),
+        conditions=("Resolved",),
         exit_codes=(61,),
         final=True,
+        of_adapters=True,
     )
     ADAPTER_MISMATCH = Row(
         "AdapterMismatch",
         "The adapter was trained for another base model: a layer or a shape of its tensors is not that of the model; "
         "the message has both, and the name of the model that the adapter was trained for",
         "Correct the model or the URI",
-        conditions=("Ready",),
+        conditions=("Resolved",),
         exit_codes=(62,),
         final=True,
+        of_adapters=True,
     )
     ADAPTER_NOT_SUPPORTED = Row(
         "AdapterNotSupported",
@@ -394,9 +443,10 @@ class Reason(StrEnum):
         "names the field or the tensor",
         "Train it without that. Or merge it into its base model (PEFT's `merge_and_unload`) and serve the result as a "
         "model",
-        conditions=("Ready",),
+        conditions=("Resolved",),
         exit_codes=(63,),
         final=True,
+        of_adapters=True,
     )
     INVALID_ADAPTER = Row(
         "InvalidAdapter",
@@ -404,9 +454,10 @@ class Reason(StrEnum):
         "message names the file",
         "Save it again with PEFT's `save_pretrained`, which writes `adapter_config.json` and "
         "`adapter_model.safetensors`",
-        conditions=("Ready",),
+        conditions=("Resolved",),
         exit_codes=(64,),
         final=True,
+        of_adapters=True,
     )
     EVICTED = Row(
         "Evicted",
@@ -580,6 +631,14 @@ class Exists:
 
 
 @dataclass(frozen=True)
+class AdaptersOf:
+    """A need like the others: what a replica tells about its adapters."""
+
+    pod: str
+    address: str
+
+
+@dataclass(frozen=True)
 class Trial:
     """A need like the others: why the API server would refuse a pod, which is only tried."""
 
@@ -587,7 +646,7 @@ class Trial:
     """As JSON."""
 
 
-Needed = Need | LogOf | Exists | Trial
+Needed = Need | LogOf | Exists | AdaptersOf | Trial
 
 
 @dataclass(frozen=True)

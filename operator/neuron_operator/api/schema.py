@@ -1,12 +1,13 @@
-"""The CustomResourceDefinition of NeuronModel, from the Structs that declare its fields.
+"""The CustomResourceDefinitions of NeuronModel and NeuronAdapter, from the Structs that declare their fields.
 
-`make generate` writes it to `crds/` and the chart; `neuron-operator crd` prints it. The schema is structural, every
+`make generate` writes them to `crds/` and the chart; `neuron-operator crd` prints them. The schema is structural, every
 list has a merge type, and descriptions are the declared Markdown without links.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -14,10 +15,11 @@ import yaml
 from msgspec import NODEFAULT, Meta
 
 from neuron_operator.api import names
+from neuron_operator.api.adapter import AdapterSpec, AdapterStatus
 from neuron_operator.api.field_types import NAME_PATTERN
 from neuron_operator.api.fields import Json, OpenPart, Rule, Shape, SpecPart, description_of, fields_of, unwrapped
 from neuron_operator.api.model import Spec
-from neuron_operator.api.model_status import Status
+from neuron_operator.api.model_status import Status, StatusPart
 
 Schema = dict[str, Any]
 SCALARS: dict[Any, Schema] = {
@@ -42,38 +44,87 @@ COLUMNS = (
     ("Revision", "string", ".status.updateRevision", 1),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
+ADAPTER_COLUMNS = (
+    ("Model", "string", ".spec.model", 0),
+    ("Ready", "string", ".status.ready", 0),
+    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
+    ("Rank", "integer", ".status.served.rank", 0),
+    ("Size", "string", ".status.served.size", 0),
+    ("URI", "string", ".spec.uri", 1),
+    ("Digest", "string", ".status.served.digest", 1),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+)
 
 
-def definition() -> Schema:
+Column = tuple[str, str, str, int]
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What the resources differ in."""
+
+    kind: str
+    plural: str
+    short: str
+    description: str
+    spec: type[SpecPart]
+    status: type[StatusPart]
+    columns: tuple[Column, ...]
+    subresources: Schema = field(default_factory=dict)
+    """Besides status."""
+
+
+MODEL = Definition(
+    kind=names.KIND,
+    plural=names.PLURAL,
+    short="nm",
+    description="A language model served on AWS Neuron devices (or CPUs) behind the OpenAI API.",
+    spec=Spec,
+    status=Status,
+    columns=COLUMNS,
+    subresources={
+        "scale": {
+            "specReplicasPath": ".spec.replicas",
+            "statusReplicasPath": ".status.replicas",
+            "labelSelectorPath": ".status.selector",
+        }
+    },
+)
+ADAPTER = Definition(
+    kind=names.ADAPTER_KIND,
+    plural=names.ADAPTER_PLURAL,
+    short="na",
+    description="A fine-tune (LoRA) that the replicas of a NeuronModel serve under a name of its own.",
+    spec=AdapterSpec,
+    status=AdapterStatus,
+    columns=ADAPTER_COLUMNS,
+)
+DEFINITIONS = (MODEL, ADAPTER)
+
+
+def definition(of: Definition = MODEL) -> Schema:
     name = {"type": "string", "maxLength": names.MAX_MODEL_NAME, "pattern": NAME_PATTERN}
     version = {
         "name": names.VERSION,
         "served": True,
         "storage": True,
-        "subresources": {
-            "status": {},
-            "scale": {
-                "specReplicasPath": ".spec.replicas",
-                "statusReplicasPath": ".status.replicas",
-                "labelSelectorPath": ".status.selector",
-            },
-        },
+        "subresources": {"status": {}, **of.subresources},
         "additionalPrinterColumns": [
             {"name": name, "type": kind, "jsonPath": path, **({"priority": priority} if priority else {})}
-            for name, kind, path, priority in COLUMNS
+            for name, kind, path, priority in of.columns
         ],
         "schema": {
             "openAPIV3Schema": {
                 "type": "object",
-                "description": "A language model served on AWS Neuron devices (or CPUs) behind the OpenAI API.",
+                "description": of.description,
                 "required": ["spec"],
                 "properties": {
                     "apiVersion": {"type": "string"},
                     "kind": {"type": "string"},
                     "metadata": {"type": "object", "properties": {"name": name}},
-                    "spec": schema_of(Spec),
+                    "spec": schema_of(of.spec),
                     # Until the operator has seen the object, it must not look complete: kstatus compares generations.
-                    "status": {**schema_of(Status), "default": {"observedGeneration": -1}},
+                    "status": {**schema_of(of.status), "default": {"observedGeneration": -1}},
                 },
             }
         },
@@ -82,19 +133,19 @@ def definition() -> Schema:
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {
-            "name": f"{names.PLURAL}.{names.GROUP}",
-            # Uninstalling the chart keeps the models.
+            "name": f"{of.plural}.{names.GROUP}",
+            # Uninstalling the chart keeps the objects.
             "annotations": {"helm.sh/resource-policy": "keep"},
         },
         "spec": {
             "group": names.GROUP,
             "scope": "Namespaced",
             "names": {
-                "kind": names.KIND,
-                "listKind": f"{names.KIND}List",
-                "plural": names.PLURAL,
-                "singular": names.KIND.lower(),
-                "shortNames": ["nm"],
+                "kind": of.kind,
+                "listKind": f"{of.kind}List",
+                "plural": of.plural,
+                "singular": of.kind.lower(),
+                "shortNames": [of.short],
             },
             "versions": [version],
         },
@@ -164,8 +215,11 @@ def _bounds(meta: Meta, kind: str) -> Schema:
     return {key: value for key, value in bounds.items() if value is not None} | dict(meta.extra_json_schema or {})
 
 
-def to_yaml() -> str:
+def to_yaml(of: Definition = MODEL) -> str:
     """The committed file."""
-    head = "# Written by `make generate` from neuron_operator/api/model.py. Later versions only add fields.\n"
+    module = of.spec.__module__.replace(".", "/")
+    head = f"# Written by `make generate` from {module}.py. Later versions only add fields.\n"
     # None: innermost maps and lists are on one line each.
-    return head + yaml.safe_dump(definition(), sort_keys=False, width=120, allow_unicode=True, default_flow_style=None)
+    return head + yaml.safe_dump(
+        definition(of), sort_keys=False, width=120, allow_unicode=True, default_flow_style=None
+    )

@@ -83,6 +83,7 @@ class Resource:
 
 
 NEURON_MODELS = Resource(names.API_VERSION, names.KIND, names.PLURAL)
+NEURON_ADAPTERS = Resource(names.API_VERSION, names.ADAPTER_KIND, names.ADAPTER_PLURAL)
 PODS = Resource("v1", "Pod", "pods")
 NODES = Resource("v1", "Node", "nodes", namespaced=False)
 LEASES = Resource("coordination.k8s.io/v1", "Lease", "leases")
@@ -110,7 +111,7 @@ SECRETS = Resource("v1", "Secret", "secrets")
 """Created with a group, and as a trial; never read: the operator has no right to."""
 _BY_KIND = {
     (resource.api_version, resource.kind): resource
-    for resource in (*CHILDREN, LEADER_WORKER_SETS, NEURON_MODELS, PODS, SECRETS)
+    for resource in (*CHILDREN, LEADER_WORKER_SETS, NEURON_MODELS, NEURON_ADAPTERS, PODS, SECRETS)
 }
 
 

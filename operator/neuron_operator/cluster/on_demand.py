@@ -1,4 +1,5 @@
-"""What passes read on demand and keep for seconds: free Neuron devices, events about children, the logs of Jobs' pods.
+"""What passes read on demand and keep for seconds: free Neuron devices, events about children, the logs of Jobs' pods,
+what replicas tell about their adapters.
 
 None of it is watched: a watch would mostly stream changes that concern no NeuronModel. Without the right to read it,
 it is unknown (`FreeDevices(None)`) or empty.
@@ -12,11 +13,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, TypeVarTuple
 
+import aiohttp
 import msgspec
 
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.names import RUNTIME_CONTAINER
-from neuron_operator.api.reasons import Exists, Trial
+from neuron_operator.api.reasons import AdaptersOf, Exists, Trial
 from neuron_operator.cluster.client import (
     CONFIG_MAPS,
     EVENTS,
@@ -31,7 +33,7 @@ from neuron_operator.cluster.client import (
 )
 from neuron_operator.cluster.devices import has_devices, node_devices
 from neuron_operator.cluster.reflector import Key, key_of_model
-from neuron_operator.read.world import FreeDevices, NodeDevices, Object
+from neuron_operator.read.world import FreeDevices, NodeDevices, Object, Told
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,13 @@ UNREADABLE_LOG_SECONDS = 30.0
 """A log that cannot be read, for lack of the right or because its node does not answer, is read again after this."""
 EXISTS_SECONDS = 1.5
 DENIAL_SECONDS = 1.5
+TOLD_SECONDS = 2.0
+UNTOLD_SECONDS = 10.0
+"""The same if a replica does not answer: each question of a pass that nobody answers takes as long as the next."""
+ASK_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+MAX_TOLD_BYTES = 1_048_576
+MAX_ASKED = 16
+"""Replicas that are asked at the same time."""
 MAX_READS = 8
 """Concurrent pod lists; there is one for each node with Neuron devices."""
 
@@ -94,6 +103,9 @@ class OnDemand:
         """Whether a Secret or ConfigMap does; False if nobody says."""
         self.denial = _Kept(self._try_pod)
         """Why the API server would refuse a pod; empty if it would not, or if nobody says."""
+        self.told = _Kept(self._ask)
+        """What a replica tells about its adapters. All adapters of a model share the answer."""
+        self._asking = asyncio.Semaphore(MAX_ASKED)
         self._events = _Kept(self._list_events)
 
     async def events(self, key: Key, children: Iterable[Object], pods: Iterable[Object]) -> tuple[Object, ...]:
@@ -132,6 +144,23 @@ class OnDemand:
         except ClusterFault as fault:
             logger.info("cannot try pod %s: %s", "/".join(key_of_model(pod)), fault)
         return "", DENIAL_SECONDS
+
+    async def _ask(self, need: AdaptersOf) -> tuple[Told, float]:
+        """Of a pod, which may be anything: neither redirects nor proxies are followed, and no credentials are sent."""
+        try:
+            async with (
+                self._asking,
+                aiohttp.ClientSession(timeout=ASK_TIMEOUT) as session,
+                session.get(need.address, allow_redirects=False) as response,
+            ):
+                content = await response.content.read(MAX_TOLD_BYTES)
+                while len(content) < MAX_TOLD_BYTES and (more := await response.content.read(MAX_TOLD_BYTES)):
+                    content += more
+                if response.status != 200:
+                    return Told(fault=f"it answers with status {response.status}"), UNTOLD_SECONDS
+                return Told(content.decode(errors="replace")), TOLD_SECONDS
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            return Told(fault=str(error) or type(error).__name__), UNTOLD_SECONDS
 
     async def _read_free(self) -> tuple[FreeDevices, float]:
         turn = asyncio.Semaphore(MAX_READS)

@@ -25,6 +25,7 @@ from neuron_operator.api.errors import ClusterFault
 from neuron_operator.cluster.client import (
     CHILDREN,
     JOBS,
+    NEURON_ADAPTERS,
     NEURON_MODELS,
     NODES,
     PODS,
@@ -56,8 +57,8 @@ _BACKOFF = Backoff(max_seconds=30.0)
 SETTLE_SECONDS = 1.0
 """From the first model of a list of kopf to our list of names: the others follow at once."""
 
-Key = tuple[str, str]
-"""Namespace and name of a NeuronModel."""
+Key = tuple[str, ...]
+"""Namespace and name of a NeuronModel, or of another object; of a NeuronAdapter its kind follows."""
 Version = tuple[str, str]
 """UID and resource version of an object."""
 
@@ -125,6 +126,20 @@ def key_of_model(obj: Object) -> Key:
 def key_of_child(obj: Object) -> Key:
     """The name is empty if the object is shared."""
     return obj["metadata"]["namespace"], obj["metadata"].get("labels", {}).get(names.MODEL_LABEL, "")
+
+
+def key_of_adapter(obj: Object) -> Key:
+    """Of a NeuronAdapter, for its own passes."""
+    return (*key_of_model(obj), names.ADAPTER_KIND)
+
+
+def key_of_base(adapter: Object) -> Key:
+    """The NeuronModel that a NeuronAdapter names."""
+    return adapter["metadata"]["namespace"], text(adapter, "spec", "model")
+
+
+def is_adapter(key: Key) -> bool:
+    return key[2:] == (names.ADAPTER_KIND,)
 
 
 def version_of(obj: Object) -> Version:
@@ -406,16 +421,35 @@ class Caches:
             wake=wake_concerned,
             count_start=count_start,
         )
-        self._models = tuple(
-            Models(client, namespace, wake=lambda obj, version: wake(key_of_model(obj), version))
-            for namespace in namespaces
-        )
+
+        def wake_with_adapters(model: Object, version: Version | None) -> None:
+            key = key_of_model(model)
+            wake(key, version)
+            for adapter in self._objects(NEURON_ADAPTERS, key):
+                wake(key_of_adapter(adapter), None)
+
+        def wake_with_base(adapter: Object, version: Version | None) -> None:
+            wake(key_of_adapter(adapter), version)
+            wake(key_of_base(adapter), None)
+
+        self._models = tuple(Models(client, namespace, wake=wake_with_adapters) for namespace in namespaces)
         self._caches: dict[Resource, Sequence[Cache]] = {
             NEURON_MODELS: self._models,
             **{
                 resource: tuple(reflect(resource, namespace) for namespace in namespaces)
                 for resource in (*children, PODS)
             },
+            NEURON_ADAPTERS: tuple(
+                reflect(
+                    NEURON_ADAPTERS,
+                    namespace,
+                    label_selector="",
+                    key_of=key_of_base,
+                    wake=wake_with_base,
+                    trim=trimmed_model,
+                )
+                for namespace in namespaces
+            ),
             REPLICA_SETS: tuple(reflect(REPLICA_SETS, namespace, trim=trimmed_owner) for namespace in namespaces),
         }
         self._wake = wake
@@ -466,6 +500,19 @@ class Caches:
 
     def model(self, key: Key) -> Object | None:
         return self.find(NEURON_MODELS, *key)
+
+    def adapter_keys(self) -> Iterable[Key]:
+        return ((*name, names.ADAPTER_KIND) for cache in self._of(NEURON_ADAPTERS) for name in cache.known())
+
+    def adapter(self, key: Key) -> Object | None:
+        return self.find(NEURON_ADAPTERS, key[0], key[1])
+
+    def adapters(self) -> tuple[Object, ...]:
+        return tuple(obj for cache in self._of(NEURON_ADAPTERS) for obj in cache.objects())
+
+    def adapters_of(self, key: Key) -> tuple[Object, ...]:
+        """Those that name the model."""
+        return tuple(self._objects(NEURON_ADAPTERS, key))
 
     def children(self, key: Key) -> tuple[Object, ...]:
         return tuple(obj for kind in self._children for obj in self._objects(kind, key))
@@ -534,16 +581,22 @@ class Caches:
         if key[1]:
             return (key,)
         if name_of(obj) == names.HOLDING:  # a question needs one answer; who waits looks again by itself
-            here = (model for model in self.model_keys() if model[0] == key[0])
+            here = (one for one in (*self.model_keys(), *self.adapter_keys()) if one[0] == key[0])
             return islice(here, 1 if text(obj, "data", "asks") else 0)
         shared = [obj]
         if obj["kind"] == "Pod":
             jobs = (self.find(JOBS, key[0], text(owner, "name")) for owner in owners_of(obj))
             shared = [job for job in jobs if job is not None]
-        owners = (owner for one in shared for owner in owners_of(one) if owner.get("kind") == names.KIND)
+        owners = [owner for one in shared for owner in owners_of(one)]
+        of_models = ((key[0], text(owner, "name")) for owner in owners if owner.get("kind") == names.KIND)
+        of_adapters = (
+            (key[0], text(owner, "name"), names.ADAPTER_KIND)
+            for owner in owners
+            if owner.get("kind") == names.ADAPTER_KIND
+        )
         objects = [] if obj["kind"] == "Job" and not is_gone and _is_looked_after(obj) else shared
         users = (user for one in objects for user in self._users.get(key[0], {}).get(name_of(one), ()))
-        return {*((key[0], text(owner, "name")) for owner in owners), *users}
+        return {*of_models, *of_adapters, *users}
 
     def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
         objects = (cache.find(namespace, name) for cache in self._of(resource))

@@ -28,6 +28,7 @@ from neuron_operator.read.revision import Revision, files_in
 from neuron_operator.read.views import ConditionView, Observed, observe
 from neuron_operator.read.world import Decision, Object, RefusalCause, Settings, Upgrade, World
 from neuron_operator.render import serving
+from neuron_operator.render.adapters import adapter_list
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.groups import group_owner, rest_of
 from neuron_operator.render.jobs import with_owners
@@ -200,6 +201,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         serving.disruption_budget(model, served.placement.nodes if served else 1),
         serving.network_policy(model, settings),
         *_claims(model, settings, observed, (pinned, served)),
+        *_adapter_list(model, world, kept_revisions),
         *(
             _workload(model, observed, settings, allowed=allowed, pace=pace, grouped=grouped)
             if allowed and pace and is_told
@@ -428,12 +430,20 @@ def _files(known: Revision, observed: Observed) -> Mapping[str, str]:
     return next(map(files_in, kept), known.engine.files)
 
 
+def _adapter_list(model: NeuronModel, world: World, kept: Iterable[Revision]) -> tuple[Object, ...]:
+    """The list of its adapters, as long as a kept revision serves some: pods wait for a ConfigMap that they mount."""
+    is_needed = any("adapters" in known.pinned.config for known in kept)
+    return (adapter_list(model, world.adapters),) if is_needed else ()
+
+
 def _unneeded(model: NeuronModel, observed: Observed, kept: Sequence[Revision]) -> Iterator[Object]:
     """Our revisions that nothing needs any more, and their ConfigMaps."""
     needed = {
         "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
         "ConfigMap": {names.config_name(model.name, known.pinned.config, known.pinned.files) for known in kept},
     }
+    if any("adapters" in known.pinned.config for known in kept):
+        needed["ConfigMap"].add(names.adapters_name(model.name))
     for child in observed.children:
         name = name_of(child)
         if is_owned(child, observed.model.uid) and name not in needed.get(kind_of(child), {name}):

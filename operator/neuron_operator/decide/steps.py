@@ -20,7 +20,7 @@ from neuron_operator.api.model_status import MAX_WORD
 from neuron_operator.api.reasons import Finding, Reason, met, unmet
 from neuron_operator.decide.pin import as_pinned, compiling_words
 from neuron_operator.read.objects import instant, name_of, rendered_hash
-from neuron_operator.read.records import Facts, Record, StoredArtifact, StoredWeights
+from neuron_operator.read.records import AdapterFacts, Facts, Record, StoredArtifact, StoredWeights
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import JobView, KeeperView, Observed, PodView
 from neuron_operator.read.world import Object, Settings
@@ -64,6 +64,10 @@ class Known:
     weights: StoredWeights | None = None
     """What the fetch Job brought to the place of the weights."""
     artifact: StoredArtifact | None = None
+    adapter: AdapterFacts | None = None
+    """Of an adapter, of which `model` has the source."""
+    before: tuple[str, ...] = ()
+    """Names of the Jobs whose records it used before, for the same spec."""
 
     @property
     def resolved(self) -> Facts:
@@ -166,7 +170,7 @@ def using(revision: Revision, done: Walk, observed: Observed) -> Revision:
 def _kept(task: Task, jobs: Iterable[Object], known: Known, observed: Observed) -> tuple[frozenset[str], Known | None]:
     """What a keeper tells, with its name; None if there is none, or what it tells of has vanished since. What a
     revision has used stays in use, even if the Job would be another one today."""
-    before = known.revision.shared if known.revision else ()
+    before = known.revision.shared if known.revision else known.before
     for name in dict.fromkeys((*map(name_of, jobs), *before)):
         kept = observed.keepers.get(name)
         if kept is not None and kept.record is not None and not _is_void(task, kept, known, observed):

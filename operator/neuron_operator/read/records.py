@@ -60,6 +60,17 @@ class StoredArtifact(Struct, frozen=True, kw_only=True, rename="camel"):
     peak_bytes: Count
 
 
+class AdapterFacts(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What `inspect` reports about an adapter that fits its model."""
+
+    digest: Key
+    rank: Count
+    targets: Annotated[tuple[Annotated[str, Meta(max_length=100)], ...], Meta(max_length=100)]
+    num_bytes: Count
+    base_model: Annotated[str, Meta(max_length=100)]
+    source_digest: Annotated[str, Meta(max_length=100)] = ""
+
+
 class Record(Struct, frozen=True, kw_only=True, rename="camel"):
     version: int
     command: str
@@ -70,6 +81,7 @@ class Record(Struct, frozen=True, kw_only=True, rename="camel"):
     facts: Facts | None = None
     weights: StoredWeights | None = None
     artifact: StoredArtifact | None = None
+    adapter: AdapterFacts | None = None
     seconds: float = 0.0
 
     @property

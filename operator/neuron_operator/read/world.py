@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from neuron_operator.api.model import Claim, EmptyDir, ObjectStore
 from neuron_operator.api.names import INSTANCE_TYPE_LABEL, ZONE_LABEL
-from neuron_operator.api.reasons import TROUBLESHOOTING, Exists, Needed, Trial
+from neuron_operator.api.reasons import TROUBLESHOOTING, AdaptersOf, Exists, Needed, Trial
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON, as the API server sends it. Never changed in place."""
@@ -109,11 +109,20 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Told:
+    """What a replica answered."""
+
+    text: str = ""
+    fault: str = ""
+    """Why there is no answer."""
+
+
+@dataclass(frozen=True)
 class World:
-    """Everything one pass over one NeuronModel may look at."""
+    """Everything one pass over one NeuronModel or NeuronAdapter may look at."""
 
     body: Object
-    """The NeuronModel as read, status included."""
+    """The NeuronModel or NeuronAdapter as read, status included."""
     children: tuple[Object, ...]
     """Objects with our labels for this model, of the kinds in `client.CHILDREN`, each with `kind` and `apiVersion`."""
     pods: tuple[Object, ...]
@@ -142,6 +151,12 @@ class World:
     """Those of the needed objects that exist."""
     denials: Mapping[Trial, str] = field(default_factory=dict)
     """What the API server says against the pods that were tried in this pass; empty: nothing."""
+    adapters: tuple[Object, ...] = ()
+    """The NeuronAdapters that name this NeuronModel."""
+    base: Object | None = None
+    """The NeuronModel that a NeuronAdapter names; `pods` are its pods, then."""
+    told: Mapping[AdaptersOf, Told] = field(default_factory=dict)
+    """By replica."""
 
 
 @dataclass(frozen=True)
@@ -326,6 +341,8 @@ class Settings:
     """The page with a section for each reason, as messages name it."""
     network_policy_ingress_from: tuple[Object, ...] = ()
     """NetworkPolicyPeers that may call port 8000; empty: the whole cluster."""
+    network_policy_operator: tuple[Object, ...] = ()
+    """NetworkPolicyPeers of the operator, which asks replicas about their adapters."""
 
     def engine(self, setting: str) -> EngineSettings:
         """Of `engines`, or what holds without a choice."""

@@ -30,8 +30,15 @@ from neuron_operator.render.pods import (
     step_pod_template,
     target_env,
 )
-from neuron_operator.render.resources import CHECK_REQUESTS, JOB_REQUESTS, Requests, compile_requests, fetch_requests
-from neuron_operator.render.storage import Access, fetch_command, fetching, source
+from neuron_operator.render.resources import (
+    CHECK_REQUESTS,
+    FETCH_REQUESTS,
+    JOB_REQUESTS,
+    Requests,
+    compile_requests,
+    fetch_requests,
+)
+from neuron_operator.render.storage import Access, fetch_command, fetching, reading_adapter, source
 
 KEPT_SECONDS = 600
 """A Job whose record is copied is deleted after this time, so that its log can be read."""
@@ -67,6 +74,8 @@ _CONFIG_ITEM: Object = {
 _CONFIG = Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, {"downwardAPI": {"items": [_CONFIG_ITEM]}}, read_only=True)
 """The configuration is an annotation, which the kubelet gives the pod as a file: no other object is to be kept."""
 
+RESOLVE_ADAPTER = JobKind(names.ROLE_RESOLVE, "adapter-facts", 1800, PREFER_NOT_NEURON)
+FETCH_ADAPTER = JobKind(names.ROLE_FETCH, "adapter", 3600, NEVER_NEURON)
 RESOLVE = JobKind(names.ROLE_RESOLVE, "facts", 1800, PREFER_NOT_NEURON)
 FETCH = JobKind(names.ROLE_FETCH, "weights", 6 * 3600, NEVER_NEURON)
 COMPILE = JobKind(names.ROLE_COMPILE, "artifact", 6 * 3600, NEVER_NEURON)
@@ -90,6 +99,38 @@ def fetch_job(model: NeuronModel, settings: Settings, weights: Place, facts: Fac
     access = fetching(model, weights)
     command = fetch_command(model, access, facts.digest)
     return shared_job(model, settings, FETCH, command, access, image=image, requests=fetch_requests(weights, facts))
+
+
+def resolve_adapter_job(
+    adapter: NeuronModel, base: NeuronModel, digest: str, settings: Settings, claim: Place | None
+) -> Object:
+    """Reads the facts of an adapter, and whether it fits its model, of which the claim has the folder of this digest.
+
+    adapter: the manifest of its model with the adapter's source.
+    """
+    of = f"file://{storage.WEIGHTS.folder}/{digest}" if claim else base.spec.model.uri
+    limits = base.spec.serving.adapters
+    command = ["neuron-runtime", "inspect", adapter.spec.model.uri, "--adapter-of", of]
+    command += ["--max-rank", str(limits.max_rank)] if limits.max_rank else []
+    command += ["--targets", ",".join(limits.targets)] if limits.targets else []
+    command += ["--record", names.TERMINATION_LOG]
+    access = reading_adapter(adapter, base, claim)
+    return shared_job(adapter, settings, RESOLVE_ADAPTER, command, access, image=runtime_image(base, settings))
+
+
+def fetch_adapter_job(adapter: NeuronModel, settings: Settings, claim: Place, digest: str) -> Object:
+    """Brings an adapter, as it was checked, into the claim that all replicas of its model read."""
+    access = fetching(adapter, claim)
+    command = [*fetch_command(adapter, access, digest), "--adapter"]
+    return shared_job(
+        adapter,
+        settings,
+        FETCH_ADAPTER,
+        command,
+        access,
+        image=runtime_image(adapter, settings),
+        requests=FETCH_REQUESTS,
+    )
 
 
 def compile_jobs(model: NeuronModel, settings: Settings, revision: Revision) -> tuple[Object, ...]:

@@ -53,7 +53,7 @@ def shared(
 
 
 def owner_reference(model: NeuronModel) -> Object:
-    return {"apiVersion": names.API_VERSION, "kind": names.KIND, "name": model.name, "uid": model.uid}
+    return {"apiVersion": names.API_VERSION, "kind": model.kind, "name": model.name, "uid": model.uid}
 
 
 def without_empty(value: Mapping[str, Any]) -> dict[str, Any]:

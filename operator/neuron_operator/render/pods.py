@@ -22,6 +22,7 @@ from neuron_operator.render.objects import Mount, without_empty
 from neuron_operator.render.resources import FETCH_REQUESTS, Requests, overlaid, within
 from neuron_operator.render.storage import (
     Access,
+    adapters_of,
     fetch_command,
     fetching,
     folder_of,
@@ -82,7 +83,7 @@ def serving_pod_template(
         choice: the devices that it is computed on; None: it is computed on the host.
         digest: of the weights.
     """
-    access = loading(model, weights) + loading_artifact(model, artifacts)
+    access = loading(model, weights) + loading_artifact(model, artifacts) + adapters_of(model, weights)
     engine, overlay = model.spec.runs, model.spec.pod_template
     rollout = model.spec.rollout
     api_key = model.spec.serving.api_key_secret_ref
@@ -340,7 +341,7 @@ def launch_of(
         raise InvalidSpec("spec.engine.image", f"set it, or the chart value engines.{setting}.image")
     return Launch(
         config,
-        (loading(model, weights) + loading_artifact(model, artifacts)).arguments,
+        (loading(model, weights) + loading_artifact(model, artifacts) + adapters_of(model, weights)).arguments,
         has_api_keys=model.spec.serving.api_key_secret_ref is not None,
         host=host,
         model_dir="" if engine.is_ours else folder_of(model, weights, digest),

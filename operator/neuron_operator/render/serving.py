@@ -87,9 +87,10 @@ def disruption_budget(model: NeuronModel, nodes: int = 1) -> Object:
 @remembered
 def network_policy(model: NeuronModel, settings: Settings) -> Object:
     """Opens only the serving port, to the peers in the chart's values. Egress is left to the cluster."""
-    rule = without_empty(
-        {"ports": [{"port": names.PORT_NAME, "protocol": "TCP"}], "from": list(settings.network_policy_ingress_from)}
-    )
+    peers = list(settings.network_policy_ingress_from)
+    if peers and model.spec.serves_adapters:
+        peers += settings.network_policy_operator
+    rule = without_empty({"ports": [{"port": names.PORT_NAME, "protocol": "TCP"}], "from": peers})
     spec = {
         "podSelector": {"matchLabels": names.serving_selector(model.name)},
         "policyTypes": ["Ingress"],

@@ -104,6 +104,45 @@ def loading(model: NeuronModel, place: Place) -> Access:
     return replace(own, arguments=(WEIGHTS.folder_flag, WEIGHTS.folder)) + Access((_in_pod(place),))
 
 
+def adapters_of(model: NeuronModel, place: Place) -> Access:
+    """To serve adapters: their list, which the kubelet keeps up to date, and what replicas need that fetch them
+    themselves. Nothing for a model that serves none."""
+    if not model.spec.serves_adapters:
+        return Access()
+    listed = {"configMap": {"name": names.adapters_name(model.name)}}
+    mount = Mount(names.ADAPTERS_VOLUME, names.ADAPTERS_DIR, listed, read_only=True)
+    remotes = frozenset[str]() if adapters_claim(model, place) else frozenset(names.CREDENTIALS)
+    return Access((mount,), ("--adapters-file", f"{names.ADAPTERS_DIR}/{names.ADAPTERS_KEY}"), remotes)
+
+
+def adapters_claim(model: NeuronModel, place: Place) -> Place | None:
+    """The claim into which Jobs fetch adapters: that of the model's weights; None: replicas fetch them themselves."""
+    return place if is_fetched_by_job(model, place) and place.persistent_volume_claim else None
+
+
+def check_adapter(adapter: NeuronModel, has_own_secret: bool, base: NeuronModel, place: Place) -> None:
+    """Raises InvalidSpec if the replicas of the base model cannot read the adapter."""
+    uri, own = adapter.uri, base.uri
+    if uri.scheme == "oci" or (uri.scheme == "pvc" and (own.scheme, own.place) != ("pvc", uri.place)):
+        text = "a replica mounts nothing more while it runs; copy the adapter to s3:// or to a hub" + (
+            f", or to the claim of the model, pvc://{own.place}" if own.scheme == "pvc" else ""
+        )
+        raise InvalidSpec("spec.uri", text, Reason.FIELD_NOT_SUPPORTED)
+    if has_own_secret and not adapters_claim(base, place):
+        text = (
+            f"the replicas of {base.name} fetch adapters themselves, with the model's own Secret: put the keys into "
+            "that one (spec.model.credentialsSecretRef of the model), or keep the model's weights in a claim "
+            "(spec.storage.weights.persistentVolumeClaim of the model), into which a Job fetches adapters"
+        )
+        raise InvalidSpec("spec.credentialsSecretRef", text, Reason.FIELD_NOT_SUPPORTED)
+
+
+def reading_adapter(adapter: NeuronModel, base: NeuronModel, claim: Place | None) -> Access:
+    """To check an adapter against the configuration of its model, which is in the claim or where its URI says."""
+    model = Access(access_to(WEIGHTS, claim, read_only=True).mounts) if claim else source(base)
+    return replace(model, remotes=model.remotes | (frozenset({adapter.uri.scheme}) & names.CREDENTIALS.keys()))
+
+
 def folder_of(model: NeuronModel, place: Place, digest: str) -> str:
     """Where the model lies in a pod of an engine that downloads nothing. Raises InvalidSpec if it would have to."""
     uri = model.uri

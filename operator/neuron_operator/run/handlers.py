@@ -54,8 +54,10 @@ class Poster:
             self._context = contextvars.copy_context()
 
     def post(self, model: Object, announcement: Announcement) -> None:
-        """Post an Event about a model that kopf delivered."""
-        assert self._context is not None, "kopf has delivered no model"
+        """Post an Event about a model, or about an adapter. It is lost while kopf has delivered no model at all: then
+        nothing is served, and the object's own conditions say so."""
+        if self._context is None:
+            return
         message = announcement.message.encode()[:MAX_NOTE_BYTES].decode(errors="ignore")
         about = kopf.Body(cast(kopf.RawBody, model))
         self._context.run(kopf.event, about, type=announcement.type, reason=announcement.reason, message=message)

@@ -29,6 +29,7 @@ from neuron_operator.cluster.apart import Work, run_apart, run_on
 from neuron_operator.cluster.client import (
     CHILDREN,
     LEADER_WORKER_SETS,
+    NEURON_ADAPTERS,
     NEURON_MODELS,
     Client,
     Forbidden,
@@ -41,6 +42,7 @@ from neuron_operator.cluster.holding import Holdings
 from neuron_operator.cluster.lease import LeaderLease
 from neuron_operator.cluster.reflector import Caches, Key, Version, key_of_model
 from neuron_operator.cluster.workqueue import WorkQueue
+from neuron_operator.decide.adapter import decide_adapter
 from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import dig
 from neuron_operator.read.world import UPGRADES, Announcement, Object, Upgrade
@@ -102,6 +104,7 @@ class Operator:
             self.caches,
             settings.models,
             self.decide,
+            decide_adapter=decide_adapter,
             post=self.post,
             now=self.now,
             check_term=self._check_term,
@@ -178,7 +181,7 @@ class Operator:
             # The edits that nobody has acted on come first.
             keys = [key_of_model(model) for model in sorted(self.caches.models(), key=_is_observed)]
             self.turns.begin(keys)
-            for key in keys:
+            for key in (*keys, *self.caches.adapter_keys()):
                 queue.add(key)
             await run_workers(queue, self._reconciler, self.metrics, self.settings.num_workers)
         finally:
@@ -196,6 +199,8 @@ def _is_observed(model: Object) -> bool:
 _INSTALL = {
     NEURON_MODELS: "install the CRD with `kubectl apply --server-side -f crds/neuronmodels.yaml` or with the chart "
     "neuron-serving",
+    NEURON_ADAPTERS: "install the CRD with `kubectl apply --server-side -f crds/neuronadapters.yaml` or with the chart "
+    "neuron-serving",
     LEADER_WORKER_SETS: "install LeaderWorkerSet, or set the chart value groups.controller to StatefulSet",
 }
 """What the operator cannot run without, if it is used, and the cure."""
@@ -211,7 +216,7 @@ async def check_installed(cluster: Client, namespaces: Sequence[str], *, makes_s
     granted, refusal = list[str](), None
     for namespace in namespaces or ("",):
         try:
-            for kind in (NEURON_MODELS, *((LEADER_WORKER_SETS,) if makes_sets else ())):
+            for kind in (NEURON_MODELS, NEURON_ADAPTERS, *((LEADER_WORKER_SETS,) if makes_sets else ())):
                 await _until_granted(cluster, kind, namespace or None, last_wait)
             granted.append(namespace)
         except Forbidden as fault:
@@ -341,7 +346,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    # Every watch holds a connection, and there are 15 for each watched namespace.
+    # Every watch holds a connection, and there are 16 for each watched namespace.
     _, most = getrlimit(RLIMIT_NOFILE)
     setrlimit(RLIMIT_NOFILE, (most, most))
     gc.freeze()  # what is imported stays

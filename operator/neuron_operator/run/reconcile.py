@@ -1,4 +1,5 @@
-"""The pass over one NeuronModel: observe, decide, apply, prune, status. Called by the workers with a key.
+"""The pass over one NeuronModel or NeuronAdapter: observe, decide, apply, prune, status. Called by the workers with a
+key.
 
 `decide` decides; this module orders the writes and handles refusals. A pass may run at any time, from any state, and be
 interrupted at any request: the next one reads from the API what was done and continues. Between passes only caches of
@@ -18,11 +19,10 @@ from functools import partial
 
 from neuron_operator.api import names
 from neuron_operator.api.errors import ClusterFault, TermOver
-from neuron_operator.api.reasons import Exists, LogOf, Need, Needed, Trial
+from neuron_operator.api.reasons import AdaptersOf, Exists, LogOf, Need, Needed, Trial
 from neuron_operator.cluster.client import (
     BYTES,
     MAX_OBJECT_BYTES,
-    NEURON_MODELS,
     PODS,
     SECRETS,
     AlreadyExists,
@@ -40,7 +40,7 @@ from neuron_operator.cluster.containment import Contained, needs_apply
 from neuron_operator.cluster.contests import DELETED, Contests, Difference, difference, status_of
 from neuron_operator.cluster.holding import Holdings
 from neuron_operator.cluster.on_demand import OnDemand
-from neuron_operator.cluster.reflector import Caches, Key, Version, version_of
+from neuron_operator.cluster.reflector import Caches, Key, Version, is_adapter, key_of_base, version_of
 from neuron_operator.cluster.workqueue import WorkQueue
 from neuron_operator.read.objects import (
     instant,
@@ -106,8 +106,9 @@ class Reconciler:
     settings: Settings
     decide: Decide
     _: KW_ONLY
+    decide_adapter: Decide
     post: Callable[[Object, Announcement], None]
-    """Sends an Event about a NeuronModel, sooner or later."""
+    """Sends an Event about the object of a pass, sooner or later."""
     now: Callable[[], datetime]
     """The wall clock."""
     check_term: Callable[[], None]
@@ -129,7 +130,8 @@ class Reconciler:
 
     async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
         """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
-        body = self.caches.model(key)
+        body = self.caches.adapter(key) if is_adapter(key) else self.caches.model(key)
+        decide = self.decide_adapter if is_adapter(key) else self.decide
         # Of a deleted model the garbage collector deletes the children.
         wait_seconds = None if body is None else await self.holdings.seconds_to_wait(key[0])
         if body is None or wait_seconds is not None:
@@ -147,7 +149,7 @@ class Reconciler:
         read: frozenset[Needed] = frozenset()
         is_final = False
         while True:
-            decision = self.decide(world, self.settings)
+            decision = decide(world, self.settings)
             if decision.uses is not None:
                 self.caches.use(key, decision.uses)
             if decision.needs - read:
@@ -162,7 +164,7 @@ class Reconciler:
                 refusal, retry = refused.refusal, refused.retry or retry
                 level = logging.DEBUG if refusal in self._logged.get(key, ()) else logging.WARNING
                 what = refusal.why.value, refusal.kind, refusal.name, refusal.message
-                logger.log(level, "%s/%s: %s: %s %s %s", *key, *what)
+                logger.log(level, "%s: %s: %s %s %s", "/".join(key), *what)
                 # The caches contain what this pass wrote so far. `decide` leaves out what was refused.
                 world = replace(self._observe(world, key), refusals=(*world.refusals, refusal))
                 continue
@@ -186,17 +188,23 @@ class Reconciler:
         return Outcome(writes.number, frozenset(writes.written), due)
 
     def _observe(self, world: World, key: Key) -> World:
+        """Of a NeuronAdapter, the pods are those of its model, whose other objects do not concern it."""
         caches = self.caches
-        children = caches.children(key)
-        pods = caches.pods(key, world.body["metadata"]["uid"], children)
+        of_model = key_of_base(world.body) if is_adapter(key) else key
+        model = caches.model(of_model) if is_adapter(key) else world.body
+        children = caches.children(of_model)
+        uid = model["metadata"]["uid"] if model is not None else ""
+        pods = caches.pods(of_model, uid, children)
         return replace(
             world,
-            children=children,
+            children=() if is_adapter(key) else children,
             pods=pods,
             shared=tuple(obj for obj in caches.children((key[0], "")) if name_of(obj) != names.HOLDING),
             used_by_others=caches.used_by_others(key),
             nodes=caches.nodes_of(pods),
             has_turn=self.turns.take(key),
+            adapters=() if is_adapter(key) else caches.adapters_of(key),
+            base=model if is_adapter(key) else None,
         )
 
     async def _read(self, needs: frozenset[Needed], world: World, key: Key) -> World:
@@ -210,7 +218,10 @@ class Reconciler:
         logs = {need.pod: await self._on_demand.log(key[0], need.pod) for need in needs if isinstance(need, LogOf)}
         existing = {one for one in needs if isinstance(one, Exists) and await self._on_demand.exists(key[0], one)}
         denials = {need: await self._on_demand.denial(need) for need in needs if isinstance(need, Trial)}
+        asked = [need for need in needs if isinstance(need, AdaptersOf)]
+        told = dict(zip(asked, await asyncio.gather(*map(self._on_demand.told, asked)), strict=True))
         world = replace(world, existing=world.existing | existing, denials={**world.denials, **denials})
+        world = replace(world, told={**world.told, **told})
         return replace(world, logs={**world.logs, **logs})
 
 
@@ -354,11 +365,11 @@ class _Writes:
             logger.warning("%s: %s", "/".join(_key_of(body)), words)
             return
         try:
-            written = await self._next().apply_status(NEURON_MODELS, body, status)
+            written = await self._next().apply_status(resource_of(body), body, status)
         except NotFound:  # perhaps while kopf's watch was lost: then nobody else says so
             self.by.caches.forget(body)
             return
-        self._observe_written(NEURON_MODELS, written)
+        self._observe_written(resource_of(body), written)
         self.by.contests.wrote(_key_of(body), wants)
 
 
@@ -398,7 +409,7 @@ def _is_ours(live: Object, desired: Object, body: Object) -> bool:
     """
     if is_shared(desired):
         has_labels = labels_of(desired).items() <= labels_of(live).items()
-        return has_labels or any(owner.get("kind") == names.KIND for owner in owners_of(live))
+        return has_labels or any(owner.get("kind") in names.KINDS for owner in owners_of(live))
     owners = owners_of(desired)
     if is_owned(live, body["metadata"]["uid"]) or any(is_owned(live, owner["uid"]) for owner in owners):
         return True
@@ -433,7 +444,7 @@ async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Me
             queue.retry(key)
         except ClusterFault as fault:
             result = "retried"
-            logger.log(logging.INFO if fault.retriable else logging.ERROR, "%s/%s: %s", *key, fault)
+            logger.log(logging.INFO if fault.retriable else logging.ERROR, "%s: %s", "/".join(key), fault)
             failing_since.setdefault(key, started)
             asked = fault.retry_after_seconds if isinstance(fault, Throttled) else 0.0
             # A report of the fault wakes the model: its text may differ each time.
@@ -442,7 +453,7 @@ async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Me
             result = "cancelled"
             raise
         except Exception:  # a bug that affects one model must not stop the others
-            logger.exception("%s/%s: the pass failed", *key)
+            logger.exception("%s: the pass failed", "/".join(key))
             queue.retry(key)
         finally:
             metrics.passes.labels(result).inc()

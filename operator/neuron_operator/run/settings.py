@@ -213,6 +213,12 @@ SETTINGS = (
         "list of NetworkPolicyPeers that may call models; empty: all",
         "[]",
     ),
+    _json(
+        "network_policy_operator",
+        tuple[Object, ...],
+        "list of NetworkPolicyPeers of the operator itself, which asks replicas with adapters about these",
+        "[]",
+    ),
     _Setting("namespace", "namespace of the Lease; empty: the pod's own"),
     _Setting("identity", "name of this replica, usually the pod's; empty: the host name"),
     _Setting("lease_name", "name of the Lease", default="neuron-operator"),

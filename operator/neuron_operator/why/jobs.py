@@ -68,7 +68,7 @@ def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
 
 def _of_step(waiting: Finding, finding: Finding, prefix: str = "") -> Finding:
     """What is found about a Job's pod, about the step: with that reason if the step's condition can have it."""
-    shown = finding.reason if waiting.condition in finding.row.conditions else waiting.reason
+    shown = finding.reason if finding.row.is_of(waiting.condition) else waiting.reason
     return replace(waiting, reason=shown, message=f"{prefix}{finding.message}", needs=finding.needs)
 
 
@@ -91,7 +91,7 @@ def _explain_end(waiting: Finding, pod: PodView, end: Termination) -> Finding:
         text = f"the compiler ran out of memory, {limit}: {last_words(end)}; {cure}; {AGAIN}"
         return unmet("Compiled", Reason.COMPILE_OUT_OF_MEMORY, text)
     reason = Reason.of_exit_code(end.exit_code)
-    if reason is not None and waiting.condition in reason.row.conditions:
+    if reason is not None and reason.row.is_of(waiting.condition):
         return unmet(waiting.condition, reason, f"{last_words(end)}; {AGAIN}")
     cure = "; raise jobs.resources.limits.memory" if end.reason == OOM_KILLED else ""
     text = f"pod {pod.name} ended with {how_it_ended(end)} and no result: {last_words(end)}{cure}; {AGAIN}"
@@ -121,6 +121,6 @@ def _last_verdict(waiting: Finding, observed: Observed) -> Finding | None:
         return None
     reason = Reason.named(before.reason)
     is_end = AGAIN in before.message or (reason is not None and bool(reason.row.exit_codes))
-    if reason is None or not is_end or waiting.condition not in reason.row.conditions:
+    if reason is None or not is_end or not reason.row.is_of(waiting.condition):
         return None
     return unmet(waiting.condition, reason, before.message)

@@ -38,7 +38,7 @@ def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     all_found = [by_condition.get(kind) or Finding(kind, "Unknown", reason, waits) for kind in CONDITIONS]
     contested = by_condition.get("Contested")
     ready = _roll_up(all_found, by_condition.get("Ready"), contested)
-    return (*all_found, ready, *_abnormal(ready), *((contested,) if contested else ()))
+    return (*all_found, ready, *abnormal(ready), *((contested,) if contested else ()))
 
 
 def facts_of(facts: Facts) -> ModelFacts:
@@ -81,7 +81,7 @@ def _roll_up(findings: Sequence[Finding], missing: Finding | None, contested: Fi
     return Finding("Ready", "True", reason, available.message)
 
 
-def _abnormal(ready: Finding) -> tuple[Finding, ...]:
+def abnormal(ready: Finding) -> tuple[Finding, ...]:
     """Stalled if somebody must act, Reconciling if the operator or time can. Neither while an edit is held back."""
     if ready.status == "True" or ready.reason == Reason.PAUSED:
         return ()

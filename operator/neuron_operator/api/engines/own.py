@@ -25,7 +25,7 @@ SERVE = (
     *("--record", names.TERMINATION_LOG),
 )
 API_KEYS = ("--api-key-file", f"{names.API_KEY_DIR}/{names.API_KEY_FILE}")
-OF_SERVING_ONLY = ("--host", "--port", "--api-key-file")
+OF_SERVING_ONLY = ("--host", "--port", "--api-key-file", "--adapters-file")
 """Flags of `neuron-runtime serve`, each with a value, that `follow` lacks."""
 
 PROCESS_BYTES = 64 * MIB

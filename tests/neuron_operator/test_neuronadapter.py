@@ -1,0 +1,340 @@
+"""A NeuronAdapter is accepted, read, fetched and listed by passes of its own, and says which replica lacks it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from helpers.operator_worlds import (
+    JSON_VALUES,
+    NOW,
+    SETTINGS,
+    SPEC,
+    body,
+    carried_out,
+    condition,
+    ended,
+    failure_record,
+    find,
+    finished,
+    job_pod,
+    resolved_world,
+    said,
+    serving_pod,
+)
+from neuron_operator.api import names
+from neuron_operator.api.errors import InvalidSpec
+from neuron_operator.api.manifest import parse, parse_adapter
+from neuron_operator.api.model import Claim
+from neuron_operator.api.reasons import AdaptersOf
+from neuron_operator.decide.adapter import LOOK_SECONDS, POLL_SECONDS, decide_adapter
+from neuron_operator.decide.course import decide
+from neuron_operator.read.objects import name_of
+from neuron_operator.read.world import Decision, Object, Place, Settings, StorageSettings, Told, World
+
+MODEL_SPEC: dict[str, Any] = {**SPEC, "serving": {"adapters": {"maxActive": 4, "maxRank": 32, "targets": ["q_proj"]}}}
+IN_CLAIM = replace(SETTINGS, storage=StorageSettings(weights=Place(persistent_volume_claim=Claim(claim_name="models"))))
+DIGEST, SOURCE = "d1" * 32, "c1" * 20
+FACTS = {
+    "digest": DIGEST,
+    "rank": 8,
+    "targets": ["q_proj"],
+    "numBytes": 3 * 2**20,
+    "baseModel": "acme/tiny",
+    "sourceDigest": SOURCE,
+}
+FETCHED = {"digest": SOURCE, "bytes": 3 * 2**20, "readBytes": 3 * 2**20}
+
+
+def adapter(spec: Mapping[str, Any] | None = None, **metadata: Any) -> Object:
+    """A NeuronAdapter as read."""
+    given = {"model": "chat", "uri": "hf://acme/support-de", **(spec or {})}
+    identity = {"name": "support-de", "namespace": "team", "uid": "uid-support-de", "generation": 1, **metadata}
+    return {"apiVersion": names.API_VERSION, "kind": "NeuronAdapter", "metadata": identity, "spec": given}
+
+
+def base(spec: Mapping[str, Any] = MODEL_SPEC, told: tuple[str, ...] = ("ModelResolved", "WeightsReady")) -> Object:
+    """Its model, of which these conditions are true."""
+    conditions = [{"type": kind, "status": "True", "message": "done"} for kind in told]
+    status = {"conditions": conditions, "model": {"digest": "m1"}}
+    return {**body(spec), "status": status}
+
+
+def world(spec: Mapping[str, Any] | None = None, of: Object | None = None, **metadata: Any) -> World:
+    return World(body=adapter(spec, **metadata), children=(), pods=(), now=NOW, base=of or base())
+
+
+def settled(start: World, using: Settings = SETTINGS) -> tuple[World, Decision]:
+    """After passes until nothing changes."""
+    for _ in range(8):
+        decision = decide_adapter(start, using)
+        after = carried_out(start, decision)
+        if after == start:
+            return start, decision
+        start = after
+    raise AssertionError("not at rest")
+
+
+def after_job(start: World, using: Settings = SETTINGS, **result: Any) -> tuple[World, Decision]:
+    """After the Job that the adapter waits for ended with this result."""
+    start, decision = settled(start, using)
+    job = find(decision.desired, "Job")
+    record = json.dumps({"version": 1, "command": "inspect", "ok": True, **result})
+    pod = job_pod(job, ended(0, record), f"pod-of-{name_of(job)}", phase="Succeeded")
+    return settled(finished(replace(start, pods=(*start.pods, pod))), using)
+
+
+def passed(**metadata: Any) -> World:
+    return after_job(world(**metadata), adapter=FACTS)[0]
+
+
+def reason_of(decision: Decision, kind: str = "Ready") -> tuple[str, str]:
+    found = condition(decision.status, kind)
+    return found["status"], found["reason"]
+
+
+def command_of(job: Object) -> list[str]:
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return list(container["command"])
+
+
+def replica(name: str, ip: str = "10.0.0.1", ready: bool = True) -> Object:
+    deployment, _ = resolved_world()
+    return serving_pod(find(deployment.children, "Deployment"), name, ready=ready, podIP=ip)
+
+
+def told(start: World, **said_by: Any) -> World:
+    """The state in which replicas answer so: a state, with more fields after it, or what is not JSON."""
+    answers = {}
+    for number, (pod, said_) in enumerate(said_by.items()):
+        need = AdaptersOf(pod, f"http://10.0.0.{number}:8000/adapters")
+        answers[need] = said_ if isinstance(said_, Told) else Told(json.dumps({"adapters": said_}))
+    pods = tuple(replica(need.pod, f"10.0.0.{number}") for number, need in enumerate(answers))
+    return replace(start, pods=(*start.pods, *pods), told=answers)
+
+
+def entry(state: str, **fields: Any) -> list[dict[str, Any]]:
+    return [{"name": "support-de", "state": state, "digest": DIGEST, **fields}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason", "words"),
+    [
+        ({"base": None}, "NoSuchModel", "spec.model: namespace team has no NeuronModel chat"),
+        ({"base": base(SPEC)}, "AdaptersNotServed", "set its spec.serving.adapters.maxActive"),
+        (
+            {"base": base({**MODEL_SPEC, "model": {"uri": "hf://acme/tiny", "servedNames": ["a", "support-de"]}})},
+            "NameTaken",
+            "metadata.name: NeuronModel chat itself is served as support-de",
+        ),
+        ({"base": base({**MODEL_SPEC, "replicas": -1})}, "InvalidSpec", "NeuronModel chat is refused: spec.replicas"),
+        ({"body": adapter({"uri": "ftp://x"})}, "InvalidSpec", "spec.uri: must be hf://"),
+        (
+            {"body": adapter({"uri": "oci://registry/x"})},
+            "FieldNotSupported",
+            "spec.uri: a replica mounts nothing more",
+        ),
+        ({"body": adapter({"uri": "pvc://other/x"})}, "FieldNotSupported", "copy the adapter to s3:// or to a hub"),
+        (
+            {"body": adapter({"credentialsSecretRef": {"name": "mine"}})},
+            "FieldNotSupported",
+            "spec.credentialsSecretRef: the replicas of chat fetch adapters themselves",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_its_cure(changed: dict[str, Any], reason: str, words: str) -> None:
+    decision = decide_adapter(replace(world(), **changed), SETTINGS)
+    assert reason_of(decision, "Accepted") == ("False", reason)
+    assert words in condition(decision.status, "Ready")["message"]
+    assert reason_of(decision) == ("False", reason)
+    assert reason_of(decision, "Stalled") == ("True", reason)
+    assert reason_of(decision, "Resolved") == ("Unknown", reason)
+    assert not decision.desired
+
+
+def test_the_adapter_of_a_model_that_is_not_known_yet_waits_for_it() -> None:
+    decision = decide_adapter(world(of=base(told=())), SETTINGS)
+    assert reason_of(decision, "Resolved") == ("False", "Resolving")
+    assert "waiting until ModelResolved of model chat is true" in condition(decision.status, "Resolved")["message"]
+    assert not decision.desired
+
+
+def test_a_job_compares_the_adapter_with_its_model_and_its_limits() -> None:
+    _, decision = settled(world())
+    job = find(decision.desired, "Job")
+    inspect = ["neuron-runtime", "inspect", "hf://acme/support-de", "--adapter-of", "hf://acme/tiny"]
+    assert command_of(job)[:-2] == [*inspect, "--max-rank", "32", "--targets", "q_proj"]
+    (owner,) = job["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"]) == ("NeuronAdapter", "support-de")
+    assert reason_of(decision) == ("False", "Resolving")
+
+
+def test_with_a_claim_the_model_is_read_there_and_a_job_fetches_the_adapter_with_its_own_secret() -> None:
+    start = world({"credentialsSecretRef": {"name": "mine"}})
+    start, decision = settled(start, IN_CLAIM)
+    job = find(decision.desired, "Job")
+    assert command_of(job)[4] == f"file://{names.WEIGHTS_DIR}/m1"
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert [mount["name"] for mount in container["volumeMounts"]] == ["tmp", "weights"]
+    start, decision = after_job(start, IN_CLAIM, adapter=FACTS)
+    job = find(decision.desired, "Job")
+    assert command_of(job)[:3] == ["neuron-runtime", "fetch", "hf://acme/support-de"]
+    assert command_of(job)[3:] == [
+        names.WEIGHTS_DIR,
+        "--digest",
+        SOURCE,
+        "--record",
+        names.TERMINATION_LOG,
+        "--adapter",
+    ]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    secrets = [one["valueFrom"]["secretKeyRef"]["name"] for one in container["env"] if "valueFrom" in one]
+    assert secrets == ["mine"]
+    assert "served" not in decision.status  # type: ignore[operator]
+    _, decision = after_job(start, IN_CLAIM, weights=FETCHED)
+    assert decision.status is not None
+    assert (decision.status["served"]["digest"], decision.status["served"]["sourceDigest"]) == (DIGEST, SOURCE)
+    assert reason_of(decision, "Fetched") == ("True", "Fetched")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (60, "RankTooHigh"),
+        (61, "TargetsNotServed"),
+        (62, "AdapterMismatch"),
+        (63, "AdapterNotSupported"),
+        (64, "InvalidAdapter"),
+        (10, "ModelNotFound"),
+        (11, "WeightsUnauthorized"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_says_why(code: int, reason: str) -> None:
+    start, decision = settled(world())
+    pod = job_pod(find(decision.desired, "Job"), ended(code, failure_record(code, reason, "rank 64 exceeds 32")))
+    _, decision = settled(finished(replace(start, pods=(pod,)), "Failed"))
+    assert reason_of(decision, "Resolved") == ("False", reason)
+    assert "rank 64 exceeds 32" in said(condition(decision.status, "Ready"))
+    assert reason_of(decision, "Stalled") == ("True", reason)
+
+
+def test_an_edit_that_does_not_fit_leaves_the_version_before_in_the_list() -> None:
+    start = passed()
+    edited = adapter({"uri": "hf://acme/wrong"}, generation=2)
+    start, decision = settled(replace(start, body={**edited, "status": start.body["status"]}))
+    pod = job_pod(find(decision.desired, "Job"), ended(60, failure_record(60, "RankTooHigh", "rank 64")), "second")
+    start, decision = settled(finished(replace(start, pods=(*start.pods, pod)), "Failed"))
+    assert reason_of(decision) == ("False", "RankTooHigh")
+    assert decision.status is not None
+    assert decision.status["served"]["uri"] == "hf://acme/support-de"
+    assert "the version before is served on" in condition(decision.status, "Ready")["message"]
+    # The record of the version before stays, and reverting the edit needs no Job.
+    back = adapter(generation=3)
+    _, decision = settled(replace(start, body={**back, "status": start.body["status"]}))
+    assert reason_of(decision, "Resolved") == ("True", "Resolved")
+    assert not [obj for obj in decision.desired if obj["kind"] == "Job"]
+
+
+def test_an_upgrade_of_the_operator_reads_no_adapter_again() -> None:
+    _, decision = settled(passed(), replace(SETTINGS, runtime_image="registry.example/neuron-serving-runtime:2"))
+    assert reason_of(decision, "Resolved") == ("True", "Resolved")
+    assert not [obj for obj in decision.desired if obj["kind"] == "Job"]
+
+
+def test_a_name_that_its_model_takes_leaves_the_list() -> None:
+    taken = base({**MODEL_SPEC, "model": {"uri": "hf://acme/tiny", "servedNames": ["support-de"]}})
+    decision = decide_adapter(replace(passed(), base=taken), SETTINGS)
+    assert "served" not in (decision.status or {})
+
+
+def test_it_is_ready_when_every_replica_serves_this_version() -> None:
+    decision = decide_adapter(told(passed(), a=entry("Ready"), b=entry("Ready")), SETTINGS)
+    assert reason_of(decision) == ("True", "Ready")
+    assert decision.status is not None
+    assert decision.status["ready"] == "2/2"
+    assert decision.requeue_after_seconds == LOOK_SECONDS
+    assert decision.announcements[0].type == "Normal"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "words"),
+    [
+        (entry("Loading"), "Loading", "b: Loading"),
+        (
+            entry("Failed", reason="StorageFull", message="no room"),
+            "StorageFull",
+            "b: Failed: StorageFull: no room",
+        ),
+        (entry("Failed", message="odd"), "AdapterNotLoaded", "b: Failed: odd"),
+        (entry("Ready", digest="d0"), "Loading", "b: it serves the version before"),
+        ([], "Loading", "b: it has not read the list yet"),
+        (Told("Not Found"), "Loading", "b: it does not tell, as an earlier revision"),
+        (Told(fault="connection refused"), "Loading", "b: it does not tell: connection refused"),
+    ],
+)
+def test_a_replica_that_lacks_it_is_named_with_the_cause(answer: Any, reason: str, words: str) -> None:
+    decision = decide_adapter(told(passed(), a=entry("Ready"), b=answer), SETTINGS)
+    assert reason_of(decision) == ("False", reason)
+    assert words in condition(decision.status, "Ready")["message"]
+    assert decision.status is not None
+    assert decision.status["ready"] == "1/2"
+    assert decision.requeue_after_seconds == POLL_SECONDS
+
+
+def test_a_replica_that_starts_is_not_asked_and_counts_as_lacking() -> None:
+    start = replace(passed(), pods=(replica("a", ready=False),))
+    decision = decide_adapter(start, SETTINGS)
+    assert not decision.needs
+    assert "a: it does not answer yet" in condition(decision.status, "Ready")["message"]
+
+
+@given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
+def test_nothing_that_anybody_writes_makes_a_pass_raise(spec: Any, status: Any, answer: Any) -> None:
+    start = told(passed(), a=answer, b=Told(json.dumps(answer)))
+    for changed in ({"spec": spec}, {"status": status}, {"status": {"served": status, "conditions": status}}):
+        decide_adapter(replace(start, body={**start.body, **changed}), SETTINGS)
+    decide_adapter(replace(start, base={**base(), "spec": spec, "status": status}), SETTINGS)
+
+
+def test_the_model_lists_what_passed_and_mounts_the_list() -> None:
+    served = {"model": "chat", "uri": "hf://acme/x", "key": "k", "digest": "d1", "sourceDigest": "c1"}
+    good, elsewhere, new = adapter(name="b"), adapter({"model": "other"}, name="c"), adapter(name="a")
+    listed = ({**good, "status": {"served": served}}, {**elsewhere, "status": {"served": served}}, new)
+    start, _ = resolved_world(spec=MODEL_SPEC)
+    decision = decide(replace(start, adapters=listed), SETTINGS)
+    found = next(obj for obj in decision.desired if name_of(obj) == "chat-adapters")
+    document = json.loads(found["data"]["adapters.json"])
+    assert document == {"adapters": [{"name": "b", "uri": "hf://acme/x", "digest": "d1", "sourceDigest": "c1"}]}
+    assert "immutable" not in found
+    template = find(decision.desired, "Deployment")["spec"]["template"]["spec"]
+    assert {"name": "adapters", "configMap": {"name": "chat-adapters"}} in template["volumes"]
+    assert "--adapters-file" in command_of({"spec": {"template": {"spec": template}}})
+    assert not [gone for gone in decision.delete if name_of(gone) == "chat-adapters"]
+
+
+def test_the_pods_of_a_model_without_adapters_have_no_list() -> None:
+    _, decision = resolved_world()
+    assert "chat-adapters" not in map(name_of, decision.desired)
+    assert "adapters" not in json.dumps(find(decision.desired, "Deployment"))
+
+
+def test_only_a_model_with_adapters_lets_the_operator_ask_its_replicas() -> None:
+    using = replace(SETTINGS, network_policy_ingress_from=({"podSelector": {}},), network_policy_operator=({"x": {}},))
+    for spec, peers in ((SPEC, 1), (MODEL_SPEC, 2)):
+        _, decision = resolved_world(using, spec=spec)
+        (rule,) = find(decision.desired, "NetworkPolicy")["spec"]["ingress"]
+        assert len(rule["from"]) == peers
+
+
+def test_a_manifest_of_an_adapter_is_refused_by_its_field() -> None:
+    for spec, field in (({"model": None}, "spec.model"), ({"model": "A"}, "spec.model"), ({"x": 1}, "spec")):
+        with pytest.raises(InvalidSpec) as refusal:
+            parse_adapter(adapter(spec))
+        assert refusal.value.field == field
+    assert parse_adapter(adapter()).spec.uri == "hf://acme/support-de"
+    assert parse(body(MODEL_SPEC)).spec.serves_adapters
