@@ -438,6 +438,8 @@ class BackendLimits:
     other is launched after that one is collected, with its `after` rows filled."""
     num_lookahead_tokens: int = 0
     """Positions beyond the fed ones that a row may write (draft tokens); at least `max_tokens_per_row - 1`."""
+    begins_with_prefill: bool = False
+    """The first row of a sequence must prefill, also if all of its tokens but one are cached."""
     max_adapters: int = 0
     """Places for adapters: live sequences use at most so many different ones; 0: the base model alone."""
     max_loaded_adapters: int = 0

@@ -1097,9 +1097,9 @@ def test_every_rule_that_the_strict_fake_knows_is_broken_by_a_test() -> None:
     assert known - elsewhere.keys() == {rule for rule, _ in (*SILENT.values(), *REFUSED.values())}
 
 
-@pytest.mark.parametrize("field", ["speculation_length", "lora_config", "quantized", "is_medusa"])
+@pytest.mark.parametrize("field", ["speculation_length", "quantized", "is_medusa"])
 def test_what_the_fake_does_not_emulate_is_an_error(model: Model, tmp_path: Path, field: str) -> None:
-    value = {"speculation_length": 4, "lora_config": {}}.get(field, True)
+    value = {"speculation_length": 4}.get(field, True)
     with fake_nxdi(), pytest.raises(NotImplementedError, match="the fake has no"):
         built(model, tmp_path, **{field: value, "quantized_checkpoints_path": "/none"})
 

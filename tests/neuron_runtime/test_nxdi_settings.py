@@ -299,7 +299,6 @@ def test_an_override_of_the_cache_makes_blocks() -> None:
         ({"fused_qkv": "yes"}, {}, {".fused_qkv": "must be true or false, got 'yes'"}),
         ({"speculation_length": 4}, {}, {".speculation_length": "4: speculative decoding is not supported yet"}),
         ({"quantized": True}, {}, {".quantized": "True: quantization is not supported yet"}),
-        ({"lora_config": {"max_loras": 2}}, {}, {".lora_config": "LoRA is not supported yet"}),
         ({"chunked_prefill_config": {"max_num_seqs": 4}}, {}, {".chunked_prefill_config": "segments do"}),
         ({"moe_tp_degree": 2}, {}, {".moe_tp_degree": "is for mixtures of experts, which llama is not"}),
         (

@@ -9,7 +9,7 @@ from bisect import insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from neuron_runtime.core import Added
+from neuron_runtime.core import Added, BackendLimits
 from neuron_runtime.engine.adapters import Places
 from neuron_runtime.engine.pool import Pool
 from neuron_runtime.engine.sequence import Phase, Sequence
@@ -29,9 +29,10 @@ class WaitingQueue(list[Sequence]):
 class RunningSet:
     """Sequences with a slot. A sequence is in `prefilling` or `decoding`, according to its phase."""
 
-    def __init__(self, max_rows: int, max_adapters: int = 0) -> None:
-        self.slots = Pool(max_rows)
-        self.places = Places(max_adapters)
+    def __init__(self, limits: BackendLimits) -> None:
+        self.slots = Pool(limits.max_rows)
+        self.places = Places(limits.max_adapters)
+        self._begins_with_prefill = limits.begins_with_prefill
         self.prefilling: list[Sequence] = []
         """In order of service."""
         self.decoding: list[Sequence] = []
@@ -57,7 +58,7 @@ class RunningSet:
         """Assign the lowest free slot to a startable sequence that has its blocks."""
         (sequence.slot,) = self.slots.take(1)
         self.places.take(sequence)
-        if sequence.num_unscheduled_tokens > 1 or not sequence.num_computed_tokens:
+        if sequence.num_unscheduled_tokens > 1 or not sequence.num_computed_tokens or self._begins_with_prefill:
             sequence.phase = Phase.PREFILL
             insort(self.prefilling, sequence, key=by_order)
         else:

@@ -50,7 +50,7 @@ class Scheduler:
         self.limits = limits
         self.stats = EngineStats(num_blocks=limits.num_blocks)
         self.waiting = WaitingQueue()
-        self.running = RunningSet(limits.max_rows, limits.max_adapters)
+        self.running = RunningSet(limits)
         self.blocks = BlockManager(limits, self.stats)
         self.scheduled: deque[ScheduledStep] = deque()
         """Not applied yet, oldest first."""

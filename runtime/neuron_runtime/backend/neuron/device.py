@@ -129,6 +129,8 @@ class _Step(NamedTuple):
     batch: Batch
     calls: Sequence[Call]
     rows: FedRows
+    before: Sequence[Callable[[], None]] = ()
+    """What the library is told before the calls."""
 
 
 class _Done(NamedTuple):
@@ -244,6 +246,8 @@ class DeviceBackend:
         self._ask_memory = memory
         self._launched: deque[_Step] = deque()
         self._running: deque[_Step] = deque()
+        self._before: list[Callable[[], None]] = []
+        """For the next step."""
         self._thread: DeviceThread[tuple[_Step, Late | None], _Done] = DeviceThread(self._run)
         # Used on that thread alone:
         self._host = None if limits.sampling == "Device" and not prefills_on_host else HostRows(limits)
@@ -263,7 +267,12 @@ class DeviceBackend:
         return name_of_step(graph.name for graph in self._inputs.graphs(batch))
 
     def launch(self, batch: Batch) -> None:
-        self._launched.append(_Step(batch, *self._inputs.apply(batch)))
+        before, self._before = self._before, []
+        self._launched.append(_Step(batch, *self._inputs.apply(batch), before=before))
+
+    def before_next_step(self, change: Callable[[], None]) -> None:
+        """Call this on the backend's thread, before the calls of the step that is launched next."""
+        self._before.append(change)
 
     def sample(self, step: int, late: Late | None) -> None:
         launched = self._launched.popleft()
@@ -310,6 +319,8 @@ class DeviceBackend:
 
     @torch.no_grad()
     def _run_calls(self, step: _Step, late: Late | None) -> _Done:
+        for change in step.before:
+            change()
         rows, seconds = step.rows, 0.0
         tokens = np.zeros(len(rows.slots), dtype=np.int64)
         of_host = None

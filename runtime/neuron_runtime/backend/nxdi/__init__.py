@@ -26,7 +26,7 @@ from neuron_runtime.config import RuntimeConfig
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
-SERVES_ADAPTERS = False
+SERVES_ADAPTERS = True
 
 
 def needs_weights(config: RuntimeConfig) -> bool:

@@ -3,25 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from neuron_runtime.adapters.tensors import pairs
 from neuron_runtime.backend.neuron.device import Application, DeviceBackend
 from neuron_runtime.backend.neuron.installed import device_memory
 from neuron_runtime.backend.neuron.step_graphs import Decode
 from neuron_runtime.backend.nxdi.buckets import all_graphs, span_that_takes
-from neuron_runtime.backend.nxdi.inputs import Inputs
+from neuron_runtime.backend.nxdi.inputs import BASE_MODEL, Inputs
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.warming import lone_step
 from neuron_runtime.core import BackendLimits, Batch
+from neuron_runtime.errors import ExitCode, FatalError
 
 
 class NxdiBackend(DeviceBackend):
-    """See `DeviceBackend`."""
+    """See `DeviceBackend`, and `AdapterBackend` if the settings have adapters."""
 
     def __init__(
         self, application: Application, settings: Settings, limits: BackendLimits, *, in_group: bool = False
     ) -> None:
-        steps = warm_up_steps(settings, limits)
-        super().__init__(application, Inputs(settings, limits), limits, steps, memory=device_memory, in_group=in_group)
+        self._adapter_ids: dict[str, int] = {}
+        """The library's numbers, which it counts up from that of the base model. It never forgets a name."""
+        self._manager: Any = getattr(application, "lora_model_manager", None)
+        inputs = Inputs(settings, limits, self._adapter_ids)
+        super().__init__(
+            application, inputs, limits, warm_up_steps(settings, limits), memory=device_memory, in_group=in_group
+        )
+
+    def read_adapter(self, folder: Path) -> None:
+        """Checks that all tensors can be read. The library reads and shards them itself, between two steps."""
+        for _ in pairs(folder):
+            pass
+
+    def add_adapter(self, digest: str, folder: Path, weights: None) -> None:
+        expected = self._adapter_ids.setdefault(digest, BASE_MODEL + 1 + len(self._adapter_ids))
+        self.before_next_step(partial(self._add, digest, folder, expected))
+
+    def remove_adapter(self, digest: str) -> None:
+        """From the host's memory; on the device its weights stay until others take their place."""
+        self.before_next_step(partial(self._manager.remove_adapter, self._adapter_ids[digest]))
+
+    # On the backend's thread
+
+    def _add(self, digest: str, folder: Path, expected: int) -> None:
+        added = self._manager.add_adapter(SimpleNamespace(lora_name=digest, lora_path=str(folder)))
+        number = self._manager.lora_adapter_id_mapping.get(digest)
+        if not added or number != expected:
+            message = f"NxD Inference has taken adapter {digest[:12]} from {folder} as {number} instead of {expected}"
+            raise FatalError(ExitCode.DEVICE_FAILED, message)
 
 
 def warm_up_steps(settings: Settings, limits: BackendLimits) -> Iterator[Batch]:

@@ -124,5 +124,11 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
         token_feedback="same rows" if settings.asynchronous else "device",
         # NxD Inference launches the step after the one that was asked for, which writes one position more.
         num_lookahead_tokens=1 if settings.asynchronous else 0,
+        max_adapters=settings.max_adapters,
+        max_loaded_adapters=settings.max_loaded_adapters,
+        max_adapter_rank=settings.max_adapter_rank,
+        adapter_targets=settings.adapter_targets,
+        # An adapter is bound to a row's seat by the call that computes the prompt.
+        begins_with_prefill=settings.max_adapters > 0,
         max_step_seconds=TIMEOUT_SHARE * exec_timeout_seconds,
     )

@@ -11,9 +11,10 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from neuron_runtime.backend.neuron.devices import Target, check_cores, environment_of, find_target
 from neuron_runtime.backend.neuron.installed import platform_target
@@ -73,7 +74,9 @@ class NxdiCompiler:
                 "application": settings.application,
                 "layout": settings.layout,
                 "neuronConfig": {
-                    name: value for name, value in settings.neuron_config.items() if name not in _NOT_OF_SETTINGS
+                    name: _without(value, _NOT_OF_GRAPHS)
+                    for name, value in settings.neuron_config.items()
+                    if name not in _NOT_OF_SETTINGS
                 },
             },
             libraries=library.required_versions(),
@@ -149,6 +152,14 @@ _NOT_OF_SETTINGS = {
     *("token_generation_buckets", "token_generation_batches", "pa_num_blocks", "pa_block_size"),
 }
 """Arguments of NeuronConfig that change no graph, or that the needs name elsewhere."""
+
+
+_NOT_OF_GRAPHS = {"max_cpu_loras"}
+
+
+def _without(value: Any, names: Collection[str]) -> Any:
+    """A part of NeuronConfig without what changes no graph."""
+    return {name: one for name, one in value.items() if name not in names} if isinstance(value, Mapping) else value
 
 
 SAMPLES, SAMPLE_BYTES = 16, 2**16

@@ -7,6 +7,7 @@ it keeps some of them and writes to others; only a block table that no row has o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,10 @@ from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import BackendLimits, Batch
 
+BoolArray = npt.NDArray[np.bool_]
+
+BASE_MODEL = 0
+"""The library's number of what rows without an adapter have."""
 NO_SLOT = -1
 """In a slot mapping: keys and values of the token are not kept."""
 MAX_SEQUENCE_ID = 2**30
@@ -43,6 +48,8 @@ class _Places:
     """For each row of the call, the number of its sequence."""
     parameters: FloatArray
     """For each row of the call, how it is sampled."""
+    is_real: BoolArray
+    """Whether a row of the call is one of these rows; the others keep nothing."""
     num_rows: int
     """See `decode_graph`."""
     position: int
@@ -54,8 +61,16 @@ class _Places:
 class Inputs:
     """What the calls of a step take, from the mirror of the slots and what NxD Inference must know besides."""
 
-    def __init__(self, settings: Settings, limits: BackendLimits) -> None:
+    def __init__(self, settings: Settings, limits: BackendLimits, adapter_ids: Mapping[str, int]) -> None:
+        """adapter_ids: the library's numbers of adapters, by their digests."""
         num_slots, self._settings = settings.max_rows, settings
+        self._adapter_ids = adapter_ids
+        self._places_of_adapters: dict[int, int] = {0: BASE_MODEL}
+        """The library's number of what each place has."""
+        self._adapters = np.full(num_slots, BASE_MODEL, dtype=np.int64)
+        """The same of each slot."""
+        # Row i of a decode call has the adapter of seat i, to which the call for the prompt has bound it.
+        self._by_seat = settings.layout == "slots" or settings.max_adapters > 0
         self._block_size = settings.block_size
         self._mirror = SlotMirror(limits)
         self._started = np.zeros(num_slots, dtype=bool)
@@ -99,9 +114,12 @@ class Inputs:
     def _change(self, batch: Batch) -> None:
         for slot in batch.released:
             self._started[slot] = False
+        for place, digest in batch.adapters:
+            self._places_of_adapters[place] = self._adapter_ids[digest]
         for added in batch.added:
+            self._adapters[added.slot] = self._places_of_adapters[added.adapter]
             self._parameters[added.slot] = device_parameters(added.sampling, self._settings.global_topk)
-            self._sequence_ids[added.slot] = self._next_id
+            self._sequence_ids[added.slot] = added.slot if self._by_seat else self._next_id
             self._next_id = self._next_id + 1 if self._next_id < MAX_SEQUENCE_ID else self._settings.max_rows
         if self._places is not None and batch.appended_blocks:
             self._places.table = None
@@ -140,6 +158,7 @@ class Inputs:
             "input_ids": row_of(_padded(self._mirror.tokens[slot, :end], width)),
             "position_ids": row_of(positions),
             "sampling_params": torch.from_numpy(self._parameters[[slot]]),
+            **self._adapters_of(np.array([slot])),
         }
         if self._settings.layout == "slots":
             arguments["seq_ids"] = torch.tensor([slot])
@@ -161,20 +180,27 @@ class Inputs:
     def _extent(self, rows: FedRows) -> tuple[int, int]:
         """Number of rows and largest position of a decode call; see `decode_graph`."""
         slots, start = rows.slots[: rows.num_decodes], rows.start[: rows.num_decodes]
-        return int(slots.max()) + 1 if self._settings.layout == "slots" else len(slots), int(start.max())
+        return int(slots.max()) + 1 if self._by_seat else len(slots), int(start.max())
+
+    def _adapters_of(self, slots: IntArray) -> dict[str, torch.Tensor]:
+        if not self._settings.max_adapters:
+            return {}
+        return {"adapter_ids": torch.from_numpy(self._adapters[slots].astype(np.int32))}
 
     def _placed(self, step: int, rows: FedRows, graph: Graph) -> _Places:
         slots, num_rows = rows.slots[: rows.num_decodes], graph.num_computed_tokens
-        if by_line := self._settings.layout == "slots":
+        if self._settings.layout == "slots":
             absent = self._started & self._mirror.live
             absent[slots] = False
             if absent.any():
                 raise IllegalBatch(f"step {step} would overwrite slot {int(absent.argmax())}, which has no row")
-        places = slots if by_line else np.arange(len(slots))
+        places = slots if self._by_seat else np.arange(len(slots))
         source = np.zeros(num_rows, dtype=np.int64)  # places without a sequence repeat the first row
         source[places] = np.arange(len(slots))
+        is_real = np.zeros(num_rows, dtype=bool)
+        is_real[places] = True
         identifiers = np.arange(num_rows)
-        if not by_line:
+        if not self._by_seat:
             # Identifiers below the number of slots belong to no sequence.
             identifiers[: len(slots)] = self._sequence_ids[slots]
         of_place = slots[source]
@@ -185,6 +211,7 @@ class Inputs:
             of_place,
             identifiers,
             self._parameters[of_place],
+            is_real,
             *self._extent(rows),
         )
 
@@ -197,11 +224,12 @@ class Inputs:
             "position_ids": column(positions),
             "sampling_params": torch.from_numpy(places.parameters.copy()),
             "seq_ids": torch.from_numpy(places.identifiers.copy()),
+            **self._adapters_of(places.of_place),
         }
         if self._settings.layout == "blocks":
             block, offset = np.divmod(positions, self._block_size)
             kept = self._mirror.blocks[places.of_place, block] * self._block_size + offset
-            kept[count:] = NO_SLOT
+            kept[~places.is_real] = NO_SLOT
             width = graph.length // self._block_size
             if places.table is None or places.table.shape[1] != width:
                 places.table = torch.from_numpy(self._mirror.blocks[places.of_place, :width])

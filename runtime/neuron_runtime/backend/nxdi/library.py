@@ -114,6 +114,8 @@ def application(settings: Settings, model_dir: Path) -> Any:
     application_class = _class_of(settings, read_config(model_dir))
     config_class = application_class.get_config_cls().get_neuron_config_cls()
     _check_known(settings.neuron_config, config_class)
+    if settings.max_adapters:
+        _check_adapters()
     try:
         neuron_config = config_class(**copy.deepcopy(dict(settings.neuron_config)))
     except Exception as error:
@@ -223,6 +225,17 @@ def _check_chunks(settings: Settings, chunk: Any) -> None:
                 f"attention, which has {chunk} tokens: set {chunk}, or use an image with a newer Neuron SDK"
             )
             raise InvalidConfig("$.limits.maxModelLength", message)
+
+
+def _check_adapters() -> None:
+    """Older releases accept an added adapter and never use it. Raises InvalidConfig."""
+    config_class = _module("modules.lora_serving.config").LoraServingConfig
+    if "enable_base_model_only" not in inspect.signature(config_class).parameters:
+        message = (
+            f"NxD Inference {version_of(INFERENCE)} cannot add adapters while it serves: leave it out, or use an image "
+            "with Neuron SDK 2.29 or newer"
+        )
+        raise InvalidConfig("$.adapters.maxActive", message)
 
 
 def _check_known(arguments: Mapping[str, Any], config_class: Any) -> None:

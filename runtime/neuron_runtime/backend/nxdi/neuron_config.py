@@ -98,7 +98,7 @@ FIELDS = (
         "quantization_scale_dtype is_mxfp4_compute is_full_model_shuffled kv_quant_config",
         feature=_QUANTIZATION,
     ),
-    NeuronField("lora_config", feature="LoRA"),
+    _Derived("lora_config", path="$.adapters.maxActive"),
     NeuronField("skip_vision", feature="multimodal input"),
     *_all(NeuronField, "tensor_replacement_config tensor_capture_config", feature=_DEBUGGING),
     NeuronField("attention_dp_degree", feature="data-parallel attention", neutral=(1,)),

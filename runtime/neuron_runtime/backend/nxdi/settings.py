@@ -19,12 +19,16 @@ from neuron_runtime.backend.neuron.devices import LogicalCore, Target
 from neuron_runtime.backend.neuron.model_config import number_of
 from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, text_config, window_of
-from neuron_runtime.backend.nxdi.neuron_config import SAMPLING, Override, merge, read_override
-from neuron_runtime.config import RuntimeConfig, uses_blocks
+from neuron_runtime.backend.nxdi.neuron_config import SAMPLING, SHARDED, Override, merge, read_override
+from neuron_runtime.config import TARGETS, AdapterOptions, RuntimeConfig, uses_blocks
 from neuron_runtime.core import SamplingMode
 from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems
 
+WITH_ADAPTERS = ("llama", "mistral", "qwen2", "qwen3")
+"""Applications whose attention and MLP pass on whose adapter a row has."""
+MIN_ADAPTER_RANK = 2
+"""NxD Inference takes an axis of one for none."""
 DEFAULT_MAX_SEQUENCES = 16
 DEFAULT_MAX_LENGTH = 4096
 DEFAULT_BLOCK_SIZE = 32
@@ -82,6 +86,12 @@ class Settings:
     vocabulary_size: int
     neuron_config: Mapping[str, Any]
     """All arguments of NeuronConfig, as plain JSON."""
+    max_adapters: int = 0
+    """Adapters of running requests; 0: the model has none."""
+    max_loaded_adapters: int = 0
+    """Adapters in the host's memory. It changes no graph."""
+    max_adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ()
     unread_weights: tuple[str, ...] = ()
     """Patterns of names of tensors that no module needs to read. It changes no graph."""
 
@@ -160,6 +170,8 @@ class _Derivation:
         asynchronous = self._chosen("$.asyncMode", config.async_mode, "async_mode")
         sampling, sampling_config = self._sampling(vocabulary_size, asynchronous)
         row_buckets = self._row_buckets(rows, blocks, asynchronous)
+        if config.adapters.max_active:
+            self._check_adapters(row_buckets)
         if blocks and len(prefix) > 1:
             self._check_prefix_prefill(context, "$.prefixCaching" if shares else "$.chunkedPrefill")
         problems.check()
@@ -185,6 +197,7 @@ class _Derivation:
             asynchronous=asynchronous,
             vocabulary_size=vocabulary_size,
             neuron_config={},
+            **_adapters(config.adapters),
             unread_weights=self._override.unread,
         )
         ours = {
@@ -194,6 +207,20 @@ class _Derivation:
             "output_logits": sampling == "DeviceWithLogits",
         }
         return replace(plain, neuron_config=merge(ours, _derived(plain), self._override))
+
+    def _check_adapters(self, row_buckets: tuple[int, ...]) -> None:
+        """Refuses what NxD Inference cannot combine with adapters, or takes and computes wrongly."""
+        path, adapters = "$.adapters.maxActive", self._config.adapters
+        if self._family.application not in WITH_ADAPTERS:
+            self._refuse(path, f"{self._family.application} has no adapters: only {', '.join(WITH_ADAPTERS)} have")
+        if adapters.max_rank < MIN_ADAPTER_RANK:
+            message = f"must be at least {MIN_ADAPTER_RANK} with NxD Inference, got {adapters.max_rank}"
+            self._refuse("$.adapters.maxRank", message)
+        if row_buckets:
+            self._refuse("$.buckets.sequences", "cannot be combined with adapters: leave out one of them")
+        for name in ("fused_qkv", SHARDED):
+            if self._override.get(name):
+                self._refuse(f"{PATH}.{name}", "cannot be combined with adapters: leave out one of them")
 
     def _check_capacity(self) -> None:
         """Refuses what would make experts drop tokens, which nothing reports."""
@@ -506,9 +533,31 @@ def _arguments(settings: Settings) -> dict[str, Any]:
             "pa_block_size": settings.block_size,
             "prefix_buckets": [size for size in settings.prefix_buckets if size],
         }
+    if settings.max_adapters:
+        arguments["lora_config"] = {
+            "max_loras": settings.max_adapters,
+            "max_cpu_loras": settings.max_loaded_adapters,
+            "max_lora_rank": settings.max_adapter_rank,
+            "batch_size": settings.max_rows,
+            "target_modules": list(settings.adapter_targets),
+            "dynamic_multi_lora": True,
+            # Its place for rows without an adapter, which it adds to both numbers.
+            "enable_base_model_only": True,
+        }
     if settings.row_buckets:
         arguments["token_generation_batches"] = list(settings.row_buckets)
     return arguments
+
+
+def _adapters(options: AdapterOptions) -> dict[str, Any]:
+    if not options.max_active:
+        return {}
+    return {
+        "max_adapters": options.max_active,
+        "max_loaded_adapters": options.max_loaded or options.max_active,
+        "max_adapter_rank": options.max_rank,
+        "adapter_targets": tuple(one for one in TARGETS if one in (options.targets or TARGETS)),
+    }
 
 
 def _derived(settings: Settings) -> dict[str, Any]:
@@ -523,4 +572,5 @@ def _derived(settings: Settings) -> dict[str, Any]:
         **dict.fromkeys(("start_rank_id", "kv_cache_padding_size"), 0),
         **dict.fromkeys(("allow_input_truncation", "skip_sharding", "bucket_n_active_tokens"), False),
         "is_block_kv_layout": blocks,
+        "lora_config": None,
     }

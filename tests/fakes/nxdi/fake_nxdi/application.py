@@ -18,7 +18,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fake_nxdi
-from fake_nxdi import buckets, device, platform
+from fake_nxdi import buckets, device, lora, platform
 from fake_nxdi.ahead import run_ahead
 from fake_nxdi.config import InferenceConfig, NeuronConfig
 from fake_nxdi.decoder import Decoder, preprocess, read_checkpoint
@@ -246,7 +246,6 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             raise NotImplementedError("Chunked Prefill is not available in NxDI for now")
         for wanted, name in (
             (neuron.speculation_length or neuron.enable_fused_speculation or neuron.is_medusa, "speculation"),
-            (neuron.lora_config, "LoRA"),
             (neuron.quantized or neuron.kv_cache_quant, "quantization"),
             (neuron.padding_side != "right", "padding on the left"),
             (neuron.is_chunked_prefill, "chunked prefill"),
@@ -254,6 +253,9 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         ):
             if wanted:
                 raise NotImplementedError(f"the fake has no {name}")
+        if neuron.lora_config:
+            lora.check(neuron)
+            self.lora_model_manager = lora.LoraModelManager(neuron.lora_config)
         self.context_encoding_model = self._submodel(CONTEXT)
         self.token_generation_model = self._submodel(TOKEN)
         self.models = [self.context_encoding_model, self.token_generation_model]
@@ -307,6 +309,9 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         prefill = bool(positions.min().item() == 0)
         context = prefill and ids.shape[-1] > 1 if neuron.is_prefix_caching else prefill
         adapters = given["adapter_ids"]
+        if neuron.lora_config and prefill and ids.shape[-1] > 1:
+            assert self.traced_model is not None
+            adapters = self.lora_model_manager.swap(self.traced_model.seats, adapters)
         call = Call(
             ids=ids,
             mask=mask,

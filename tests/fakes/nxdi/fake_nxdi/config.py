@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import fake_nxdi
-from fake_nxdi import platform
+from fake_nxdi import lora, platform
 
 CONFIG_FILE = "neuron_config.json"
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")}
@@ -191,11 +191,6 @@ class OnDeviceSamplingConfig:
         self.__dict__.update(known, **{key: value for key, value in kwargs.items() if key in known})
 
 
-class LoraServingConfig:
-    def __init__(self, **kwargs: Any) -> None:
-        self.__dict__.update({"max_loras": 1, "dynamic_multi_lora": False}, **kwargs)
-
-
 class NeuronConfig:
     def __init__(self, **kwargs: Any) -> None:
         given = dict(kwargs)
@@ -248,7 +243,7 @@ class NeuronConfig:
         if type(self.on_device_sampling_config) is dict:
             self.on_device_sampling_config = OnDeviceSamplingConfig(**self.on_device_sampling_config)
         if type(self.lora_config) is dict:
-            self.lora_config = LoraServingConfig(**self.lora_config)
+            self.lora_config = lora.config_class()(**self.lora_config)
         if self.enable_eagle_speculation:
             self.enable_fused_speculation = True
         self.enable_token_tree = self.token_tree_config is not None

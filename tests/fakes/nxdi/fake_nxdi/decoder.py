@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import fake_nxdi
+from fake_nxdi.lora import Weights
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -171,6 +172,8 @@ class Decoder:
         if shape.tied or "lm_head.weight" not in self._weights:
             self._weights["lm_head.weight"] = self._weights["embed_tokens.weight"]
         self._rates = frequencies(shape)
+        self.rows: list[Weights] = []
+        """What the adapter of each row of the next call adds; empty: no row has one."""
 
     @property
     def num_bytes(self) -> int:
@@ -182,7 +185,12 @@ class Decoder:
         return self._weights[name] * scaled.to(values.dtype)
 
     def _linear(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        return linear(values, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+        found = linear(values, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+        for row, adapter in enumerate(self.rows):
+            if pair := adapter.get(name):
+                a, b, scaling = pair
+                found[row] += (linear(linear(values[row], a), b) * scaling).to(found.dtype)
+        return found
 
     def _heads(self, values: torch.Tensor, name: str, norm: str) -> torch.Tensor:
         rows, width, _ = values.shape

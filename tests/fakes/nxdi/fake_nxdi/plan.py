@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import fake_nxdi
+from fake_nxdi import lora
 from fake_nxdi.decoder import Shape, shape_of
 
 CONTEXT = "context_encoding_model"
@@ -61,6 +62,8 @@ class Plan:
     decode_kernel: bool
     world_size: int
     platform: str
+    lora: dict[str, Any] | None = None
+    """See `lora.facts_of`."""
 
     @property
     def line_length(self) -> int:
@@ -140,6 +143,7 @@ def plan_of(config: Any, platform: str) -> Plan:
         decode_kernel=neuron.attn_block_tkg_nki_kernel_enabled,
         world_size=neuron.world_size,
         platform=platform,
+        lora=lora.facts_of(neuron),
     )
 
 

@@ -19,6 +19,7 @@ import fake_nxdi
 from fake_nxdi import device, sampler
 from fake_nxdi.decoder import Decoder, Layer
 from fake_nxdi.ledger import COPY, NEVER, ROOT, RULES, TAIL, WARM, Ledger, numbers
+from fake_nxdi.lora import Seats
 from fake_nxdi.plan import CONTEXT, Graph, Plan
 
 Tensors = list[torch.Tensor]
@@ -70,6 +71,7 @@ class Program:
         )
         self.ledger = Ledger(num_places)
         self._prompt_ends: dict[int, int] = {}
+        self.seats = Seats(plan.lora) if plan.lora else None
 
     def run(self, inputs: Tensors, notes: Notes) -> Later:
         shapes = _key([list(tensor.shape) for tensor in inputs])
@@ -106,6 +108,11 @@ class Program:
             tensor.copy_(torch.randn(tensor.shape))
 
     def _compute(self, graph: Graph, inputs: Tensors, notes: Notes) -> torch.Tensor:
+        if self.seats is not None:
+            adapters, seq_ids = inputs[6], inputs[3]
+            self.decoder.rows = (
+                self.seats.bind(adapters, seq_ids) if graph.tag == CONTEXT else self.seats.of_rows(seq_ids, notes.real)
+            )
         if self.plan.layout == "slots":
             prefill, decode = self._prefill_lines, self._decode_lines
         else:

@@ -3,7 +3,6 @@ from fake_nxdi.config import (
     FusedSpecNeuronConfig,
     IncompatibleConfigError,
     InferenceConfig,
-    LoraServingConfig,
     MoENeuronConfig,
     MultimodalVisionNeuronConfig,
     NeuronConfig,
@@ -11,6 +10,8 @@ from fake_nxdi.config import (
     to_dict,
     to_torch_dtype,
 )
+
+from neuronx_distributed_inference.modules.lora_serving.config import LoraServingConfig
 
 __all__ = [
     "CONFIG_FILE",

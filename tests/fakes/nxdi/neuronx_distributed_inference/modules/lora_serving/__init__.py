@@ -1,3 +1,3 @@
-from fake_nxdi.config import LoraServingConfig
+from neuronx_distributed_inference.modules.lora_serving.config import LoraServingConfig
 
 __all__ = ["LoraServingConfig"]

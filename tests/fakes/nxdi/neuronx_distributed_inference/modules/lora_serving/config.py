@@ -1,0 +1,3 @@
+from fake_nxdi import lora
+
+LoraServingConfig = lora.config_class()
