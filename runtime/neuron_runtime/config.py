@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from neuron_runtime.adapters.peft import Target
 from neuron_runtime.dtypes import ComputedDtype, dtype_name
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import Flag, json_or_pairs, json_or_text, numbers, template, word_or_folder
@@ -28,10 +29,6 @@ TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 BackendName = Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"]
 
 Switch = Literal["auto", "enabled", "disabled"]
-
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""A projection that an adapter may change."""
-TARGETS: tuple[Target, ...] = get_args(Target)
 
 Limit = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]

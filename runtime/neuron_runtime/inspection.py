@@ -1,4 +1,5 @@
-"""Collects the facts about a model that the operator plans with, without reading weights or importing torch.
+"""Collects the facts about a model that the operator plans with, without reading weights or importing torch; and those
+about an adapter, which is read once.
 
 Called by `neuron-runtime inspect URI` (a Job of a few seconds before any device is held) and by `serve` for its own
 arithmetic. It checks that a backend supports the architecture and that the files match each other.
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from neuron_runtime.adapters.peft import AdapterRules
 from neuron_runtime.backend.neuron.devices import named_platform
 from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.optimum import models as optimum
@@ -28,13 +30,15 @@ from neuron_runtime.checkpoint import (
     check_tensors,
     check_tokenizer,
     read_checkpoint,
+    read_config,
 )
 from neuron_runtime.console import bytes_text
 from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
-from neuron_runtime.record import ModelFacts
+from neuron_runtime.record import AdapterFacts, ModelFacts
 from neuron_runtime.uris import HubModel, parse_uri
-from neuron_runtime.weights.fetching import outline
+from neuron_runtime.weights.fetching import TEXT, fetch_adapter, outline
+from neuron_runtime.weights.store import Store
 
 NXDI, OPTIMUM, NEURONX = "nxdi", "optimum", "transformers-neuronx"
 VLLM = "vllm"
@@ -65,6 +69,19 @@ def inspect_model(uri: str, backend: str = "", application_class: str = "") -> M
             cached = cached_graphs(folder, model.repository if isinstance(model, HubModel) else "")
             facts = msgspec.structs.replace(facts, graphs=in_words(cached, facts.num_layers))
         return facts
+
+
+def inspect_adapter(uri: str, model_uri: str, rules: AdapterRules) -> AdapterFacts:
+    """Inspect an adapter of a model: whether it fits, and its digest, for which all of it is read.
+
+    Raises as `fetch_adapter`, and InvalidConfig and FatalError as `inspect_model` for what is wrong with the model.
+    """
+    with tempfile.TemporaryDirectory(prefix="neuron-inspect-") as scratch:
+        with outline(model_uri, Path(scratch, "model"), parts=TEXT) as (folder, _):
+            model_config = read_config(folder)
+        store = Store(Path(scratch, "store"))
+        found, facts = fetch_adapter(uri, store, lambda amount: None, model_config=model_config, rules=rules)
+        return msgspec.structs.replace(facts, source_digest=found.digest)
 
 
 def model_facts(
@@ -200,7 +217,20 @@ def facts_as_text(uri: str, facts: ModelFacts) -> str:
     return "\n".join(f"{name + ':':<14}{value}" for name, value in rows.items())
 
 
-def facts_as_json(facts: ModelFacts) -> str:
+def adapter_as_text(uri: str, facts: AdapterFacts) -> str:
+    """As `facts_as_text`, of an adapter."""
+    rows = {
+        "adapter": uri,
+        "trained for": facts.base_model or "(it does not say)",
+        "rank": str(facts.rank),
+        "targets": ", ".join(facts.targets),
+        "size": bytes_text(facts.num_bytes),
+        "digest": facts.digest,
+    }
+    return "\n".join(f"{name + ':':<14}{value}" for name, value in rows.items())
+
+
+def facts_as_json(facts: ModelFacts | AdapterFacts) -> str:
     """The facts as in the record, indented."""
     return json.dumps(msgspec.to_builtins(facts), indent=2)
 

@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuron_operator.api import names
-from neuron_operator.read.records import VERSION, Facts, Record, StoredArtifact, StoredWeights, parse_record
+from neuron_operator.read.records import (
+    VERSION,
+    AdapterFacts,
+    Facts,
+    Record,
+    StoredArtifact,
+    StoredWeights,
+    parse_record,
+)
 from neuron_runtime import console
 from neuron_runtime import record as runtime
+from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.errors import ExitCode, FatalError
 
 TEXT = st.text(max_size=200)
@@ -69,6 +78,23 @@ def test_the_operator_reads_what_compile_stored(artifact: runtime.StoredArtifact
     assert msgspec.to_builtins(read.artifact) == msgspec.to_builtins(artifact)
 
 
+@given(
+    st.builds(
+        runtime.AdapterFacts,
+        digest=st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
+        rank=COUNT,
+        targets=st.lists(st.sampled_from(TARGETS), unique=True).map(tuple),
+        num_bytes=COUNT,
+        base_model=st.text(max_size=83),
+        source_digest=st.from_regex(r"([0-9a-f]{40,64})?", fullmatch=True),
+    )
+)
+def test_the_operator_reads_what_inspect_found_about_an_adapter(adapter: runtime.AdapterFacts) -> None:
+    read = parse_record(runtime.encode(runtime.success("inspect", adapter)).decode())
+    assert read is not None
+    assert msgspec.to_builtins(read.adapter) == msgspec.to_builtins(adapter)
+
+
 @given(st.sampled_from(ExitCode), st.text(max_size=5000))
 def test_a_failure_keeps_code_and_reason_with_a_message_of_any_length(code: ExitCode, message: str) -> None:
     read = parse_record(runtime.encode(runtime.failure("serve", FatalError(code, message))).decode())
@@ -87,6 +113,7 @@ def test_operator_and_runtime_use_the_same_record_fields_and_version() -> None:
     assert Facts.__struct_encode_fields__ == runtime.ModelFacts.__struct_encode_fields__
     assert StoredWeights.__struct_encode_fields__ == runtime.StoredWeights.__struct_encode_fields__
     assert StoredArtifact.__struct_encode_fields__ == runtime.StoredArtifact.__struct_encode_fields__
+    assert AdapterFacts.__struct_encode_fields__ == runtime.AdapterFacts.__struct_encode_fields__
     assert Record.__annotations__.keys() == runtime.Record.__annotations__.keys()
     assert VERSION == runtime.RECORD_VERSION
 

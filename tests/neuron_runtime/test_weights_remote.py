@@ -23,6 +23,7 @@ from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.offline.llm import LLM
+from neuron_runtime.weights import fetching
 from neuron_runtime.weights.fetching import Fetched, fetch, materialize, supply
 from neuron_runtime.weights.remote import RemoteFile, RemoteManifest, RemoteStore
 from neuron_runtime.weights.store import DAY_SECONDS, MANIFEST, Damaged, Entry, Store, StoredFile
@@ -82,9 +83,8 @@ def supplied(remote: RemoteStore, folder: Path, uri: str = MODEL) -> Fetched:
 
 
 def served(remote: RemoteStore, folder: Path, digest: str, *, with_weights: bool = True) -> Fetched:
-    return fetch(
-        MODEL, Store(folder), quiet, digest, remote=remote, on_miss="fail", with_weights=with_weights
-    )  # fmt: skip
+    parts = fetching.MODEL if with_weights else fetching.TEXT
+    return fetch(MODEL, Store(folder), quiet, digest, remote=remote, on_miss="fail", parts=parts)
 
 
 def objects(remote: RemoteStore, key: str) -> list[str]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -30,19 +30,25 @@ __all__ = [
     "Adapter",
     "AdapterFacts",
     "AdapterRules",
+    "Target",
     "check_adapter",
     "check_config",
+    "check_names",
     "open_adapter",
     "read_adapter",
+    "read_config",
+    "reading",
 ]
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILES = ("adapter_model.bin", "adapter_model.pt")
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The projections that adapters may change, in the order of a layer."""
-_BLOCKS = {target: "self_attn" if target in TARGETS[:4] else "mlp" for target in TARGETS}
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""A projection that an adapter may change."""
+TARGETS: tuple[Target, ...] = get_args(Target)
+"""In the order of a layer."""
+_BLOCKS: Mapping[str, str] = {target: "self_attn" if target in TARGETS[:4] else "mlp" for target in TARGETS}
 
 MAX_CONFIG_BYTES = MAX_HEADER_BYTES = 2**22
 """Ten times the header of an adapter of all projections of the largest models."""
@@ -135,6 +141,21 @@ class Adapter:
     pairs: tuple[Pair, ...]
     raw_config: bytes
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(pair.a.num_bytes + pair.b.num_bytes for pair in self.pairs)
+
+    def digest(self) -> str:
+        """sha256 over the configuration and all bytes of the tensors, which are read for it. Raises FatalError."""
+        path = self.folder / WEIGHTS_FILE
+        digest = hashlib.sha256(hashlib.sha256(self.raw_config).digest())
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise _invalid(f"{path}: cannot be read: {error.strerror}") from error
+        return digest.hexdigest()
+
 
 def read_adapter(folder: Path, model_config: Mapping[str, Any], rules: AdapterRules) -> AdapterFacts:
     """Facts about an adapter that fits the model with this config.json, and these rules. Reads all bytes once.
@@ -144,17 +165,11 @@ def read_adapter(folder: Path, model_config: Mapping[str, Any], rules: AdapterRu
             ADAPTER_NOT_SUPPORTED or INVALID_ADAPTER with the value, the limit and the cure.
     """
     adapter = check_adapter(folder, model_config, rules)
-    digest = hashlib.sha256(hashlib.sha256(adapter.raw_config).digest())
-    try:
-        with (folder / WEIGHTS_FILE).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    except OSError as error:
-        raise _invalid(f"{folder / WEIGHTS_FILE}: cannot be read: {error.strerror}") from error
     return AdapterFacts(
-        digest=digest.hexdigest(),
+        digest=adapter.digest(),
         rank=max(pair.rank for pair in adapter.pairs),
         targets=tuple(target for target in TARGETS if any(pair.target == target for pair in adapter.pairs)),
-        num_bytes=sum(pair.a.num_bytes + pair.b.num_bytes for pair in adapter.pairs),
+        num_bytes=adapter.num_bytes,
         base_model=adapter.trained_for,
     )
 
@@ -191,7 +206,7 @@ def check_adapter(folder: Path, model_config: Mapping[str, Any], rules: AdapterR
 
 def check_config(folder: Path, rules: AdapterRules) -> None:
     """Checks what the configuration alone tells, before the weights are copied. Raises as `read_adapter`."""
-    lora, _ = _read_config(folder)
+    lora, _ = read_config(folder)
     path = folder / CONFIG_FILE
     if (rank := max(lora.ranks)) > rules.max_rank:
         field = "r" if rank == lora.r else "rank_pattern"
@@ -206,15 +221,10 @@ def check_config(folder: Path, rules: AdapterRules) -> None:
 
 def open_adapter(folder: Path) -> Adapter:
     """The adapter of any model. Raises as `read_adapter`."""
-    lora, raw_config = _read_config(folder)
+    lora, raw_config = read_config(folder)
     path = folder / WEIGHTS_FILE
-    if not path.exists():
-        pickled = next((name for name in PICKLED_FILES if (folder / name).exists()), "")
-        why = f"{pickled} is not read, because it may run code: save" if pickled else "save"
-        raise _invalid(
-            f"{path} is missing: {why} the adapter with PEFT's save_pretrained(..., safe_serialization=True)"
-        )
-    with _reading():
+    check_names(folder, [name for name in (WEIGHTS_FILE, *PICKLED_FILES) if (folder / name).exists()])
+    with reading():
         _, tensors = read_header(path, MAX_HEADER_BYTES)
     halves: dict[tuple[int, int], dict[str, TensorInfo]] = {}
     for tensor in tensors:
@@ -227,6 +237,17 @@ def open_adapter(folder: Path) -> Adapter:
         raise _invalid(f"{path}: has no tensors; {_AGAIN}")
     pairs = tuple(_pair(lora, layer, TARGETS[at], both, path) for (layer, at), both in sorted(halves.items()))
     return Adapter(folder, _shown(lora.base_model_name_or_path or ""), pairs, raw_config)
+
+
+def check_names(folder: Path, names: Collection[str]) -> None:
+    """Raises FatalError unless the files of an adapter, whose folder is for the message, include weights to read."""
+    if WEIGHTS_FILE not in names:
+        pickled = next((name for name in PICKLED_FILES if name in names), "")
+        why = f"{pickled} is not read, because it may run code: save" if pickled else "save"
+        raise _invalid(
+            f"{folder / WEIGHTS_FILE} is missing: {why} the adapter with PEFT's save_pretrained(..., "
+            "safe_serialization=True)"
+        )
 
 
 def _pair(lora: _Lora, layer: int, target: str, both: Mapping[str, TensorInfo], path: Path) -> Pair:
@@ -273,10 +294,10 @@ _OTHER_TENSORS = {
 """Parts of names, and what such tensors are."""
 
 
-def _read_config(folder: Path) -> tuple[_Lora, bytes]:
-    """The configuration, if it is of plain LoRA, and its bytes."""
+def read_config(folder: Path) -> tuple[_Lora, bytes]:
+    """The configuration, if it is of plain LoRA, and its bytes. Raises as `read_adapter`."""
     path = folder / CONFIG_FILE
-    with _reading():
+    with reading():
         check_folder(folder, CONFIG_FILE)
         raw, fields = read_object(path, "the folder of an adapter in PEFT's format contains it", MAX_CONFIG_BYTES)
     # The type first: other types have other fields.
@@ -316,11 +337,13 @@ def _number(config: Mapping[str, Any], name: str, default: int | None = None) ->
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
-    """Errors of files that are read as those of models are."""
+def reading() -> Iterator[None]:
+    """Files of adapters are read as those of models are: what is said of a model in the block is said of an adapter."""
     try:
         yield
-    except InvalidModel as error:
+    except FatalError as error:
+        if error.exit_code is not ExitCode.INVALID_MODEL:
+            raise
         text = "".join(one if one.isprintable() else "?" for one in str(error)[:MAX_MESSAGE_CHARACTERS])
         raise _invalid(text) from error
 

@@ -1,4 +1,4 @@
-"""`neuron-runtime fetch URI DIR`: brings a model into a store, once, before anything serves it.
+"""`neuron-runtime fetch URI DIR`: brings a model or an adapter into a store, once, before anything serves it.
 
 The store is a folder or a prefix in S3. Prints where the model is. May be killed and run again at any time; see
 `weights.fetching`.
@@ -9,16 +9,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from neuron_runtime import record
+from neuron_runtime.adapters.peft import reading
 from neuron_runtime.arguments import model_uri
 from neuron_runtime.console import AmountLine, bytes_text, say, seconds_text
 from neuron_runtime.uris import FORMS, parse_uri
-from neuron_runtime.weights.fetching import Fetched, fetch, open_remote, supply
+from neuron_runtime.weights.fetching import ADAPTER, MODEL, Fetched, Parts, fetch, open_remote, supply
 from neuron_runtime.weights.store import Store
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--digest", default="", metavar="DIGEST", help="Fetch this version, as found by `inspect` (default: today's)"
     )
+    parser.add_argument("--adapter", action="store_true", help="URI is a LoRA adapter; it is stored beside models")
     record.add_flag(parser)
     parser.set_defaults(run=run)
 
@@ -49,10 +51,8 @@ def run(options: argparse.Namespace) -> record.StoredWeights:
     began = time.monotonic()
     uri = model_uri(options.uri)
     parse_uri(uri, "URI")
-    if "://" in options.store:
-        entry = _to_remote(uri, options)
-    else:
-        entry = fetch(uri, Store(Path(options.store)), _shown(uri), options.digest)
+    with reading() if options.adapter else nullcontext():
+        entry = _fetched(uri, options, ADAPTER if options.adapter else MODEL)
     if entry.read_bytes:
         say(f"{uri}: {bytes_text(entry.num_bytes)} in {seconds_text(time.monotonic() - began)}")
     else:
@@ -61,12 +61,14 @@ def run(options: argparse.Namespace) -> record.StoredWeights:
     return record.StoredWeights(digest=entry.digest, bytes=entry.num_bytes, read_bytes=entry.read_bytes)
 
 
-def _to_remote(uri: str, options: argparse.Namespace) -> Fetched:
+def _fetched(uri: str, options: argparse.Namespace, parts: Parts) -> Fetched:
+    if "://" not in options.store:
+        return fetch(uri, Store(Path(options.store)), _shown(uri), options.digest, parts=parts)
     remote = open_remote(options.store, "DIR")
     with ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(TemporaryDirectory(prefix="neuron-fetch-")))
         upload = _shown(f"{uri} to {remote.address}")
-        return supply(uri, remote, Store(scratch), _shown(uri), upload, digest=options.digest)
+        return supply(uri, remote, Store(scratch), _shown(uri), upload, digest=options.digest, parts=parts)
 
 
 def _shown(title: str) -> Callable[[Amount], None]:

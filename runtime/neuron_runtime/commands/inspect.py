@@ -1,13 +1,20 @@
-"""`neuron-runtime inspect URI`: prints facts about a model without loading it. The operator runs it in a Job."""
+"""`neuron-runtime inspect URI`: prints facts about a model, or with --adapter-of about an adapter, without loading it.
+
+The operator runs it in a Job.
+"""
 
 from __future__ import annotations
 
 import argparse
 
 from neuron_runtime import record
+from neuron_runtime.adapters.peft import TARGETS, AdapterRules
 from neuron_runtime.arguments import model_uri
+from neuron_runtime.config import AdapterOptions
 from neuron_runtime.engine.backends import PACKAGES
 from neuron_runtime.uris import FORMS
+
+DEFAULT_MAX_RANK = AdapterOptions().max_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,14 +31,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="Take the model's architecture as one that this class runs with nxdi, see the flag of `serve`",
     )
+    parser.add_argument(
+        "--adapter-of", metavar="MODEL_URI", default="", help="URI is a LoRA adapter: whether it fits this model"
+    )
+    parser.add_argument(
+        "--max-rank", type=int, metavar="N", default=DEFAULT_MAX_RANK, help="Of an adapter (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--targets",
+        type=_targets,
+        default=(),
+        metavar="NAMES",
+        help=f"The projections that an adapter may change, with commas between them (default: {','.join(TARGETS)})",
+    )
     parser.add_argument("--json", action="store_true", help="Print the facts as JSON")
     record.add_flag(parser)
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> record.ModelFacts:
-    from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model  # noqa: PLC0415 - brings the backends
+def _targets(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, text.split(",")))
+    if others := [name for name in names if name not in TARGETS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(others)}: choose among {', '.join(TARGETS)}")
+    return names
 
-    facts = inspect_model(model_uri(options.uri), options.backend, options.application_class)
-    print(facts_as_json(facts) if options.json else facts_as_text(options.uri, facts))
+
+def run(options: argparse.Namespace) -> record.ModelFacts | record.AdapterFacts:
+    from neuron_runtime import inspection  # noqa: PLC0415 - brings the backends
+
+    if options.adapter_of:
+        rules = AdapterRules(options.max_rank, options.targets)
+        adapter = inspection.inspect_adapter(model_uri(options.uri), model_uri(options.adapter_of), rules)
+        print(inspection.facts_as_json(adapter) if options.json else inspection.adapter_as_text(options.uri, adapter))
+        return adapter
+    facts = inspection.inspect_model(model_uri(options.uri), options.backend, options.application_class)
+    print(inspection.facts_as_json(facts) if options.json else inspection.facts_as_text(options.uri, facts))
     return facts

@@ -1,7 +1,9 @@
-"""Brings a model to this machine: into a store from where it is loaded, or only its outline for inspection.
+"""Brings a model or an adapter to this machine: into a store from where it is loaded, or only its outline for
+inspection.
 
-Called by `fetch`, by the engine process and `LLM` before they load (`materialize`), and by `inspection` (`outline`).
-It combines a source, a transfer and a store. It does not import torch and does not check architectures.
+Called by `fetch`, by the engine process and `LLM` before they load (`materialize`), by the manager of adapters, and by
+`inspection` (`outline`). It combines a source, a transfer and a store. It does not import torch and does not check
+architectures. `Parts` are what a model and an adapter differ in.
 """
 
 from __future__ import annotations
@@ -11,18 +13,21 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from neuron_runtime.adapters import peft as adapters
 from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
     GRAPHS_CONFIG_FILE,
     INDEX_FILE,
+    MAX_HEADER_BYTES,
+    MAX_JSON_BYTES,
     TEMPLATES_FOLDER,
     WEIGHTS_FILE,
     InvalidModel,
@@ -36,12 +41,15 @@ from neuron_runtime.checkpoint import (
 )
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.record import AdapterFacts
 from neuron_runtime.uris import FolderModel, HubModel, ImageModel, ModelInPlace, S3Model, parse_uri
 from neuron_runtime.weights.selection import (
     graph_files,
+    is_adapter_part,
     is_part,
     is_plain,
     is_small,
+    is_weights,
     weight_files,
 )
 from neuron_runtime.weights.source import Attempts, Listing, Source, read_all
@@ -74,9 +82,99 @@ def no_check(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Which files of a source are fetched, and what they must be.
+
+    Args:
+        config: the file without which a folder has none.
+        outlined: small files in its outline.
+        is_small: whether a file is copied first.
+        is_part: whether it may be copied at all.
+        is_pinned: whether the digest of a source without commits is over it.
+        large: what is copied last, of all names at the source, when the small files are in a folder.
+        max_header_bytes: of a file of tensors.
+        check_small, check: what reads a folder with the small files, with all; what is wrong is a FatalError.
+        measure: digest and bytes of what stays in place.
+        suffixes: of the keys of entries that have them, the last one of what is made.
+    """
+
+    config: str
+    outlined: frozenset[str]
+    is_small: Callable[[str], bool]
+    is_part: Callable[[str], bool]
+    is_pinned: Callable[[str], bool]
+    large: Callable[[Path, Collection[str]], list[str]]
+    max_header_bytes: int
+    check_small: Callable[[Path], object]
+    check: Callable[[Path], object]
+    measure: Callable[[Path], tuple[str, int]]
+    suffixes: tuple[str, ...]
+
+
+def _model_files(folder: Path, names: Collection[str]) -> list[str]:
+    weights = weight_files(names, {} if WEIGHTS_FILE in names else _weight_map(folder))
+    if not weights and INDEX_FILE not in names:
+        # What is there is known before anything of it is copied.
+        raise InvalidModel(f"{folder / INDEX_FILE} is missing: {advice_without_safetensors(names)}")
+    return weights + graph_files(names)
+
+
+def _measure_model(folder: Path) -> tuple[str, int]:
+    checkpoint = read_checkpoint(folder)
+    return checkpoint.digest, sum((folder / file).stat().st_size for file in checkpoint.files)
+
+
+def _adapter_files(folder: Path, names: Collection[str]) -> list[str]:
+    adapters.check_names(folder, names)
+    return [adapters.WEIGHTS_FILE]
+
+
+def _measure_adapter(folder: Path) -> tuple[str, int]:
+    adapter = adapters.open_adapter(folder)
+    return adapter.digest(), adapter.num_bytes
+
+
+MODEL = Parts(
+    config=CONFIG_FILE,
+    outlined=frozenset({CONFIG_FILE, INDEX_FILE, GRAPHS_CONFIG_FILE}),
+    is_small=is_small,
+    is_part=is_part,
+    is_pinned=is_part,
+    large=_model_files,
+    max_header_bytes=MAX_HEADER_BYTES,
+    check_small=read_config,
+    check=read_checkpoint,
+    measure=_measure_model,
+    suffixes=("",),
+)
+TEXT = replace(
+    MODEL,
+    is_part=is_small,
+    large=lambda folder, names: [],
+    check=read_config,
+    measure=lambda folder: ("", 0),
+    suffixes=("", "-text"),
+)
+"""A model without its weights."""
+ADAPTER = Parts(
+    config=adapters.CONFIG_FILE,
+    outlined=frozenset({adapters.CONFIG_FILE}),
+    is_small=lambda name: name == adapters.CONFIG_FILE,
+    is_part=is_adapter_part,
+    is_pinned=is_adapter_part,
+    large=_adapter_files,
+    max_header_bytes=adapters.MAX_HEADER_BYTES,
+    check_small=adapters.read_config,
+    check=adapters.open_adapter,
+    measure=_measure_adapter,
+    suffixes=("-adapter",),
+)
+
+
+@dataclass(frozen=True)
 class Fetched:
-    """A model in its place: a folder, or the address of a remote store's entry. `read_bytes`: from its source, now; 0
-    if it was there already."""
+    """A model or an adapter in its place: a folder, or the address of a remote store's entry. `read_bytes`: from its
+    source, now; 0 if it was there already."""
 
     address: str
     digest: str
@@ -98,18 +196,19 @@ def fetch(
     *,
     remote: RemoteStore | None = None,
     on_miss: OnMiss = "fetch",
-    with_weights: bool = True,
+    parts: Parts = MODEL,
     check: SmallCheck = no_check,
     tools: Tools = TOOLS,
 ) -> Fetched:
-    """The model as a complete entry of the store, copied from its source unless it is there. Folders stay in place.
+    """The model, or other parts, as a complete entry of the store, copied from its source unless it is there. Folders
+    stay in place.
 
     Args:
         digest: what the model must be; the digest of what the source has now if empty.
         source: default: the one of the URI, with credentials from the environment.
         remote: another store, from which an entry is copied before its source is asked.
         on_miss: whether a model that is in neither store is copied from its source, or is an error.
-        with_weights: False for the small files alone.
+        parts: what is fetched: MODEL, TEXT or ADAPTER.
         check: called before weights are copied from the source.
 
     Raises:
@@ -120,40 +219,39 @@ def fetch(
     """
     model = parse_uri(uri)
     if isinstance(model, ModelInPlace):
-        return _in_place(uri, folder_of(model), digest, with_weights, check)
-    suffix = "" if with_weights else "-text"
+        return _in_place(uri, folder_of(model, parts.config), digest, parts, check)
 
     def stored(digest: str) -> Entry | None:
-        for key in dict.fromkeys((digest, digest + suffix)):
+        keys = [digest + suffix for suffix in parts.suffixes]
+        for key in keys:
             if entry := store.sound(key):
                 return entry
-        if remote is not None:
-            is_needed = is_part if with_weights else is_small
-            if entry := remote.download(digest, store, report, into=digest + suffix, wanted=is_needed):
-                return entry
+        if remote is not None and (
+            entry := remote.download(keys[0], store, report, into=keys[-1], wanted=parts.is_part)
+        ):
+            return entry
         if on_miss == "fail":
             places = f"{store.folder}" if remote is None else f"{store.folder} or {remote.address}"
+            flag = " --adapter" if parts is ADAPTER else ""
             raise FatalError(
                 ExitCode.WEIGHTS_MISSING,
-                f"{uri} with digest {digest} is not in {places}; fetch it there: "
-                f"neuron-runtime fetch {uri} {store.folder if remote is None else remote.address} --digest {digest}",
+                f"{uri} with digest {digest} is not in {places}; fetch it there: neuron-runtime fetch {uri} "
+                f"{store.folder if remote is None else remote.address} --digest {digest}{flag}",
             )
         return None
 
     if KEY.fullmatch(digest) and (entry := stored(digest)):
         return _fetched(entry, check)
-    attempts = Attempts(source or open_source(model), tools.sleep)
+    attempts = Attempts(source or open_source(model, parts), tools.sleep)
     listing = _listing(attempts, digest)
     if not digest and (entry := stored(listing.digest)):
         return _fetched(entry, check)
-    key = listing.digest + suffix
+    key = listing.digest + parts.suffixes[-1]
     store.prepare()
     with store.lock(key, uri) as work:
         if entry := store.sound(key, replace=True):
             return _fetched(entry, check)
-        manifest, read_bytes = _copy(
-            attempts, listing, work, report, with_weights=with_weights, check=check, tools=tools
-        )
+        manifest, read_bytes = _copy(attempts, listing, work, report, parts=parts, check=check, tools=tools)
         return _fetched(store.publish(key, work, manifest), check, read_bytes)
 
 
@@ -165,6 +263,7 @@ def supply(
     report_upload: Callable[[Amount], None],
     *,
     digest: str = "",
+    parts: Parts = MODEL,
 ) -> Fetched:
     """The model as a complete entry of a remote store, by way of a local one. Arguments and errors as of `fetch`.
 
@@ -172,16 +271,50 @@ def supply(
     """
     model = parse_uri(uri)
     if isinstance(model, ModelInPlace):
-        raise InvalidConfig("URI", f"{uri} is read in place; only models of a hub or of S3 are copied to a store")
-    source = open_source(model)
+        raise InvalidConfig("URI", f"{uri} is read in place; only what a hub or S3 has is copied to a store")
+    source, suffix = open_source(model, parts), parts.suffixes[-1]
     if not digest:
         digest = Attempts(source)(source.listing).digest
-    if KEY.fullmatch(digest) and (present := remote.intact(digest)):
-        return Fetched(remote.uri_of(digest), digest, present.manifest.num_bytes)
-    supplied = fetch(uri, scratch, report, digest, source)
-    if entry := scratch.find(supplied.digest):
+    if KEY.fullmatch(digest) and (present := remote.intact(digest + suffix)):
+        return Fetched(remote.uri_of(present.key), digest, present.manifest.num_bytes)
+    supplied = fetch(uri, scratch, report, digest, source, parts=parts)
+    key = supplied.digest + suffix
+    if entry := scratch.find(key):
         remote.upload(entry, report_upload)
-    return Fetched(remote.uri_of(supplied.digest), supplied.digest, supplied.num_bytes, supplied.read_bytes)
+    return Fetched(remote.uri_of(key), supplied.digest, supplied.num_bytes, supplied.read_bytes)
+
+
+def fetch_adapter(
+    uri: str,
+    store: Store,
+    report: Callable[[Amount], None],
+    digest: str = "",
+    *,
+    model_config: Mapping[str, Any],
+    rules: adapters.AdapterRules,
+    remote: RemoteStore | None = None,
+    on_miss: OnMiss = "fetch",
+    tools: Tools = TOOLS,
+) -> tuple[Fetched, AdapterFacts]:
+    """An adapter that fits the model with this config.json, in its place. Arguments as of `fetch`.
+
+    It is checked by its headers before more of it is copied, so that what does not fit takes no space.
+
+    Raises FatalError as `fetch` and `adapters.read_adapter`, or SourceUnreachable.
+    """
+    with adapters.reading():
+        is_stored = KEY.fullmatch(digest) and store.sound(digest + ADAPTER.suffixes[-1]) is not None
+        if on_miss == "fetch" and not is_stored:
+            with (
+                tempfile.TemporaryDirectory(prefix="neuron-serving-outline-") as scratch,
+                outline(uri, Path(scratch), digest, ADAPTER) as (folder, found),
+                _naming(folder, uri),
+            ):
+                adapters.check_adapter(folder, model_config, rules)
+                digest = digest or found or ""
+        fetched = fetch(uri, store, report, digest, remote=remote, on_miss=on_miss, parts=ADAPTER, tools=tools)
+        with _naming(fetched.folder, uri):
+            return fetched, adapters.read_adapter(fetched.folder, model_config, rules)
 
 
 def materialize(
@@ -216,7 +349,7 @@ def materialize(
         source,
         remote=open_remote(weights_store) if weights_store else None,
         on_miss=on_miss,
-        with_weights=with_weights,
+        parts=MODEL if with_weights else TEXT,
         check=check,
         tools=tools,
     )
@@ -233,21 +366,21 @@ def open_remote(uri: str, field: str = "--weights-store", kind: EntryKind = MODE
 
 
 @contextlib.contextmanager
-def outline(uri: str, scratch: Path, digest: str = "") -> Iterator[tuple[Path, str | None]]:
+def outline(uri: str, scratch: Path, digest: str = "", parts: Parts = MODEL) -> Iterator[tuple[Path, str | None]]:
     """A folder that `read_checkpoint` can read like the model's, and its digest (None for a local folder).
 
-    Of a remote model, which must have the given digest, config.json, the index and the headers of the weights are
+    Of a remote model, which must have the given digest, the configuration, the index and the headers of the weights are
     copied to `scratch`; every other byte is a hole, so file sizes are right and all checks apply. Errors raised in the
     body name the URI instead of the scratch folder. Raises as `fetch`, except storage errors.
     """
     model = parse_uri(uri, "URI")
     if isinstance(model, ModelInPlace):
-        yield folder_of(model), None
+        yield folder_of(model, parts.config), None
         return
-    attempts = Attempts(open_source(model))
+    attempts = Attempts(open_source(model, parts))
     listing = _listing(attempts, digest)
     with _naming(scratch, uri):
-        _draw(attempts, listing, scratch)
+        _draw(attempts, listing, scratch, parts)
         yield scratch, listing.digest
 
 
@@ -263,7 +396,8 @@ def described(
     """
     source = parse_uri(model.uri)
     if isinstance(source, ModelInPlace):
-        in_place = _in_place(model.uri, folder_of(source), model.digest, with_weights, no_check)
+        parts = MODEL if with_weights else TEXT
+        in_place = _in_place(model.uri, folder_of(source), model.digest, parts, no_check)
         yield in_place.folder, in_place.digest
         return
     uri, digest = model.uri, model.digest
@@ -281,7 +415,7 @@ def described(
         yield folder, model.digest or found_digest or ""
 
 
-def open_source(model: HubModel | S3Model) -> Source:
+def open_source(model: HubModel | S3Model, parts: Parts = MODEL) -> Source:
     """The source of a remote model, with address and credentials from the environment."""
     if isinstance(model, HubModel):
         from neuron_runtime.weights.hub import HubSource  # noqa: PLC0415  (one of two client libraries is needed)
@@ -289,11 +423,14 @@ def open_source(model: HubModel | S3Model) -> Source:
         return HubSource.from_environment(model)
     from neuron_runtime.weights.s3 import S3Source  # noqa: PLC0415
 
-    return S3Source(model)
+    return S3Source(model, is_pinned=parts.is_pinned)
 
 
-def folder_of(model: ModelInPlace) -> Path:
-    """Where a model that is read in place lies. Raises FatalError if its volume is not there or the path leaves it."""
+def folder_of(model: ModelInPlace, config: str = CONFIG_FILE) -> Path:
+    """Where a model that is read in place lies. Raises FatalError if its volume is not there or the path leaves it.
+
+    config: the file that the folder must have, for an error.
+    """
     if isinstance(model, FolderModel):
         return model.folder
     if isinstance(model, ImageModel):
@@ -308,7 +445,7 @@ def folder_of(model: ModelInPlace) -> Path:
     folder = root / model.path
     if not _is_below(folder, root):
         raise FatalError(ExitCode.INVALID_MODEL, f"{model}: the path leaves the {what} by a symbolic link")
-    check_folder(folder)
+    check_folder(folder, config)
     for path in (*folder.iterdir(), *folder.glob(f"{TEMPLATES_FOLDER}/*")):
         if not _is_below(path, root):
             raise FatalError(ExitCode.INVALID_MODEL, f"{model}: {path.name} leaves the {what} by a symbolic link")
@@ -333,20 +470,17 @@ def _listing(attempts: Attempts[Source], digest: str) -> Listing:
     return listing
 
 
-def _in_place(uri: str, folder: Path, digest: str, with_weights: bool, check: SmallCheck) -> Fetched:
-    read_config(folder)
+def _in_place(uri: str, folder: Path, digest: str, parts: Parts, check: SmallCheck) -> Fetched:
+    parts.check_small(folder)
     check(folder)
-    if not with_weights:
-        return Fetched(str(folder), digest, 0)
-    checkpoint = read_checkpoint(folder)
-    if digest and checkpoint.digest != digest:
+    found, num_bytes = parts.measure(folder)
+    if digest and found and found != digest:
         raise FatalError(
             ExitCode.CHECKSUM_MISMATCH,
-            f"{uri} has digest {checkpoint.digest}, but {digest} is pinned; serve what was inspected, or set the "
-            "refresh annotation to pin the current model",
+            f"{uri} has digest {found}, but {digest} is pinned; serve what was inspected, or set the "
+            "refresh annotation to pin what is there now",
         )
-    num_bytes = sum((folder / file).stat().st_size for file in checkpoint.files)
-    return Fetched(str(folder), checkpoint.digest, num_bytes)
+    return Fetched(str(folder), found or digest, num_bytes)
 
 
 def _fetched(entry: Entry, check: SmallCheck, read_bytes: int = 0) -> Fetched:
@@ -360,27 +494,22 @@ def _copy(
     work: Path,
     report: Callable[[Amount], None],
     *,
-    with_weights: bool,
+    parts: Parts,
     check: SmallCheck,
     tools: Tools,
 ) -> tuple[Manifest, int]:
     """Copy the files of a model, the small ones first: the index among them names the others."""
     folder, uri = work / "files", attempts.source.uri
     with copying(attempts, listing, work, tools) as copy:
-        sums, read_bytes = copy(sorted(filter(is_small, listing.files)), lambda amount: None)
+        sums, read_bytes = copy(sorted(filter(parts.is_small, listing.files)), lambda amount: None)
         with _naming(folder, uri):
-            read_config(folder)
+            parts.check_small(folder)
             check(folder)
-            weights = weight_files(listing.files, _weight_map(folder)) if with_weights else []
-            if with_weights and not weights and INDEX_FILE not in listing.files:
-                # What is there is known before anything of it is copied.
-                advice = advice_without_safetensors(listing.files.keys())
-                raise InvalidModel(f"{folder / INDEX_FILE} is missing: {advice}")
-        if with_weights:
-            more, more_bytes = copy(weights + graph_files(listing.files), report)
-            sums, read_bytes = sums | more, read_bytes + more_bytes
-            with _naming(folder, uri):
-                read_checkpoint(folder)
+            large = parts.large(folder, listing.files.keys())
+        more, more_bytes = copy(large, report)
+        sums, read_bytes = sums | more, read_bytes + more_bytes
+        with _naming(folder, uri):
+            parts.check(folder)
     files = tuple(StoredFile(name, listing.files[name].num_bytes, sums[name]) for name in sorted(sums))
     return Manifest(digest=listing.digest, uri=uri, created=time.time(), files=files), read_bytes
 
@@ -390,7 +519,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return parse_index(path.read_bytes(), path) if path.exists() else {}
 
 
-def _draw(attempts: Attempts[Source], listing: Listing, scratch: Path) -> None:
+def _draw(attempts: Attempts[Source], listing: Listing, scratch: Path, parts: Parts) -> None:
     def start(name: str, num_bytes: float = math.inf) -> bytes:
         file = listing.files[name]
         end = int(min(num_bytes, file.num_bytes))
@@ -401,20 +530,21 @@ def _draw(attempts: Attempts[Source], listing: Listing, scratch: Path) -> None:
         (scratch / name).parent.mkdir(exist_ok=True)
         with (scratch / name).open("wb") as file:
             file.truncate(listing.files[name].num_bytes)
-    for name in {CONFIG_FILE, INDEX_FILE, GRAPHS_CONFIG_FILE} & set(names):
-        (scratch / name).write_bytes(start(name))
+    for name in parts.outlined & set(names):
+        with (scratch / name).open("r+b") as small:
+            small.write(start(name, MAX_JSON_BYTES))  # a larger one is refused by its size
 
     def copy_header(name: str) -> None:
         file = listing.files[name]
         raw = start(name, FIRST_HEADER_BYTES)
-        end = 8 + header_length(raw[:8], file.num_bytes, scratch / name)
+        end = 8 + header_length(raw[:8], file.num_bytes, scratch / name, parts.max_header_bytes)
         if end > len(raw):
             raw = start(name, end)
         with (scratch / name).open("wb") as copy:
             copy.write(raw[:end])
             copy.truncate(file.num_bytes)
 
-    weights = weight_files(listing.files, {} if WEIGHTS_FILE in listing.files else _weight_map(scratch))
+    weights = filter(is_weights, parts.large(scratch, listing.files.keys()))
     with ThreadPoolExecutor(NUM_HEADERS, thread_name_prefix="header") as pool:
         for done in [pool.submit(copy_header, name) for name in weights]:
             done.result()

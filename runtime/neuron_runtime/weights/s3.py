@@ -11,7 +11,7 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -175,7 +175,16 @@ class S3Place:
 
 
 class S3Source(S3Place):
-    """The objects below one prefix. The digest is a hash of the names, sizes and ETags of model files."""
+    """The objects below one prefix.
+
+    is_pinned: the digest is a hash of the names, sizes and ETags of these files.
+    """
+
+    def __init__(
+        self, model: S3Model, client: Any = None, *, is_pinned: Callable[[str], bool] = is_part, **more: Any
+    ) -> None:
+        super().__init__(model, client, **more)
+        self._is_pinned = is_pinned
 
     def listing(self, digest: str = "") -> Listing:
         prefix = self.model.key("")
@@ -193,7 +202,8 @@ class S3Source(S3Place):
             raise FatalError(
                 ExitCode.MODEL_NOT_FOUND, f"{self.uri} at {self.place}: no object is below this prefix; check the URI"
             )
-        return Listing(_digest(files), files)
+        pinned = sorted(filter(self._is_pinned, files))
+        return Listing(_digest(files[name] for name in pinned), files)
 
     def _pages(self, prefix: str) -> Iterable[Mapping[str, Any]]:
         """What is directly below a prefix."""
@@ -240,10 +250,10 @@ class S3Source(S3Place):
         return head
 
 
-def _digest(files: Mapping[str, SourceFile]) -> str:
+def _digest(files: Iterable[SourceFile]) -> str:
     digest = hashlib.sha256(b"s3 1\n")
-    for name in sorted(filter(is_part, files)):
-        digest.update(f"{len(name.encode())} {name} {files[name].num_bytes} {files[name].version}\n".encode())
+    for file in files:
+        digest.update(f"{len(file.name.encode())} {file.name} {file.num_bytes} {file.version}\n".encode())
     return digest.hexdigest()
 
 

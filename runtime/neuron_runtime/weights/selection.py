@@ -1,4 +1,4 @@
-"""Which files of a listing make a model: small ones by name, and the weights that its index names. Pure.
+"""Which files of a listing make a model or an adapter: small ones by name, and the weights that its index names. Pure.
 
 Called by whoever copies files from a source. Names from outside are checked here, before anything touches the disk.
 """
@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from neuron_runtime.adapters.peft import CONFIG_FILE
+from neuron_runtime.adapters.peft import WEIGHTS_FILE as ADAPTER_WEIGHTS_FILE
 from neuron_runtime.checkpoint import (
     GRAPHS_CONFIG_FILE,
     GRAPHS_FILE,
@@ -64,6 +66,11 @@ def is_weights(name: str) -> bool:
 def is_part(name: str) -> bool:
     """Whether a model may need the file."""
     return is_small(name) or is_weights(name) or name == GRAPHS_FILE or is_shard(name)
+
+
+def is_adapter_part(name: str) -> bool:
+    """Whether an adapter needs the file. Its folder may have a tokenizer, states of the training and more."""
+    return name in (CONFIG_FILE, ADAPTER_WEIGHTS_FILE)
 
 
 def graph_files(names: Iterable[str]) -> list[str]:

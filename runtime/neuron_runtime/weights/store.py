@@ -33,13 +33,13 @@ from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.disk import make_folder, open_file, read_blocks, sync_folder, writing
 from neuron_runtime.weights.hashing import FileHash
-from neuron_runtime.weights.selection import is_part
+from neuron_runtime.weights.selection import is_adapter_part, is_part
 
 MANIFEST = ".manifest.json"
 MANIFEST_VERSION = 1
 MAX_MANIFEST_BYTES = 2**24
 PARTIAL, LOCKS, TRASH = ".partial", ".locks", ".trash"
-KEY = re.compile(r"[0-9a-f]{40,64}(-text)?")
+KEY = re.compile(r"[0-9a-f]{40,64}(-text|-adapter)?")
 
 DAY_SECONDS = 86_400.0
 ABANDONED_SECONDS = DAY_SECONDS
@@ -69,7 +69,7 @@ class EntryKind:
 MODELS = EntryKind(
     "model",
     "download",
-    is_part,
+    lambda name: is_part(name) or is_adapter_part(name),
     ExitCode.CHECKSUM_MISMATCH,
     "delete it and fetch the model again",
     ExitCode.WEIGHTS_MISSING,

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, PhaseTimes, StepTimes, constant, milliseconds
-from neuron_runtime.config import TARGETS, RuntimeConfig, uses_blocks
+from neuron_runtime.config import RuntimeConfig, uses_blocks
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, PrefillBucket, TokenFeedback
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.validation import explain

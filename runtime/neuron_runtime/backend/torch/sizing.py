@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.backend.host_sampling.likeliest import ROWS_AT_ONCE
 from neuron_runtime.backend.torch.architecture import DecoderConfig, projections, tensor_shapes
 from neuron_runtime.backend.torch.choices import block_size_of
-from neuron_runtime.config import TARGETS, AdapterOptions, RuntimeConfig
+from neuron_runtime.config import AdapterOptions, RuntimeConfig
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, grammar_bytes
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.host import FreeMemory, gib

@@ -1,0 +1,315 @@
+"""Adapters from every source: what is taken, what is refused before it is copied, and the commands for both."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from helpers.adapters import write_adapter
+from helpers.hub import Shelf, serving
+from helpers.s3_server import BUCKET, S3Server
+from helpers.tiny_model import TINY_CONFIG, write_tiny_model
+from helpers.weights import contents
+from neuron_runtime import record
+from neuron_runtime.adapters.peft import AdapterRules, read_adapter
+from neuron_runtime.commands.command_line import main
+from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.record import AdapterFacts
+from neuron_runtime.weights.fetching import ADAPTER, CLAIMS_DIR_VARIABLE, Fetched, fetch, fetch_adapter
+from neuron_runtime.weights.remote import RemoteStore
+from neuron_runtime.weights.store import Store
+from neuron_runtime.weights.transfer import Amount
+
+URI = "hf://acme/support"
+FILES = {"adapter_config.json", "adapter_model.safetensors"}
+RULES = AdapterRules(max_rank=16)
+
+
+def quiet(amount: Amount) -> None:
+    """A report that nobody reads."""
+
+
+def add_others(folder: Path) -> None:
+    """What trainers leave beside an adapter."""
+    for name in (
+        *(
+            "README.md",
+            "tokenizer.json",
+            "chat_template.jinja",
+            "optimizer.pt",
+            "training_args.bin",
+            "adapter_model.bin",
+        ),
+        *("checkpoint-9/adapter_config.json", "checkpoint-9/adapter_model.safetensors", "runs.safetensors"),
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x" * 1000)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    """A hub with the model acme/tiny and its adapter acme/support."""
+    root = tmp_path / "hub"
+    write_tiny_model(root / "acme/tiny/main")
+    add_others(write_adapter(root / "acme/support/main"))
+    return Shelf(root)
+
+
+@pytest.fixture(autouse=True)
+def hub(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with serving(shelf) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        yield address
+
+
+@pytest.fixture
+def adapter(shelf: Shelf) -> Path:
+    return shelf.root / "acme/support/main"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def brought(store: Store, uri: str = URI, **more: Any) -> tuple[Fetched, AdapterFacts]:
+    return fetch_adapter(uri, store, quiet, **{"model_config": TINY_CONFIG, "rules": RULES, **more})
+
+
+def refusal(store: Store, uri: str = URI, **more: Any) -> FatalError:
+    with pytest.raises(FatalError) as caught:
+        brought(store, uri, **more)
+    return caught.value
+
+
+# Which files
+
+
+def test_only_the_two_files_of_an_adapter_are_fetched(shelf: Shelf, adapter: Path, store: Store) -> None:
+    found, facts = brought(store)
+    assert found.digest == shelf.commit("acme/support")
+    assert contents(found.folder) == {name: (adapter / name).read_bytes() for name in FILES}
+    assert facts == read_adapter(adapter, TINY_CONFIG, RULES)
+    assert found.read_bytes == sum((adapter / name).stat().st_size for name in FILES)
+
+
+def test_a_repository_may_be_model_and_adapter(shelf: Shelf, adapter: Path, store: Store) -> None:
+    write_tiny_model(adapter)
+    first, _ = brought(store)
+    model = fetch(URI, store, quiet)
+    assert model.digest == first.digest
+    assert model.folder != first.folder
+    assert FILES.isdisjoint(contents(model.folder))
+    assert brought(store)[0].folder == first.folder
+    assert {row.state for row in store.rows()} == {"complete"}
+    assert all(not wrong for _, wrong in store.verify(lambda key, total: lambda done: None))
+
+
+def test_a_pinned_adapter_of_the_store_needs_no_source(
+    shelf: Shelf, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = brought(store)
+    num_asked = len(shelf.asked)
+    again, _ = brought(store, digest=first.digest)
+    assert (again.folder, again.read_bytes, len(shelf.asked)) == (first.folder, 0, num_asked)
+    assert not list(store.prune([first.digest], 0.0, dry_run=True))
+    assert "fetch hf://acme/support" in str(refusal(Store(store.folder / "x"), digest=first.digest, on_miss="fail"))
+
+
+def test_an_adapter_that_changed_is_another_one(shelf: Shelf, adapter: Path, store: Store) -> None:
+    first, before = brought(store)
+    write_adapter(adapter, seed=1)
+    second, after = brought(store)
+    assert first.folder != second.folder
+    assert before.digest != after.digest
+    assert brought(store, digest=first.digest)[1] == before
+
+
+# What is refused before it is copied
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"rank": 32}, ExitCode.RANK_TOO_HIGH),
+        ({"config": {"use_dora": True}}, ExitCode.ADAPTER_NOT_SUPPORTED),
+        ({"model": {**TINY_CONFIG, "hidden_size": 64}}, ExitCode.ADAPTER_MISMATCH),
+        ({"more_tensors": {"x": np.zeros(1, np.float32)}}, ExitCode.INVALID_ADAPTER),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_by_its_headers(
+    shelf: Shelf, adapter: Path, store: Store, changes: dict[str, Any], code: ExitCode
+) -> None:
+    write_adapter(adapter, **changes)
+    error = refusal(store)
+    assert error.exit_code is code
+    assert str(error).startswith(URI)
+    assert not store.folder.exists()
+
+
+def test_projections_that_are_not_served_are_refused_by_the_header(shelf: Shelf, store: Store) -> None:
+    error = refusal(store, rules=AdapterRules(16, ("q_proj",)))
+    assert error.exit_code is ExitCode.TARGETS_NOT_SERVED
+    assert str(error).startswith(URI)
+
+
+def test_pickled_weights_are_refused_by_name_and_nothing_is_copied(shelf: Shelf, adapter: Path, store: Store) -> None:
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(FatalError) as unchecked:
+        fetch(URI, store, quiet, parts=ADAPTER)
+    for error in (refusal(store), unchecked.value):
+        assert error.exit_code is ExitCode.INVALID_ADAPTER
+        assert f"{URI}/adapter_model.safetensors is missing: adapter_model.bin is not read" in str(error)
+    assert not [asked for asked in shelf.asked if asked.path.endswith(".bin")]
+
+
+@pytest.mark.parametrize("raw", [b"<html>a login page</html>", b"", (2**26).to_bytes(8, "little") + bytes(100)])
+def test_a_file_that_is_no_safetensors_is_an_invalid_adapter(adapter: Path, store: Store, raw: bytes) -> None:
+    (adapter / "adapter_model.safetensors").write_bytes(raw)
+    error = refusal(store)
+    assert error.exit_code is ExitCode.INVALID_ADAPTER
+    assert f"{URI}/adapter_model.safetensors" in str(error)
+
+
+def test_a_configuration_of_any_size_is_refused_by_its_size(adapter: Path, store: Store) -> None:
+    with (adapter / "adapter_config.json").open("wb") as file:
+        file.truncate(2**27)
+    assert "134217728 bytes, the limit is" in str(refusal(store))
+
+
+def test_a_model_is_no_adapter(store: Store) -> None:
+    error = refusal(store, "hf://acme/tiny")
+    assert error.exit_code is ExitCode.INVALID_ADAPTER
+    assert "hf://acme/tiny/adapter_config.json is missing" in str(error) or "adapter_model" in str(error)
+
+
+# In place
+
+
+def test_an_adapter_in_a_folder_or_a_claim_stays_there(
+    adapter: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CLAIMS_DIR_VARIABLE, str(tmp_path / "claims"))
+    claimed = tmp_path / "claims/team/adapters/support"
+    shutil.copytree(adapter, claimed)
+    for uri, folder in ((f"file://{adapter}", adapter), ("pvc://team/adapters/support", claimed)):
+        found, facts = brought(store, uri)
+        assert (found.folder, found.digest, found.read_bytes) == (folder, facts.digest, 0)
+        assert brought(store, uri, digest=facts.digest)[1] == facts
+    assert not store.folder.exists()
+    write_adapter(claimed, seed=1)
+    error = refusal(store, "pvc://team/adapters/support", digest=facts.digest)
+    assert error.exit_code is ExitCode.CHECKSUM_MISMATCH
+    os.symlink("/etc/hostname", claimed / "link")
+    assert refusal(store, "pvc://team/adapters/support").exit_code is ExitCode.INVALID_ADAPTER
+
+
+def test_a_folder_that_is_not_there_is_not_found(store: Store, tmp_path: Path) -> None:
+    error = refusal(store, f"file://{tmp_path}/absent")
+    assert error.exit_code is ExitCode.MODEL_NOT_FOUND
+    assert "adapter_config.json" in str(error)
+
+
+# S3
+
+
+@pytest.mark.slow
+def test_an_adapter_in_s3_has_the_digest_of_its_two_files(server: S3Server, adapter: Path, tmp_path: Path) -> None:
+    shutil.rmtree(adapter / "checkpoint-9")
+    server.upload(adapter, "adapters/support")
+    uri = f"s3://{BUCKET}/adapters/support"
+    found, facts = brought(Store(tmp_path / "first"), uri)
+    assert set(contents(found.folder)) == FILES
+    (adapter / "tokenizer.json").write_text("changed")
+    server.upload(adapter, "adapters/support")
+    assert brought(Store(tmp_path / "second"), uri)[0].digest == found.digest
+    write_adapter(adapter, seed=1)
+    server.upload(adapter, "adapters/support")
+    later, other = brought(Store(tmp_path / "second"), uri)
+    assert later.digest != found.digest
+    assert other.digest != facts.digest
+    assert refusal(Store(tmp_path / "third"), uri, digest=found.digest).exit_code is ExitCode.CHECKSUM_MISMATCH
+
+
+@pytest.mark.slow
+def test_a_store_in_s3_has_adapters_beside_models(
+    server: S3Server, shelf: Shelf, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_model(adapter)
+    address = f"s3://{BUCKET}/store"
+    for flags in ([], ["--adapter"]):
+        assert main(["fetch", URI, address, *flags, "--record", str(tmp_path / "record")]) == 0
+    digest = shelf.commit("acme/support")
+    assert capsys.readouterr().out.split() == [f"{address}/{digest}", f"{address}/{digest}-adapter"]
+    num_asked = len(shelf.asked)
+    found, _ = brought(Store(tmp_path / "pod"), digest=digest, remote=RemoteStore(address), on_miss="fail")
+    assert set(contents(found.folder)) == FILES
+    assert len(shelf.asked) == num_asked
+
+
+# The commands
+
+
+def called(tmp_path: Path, *arguments: str) -> tuple[int, record.Record]:
+    path = tmp_path / "record"
+    code = main([*arguments, "--record", str(path)])
+    return code, msgspec.json.decode(path.read_bytes(), type=record.Record)
+
+
+def test_inspect_tells_whether_an_adapter_fits_its_model(
+    shelf: Shelf, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, outcome = called(tmp_path, "inspect", URI, "--adapter-of", "hf://acme/tiny")
+    facts = read_adapter(adapter, TINY_CONFIG, RULES)
+    assert (code, outcome.ok, outcome.facts) == (0, True, None)
+    assert outcome.adapter == msgspec.structs.replace(facts, source_digest=shelf.commit("acme/support"))
+    assert f"digest:       {facts.digest}" in capsys.readouterr().out
+    assert not [
+        asked for asked in shelf.asked if "acme/tiny" in asked.path and asked.path.endswith("model.safetensors")
+    ]
+    called(tmp_path, "inspect", f"file://{adapter}", "--adapter-of", "hf://acme/tiny", "--json")
+    assert msgspec.json.decode(capsys.readouterr().out, type=AdapterFacts).source_digest == facts.digest
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [(["--max-rank", "2"], "RankTooHigh"), (["--targets", "q_proj,v_proj"], "TargetsNotServed")],
+)
+def test_inspect_takes_what_the_graphs_can_hold(tmp_path: Path, flags: list[str], reason: str) -> None:
+    code, outcome = called(tmp_path, "inspect", URI, "--adapter-of", "hf://acme/tiny", *flags)
+    assert (code, outcome.exit_code, outcome.reason) == (outcome.exit_code, ExitCode(code), reason)
+    assert outcome.message.startswith(URI)
+
+
+def test_inspect_refuses_projections_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", URI, "--adapter-of", "hf://acme/tiny", "--targets", "q_proj,lm_head"])
+    assert "lm_head: choose among q_proj" in capsys.readouterr().err
+
+
+def test_fetch_stores_an_adapter_by_its_commit(
+    shelf: Shelf, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = shelf.commit("acme/support")
+    code, outcome = called(tmp_path, "fetch", URI, str(store.folder), "--adapter", "--digest", digest)
+    assert code == 0
+    assert outcome.weights is not None
+    assert outcome.weights.digest == digest
+    folder = Path(capsys.readouterr().out.strip())
+    assert set(contents(folder)) == FILES
+    assert brought(store, digest=digest)[0].folder == folder
+    assert main(["weights", "ls", str(store.folder)]) == 0
+    assert f"{digest}-adapter" in capsys.readouterr().out
+
+
+def test_fetch_of_what_is_no_adapter_ends_with_its_reason(store: Store, tmp_path: Path) -> None:
+    code, outcome = called(tmp_path, "fetch", "hf://acme/tiny", str(store.folder), "--adapter")
+    assert (code, outcome.reason) == (64, "InvalidAdapter")
