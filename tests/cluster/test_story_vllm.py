@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.rig.faults import kill_processes
+from cluster.rig.faults import kill_containers, kill_processes
 from cluster.rig.images import VLLM_TARGET, build_image
 from cluster.rig.rig import WAITING, Rig
 from cluster.rig.shared_storage import shared_volume
@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.long, pytest.ma
 
 HUB_NODE = "n3"
 ENGINE_PROCESS = "VLLM::EngineCore"
+FOLLOWING = "neuron-serving.dev/role=follower"
 PROMPTS = ("What is a pod?", "A replica of a model", "kubectl")
 COMPLETE = """
 import json, sys, urllib.request
@@ -79,6 +80,7 @@ def told(rig: Rig, namespace: str) -> Iterator[Told]:
         undo.callback(uninstall, rig)
         values = {
             "engines": {"vllm-cpu": {"image": vllm.name}},
+            "groups": {"restartSeconds": 0},
             "jobs": {"env": [{"name": "HF_ENDPOINT", "value": hub.endpoint}]},
             "storage": {"weights": CLAIMS_OF_THE_CHART["weights"]},
         }
@@ -100,7 +102,7 @@ def served(name: str, backend: str, *args: str, limits: Any = None, **serving: A
         "hf://demo/demo",
         engine=engine,
         serving={"dtype": "float32", "maxModelLength": 512, "maxSequences": 8, **serving},
-        rollout={"strategy": "Surge", "drainDelaySeconds": 3, "drainSeconds": 120},
+        rollout={"strategy": "Surge", "drainSeconds": 120},
         podTemplate={"spec": {"resources": {"requests": REQUESTS, "limits": limits or {}}}},
     )
 
@@ -134,6 +136,36 @@ def test_it_answers_as_torch_does_and_no_stream_is_cut_as_it_comes_and_goes(told
     assert told.answers() == expected
     with told.traffic(), story.stage("vllm to torch, under traffic"):
         replace(story, served("chat", "torch"))
+
+
+def test_a_group_on_two_nodes_comes_back_and_no_stream_is_cut_as_it_is_replaced(told: Told) -> None:
+    story = told.story
+    story.apply(served("chat", "torch"))
+    story.until_ready(1)
+    expected = told.answers()
+    group = served("chat", "vllm")
+    group["spec"]["parallelism"] = {"nodes": 2, "tensor": 2}
+    group["spec"]["engine"]["env"] += [{"name": "TORCHDYNAMO_DISABLE", "value": "1"}]  # several ranks need a compiler
+    with told.traffic(), story.stage("torch to vllm on two nodes, under traffic"):
+        replace(story, group)
+    assert len({pod["spec"]["nodeName"] for pod in members(story)}) == 2
+    assert told.answers() == expected
+    with story.stage("the follower is killed"):
+        before = {pod["metadata"]["uid"] for pod in members(story)}
+        kill_containers(story.rig, story.namespace, FOLLOWING)
+        story.until("other members", lambda: before.isdisjoint(pod["metadata"]["uid"] for pod in members(story)))
+        story.until_ready(1)
+        assert told.answers() == expected
+    with told.traffic(is_kept=False), story.stage("vllm to vllm on two nodes, under traffic"):
+        group["spec"]["serving"]["maxModelLength"] = 448
+        replace(story, group)
+        story.until("two members", lambda: len(members(story)) == 2)
+    assert told.answers() == expected
+    assert story.kubectl("get", "events", "--field-selector=reason=FailedPreStopHook", "-o", "name") == ""
+
+
+def members(story: Story) -> list[Any]:
+    return [*story.ready_pods(), *story.items("pods", FOLLOWING)]
 
 
 def replace(story: Story, edited: Any) -> None:
