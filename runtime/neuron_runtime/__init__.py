@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from neuron_runtime.offline import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from neuron_runtime.offline import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> object:

@@ -119,6 +119,10 @@ def on_this_machine(
         device = "cpu"
         values.pop("tensor_parallel_size", None)
         say(f"{TARGET_VARIABLE} is cpu: the model is computed on the CPU, in one process")
+        # What is switched off on a device is not there on a CPU.
+        settings = values.get("override_neuron_config")
+        if isinstance(settings, Mapping):
+            values["override_neuron_config"] = {name: one for name, one in settings.items() if one is not False}
     with problems.collecting():
         override = _neuron_config(values.pop("override_neuron_config", None), additional_config, written)
         if override:

@@ -26,8 +26,6 @@ class Surface(Flag):
     """Fields of /v1/completions and /v1/chat/completions, and options of `LLM.chat`."""
     SAMPLING_PARAMS = auto()
     """Fields of the offline class `SamplingParams`."""
-    CALL = auto()
-    """Arguments of `LLM.generate` and `LLM.chat`."""
     LLM = auto()
     """Arguments of the class `LLM`."""
     FLAG = auto()
@@ -121,7 +119,6 @@ ROWS = (
     NotBuilt("limit_mm_per_prompt", _LLM, ({},)),
     NotBuilt("load_format", _LLM, ("auto", "safetensors")),
     NotBuilt("logits_processors", _BODY | _PARAMS | _LLM, ([],)),
-    NotBuilt("lora_request", Surface.CALL),
     NotBuilt("max_logprobs", _LLM, (20,), cure="leave it out: the backend says how many there are at most"),
     NotBuilt("mcp_servers", _MESSAGES, ([],)),
     NotBuilt("mm_processor_kwargs", _BODY | _LLM, ({},)),

@@ -17,14 +17,18 @@ from pathlib import Path
 import pytest
 
 from helpers import nxdi, optimum, transformers_neuronx
+from helpers.adapters import write_adapter
 from helpers.random_model import model_config, write_random_model
 from helpers.serve_command import ServeCommand
+from neuron_runtime.checkpoint import read_config
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 
 VLLM = """
-import sys, types, neuron_runtime
+import importlib, sys, types, neuron_runtime
 sys.modules["vllm"] = types.SimpleNamespace(LLM=neuron_runtime.LLM, SamplingParams=neuron_runtime.SamplingParams)
+sys.modules["vllm.lora"] = importlib.import_module("neuron_runtime.lora")
+sys.modules["vllm.lora.request"] = importlib.import_module("neuron_runtime.lora.request")
 """
 DEVICE_NODE = """
 import pathlib, neuron_runtime.arguments
@@ -131,6 +135,29 @@ llm = LLM(
     use_v2_block_manager=True,
 )
 """
+ADAPTERS = """
+from vllm.lora.request import LoRARequest
+
+llm = LLM(
+    model="meta-llama/Meta-Llama-3.1-8B-Instruct",
+    max_num_seqs=2,
+    max_model_len=64,
+    tensor_parallel_size=32,
+    device="neuron",
+    override_neuron_config={
+        "sequence_parallel_enabled": False,
+        "lora_modules": {"lora_id_1": "ADAPTERS/1", "lora_id_2": "ADAPTERS/2"},
+    },
+    enable_lora=True,
+    max_loras=2,
+)
+first, second = LoRARequest("lora_id_1", 1, "ADAPTERS/1"), LoRARequest("lora_id_2", 2, " ")
+sampling_params = SamplingParams(top_k=1)
+for lora_request in ([first, second, first, second], None):
+    for output in llm.generate(prompts, sampling_params, lora_request=lora_request):
+        print(f"Prompt: {output.prompt!r}, Generated text: {output.outputs[0].text!r}")
+"""
+"""In the form of the guide for several adapters, which are named when the model is loaded."""
 SCRIPTS = {
     "continuous batching": PROMPTS + CONTINUOUS_BATCHING + PRINTS,
     "override": PROMPTS + OVERRIDE + PRINTS,
@@ -242,6 +269,17 @@ def test_a_script_of_the_guides_runs_unchanged_on_its_library(
 ) -> None:
     source = VLLM + DEVICE_NODE + localized(SCRIPTS[script], model)
     check_printed(python(source, environment_of(framework, tmp_path), seconds=1200), script)
+
+
+@pytest.mark.slow
+def test_a_script_with_adapters_runs_unchanged_on_the_cpu(model: Path, tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_adapter(tmp_path / str(number), read_config(model), seed=number, scale=1.0)
+    ended = python(VLLM + PROMPTS + localized(ADAPTERS, model).replace("ADAPTERS", str(tmp_path)), CPU)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    printed = [line for line in ended.stdout.splitlines() if line.startswith("Prompt: ")]
+    assert len(printed) == 8
+    assert all(adapted != base for adapted, base in zip(printed[:4], printed[4:], strict=True))
 
 
 def test_a_script_with_a_draft_model_is_refused_by_name(model: Path) -> None:

@@ -251,7 +251,11 @@ def test_a_chat_uses_the_template_of_the_model_and_ends_at_its_end_token(llm: LL
             "`continue_final_message`",
         ),
         ([{"role": "user", "content": "a"}], {"colour": "red"}, "unknown field `colour`"),
-        ([{"role": "user", "content": "a"}], {"lora_request": object()}, "`lora_request` is not supported yet"),
+        (
+            [{"role": "user", "content": "a"}],
+            {"lora_request": object()},
+            "`lora_request` must be a LoRARequest, got object",
+        ),
     ],
 )
 def test_an_invalid_chat_is_refused_by_name(llm: LLM, messages: Any, options: Any, says: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -282,15 +283,13 @@ async def test_clients_are_told_that_an_adapter_is_on_its_way(
 
 def slowed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Holds back fetches; returns what lets them go on."""
-    import threading
+    gate, bring = threading.Event(), front_end.adapters._bring
 
-    gate, sources = threading.Event(), front_end.adapters._sources
+    def later(wanted: Wanted, model_dir: Path) -> Any:
+        gate.wait(20)
+        return bring(wanted, model_dir)
 
-    def fetch(wanted: Wanted) -> Path:
-        gate.wait()
-        return sources.fetch(wanted)
-
-    monkeypatch.setattr(front_end.adapters, "_sources", replace(sources, fetch=fetch))
+    monkeypatch.setattr(front_end.adapters, "_bring", later)
     return gate.set
 
 
@@ -301,10 +300,9 @@ async def test_a_server_is_healthy_when_the_adapters_that_it_starts_with_are(
     async with serving(model_dir, limits=ADAPTED, adapters=AdapterSettings(adapters_file=path), ready=False) as served:
         go_on = slowed(served.front_end, monkeypatch)
         served.engine.become_ready()
-        await served.until(lambda: served.front_end.client.ready)
+        await served.until(lambda: served.front_end._admission is not None)
         health = await served.http.get("/health")
         assert (health.status_code, health.json()["detail"]) == (503, "not ready: loading the adapters a")
-        await served.until(lambda: asyncio.sleep(0, served.front_end._admission is not None))
         await text(served, MODEL)
         # It does not wait for ever.
         with monkeypatch.context() as later:

@@ -1,6 +1,7 @@
 """Loads a backend, with its compiled graphs if the configuration asks for them.
 
-Called by the engine process, by `LLM` and by benchmarks once the model is on this machine. It finds the artifact that
+Called by the engine process, by `LLM` and by benchmarks once the model is on this machine; the front end finds adapters
+by it. It finds the artifact that
 the model and configuration need, or says what differs from those that there are, or has it compiled.
 """
 
@@ -12,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neuron_runtime.adapters.peft import AdapterRules, read_adapter
 from neuron_runtime.artifacts.compiling import Wanted, download, make, wanted_artifact
 from neuron_runtime.artifacts.store import (
     artifact_store,
@@ -23,14 +25,16 @@ from neuron_runtime.artifacts.store import (
     remote_artifacts,
 )
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
-from neuron_runtime.checkpoint import check_tokenizer
+from neuron_runtime.checkpoint import check_tokenizer, read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.engine.backends import backend_package, check_ranks, compiles
 from neuron_runtime.errors import ExitCode, FatalError, joined
 from neuron_runtime.local_settings import LocalSettings
+from neuron_runtime.record import AdapterFacts
+from neuron_runtime.uris import ModelInPlace, parse_uri
 from neuron_runtime.weights.disk import make_folder, writing
-from neuron_runtime.weights.fetching import described, materialize
+from neuron_runtime.weights.fetching import described, folder_of, materialize
 from neuron_runtime.weights.store import Damaged, Store
 
 if TYPE_CHECKING:
@@ -61,6 +65,28 @@ def find_model(
         with_weights=with_weights and backend_package(config).needs_weights(config),
         check=check_tokenizer,
     )
+
+
+def find_adapter(
+    uri: str, model_dir: Path, config: RuntimeConfig, settings: LocalSettings, *, digest: str = "", version: str = ""
+) -> tuple[Path, AdapterFacts]:
+    """The local folder of an adapter that fits this model, fetched if needed, and what it is.
+
+    Args:
+        digest: what the adapter must be, as the facts have it; empty: anything that fits.
+        version: of its source, as `fetch` takes it.
+
+    Raises FatalError as `fetch` and `read_adapter`, and CHECKSUM_MISMATCH; SourceUnreachable.
+    """
+    rules = AdapterRules(config.adapters.max_rank, config.adapters.targets)
+    source = parse_uri(uri)
+    if not isinstance(source, ModelInPlace):
+        raise FatalError(ExitCode.MODEL_NOT_FOUND, f"{uri}: adapters are read from folders and volumes alone")
+    folder = folder_of(source)
+    facts = read_adapter(folder, read_config(model_dir), rules)
+    if digest and facts.digest != digest:
+        raise FatalError(ExitCode.CHECKSUM_MISMATCH, f"{uri} has digest {facts.digest}, but {digest} is pinned")
+    return folder, facts
 
 
 def load_backend(

@@ -6,8 +6,9 @@ starts no process, opens no port, and imports torch only when an `LLM` is create
 Contract: https://docs.vllm.ai/en/latest/api/vllm/entrypoints/llm.html
 """
 
+from neuron_runtime.offline.adapters import LoRARequest
 from neuron_runtime.offline.llm import LLM
 from neuron_runtime.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from neuron_runtime.offline.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams"]

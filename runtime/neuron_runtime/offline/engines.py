@@ -7,16 +7,15 @@ step. They know nothing of text.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
 from neuron_runtime.artifacts.loading import find_model, load_backend
-from neuron_runtime.backend_protocol import Backend
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import StageLines
 from neuron_runtime.core import BackendLimits, Request, TokenEvent
 from neuron_runtime.engine.backends import backend_package, warn_of_limits
-from neuron_runtime.engine.guides import Guides
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.grammars.guides import grammar_guides
@@ -38,6 +37,9 @@ class OfflineEngine(Protocol):
 
     def load(self) -> BackendLimits:
         """Load and warm up the backend, after `find_model`. Raises FatalError."""
+
+    def load_adapter(self, digest: str, folder: Path) -> None:
+        """Requests may use this adapter from now on; they wait until it is loaded. Its files were checked."""
 
     def add(self, request: Request) -> None:
         """Queue an admitted request."""
@@ -65,9 +67,8 @@ class LocalEngine:
         self._settings = settings
         self._progress = StageLines()
         self._model_dir = Path()
-        self._backend: Backend | None = None
-        self._guides: Guides | None = None
         self._engine: Engine
+        self._closing = ExitStack()
 
     @property
     def stats(self) -> EngineStats:
@@ -82,13 +83,19 @@ class LocalEngine:
         return self._model_dir
 
     def load(self) -> BackendLimits:
-        self._backend = load_backend(self._model_dir, self._config, self._settings, self._progress)
-        warn_of_limits(self._config, self._backend.limits)
-        self._backend.warm_up(self._progress)
+        backend = load_backend(self._model_dir, self._config, self._settings, self._progress)
+        self._closing.callback(backend.close)
+        warn_of_limits(self._config, backend.limits)
+        backend.warm_up(self._progress)
+        guides = grammar_guides(self._model_dir, backend.limits)
+        self._closing.callback(guides.close)
         # No queue limit, because the caller waits for all answers anyway.
-        self._guides = grammar_guides(self._model_dir, self._backend.limits)
-        self._engine = Engine(self._backend, max_queued_requests=sys.maxsize, guides=self._guides)
-        return self._backend.limits
+        self._engine = Engine(backend, max_queued_requests=sys.maxsize, guides=guides)
+        self._closing.callback(self._engine.close)
+        return backend.limits
+
+    def load_adapter(self, digest: str, folder: Path) -> None:
+        self._engine.load_adapter(digest, folder)
 
     def add(self, request: Request) -> None:
         self._engine.add(request)
@@ -103,9 +110,4 @@ class LocalEngine:
         return events
 
     def close(self) -> None:
-        if self._guides is not None:
-            self._guides.close()
-            self._guides = None
-        if self._backend is not None:
-            self._backend.close()
-            self._backend = None
+        self._closing.close()

@@ -20,12 +20,13 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from neuron_runtime.apis.openai.body import ChatBody, admitted_completion, chat_of
 from neuron_runtime.arguments import LLM_NAMES, default_artifacts_dir, default_weights_dir, llm_config, naming
+from neuron_runtime.artifacts.loading import find_adapter
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits, TokenEvent
 from neuron_runtime.engine.backends import check_backend
 from neuron_runtime.errors import BackendFailed, InvalidConfig, InvalidRequest
 from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.not_built import Surface, refuse
+from neuron_runtime.offline.adapters import LoRARequest, OfflineAdapters, modules_of
 from neuron_runtime.offline.engines import engine_of
 from neuron_runtime.offline.outputs import RequestOutput
 from neuron_runtime.offline.prompts import Prompt, listed, naming_prompt, one_each, prompt_fields
@@ -41,6 +42,7 @@ from neuron_runtime.requests.tools import is_forced
 from neuron_runtime.text.tokenizer import load_tokenizer
 
 MAX_SEED_BITS = 63
+MODULES = "lora_modules"
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -60,6 +62,8 @@ class LLM:
         on_weights_miss: whether to fetch a model that no store has from its source, or to fail.
         artifacts_dir: store of compiled models, with `compile=True`.
         artifacts_store: another one in S3 (`s3://bucket/prefix`), from which or to which artifacts are copied.
+        lora_modules: paths of adapters by name, for each `LoRARequest` without a path: `{name: path}`, or a list of
+            objects with `name` and `path`; also in `override_neuron_config`.
         additional_config: `{"override_neuron_config": {...}}`, as in newer versions of vLLM.
         arguments: `max_model_len`, `max_num_seqs`, `block_size` and other arguments of vLLM's class. They are supported
             or refused by name; see `arguments.LLM_ARGUMENTS` and `not_built.ROWS`.
@@ -82,9 +86,15 @@ class LLM:
         artifacts_store: str = "",
         weights_store: str = "",
         on_weights_miss: Literal["fetch", "fail"] = "fetch",
+        lora_modules: Any = None,
         additional_config: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
+        override = arguments.get("override_neuron_config")
+        if isinstance(override, Mapping) and MODULES in override:
+            lora_modules = override[MODULES] if lora_modules is None else lora_modules
+            arguments["override_neuron_config"] = {key: one for key, one in override.items() if key != MODULES}
+        modules = modules_of(lora_modules)
         config = llm_config(model, arguments, device=device, revision=revision, additional_config=additional_config)
         settings = LocalSettings(
             weights_dir=default_weights_dir() if download_dir is None else Path(download_dir),
@@ -122,6 +132,9 @@ class LLM:
             max_queued_requests=sys.maxsize,
             cuts_max_tokens=True,
         )
+        self._adapters = OfflineAdapters(
+            config, modules, lambda uri: find_adapter(uri, self._model_dir, config, settings), self._engine.load_adapter
+        )
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311
         self._ids = itertools.count()
         self._one_at_a_time = threading.Lock()
@@ -135,7 +148,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts; returns the outputs in the same order.
 
@@ -144,6 +157,7 @@ class LLM:
             sampling_params: one for all prompts, one per prompt, or None for the model's defaults.
             use_tqdm: whether to show a progress bar on stderr, or a function that creates one.
             priority: one number per prompt; lower ones run first.
+            lora_request: the adapter of all prompts, or one or None per prompt.
             prompt_token_ids: older alternative to `prompts`.
 
         Raises:
@@ -165,7 +179,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one or several conversations, rendered with the model's chat template.
@@ -227,19 +241,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         priority: Sequence[int] | None,
-        lora_request: object,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
-        refuse(Surface.CALL, "lora_request", lora_request)
         params = one_each(sampling_params, len(prompts), self.get_default_sampling_params, "sampling_params")
         priorities = one_each(priority, len(prompts), lambda: 0, "priority")
+        adapters = one_each(lora_request, len(prompts), lambda: None, "lora_request")
         with self._one_at_a_time:
             if self._ended:
                 raise BackendFailed(f"this LLM can no longer be used ({self._ended}): create a new one")
             asked = []
-            for number, (prompt, one, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
+            for number, given in enumerate(zip(prompts, params, priorities, adapters, strict=True)):
+                prompt, one, rank, adapter = given
                 with naming_prompt(number, len(prompts)):
-                    asked.append(self._admit(fields_of(prompt), one, rank))
+                    asked.append(self._admit(fields_of(prompt), one, rank, adapter))
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(
                 total=len(asked), desc="Processed prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm
@@ -247,18 +262,23 @@ class LLM:
                 self._finish(asked, bar)
             return [one.output() for one in asked]
 
-    def _admit(self, prompt: dict[str, Any], params: SamplingParams, priority: int) -> RunningPrompt:
+    def _admit(
+        self, prompt: dict[str, Any], params: SamplingParams, priority: int, adapter: LoRARequest | None
+    ) -> RunningPrompt:
         """Check a prompt and its parameters completely. Raises InvalidRequest."""
         admission = self._admission
         fields = {**prompt, "priority": priority, "return_token_ids": True}
         text = fields.pop("text", None)
         ask = admitted_completion(admission, params.body(fields, admission.limits.max_model_length))
+        if adapter is not None:
+            ask = replace(ask, target=self._adapters.target(adapter))
         if params.seed is None and self._seeds:
             seed = self._seeds.getrandbits(MAX_SEED_BITS)
             ask = replace(ask, sampling=tuple(replace(one, seed=seed, seeded=True) for one in ask.sampling))
         text = fields["prompt"] if isinstance(fields["prompt"], str) else text
         end = None if params.ignore_eos else admission.tokenizer.eos_token_id
-        return RunningPrompt(str(next(self._ids)), text, ask, admission.tokenizer, end)
+        tokenizer = admission.tokenizer
+        return RunningPrompt(str(next(self._ids)), text, ask, tokenizer, end_token_id=end, adapter=adapter)
 
     def _finish(self, asked: Iterable[RunningPrompt], bar: Any) -> None:
         live: dict[str, tuple[RunningPrompt, int]] = {}

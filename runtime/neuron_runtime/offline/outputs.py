@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from neuron_runtime.offline.adapters import LoRARequest
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -46,5 +48,7 @@ class RequestOutput:
     finished: bool = True
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    lora_request: LoRARequest | None = None
+    """The adapter that answered."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token, that token first, then the alternatives; None for the first token."""

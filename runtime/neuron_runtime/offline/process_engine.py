@@ -21,7 +21,7 @@ import zmq
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import BackendLimits, Request, TokenEvent
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.messages import Abort, Add, ModelFound, Ready, Step
+from neuron_runtime.engine.messages import Abort, Add, LoadAdapter, ModelFound, Ready, Step
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, InvalidRequest, ServingError
 from neuron_runtime.local_settings import LocalSettings
@@ -65,6 +65,9 @@ class ProcessEngine:
 
     def load(self) -> BackendLimits:
         return self._next(Ready).limits
+
+    def load_adapter(self, digest: str, folder: Path) -> None:
+        self._send(LoadAdapter(digest, str(folder)))
 
     def add(self, request: Request) -> None:
         self._live.add(request.request_id)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.offline.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, either with a `cache_salt`."""
@@ -47,7 +46,7 @@ def _token_ids(values: Any) -> list[int]:
 
 def one_each(given: Any, count: int, default: Callable[[], Any], name: str) -> list[Any]:
     """One value per prompt, from one for all, one per prompt, or none."""
-    if given is None or isinstance(given, SamplingParams):
+    if given is None or not isinstance(given, Iterable):
         return [default() if given is None else given] * count
     values = list(given)
     if len(values) != count:

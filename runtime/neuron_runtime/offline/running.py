@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from neuron_runtime.apis.generation import Choice, Generation, Piece, TokenDetails
 from neuron_runtime.core import FinishReason, TokenEvent, TokenLogprobs
+from neuron_runtime.offline.adapters import LoRARequest
 from neuron_runtime.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from neuron_runtime.requests.admission import Ask
 from neuron_runtime.text.tokenizer import Tokenizer
@@ -16,9 +17,17 @@ class RunningPrompt(Generation):
     """
 
     def __init__(
-        self, request_id: str, text: str | None, ask: Ask, tokenizer: Tokenizer, end_token_id: int | None
+        self,
+        request_id: str,
+        text: str | None,
+        ask: Ask,
+        tokenizer: Tokenizer,
+        *,
+        end_token_id: int | None,
+        adapter: LoRARequest | None,
     ) -> None:
         super().__init__(ask, tokenizer)
+        self._adapter = adapter
         self.request_id = request_id
         self._text = text
         self._end_token_id = end_token_id
@@ -44,6 +53,7 @@ class RunningPrompt(Generation):
             outputs=[self._output(index) for index in range(len(self.choices))],
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
+            lora_request=self._adapter,
             prompt_logprobs=prompt_logprobs,
         )
 

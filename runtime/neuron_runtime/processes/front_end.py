@@ -25,13 +25,12 @@ import uvicorn
 import uvloop
 
 from neuron_runtime import record
-from neuron_runtime.adapters.peft import AdapterRules, read_adapter
 from neuron_runtime.arguments import default_artifacts_dir, default_weights_dir
-from neuron_runtime.checkpoint import read_config
+from neuron_runtime.artifacts.loading import find_adapter
 from neuron_runtime.config import RuntimeConfig, TextOptions, load_config
 from neuron_runtime.console import say
 from neuron_runtime.engine.messages import Ready
-from neuron_runtime.errors import BackendFailed, Draining, ExitCode, FatalError, InvalidConfig
+from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidConfig
 from neuron_runtime.local_settings import ONLY_NAMED, AdapterSettings, LocalSettings, add_adapter_flags, add_local_flags
 from neuron_runtime.processes import control
 from neuron_runtime.processes.children import FRONT_END_DEADLINE, FRONT_END_MODULE, begun, child_parser
@@ -42,7 +41,7 @@ from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
 from neuron_runtime.requests.targets import Targets
 from neuron_runtime.server.adapter_list import Wanted
-from neuron_runtime.server.adapters import Adapters, Sources
+from neuron_runtime.server.adapters import Adapters
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.edge import Edge
@@ -55,8 +54,6 @@ from neuron_runtime.server.series import Reading
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 from neuron_runtime.text.tool_calls import TOOL_PARSERS, ToolFormat, recognized
-from neuron_runtime.uris import ModelInPlace, parse_uri
-from neuron_runtime.weights.fetching import folder_of
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than common clients and proxies keep idle connections, so that they close them first."""
@@ -98,28 +95,6 @@ def load_text(model_dir: Path, options: TextOptions) -> Text:
 
 
 HERE = LocalSettings(default_weights_dir(), default_artifacts_dir())
-
-
-def sources(config: RuntimeConfig, settings: LocalSettings) -> Sources:
-    """How adapters get to this machine, and what they are checked against."""
-    rules = AdapterRules(config.adapters.max_rank, config.adapters.targets)
-
-    def fetch(wanted: Wanted) -> Path:
-        source = parse_uri(wanted.uri)
-        if not isinstance(source, ModelInPlace):
-            raise FatalError(
-                ExitCode.MODEL_NOT_FOUND, f"{wanted.uri}: adapters are read from folders and volumes alone"
-            )
-        return folder_of(source)
-
-    def check(wanted: Wanted, folder: Path, model_dir: Path) -> AdapterFacts:
-        facts = read_adapter(folder, read_config(model_dir), rules)
-        if wanted.digest and facts.digest != wanted.digest:
-            message = f"{wanted.uri} has digest {facts.digest}, but {wanted.digest} is pinned"
-            raise FatalError(ExitCode.CHECKSUM_MISMATCH, message)
-        return facts
-
-    return Sources(fetch, check)
 
 
 class Server(uvicorn.Server):
@@ -170,7 +145,7 @@ class FrontEnd:
             config.adapters,
             self.targets,
             self.client,
-            sources(config, settings),
+            self._bring,
             run_dir=run_dir,
             list_file=adapters.adapters_file,
             allows_requests=adapters.runtime_adapters == "allow",
@@ -182,6 +157,7 @@ class FrontEnd:
         self.metrics.read_at_scrape(lambda: [(LOG_LINES_LOST, (), self._edge.num_log_lines_lost)])
         self._deadline = Deadline(run_dir / FRONT_END_DEADLINE)
         self._url = url
+        self._settings = settings
         self._began = time.monotonic()
         self._text: asyncio.Task[Text] | None = None
         self._ready: Ready | None = None
@@ -230,6 +206,11 @@ class FrontEnd:
         self._edge.close()
         if self._over.done():
             self._over.result()
+
+    def _bring(self, wanted: Wanted, model_dir: Path) -> tuple[Path, AdapterFacts]:
+        return find_adapter(
+            wanted.uri, model_dir, self.config, self._settings, digest=wanted.digest, version=wanted.source_digest
+        )
 
     def _adapters_in_use(self) -> Iterator[Reading]:
         if self._ready is not None and self.client.ready:

@@ -48,13 +48,8 @@ class Client(Protocol):
         """Whether a request that has not ended does."""
 
 
-@dataclass(frozen=True)
-class Sources:
-    """How adapters get here. Both run on threads and raise ServingError."""
-
-    fetch: Callable[[Wanted], Path]
-    check: Callable[[Wanted, Path, Path], AdapterFacts]
-    """From the adapter's folder and the model's."""
+Bring = Callable[[Wanted, Path], tuple[Path, AdapterFacts]]
+"""Fetches an adapter and checks that it fits the model in a folder; returns its own folder. Raises ServingError."""
 
 
 @dataclass(eq=False)
@@ -86,6 +81,7 @@ class Adapters:
     """See the module. All methods run on the event loop.
 
     Args:
+        bring: called on threads.
         run_dir: where the adapters of commands and requests are kept.
         list_file: the adapters of whoever serves the model; they win over kept ones with the same name.
         allows_requests: whether requests may load and unload adapters.
@@ -96,7 +92,7 @@ class Adapters:
         options: AdapterOptions,
         targets: Targets,
         client: Client,
-        sources: Sources,
+        bring: Bring,
         *,
         run_dir: Path,
         list_file: Path | None = None,
@@ -105,7 +101,7 @@ class Adapters:
         self._options = options
         self._targets = targets
         self._client = client
-        self._sources = sources
+        self._bring = bring
         self._run_dir = run_dir
         self._list_file = None if list_file is None or not options.max_active else ListFile(list_file)
         self._allows_requests = allows_requests
@@ -287,14 +283,14 @@ class Adapters:
             self._fail(version, InvalidRequest(f"the name must be {NAME_RULE}"), "InvalidName")
         else:
             self._targets.hold(name, "Fetching")
-            version.task = asyncio.create_task(self._bring(version))
+            version.task = asyncio.create_task(self._prepare(version))
 
     def _end(self, version: _Version) -> None:
         if version.task is not None:
             version.task.cancel()
         version.ended.set()
 
-    async def _bring(self, version: _Version) -> None:
+    async def _prepare(self, version: _Version) -> None:
         """Fetch and check a version until it succeeds, then have the engine load it."""
         pause = RETRY_SECONDS
         while not await self._try(version):
@@ -307,11 +303,8 @@ class Adapters:
     async def _try(self, version: _Version) -> bool:
         try:
             async with self._few:
-                self._proceed(version, "Fetching")
-                folder = await asyncio.to_thread(self._sources.fetch, version.wanted)
-                model_dir = await self._model_dir
-                self._proceed(version, "Checking")
-                facts = await asyncio.to_thread(self._sources.check, version.wanted, folder, model_dir)
+                model_dir = await asyncio.shield(self._model_dir)
+                version.folder, version.facts = await asyncio.to_thread(self._bring, version.wanted, model_dir)
         except FatalError as error:
             self._fail(version, error, error.exit_code.reason)
         except ServingError as error:
@@ -320,7 +313,6 @@ class Adapters:
             traceback.print_exception(error)
             self._fail(version, ServingError(f"{type(error).__name__}: {error}"), "InternalError")
         else:
-            version.folder, version.facts = folder, facts
             return True
         return False
 

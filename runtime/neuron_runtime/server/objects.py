@@ -51,7 +51,7 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: Annotated[list[Model], "One entry per name."]
 
 
-StateName = Literal["Fetching", "Checking", "Loading", "Ready", "Failed"]
+StateName = Literal["Fetching", "Loading", "Ready", "Failed"]
 
 
 class AdapterState(msgspec.Struct, kw_only=True):
