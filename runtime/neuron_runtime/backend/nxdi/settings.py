@@ -14,13 +14,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.devices import LogicalCore, Target
 from neuron_runtime.backend.neuron.model_config import number_of
 from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, text_config, window_of
 from neuron_runtime.backend.nxdi.neuron_config import SAMPLING, SHARDED, Override, merge, read_override
-from neuron_runtime.config import TARGETS, AdapterOptions, RuntimeConfig, uses_blocks
+from neuron_runtime.config import AdapterOptions, RuntimeConfig, uses_blocks
 from neuron_runtime.core import SamplingMode
 from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems
