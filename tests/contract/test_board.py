@@ -183,6 +183,8 @@ def operator_text(passes: int, failed: int, leader: int, reason: str | None) -> 
     status = {"conditions": conditions, "readyReplicas": int(is_ready)}
     model = {"metadata": {"namespace": "team", "name": "chat"}, "spec": {"replicas": 1}, "status": status}
     metrics.report_models(lambda: [model] if reason else [])
+    adapter = {"metadata": {"namespace": "team", "name": "voice"}, "spec": {"model": "chat"}, "status": {"replicas": 1}}
+    metrics.report_adapters(lambda: [adapter] if reason else [])
     return metrics.exposition().decode()
 
 
@@ -370,6 +372,7 @@ def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[st
     operator = {name for name in shown if name.startswith("neuron_operator_")}
     metrics = OperatorMetrics()
     metrics.report_models(lambda: [{}])
+    metrics.report_adapters(lambda: [{}])
     declared = re.findall(r"^# TYPE (\S+) ", metrics.exposition().decode(), re.MULTILINE)
     assert operator == {name for name in declared if not name.endswith("_created")}
 

@@ -499,6 +499,7 @@ def test_the_shown_permissions_are_those_of_the_chart() -> None:
 def test_the_docs_list_exactly_the_metrics_of_the_operator() -> None:
     numbers = operator_metrics.Metrics()
     numbers.report_models(lambda: [body()])
+    numbers.report_adapters(lambda: [body()])
     declared = re.findall(r"^# TYPE (\S+) (\S+)$", numbers.exposition().decode(), re.MULTILINE)
     documented = [(words(first)[0], kind) for first, kind, _ in rows(section(CHART_README, "Metrics"))]
     assert sorted(documented) == sorted((name, kind) for name, kind in declared if not name.endswith("_created"))

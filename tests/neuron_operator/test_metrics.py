@@ -29,6 +29,19 @@ def test_models_are_counted_by_the_reason_of_ready_at_each_scrape() -> None:
     assert not [name for name, _ in samples(metrics) if name == "neuron_operator_models"]
 
 
+def test_an_adapter_has_a_series_with_the_replicas_that_lack_it_until_it_is_deleted() -> None:
+    metrics = Metrics()
+    about = {"metadata": {"namespace": "team", "name": "voice"}, "spec": {"model": "chat"}}
+    adapters: list[dict[str, object]] = [{**about, "status": {"replicas": 3, "readyReplicas": 1}}]
+    metrics.report_adapters(lambda: adapters)
+    labels = frozenset({("namespace", "team"), ("name", "voice"), ("model", "chat")})
+    assert samples(metrics)["neuron_operator_adapter_missing_replicas", labels] == 2
+    adapters[:] = [{**about}, {}]
+    assert samples(metrics)["neuron_operator_adapter_missing_replicas", labels] == 0
+    adapters.clear()
+    assert "voice" not in metrics.exposition().decode()
+
+
 def test_a_model_has_a_series_for_each_of_our_conditions_and_its_replicas_until_it_is_deleted() -> None:
     metrics = Metrics()
     kinds = {"Available": "True", "UpToDate": "False", "Ready": "Unknown", "example.com/Audited": "True"}

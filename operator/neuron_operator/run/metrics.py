@@ -80,10 +80,31 @@ class Metrics:
         """Describe `models` at each scrape. A deleted model has no series."""
         self.registry.register(_Models(models))
 
+    def report_adapters(self, adapters: Callable[[], Iterable[Object]]) -> None:
+        """The same for NeuronAdapters."""
+        self.registry.register(_Adapters(adapters))
+
     def exposition(self, names: Iterable[str] = ()) -> bytes:
         """The text that Prometheus reads; `names` of series, if given, are all that it has."""
         chosen = tuple(names)
         return generate_latest(self.registry.restricted_registry(chosen) if chosen else self.registry)
+
+
+class _Adapters(Collector):
+    def __init__(self, adapters: Callable[[], Iterable[Object]]) -> None:
+        self._adapters = adapters
+
+    def collect(self) -> Iterator[Any]:
+        missing = GaugeMetricFamily(
+            "neuron_operator_adapter_missing_replicas",
+            "Replicas of its NeuronModel that do not serve the NeuronAdapter.",
+            labels=["namespace", "name", "model"],
+        )
+        for body in self._adapters():
+            key = [text(body, "metadata", "namespace"), name_of(body), text(body, "spec", "model")]
+            wanted, ready = (whole(dig(body, "status", name)) for name in ("replicas", "readyReplicas"))
+            missing.add_metric(key, max(0, wanted - ready))
+        yield missing
 
 
 class _Models(Collector):

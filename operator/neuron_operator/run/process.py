@@ -113,15 +113,16 @@ class Operator:
         )
         metrics.leader.set_function(lambda: self.is_leading)
         metrics.queue_depth.set_function(lambda: len(self._queue or ()))
-        metrics.report_models(self._own_models)
+        metrics.report_models(lambda: self._own(self.caches.models))
+        metrics.report_adapters(lambda: self._own(self.caches.adapters))
         metrics.foreign_namespaces.set_function(self._count_foreign)
         metrics.refused_namespaces.set_function(lambda: len(self.refused))
         for upgrade in UPGRADES:
             metrics.upgrades.labels(upgrade).set_function(partial(self._count_upgrades, upgrade))
 
-    def _own_models(self) -> Iterable[Object]:
-        models = self.caches.models() if self.is_leading else ()
-        return (model for model in models if not self._holdings.is_foreign(model["metadata"]["namespace"]))
+    def _own(self, objects: Callable[[], Iterable[Object]]) -> Iterable[Object]:
+        found = objects() if self.is_leading else ()
+        return (one for one in found if not self._holdings.is_foreign(one["metadata"]["namespace"]))
 
     def _count_foreign(self) -> int:
         namespaces = {namespace for namespace, _ in self.caches.model_keys()} if self.is_leading else ()
