@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from helpers.tiny_model import TINY_CONFIG, write_tiny_model
 from helpers.weights import contents
 from neuron_runtime import record
 from neuron_runtime.adapters.peft import AdapterRules, read_adapter
+from neuron_runtime.artifacts.loading import find_adapter
 from neuron_runtime.commands.command_line import main
+from neuron_runtime.config import AdapterOptions, ModelSource, RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.record import AdapterFacts
 from neuron_runtime.weights.fetching import ADAPTER, CLAIMS_DIR_VARIABLE, Fetched, fetch, fetch_adapter
 from neuron_runtime.weights.remote import RemoteStore
@@ -253,6 +257,34 @@ def test_a_store_in_s3_has_adapters_beside_models(
     found, _ = brought(Store(tmp_path / "pod"), digest=digest, remote=RemoteStore(address), on_miss="fail")
     assert set(contents(found.folder)) == FILES
     assert len(shelf.asked) == num_asked
+
+
+# Serving
+
+
+def test_what_serves_a_model_finds_its_adapters_at_any_source(shelf: Shelf, adapter: Path, tmp_path: Path) -> None:
+    config = RuntimeConfig(
+        version=1,
+        model=ModelSource(uri="file:///model"),
+        served_names=("model",),
+        adapters=AdapterOptions(max_active=1, max_rank=8),
+    )
+    settings = LocalSettings(tmp_path / "weights", tmp_path / "artifacts")
+    model_dir = shelf.root / "acme/tiny/main"
+    found, facts = find_adapter(URI, model_dir, config, settings)
+    assert set(contents(found)) == FILES
+    assert found.is_relative_to(settings.weights_dir)
+    assert facts == read_adapter(adapter, TINY_CONFIG, RULES)
+    stored_only = replace(settings, on_weights_miss="fail")
+    pinned = {"digest": facts.digest, "version": shelf.commit("acme/support")}
+    assert find_adapter(URI, model_dir, config, stored_only, **pinned) == (found, facts)
+    write_adapter(adapter, seed=1)
+    with pytest.raises(FatalError, match="is pinned"):
+        find_adapter(URI, model_dir, config, settings, digest=facts.digest)
+    write_adapter(adapter, rank=16)
+    with pytest.raises(FatalError, match=f"{URI}/adapter_config.json: r has rank 16") as caught:
+        find_adapter(URI, model_dir, config, settings)
+    assert caught.value.exit_code is ExitCode.RANK_TOO_HIGH
 
 
 # The commands

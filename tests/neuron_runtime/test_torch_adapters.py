@@ -23,7 +23,7 @@ from helpers.torch_models import (
     with_adapters,
 )
 from helpers.torch_parity import TOLERANCE, check_greedy, feed, load_decoder_and_cache, random_sequences, serve
-from neuron_runtime.adapters.peft import WEIGHTS_FILE
+from neuron_runtime.adapters.peft import TARGETS, WEIGHTS_FILE
 from neuron_runtime.backend.torch.adapters import Adapters
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.backend import TorchBackend
@@ -32,7 +32,7 @@ from neuron_runtime.backend.torch.lora import AdaptedLinear, Pair, Route, segmen
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.checkpoint import read_config
-from neuron_runtime.config import TARGETS, AdapterOptions
+from neuron_runtime.config import AdapterOptions
 from neuron_runtime.core import Added, BackendLimits, Batch, Request, Rows, Sampling
 from neuron_runtime.errors import ExitCode, FatalError
 

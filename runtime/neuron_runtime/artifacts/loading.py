@@ -1,8 +1,8 @@
-"""Loads a backend, with its compiled graphs if the configuration asks for them.
+"""Loads a backend, with its compiled graphs if the configuration asks for them; and finds adapters.
 
-Called by the engine process, by `LLM` and by benchmarks once the model is on this machine; the front end finds adapters
-by it. It finds the artifact that
-the model and configuration need, or says what differs from those that there are, or has it compiled.
+Called by the engine process, by `LLM` and by benchmarks once the model is on this machine; by the front end for
+adapters. It finds the artifact that the model and configuration need, or says what differs from those that there are,
+or has it compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_runtime.adapters.peft import AdapterRules, read_adapter
+from neuron_runtime.adapters.peft import AdapterRules
 from neuron_runtime.artifacts.compiling import Wanted, download, make, wanted_artifact
 from neuron_runtime.artifacts.store import (
     artifact_store,
@@ -32,9 +32,8 @@ from neuron_runtime.engine.backends import backend_package, check_ranks, compile
 from neuron_runtime.errors import ExitCode, FatalError, joined
 from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.record import AdapterFacts
-from neuron_runtime.uris import ModelInPlace, parse_uri
 from neuron_runtime.weights.disk import make_folder, writing
-from neuron_runtime.weights.fetching import described, folder_of, materialize
+from neuron_runtime.weights.fetching import described, fetch_adapter, materialize, open_remote
 from neuron_runtime.weights.store import Damaged, Store
 
 if TYPE_CHECKING:
@@ -76,17 +75,22 @@ def find_adapter(
         digest: what the adapter must be, as the facts have it; empty: anything that fits.
         version: of its source, as `fetch` takes it.
 
-    Raises FatalError as `fetch` and `read_adapter`, and CHECKSUM_MISMATCH; SourceUnreachable.
+    Raises FatalError as `fetch_adapter`, and CHECKSUM_MISMATCH; SourceUnreachable.
     """
     rules = AdapterRules(config.adapters.max_rank, config.adapters.targets)
-    source = parse_uri(uri)
-    if not isinstance(source, ModelInPlace):
-        raise FatalError(ExitCode.MODEL_NOT_FOUND, f"{uri}: adapters are read from folders and volumes alone")
-    folder = folder_of(source)
-    facts = read_adapter(folder, read_config(model_dir), rules)
+    fetched, facts = fetch_adapter(
+        uri,
+        Store(settings.weights_dir),
+        lambda amount: None,
+        version,
+        model_config=read_config(model_dir),
+        rules=rules,
+        remote=open_remote(settings.weights_store) if settings.weights_store else None,
+        on_miss=settings.on_weights_miss,
+    )
     if digest and facts.digest != digest:
         raise FatalError(ExitCode.CHECKSUM_MISMATCH, f"{uri} has digest {facts.digest}, but {digest} is pinned")
-    return folder, facts
+    return fetched.folder, facts
 
 
 def load_backend(
