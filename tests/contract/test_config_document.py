@@ -18,7 +18,7 @@ from neuron_operator.api import names
 from neuron_operator.api.engines import ENGINES, own
 from neuron_operator.api.errors import FieldNotSupported
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.model import Claim, ObjectStore, Serving, Target
+from neuron_operator.api.model import Claim, ModelSource, ObjectStore, Serving, Target
 from neuron_operator.decide.pin import pin
 from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.planner import choose
@@ -27,8 +27,9 @@ from neuron_operator.read.records import Facts
 from neuron_operator.read.world import Place, StorageSettings
 from neuron_operator.render import config_document as operator
 from neuron_operator.render.adapters import adapter_list
-from neuron_operator.render.jobs import compile_jobs, fetch_job, resolve_job
+from neuron_operator.render.jobs import compile_jobs, fetch_adapter_job, fetch_job, resolve_adapter_job, resolve_job
 from neuron_runtime import config as runtime
+from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
 from neuron_runtime.backend import optimum
@@ -50,6 +51,10 @@ ON_TRN2 = {
     "podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "trn2.48xlarge"}}},
 }
 TRN2 = choose(parse(body(ON_TRN2)), KNOWN, SETTINGS, None).chosen
+PLACES = {
+    "claims": Place(persistent_volume_claim=Claim(claim_name="kept")),
+    "stores": Place(object_store=ObjectStore(uri="s3://models/kept")),
+}
 LIMITS = {
     "maxModelLength": "max_model_length",
     "maxSequences": "max_sequences",
@@ -138,7 +143,7 @@ def test_the_runtime_reads_what_a_model_holds_of_adapters() -> None:
     read = runtime.AdapterOptions(max_active=4, max_rank=32, targets=("q_proj", "v_proj"), max_loaded=8)
     assert rendered(spec).adapters == read
     assert rendered(SPEC).adapters == runtime.AdapterOptions()
-    assert get_args(Target) == runtime.TARGETS
+    assert get_args(Target) == TARGETS
     # How many are kept in memory changes no graph.
     document = operator.config_document(parse(body(spec)), KNOWN)
     assert operator.compiled_part(document)["adapters"] == {key: held[key] for key in list(held)[:3]}
@@ -170,6 +175,23 @@ def test_the_runtime_parses_the_command_of_a_replica_with_adapters() -> None:
     serve = build_parser().parse_args(command_of(pinned.template))
     assert serve.adapters_file.as_posix() == f"{names.ADAPTERS_DIR}/{names.ADAPTERS_KEY}"
     assert names.ADAPTERS_PATH in OPEN_PATHS  # the operator has no API key
+
+
+@pytest.mark.parametrize("claim", [None, PLACES["claims"]])
+def test_the_runtime_parses_the_commands_that_check_and_fetch_an_adapter(claim: Place | None) -> None:
+    base = parse(body({**SPEC, "serving": {"adapters": {"maxActive": 4, "maxRank": 32, "targets": ["q_proj"]}}}))
+    source = ModelSource(uri="s3://bucket/sql")
+    adapter = replace(base, kind=names.ADAPTER_KIND, spec=msgspec.structs.replace(base.spec, model=source))
+    job = resolve_adapter_job(adapter, base, "m" * 40, SETTINGS, claim)
+    inspect = build_parser().parse_args(command_of(job["spec"]["template"]))
+    folder = f"file://{names.WEIGHTS_DIR}/{'m' * 40}"
+    assert (inspect.uri, inspect.adapter_of) == ("s3://bucket/sql", folder if claim else "hf://acme/tiny")
+    assert (inspect.max_rank, inspect.targets) == (32, ("q_proj",))
+    if claim is not None:
+        job = fetch_adapter_job(adapter, SETTINGS, claim, "c" * 40)
+        fetch = build_parser().parse_args(command_of(job["spec"]["template"]))
+        assert (fetch.uri, fetch.store, fetch.digest) == ("s3://bucket/sql", names.WEIGHTS_DIR, "c" * 40)
+        assert fetch.adapter
 
 
 def test_the_document_tells_a_compiler_without_devices_what_it_compiles_for() -> None:
@@ -350,10 +372,6 @@ def test_choices_and_bounds_of_the_manifest_match_the_runtime() -> None:
 
 
 COMPILED = {"backend": "torch", "compile": "Enabled"}
-PLACES = {
-    "claims": Place(persistent_volume_claim=Claim(claim_name="kept")),
-    "stores": Place(object_store=ObjectStore(uri="s3://models/kept")),
-}
 
 
 def command_of(template: dict[str, Any]) -> list[str]:
