@@ -43,6 +43,9 @@ RAW_TARGETS = {1: 0.90, 8: 0.93, 16: 0.93, 32: 0.93}
 """Bounds of engine decode relative to bare steps, by number of sequences."""
 COMPILED_TARGETS = {1: 1.2, 8: 1.25, 32: 1.15}
 """Bounds of compiled steps relative to eager ones, by number of rows."""
+ADAPTERS, ADAPTER_RANK = 8, 16
+ADAPTER_TARGETS = {0: 1.02, ADAPTERS: 1.25}
+"""Bounds of a step relative to one of the base model, by the number of adapters that its rows use."""
 HTTP_TARGET, HTTP_AIM = 0.90, 0.97
 HTTP_STREAMS = (8, 16, 32)
 LOADING_TARGET = 0.5
@@ -322,6 +325,34 @@ def compiled_section(effort: Effort) -> Found:
     return Found(title, (*found, bound), {str(rows): [one.ratio for one in some] for rows, some in points.items()})
 
 
+def adapters_section(effort: Effort) -> Found:
+    """Decode steps with adapters compared with those of the base model."""
+    from bench import adapters
+
+    with _engine() as engine:
+        model_dir = engine.model_dir
+    points: dict[int, list[adapters.Point]] = {used: [] for used in ADAPTER_TARGETS}
+    for _ in range(effort.num_iters):
+        for used, point in adapters.measure(
+            model_dir, MAX_ROWS, ADAPTERS, ADAPTER_RANK, start=INPUT_LEN, num_turns=8 * effort.num_turns
+        ).items():
+            points[used].append(point)
+    rows = tuple(
+        Row(
+            f"{f'rows of {used} adapters' if used else 'no row with an adapter'} : base, {MAX_ROWS} rows",
+            (statistics.median(one.ratio for one in some),),
+            "ratio",
+            at_most(ADAPTER_TARGETS[used]),
+            f"{_milliseconds(one.base_seconds for one in some)} to "
+            f"{_milliseconds(one.adapted_seconds for one in some)} ms",
+            Load.together([one.load for one in some]),
+        )
+        for used, some in points.items()
+    )
+    data = {str(used): [one.ratio for one in some] for used, some in points.items()}
+    return Found(f"adapters of rank {ADAPTER_RANK}, uncompiled decode steps, {MODEL}", rows, data)
+
+
 def _milliseconds(seconds: Iterable[float]) -> str:
     return f"{1000 * statistics.median(seconds):.1f}"
 
@@ -516,6 +547,7 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "front-end": front_end_section,
     "engine": engine_section,
     "compiled": compiled_section,
+    "adapters": adapters_section,
     "http": http_section,
     "prefix": prefix_section,
     "sampling": sampling_section,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,11 +15,14 @@ from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_lo
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.loader import load_decoder
-from neuron_runtime.backend.torch.ranks import ALONE, Ranks
+from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
 from neuron_runtime.backend.torch.step_module import DecodeStep, constants
+from neuron_runtime.backend_protocol import Rank
 from neuron_runtime.checkpoint import check_tensors, read_checkpoint
 from neuron_runtime.core import Request
 from neuron_runtime.engine.loop import Engine
+
+Result = TypeVar("Result")
 
 TOLERANCE = 1e-4
 MAX_NEAR_TIES = 0.05
@@ -59,6 +63,17 @@ def feed(decoder: Any, cache: KVCache, lines: Any, steps: list[list[tuple[int, i
             found[i][begin:end] = logits[offset : offset + end - begin]
             offset += end - begin
     return found
+
+
+def place(folder: Path, rank: int, size: int) -> Rank:
+    """The place of a rank on this machine; the folder is that of one group."""
+    return Rank(rank, size, size, f"file://{folder}/rendezvous", "127.0.0.1")
+
+
+def on_ranks(size: int, folder: Path, work: Callable[[Ranks], Result]) -> list[Result]:
+    """What each rank's thread returns."""
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: work(Gloo(place(folder, rank, size))), range(size)))
 
 
 class TracedStep:

@@ -22,11 +22,22 @@ from helpers.torch_models import (
     use_adapter,
     with_adapters,
 )
-from helpers.torch_parity import TOLERANCE, check_greedy, feed, load_decoder_and_cache, random_sequences, serve
+from helpers.torch_parity import (
+    TOLERANCE,
+    check_greedy,
+    feed,
+    load_adapters,
+    load_decoder_and_cache,
+    on_ranks,
+    random_sequences,
+    serve,
+    traced_step,
+)
 from neuron_runtime.adapters.peft import TARGETS, WEIGHTS_FILE
 from neuron_runtime.backend.torch.adapters import Adapters
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.backend import TorchBackend
+from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.linear import linear
 from neuron_runtime.backend.torch.lora import AdaptedLinear, Pair, Route, segments_of
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
@@ -34,6 +45,7 @@ from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import AdapterOptions
 from neuron_runtime.core import Added, BackendLimits, Batch, Request, Rows, Sampling
+from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import ExitCode, FatalError
 
 FAMILIES = (
@@ -181,6 +193,40 @@ def test_infinite_numbers_of_one_sequence_reach_no_other() -> None:
     assert layer(x)[1:].tolist() == [[5.0] * 4, [1.0] * 4, [5.0] * 4]
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_logits_of_ranks_are_those_of_one_rank_with_the_same_adapters(size: int, tmp_path: Path) -> None:
+    model = random_model(tmp_path / "model", **MODELS["Qwen3"])
+    adapters, sequences = adapters_of(model, tmp_path), random_sequences(8, 44, 27, 61, 13, 31)
+
+    def logits(ranks: Ranks) -> Any:
+        return feed(*routed(model, adapters, "slots", ranks), STEPS, sequences)
+
+    expected = logits(ALONE)
+    for found in on_ranks(size, tmp_path, logits):
+        for one, other in zip(found, expected, strict=True):
+            seen = ~other.isnan()
+            torch.testing.assert_close(one[seen], other[seen], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["slots", "blocks"])
+def test_steps_without_an_adapter_stay_compiled(layout: str, tmp_path: Path) -> None:
+    model = random_model(tmp_path / "model")
+    adapters = adapters_of(model, tmp_path)
+    decoder, cache, lines = load_decoder_and_cache(model, layout, rows=6)
+    graph = traced_step(decoder, layout)
+    held = Adapters(decoder, decoder_config(read_config(model)), LIMITS, 0, 1)
+    placed(held, adapters)
+    compiled = CompiledDecoder(decoder, graph, graph, blocks=layout == "blocks")
+    steps = [[(0, 0, 3), (1, 0, 5)], [(0, 3, 4)], [(0, 4, 5), (1, 5, 6)], [(1, 6, 7)], [(0, 5, 6)]]
+    sequences = random_sequences(6, 7)
+    found = feed(Routed(compiled, held, lines), cache, lines, steps, sequences)
+    assert graph.num_rows == [1, 1]
+    tuned = with_adapters(reference(model), adapters)
+    for tokens, logits, adapter in zip(sequences, found, ("", "all"), strict=True):
+        use_adapter(tuned, adapter)
+        torch.testing.assert_close(logits, reference_logits(tuned, tokens), atol=TOLERANCE, rtol=0)
+
+
 SERVED = {"max_sequences": 4, "max_model_length": 64, "max_step_tokens": 24}
 
 
@@ -195,6 +241,67 @@ def test_requests_of_more_adapters_than_places_get_their_own_tokens(layout: str,
     arriving = [(i * 2, one) for i, one in enumerate(asked)]
     tokens, _, _ = serve(model, arriving, loaded=adapters, layout=layout, adapters=options, **SERVED)
     check_greedy(model, asked, tokens, adapters)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "seed"), [(30, 0), *(pytest.param(500, seed, marks=pytest.mark.long) for seed in (1, 2))]
+)
+def test_random_requests_get_the_tokens_of_their_adapter(num_requests: int, seed: int, tmp_path: Path) -> None:
+    """Six adapters with three places, and memory for four; blocks are scarce, prompts share prefixes, some requests are
+    aborted, and adapters are dropped and loaded again."""
+    model = random_model(tmp_path / "model", num_layers=1)
+    loaded = {
+        f"adapter {number}": write_adapter(tmp_path / str(number), read_config(model), seed=number, rank=1 + number % 4)
+        for number in range(6)
+    }
+    rng = np.random.default_rng(seed)
+    prefixes = random_sequences(8, 16, 24)
+    options = AdapterOptions(max_active=3, max_rank=4, max_loaded=4)
+    backend = load_backend(
+        model,
+        adapters=options,
+        layout="blocks",
+        block_size=8,
+        num_blocks=12,
+        max_sequences=5,
+        max_model_length=64,
+        max_step_tokens=20,
+    )
+    engine = Engine(backend)
+    try:
+        load_adapters(engine, loaded)
+        asked: dict[str, Request] = {}
+        tokens: dict[str, list[int]] = {}
+        aborted: set[str] = set()
+        dropped = ""
+        while len(asked) < num_requests or engine.has_work:
+            if len(asked) < num_requests and engine.stats.num_waiting < 6:
+                prompt = prefixes[rng.integers(3)] + rng.integers(0, 256, rng.integers(1, 12)).tolist()
+                adapter = str(rng.choice(["", *loaded]))
+                if dropped and rng.random() < 0.3:
+                    load_adapters(engine, {dropped: loaded[dropped]})
+                    dropped = ""
+                elif not dropped and rng.random() < 0.05:
+                    engine.drop_adapter(dropped := str(rng.choice([*loaded])))
+                if adapter != dropped or not adapter:
+                    one = request(len(asked), adapter, prompt, int(rng.integers(1, 25)))
+                    asked[one.request_id], tokens[one.request_id] = one, []
+                    engine.add(one)
+            for event in engine.step():
+                tokens[event.request_id] += event.token_ids
+            if rng.random() < 0.03 and len(asked) > len(aborted):
+                name = str(rng.choice([*asked]))
+                if len(tokens[name]) < asked[name].sampling.max_tokens:
+                    engine.abort(name)
+                    aborted.add(name)
+        assert engine.stats.num_preemptions_total > 0
+        assert engine.stats.num_prefix_hits_total > 0
+        assert aborted
+    finally:
+        engine.close()
+        backend.close()
+    ended = [one for name, one in asked.items() if name not in aborted]
+    check_greedy(model, ended, tokens, loaded)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ The ranks are threads of the test, and exchange tensors as processes do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,14 +17,22 @@ from safetensors import safe_open
 
 from helpers.groups import group_of
 from helpers.torch_models import MODELS, random_model, reference, reference_logits, runtime_config
-from helpers.torch_parity import TOLERANCE, check_greedy, feed, load_decoder_and_cache, random_sequences
+from helpers.torch_parity import (
+    TOLERANCE,
+    check_greedy,
+    feed,
+    load_decoder_and_cache,
+    on_ranks,
+    place,
+    random_sequences,
+)
 from neuron_runtime.backend.torch import weights
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.cache import StepRows
 from neuron_runtime.backend.torch.loader import load, load_decoder
 from neuron_runtime.backend.torch.parts import part_of_model
-from neuron_runtime.backend.torch.ranks import Gloo, Ranks
+from neuron_runtime.backend.torch.ranks import Ranks
 from neuron_runtime.backend_protocol import Rank
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.core import Request, Sampling
@@ -43,17 +51,6 @@ STEPS: list[list[Cut]] = [
     [(3, 64, 65), (0, 60, 61)],
     *[[(0, 61 + i, 62 + i), (3, 65 + i, 66 + i)] for i in range(4)],
 ]
-
-
-def place(folder: Path, rank: int, size: int) -> Rank:
-    """The place of a rank on this machine; the folder is that of one group."""
-    return Rank(rank, size, size, f"file://{folder}/rendezvous", "127.0.0.1")
-
-
-def on_ranks(size: int, folder: Path, work: Callable[[Ranks], Result]) -> list[Result]:
-    """What each rank's thread returns."""
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(lambda rank: work(Gloo(place(folder, rank, size))), range(size)))
 
 
 @pytest.mark.parametrize("size", [2, 4])

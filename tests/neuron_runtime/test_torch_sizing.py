@@ -11,6 +11,7 @@ from helpers.random_model import model_config
 from helpers.torch_models import runtime_config
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.sizing import derive_limits
+from neuron_runtime.config import AdapterOptions
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.host import FreeMemory
@@ -141,3 +142,17 @@ def test_invalid_limits_are_refused_with_field_and_numbers(case: str) -> None:
     with pytest.raises(InvalidConfig, match=message) as caught:
         limits(**config)
     assert caught.value.field == field
+
+
+def test_adapters_take_memory_of_the_cache_and_are_named_in_the_arithmetic() -> None:
+    per_adapter = 12 * 16 * (2 * (768 + 768) + 2 * (768 + 256) + 3 * (768 + 2560)) * 2
+    adapters = AdapterOptions(max_active=4, max_loaded=7)
+    # One more than these may be read at a time.
+    without = limits(available_bytes=GIB).max_model_length
+    found = limits(available_bytes=GIB, adapters=adapters)
+    assert without - found.max_model_length in {12 * per_adapter // (8 * BYTES_PER_TOKEN) + one for one in (0, 1)}
+    assert (found.max_adapters, found.max_loaded_adapters, found.max_adapter_rank) == (4, 7, 16)
+    assert limits(adapters=AdapterOptions(max_active=4)).max_loaded_adapters == 4
+    assert limits().max_adapters == limits().max_loaded_adapters == 0
+    with pytest.raises(FatalError, match=r"adapters [\d.]+ GiB, scratch"):
+        limits(available_bytes=GIB, adapters=AdapterOptions(max_active=64, max_rank=64))
