@@ -587,8 +587,8 @@ def test_every_field_of_an_offline_output_is_documented() -> None:
 
 
 def test_the_offline_example_uses_existing_names() -> None:
-    (example,) = fenced(DOCS / "offline.md", "python")
-    used = {node.attr for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Attribute)}
+    examples = fenced(DOCS / "offline.md", "python")
+    used = {node.attr for one in examples for node in ast.walk(ast.parse(one)) if isinstance(node, ast.Attribute)}
     known = {
         *dir(offline.LLM),
         *(one.name for one in (*fields(offline.RequestOutput), *fields(offline.CompletionOutput))),

@@ -29,10 +29,10 @@ from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, ModelFound, Ready
 from neuron_runtime.grammars.guides import grammar_guides
-from neuron_runtime.local_settings import ONLY_NAMED, AdapterSettings
+from neuron_runtime.local_settings import ONLY_NAMED, AdapterSettings, LocalSettings
 from neuron_runtime.processes.control import Control, EngineEnded, EngineStarted, StartDrain, encode_line
 from neuron_runtime.processes.engine import Border, Worker
-from neuron_runtime.processes.front_end import FrontEnd
+from neuron_runtime.processes.front_end import HERE, FrontEnd
 from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.processes.supervisor import listen, url_of
 
@@ -219,6 +219,7 @@ async def serving(
     options: ServerOptions | None = None,
     text: TextOptions | None = None,
     api_key_file: Path | None = None,
+    settings: LocalSettings = HERE,
     adapters: AdapterSettings = ONLY_NAMED,
     stall_seconds: int = 60,
 ) -> AsyncIterator[Serving]:
@@ -240,7 +241,9 @@ async def serving(
             engine.start(ready)
             return engine
 
-        front_end = FrontEnd(config, run_dir, url_of(listener), api_key_file=api_key_file, adapters=adapters)
+        front_end = FrontEnd(
+            config, run_dir, url_of(listener), api_key_file=api_key_file, settings=settings, adapters=adapters
+        )
         read_fd, write_fd = os.pipe()
         finished = asyncio.create_task(front_end.run(listener, os.fdopen(read_fd)))
         # Nothing here is encrypted; loading certificates would take a tenth of a test.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
@@ -16,11 +17,12 @@ import openai
 import pytest
 import pytest_asyncio
 
+from helpers import hub
 from helpers.adapters import write_adapter
 from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving, until_healthy
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.errors import InvalidConfig
-from neuron_runtime.local_settings import AdapterSettings
+from neuron_runtime.local_settings import AdapterSettings, LocalSettings
 from neuron_runtime.processes.control import EngineStarted
 from neuron_runtime.processes.front_end import FrontEnd
 from neuron_runtime.server import adapters
@@ -322,6 +324,25 @@ async def test_a_failed_adapter_is_tried_again(
         (tmp_path / "later").symlink_to(folders / "a")
         await until_state(served, "a", "Ready")
         await text(served, "a")
+
+
+async def test_an_adapter_of_a_hub_is_fetched_once(
+    model_dir: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folders / "a", tmp_path / "hub" / "acme" / "sql" / "main")
+    settings = LocalSettings(tmp_path / "weights", tmp_path / "artifacts")
+    with hub.serving(hub.Shelf(tmp_path / "hub")) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        async with serving(model_dir, limits=ADAPTED, settings=settings, adapters=ALLOWED) as served:
+            assert (await load(served, "sql", Path("acme/sql"))).status_code == 200
+            assert (await load(served, "a", folders / "a")).status_code == 200
+            assert await text(served, "sql") == await text(served, "a")
+            assert (await served.http.get("/v1/models/sql")).json()["root"] == "hf://acme/sql"
+            found = await states(served)
+            assert found["sql"]["digest"] == found["a"]["digest"]
+            missing = await load(served, "x", Path("acme/other"))
+            assert missing.status_code == 404
+    assert len(list((tmp_path / "weights").glob("*-adapter"))) == 1
 
 
 async def test_a_new_engine_gets_all_adapters(served: Serving, folders: Path) -> None:

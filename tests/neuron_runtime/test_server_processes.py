@@ -20,6 +20,7 @@ import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
+from helpers.adapters import write_adapter
 from helpers.chat_model import write_chat_model
 from helpers.ports import free_ports
 from helpers.serve_command import (
@@ -176,6 +177,34 @@ def test_a_killed_engine_and_a_killed_front_end_are_replaced(model_dir: Path) ->
         assert alive(engine)
         answer = post(f"{url}/v1/completions", LONG | {"stream": False, "max_tokens": 3})
         assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def test_adapters_come_back_after_a_crash_of_either_process(
+    model_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = json.loads((model_dir / "config.json").read_text())
+    paths = {name: write_adapter(short_dir / name, model, seed=seed) for seed, name in enumerate(("a", "b"))}
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    flags = ("--enable-lora", "--max-loras", "2", "--lora-modules", f"a={paths['a']}", "--backend", "simulated")
+    with serve(str(model_dir), "--port", "0", *flags) as command:
+        url = command.until_ready()
+        until(lambda: get(f"{url}/health").status_code == 200)
+        loaded = post(f"{url}/v1/load_lora_adapter", {"lora_name": "b", "lora_path": str(paths["b"])})
+        assert loaded.status_code == 200, loaded.text
+
+        def answers() -> list[str]:
+            body = LONG | {"stream": False, "max_tokens": 5}
+            names = ("a", "b", model_dir.name)
+            asked = [post(f"{url}/v1/completions", body | {"model": name}) for name in names]
+            return [answer.json()["choices"][0]["text"] for answer in asked]
+
+        before = answers()
+        assert len(set(before)) == 3
+        for times, module in enumerate((ENGINE, FRONT_END), 2):
+            os.kill(command.child(module), signal.SIGKILL)
+            command.until_ready(times)
+            until(lambda: get(f"{url}/health").status_code == 200)
+            assert answers() == before
 
 
 def test_too_many_restarts_end_the_command_with_a_record(model_dir: Path, tmp_path: Path) -> None:
