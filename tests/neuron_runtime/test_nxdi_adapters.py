@@ -227,3 +227,13 @@ def test_a_damaged_adapter_is_refused_before_the_library_sees_it(fleets: dict[st
         with pytest.raises(FatalError, match=r"infinite or none"):
             backend.read_adapter(folder)
         backend.close()
+
+
+def test_an_adapter_of_rank_1_is_refused_before_the_library_sees_it(fleets: dict[str, Fleet], tmp_path: Path) -> None:
+    fleet = fleets["Llama"]
+    folder = write_adapter(fleet.model.folder, tmp_path / "thin", 1, rank=1)
+    with library():
+        backend = backend_for(fleet.model, settings_for(fleet.model, **SLOTS, **ADAPTERS), tmp_path / "artifact")
+        with pytest.raises(FatalError, match=r"rank 1 is not supported: this backend computes ranks from 2 on"):
+            backend.read_adapter(folder)
+        backend.close()

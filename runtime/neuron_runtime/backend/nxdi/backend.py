@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from neuron_runtime.adapters.peft import AdapterRules, check_config
 from neuron_runtime.adapters.tensors import pairs
 from neuron_runtime.backend.neuron.device import Application, DeviceBackend
 from neuron_runtime.backend.neuron.installed import device_memory
 from neuron_runtime.backend.neuron.step_graphs import Decode
 from neuron_runtime.backend.nxdi.buckets import all_graphs, span_that_takes
 from neuron_runtime.backend.nxdi.inputs import BASE_MODEL, Inputs
-from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.backend.nxdi.settings import MIN_ADAPTER_RANK, Settings
 from neuron_runtime.backend.warming import lone_step
 from neuron_runtime.core import BackendLimits, Batch
 from neuron_runtime.errors import ExitCode, FatalError
@@ -35,7 +36,9 @@ class NxdiBackend(DeviceBackend):
         )
 
     def read_adapter(self, folder: Path) -> None:
-        """Checks that all tensors can be read. The library reads and shards them itself, between two steps."""
+        """Checks that all tensors can be read. The library reads and shards them itself, between two steps, and would
+        end the engine with an adapter of rank 1."""
+        check_config(folder, AdapterRules(self.limits.max_adapter_rank, min_rank=MIN_ADAPTER_RANK))
         for _ in pairs(folder):
             pass
 
