@@ -123,11 +123,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     ),
     "serving.contextBuckets": lists_of(1, 2, 3),
     "serving.tokenGenerationBuckets": lists_of(1, 2, 3),
-    "serving.adapters": st.builds(
-        lambda sizes, targets: {**sizes, **targets},
-        some_of(maxActive=2, maxRank=8, maxLoaded=1),
-        st.fixed_dictionaries({}, optional={"targets": lists_of("q_proj", "v_proj")}),
-    ),
+    "serving.adapters": some_of(maxActive=2, maxRank=8, maxLoaded=1, targets=["q_proj"])
+    | st.builds(lambda targets: {"maxActive": 2, "targets": targets}, lists_of("q_proj", "v_proj")),
     "engine.env": st.lists(
         st.builds(
             lambda name, value, source: {"name": name, **value, **source},

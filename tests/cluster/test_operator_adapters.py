@@ -13,6 +13,7 @@ import pytest
 import yaml
 from aiohttp import web
 
+from cluster.rig.machine import wait_until
 from helpers.apiserver import ApiServer, service_account
 from helpers.operators import BY_KIND, Namespace, client_of, eventually, operating, run_settings, served
 from neuron_operator.api import names
@@ -132,6 +133,7 @@ def test_who_may_create_adapters_needs_no_right_on_models(server: ApiServer, nam
         return server.may(user, verb, plural, names.GROUP, subresource, namespace=where)
 
     try:
+        wait_until("the rights are in force", lambda: may("create", NEURON_ADAPTERS.plural))
         assert all(may(verb, NEURON_ADAPTERS.plural) for verb in ("get", "list", "watch", "create", "patch", "delete"))
         assert not may("create", NEURON_ADAPTERS.plural, where="default")
         assert not may("patch", NEURON_ADAPTERS.plural, "status")
