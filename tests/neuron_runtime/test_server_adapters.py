@@ -199,6 +199,30 @@ async def test_an_adapter_is_replaced_only_in_place_and_requests_in_flight_keep_
         assert await text(served, "a") == new.result()
 
 
+async def test_what_the_engine_cannot_read_replaces_nothing(
+    served: Serving, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await load(served, "a", folders / "a")
+    before, read = await text(served, "a"), served.backend.read_adapter
+
+    def broken(folder: Path) -> str:
+        if folder.name == "b":
+            raise OSError("Stale file handle")
+        return read(folder)
+
+    monkeypatch.setattr(served.backend, "read_adapter", broken)
+    go_on = slowed(served.front_end, monkeypatch, "/a")
+    failed = await load(served, "a", folders / "b", load_inplace=True)
+    assert failed.status_code == 400
+    assert "LoadFailed: Stale file handle" in failed.json()["error"]["message"]
+    # The earlier one is served also while it is looked at again.
+    assert await text(served, "a") == before
+    assert (await states(served))["a"]["state"] == "Fetching"
+    go_on()
+    await until_state(served, "a", "Ready")
+    await unload(served, "a")
+
+
 async def test_unloading_what_was_not_loaded_is_an_error(served: Serving) -> None:
     assert (await unload(served, "x")).status_code == 404
     assert (await unload(served, MODEL)).status_code == 404
@@ -283,12 +307,13 @@ async def test_clients_are_told_that_an_adapter_is_on_its_way(
         await text(served, "a")
 
 
-def slowed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Holds back fetches; returns what lets them go on."""
+def slowed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, end: str = "") -> Callable[[], None]:
+    """Holds back fetches of URIs with this end; returns what lets them go on."""
     gate, bring = threading.Event(), front_end.adapters._bring
 
     def later(wanted: Wanted, model_dir: Path) -> Any:
-        gate.wait(20)
+        if wanted.uri.endswith(end):
+            gate.wait(20)
         return bring(wanted, model_dir)
 
     monkeypatch.setattr(front_end.adapters, "_bring", later)

@@ -75,6 +75,11 @@ class Targets:
         """Requests for this adapter are told why it is not ready, unless an earlier version is served."""
         self._held[name] = why
 
+    def retire(self, name: str, digest: str) -> None:
+        """This adapter no longer answers for the name."""
+        if name in self._adapters and self._adapters[name].adapter == digest:
+            del self._adapters[name]
+
     def remove(self, name: str) -> None:
         """Nobody knows the adapter any more."""
         self._adapters.pop(name, None)

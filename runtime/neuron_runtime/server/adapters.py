@@ -157,7 +157,8 @@ class Adapters:
             if version.digest != digest:
                 continue
             if failure:
-                self._targets.remove(version.wanted.name)
+                # An earlier version with this name is served on.
+                self._targets.retire(version.wanted.name, digest)
                 self._fail(version, FatalError(ExitCode.INVALID_ADAPTER, failure), "LoadFailed")
             else:
                 self._become_ready(version)
