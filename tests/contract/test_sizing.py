@@ -15,7 +15,8 @@ from neuron_operator.api.engines import own
 from neuron_operator.api.manifest import parse
 from neuron_operator.place import sizing
 from neuron_operator.place.catalog import FAMILIES
-from neuron_operator.place.sizing import Load, Widths, memory_of
+from neuron_operator.place.planner import adapter_room
+from neuron_operator.place.sizing import AdapterRoom, Load, Widths, memory_of
 from neuron_operator.read.records import Facts
 from neuron_operator.render.resources import in_host_memory
 from neuron_runtime.backend.neuron import bucket_plan
@@ -24,8 +25,8 @@ from neuron_runtime.backend.nxdi import graph_plan
 from neuron_runtime.backend.nxdi.graph_plan import plan_of
 from neuron_runtime.backend.nxdi.settings import DEFAULT_SEGMENT_TOKENS, MIN_KERNEL_TOKENS
 from neuron_runtime.backend.torch.architecture import decoder_config
-from neuron_runtime.backend.torch.sizing import _memory
-from neuron_runtime.config import parse_config
+from neuron_runtime.backend.torch.sizing import _adapter_bytes, _memory
+from neuron_runtime.config import TARGETS, AdapterOptions, parse_config
 from neuron_runtime.core import grammar_bytes
 from neuron_runtime.dtypes import BY_NAME, COMPUTED
 from neuron_runtime.host import FreeMemory
@@ -128,3 +129,28 @@ def test_on_the_host_a_token_takes_as_many_bytes_as_the_runtime_counts(tied: boo
     facts = msgspec.structs.replace(facts, parameters=stored, weights_bytes=2 * stored)
     model = parse(body({"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}}))
     assert own.packed(in_host_memory(model, facts)) >= counted.weights
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")])
+def test_operator_and_runtime_count_the_same_memory_for_adapters(targets: tuple[str, ...]) -> None:
+    options = AdapterOptions(max_active=4, max_rank=16, targets=targets, max_loaded=9)  # type: ignore[arg-type]
+    serving = {"adapters": {"maxActive": 4, "maxLoaded": 9, "targets": list(targets)}}
+    room = adapter_room(
+        parse(body({"model": {"uri": "hf://acme/tiny"}, "engine": {"backend": "torch"}, "serving": serving}))
+    )
+    assert room is not None
+    facts = facts_of(CONFIG)
+    assert 14 * sizing.adapter_bytes(facts, room, 2) == _adapter_bytes(decoder_config(CONFIG), options, 2)
+
+
+def test_each_core_holds_adapters_for_all_places_and_sequences() -> None:
+    facts, load = facts_of(CONFIG), Load(length=4096, sequences=8)
+    room = AdapterRoom(num_places=3, num_loaded=3, rank=16, targets=TARGETS)
+    with_room = Load(length=4096, sequences=8, adapters=room)
+    trn1 = FAMILIES["trn1"]
+    one, eight = (
+        memory_of(facts, Widths(), with_room, tensor, family=trn1, logical_core=1).adapters for tensor in (1, 8)
+    )
+    assert one == (3 + 1 + 8) * sizing.adapter_bytes(facts, room, 2)
+    assert one // 8 < eight < one
+    assert memory_of(facts, Widths(), load, 1, family=trn1, logical_core=1).adapters == 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from operator import is_not
-from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
+from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple, get_args
 
 import msgspec
 from msgspec import Meta, field
@@ -169,6 +169,11 @@ class Parallelism(SpecPart, frozen=True):
 
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+TARGETS: tuple[Target, ...] = get_args(Target)
+DEFAULT_MAX_RANK = 16
+"""As the runtime's."""
 
 
 class Adapters(SpecPart, frozen=True):

@@ -55,6 +55,7 @@ class MemoryPlan(StatusPart, frozen=True):
     scratch_bytes: Int64 | None = None
     runtime_bytes: Int64 | None = None
     available_bytes: Int64 | None = None
+    adapters_bytes: Int64 | None = None
 
 
 class Plan(StatusPart, frozen=True):

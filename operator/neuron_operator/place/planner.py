@@ -22,12 +22,12 @@ from neuron_operator.api import names
 from neuron_operator.api.engines.engine import CacheBudget, DeviceRules
 from neuron_operator.api.errors import InvalidSpec, Unplaceable
 from neuron_operator.api.fields import as_json
-from neuron_operator.api.model import Accelerator, NeuronModel, Parallelism
+from neuron_operator.api.model import DEFAULT_MAX_RANK, TARGETS, Accelerator, NeuronModel, Parallelism
 from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.place import sizing
 from neuron_operator.place.catalog import FAMILIES, INSTANCE_TYPES, Family, family_of, label_values, type_named
 from neuron_operator.place.sizes import NAME_THE_TYPE, legal_sizes, place
-from neuron_operator.place.sizing import Load, Memory, Widths, gb
+from neuron_operator.place.sizing import AdapterRoom, Load, Memory, Widths, gb
 from neuron_operator.read.objects import number_of
 from neuron_operator.read.placement import TOLERATES_NEURON, NodeRules, Placement, counted
 from neuron_operator.read.records import Facts
@@ -121,6 +121,7 @@ class Wishes:
     uses_blocks: bool
     shares_prefixes: bool | None
     chunks_prefill: bool | None
+    adapters: AdapterRoom | None
     context_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]
     widths: Widths
@@ -154,6 +155,7 @@ class Wishes:
             longest_prefill=max(self.context_buckets, default=prefill),
             context_buckets=len(self.context_buckets),
             token_buckets=len({*self.token_buckets, length}) if self.token_buckets else 0,
+            adapters=self.adapters,
             decode_sizes=(sequences - 1).bit_length() + 1 if budget else 0,
         )
 
@@ -163,6 +165,15 @@ class Wishes:
         for sequences in (self.sequences,) if self.sequences else USUAL_SEQUENCES:
             if sequences >= fewest:
                 yield self.load(length, sequences, logical_core)
+
+
+def adapter_room(model: NeuronModel) -> AdapterRoom | None:
+    """None: the model serves no adapters."""
+    adapters = model.spec.serving.adapters
+    if adapters.max_active is None:
+        return None
+    loaded = adapters.max_loaded or adapters.max_active
+    return AdapterRoom(adapters.max_active, loaded, adapters.max_rank or DEFAULT_MAX_RANK, adapters.targets or TARGETS)
 
 
 @dataclass(frozen=True)
@@ -722,6 +733,7 @@ def wishes_of(model: NeuronModel, facts: Facts, budget: CacheBudget | None = Non
         uses_blocks=bool(block_size or num_blocks or shares or override.get("is_block_kv_layout")),
         shares_prefixes=shares,
         chunks_prefill=switch(serving.chunked_prefill, ""),
+        adapters=adapter_room(model),
         context_buckets=serving.context_buckets,
         token_buckets=serving.token_generation_buckets,
         widths=Widths(

@@ -74,6 +74,18 @@ class Widths:
 
 
 @dataclass(frozen=True)
+class AdapterRoom:
+    """What a replica has room for of adapters."""
+
+    num_places: int
+    """Of running requests."""
+    num_loaded: int
+    """In the host's memory."""
+    rank: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Load:
     """What a replica has room for, and what it is compiled for."""
 
@@ -88,6 +100,7 @@ class Load:
     context_buckets: int = 0
     """Number; 0: the runtime chooses them, as the token buckets."""
     token_buckets: int = 0
+    adapters: AdapterRoom | None = None
     decode_sizes: int = 0
     """Numbers of sequences that have their own graph for decoding; 0: as in NxD Inference."""
 
@@ -130,6 +143,7 @@ class Memory:
     """Microcode and collectives."""
     limit: int
     """What may be used of the core's memory."""
+    adapters: int = 0
     cache_limit: int | None = None
     """What the engine leaves to the cache; None: all that is free."""
     least_cache: int = 0
@@ -137,7 +151,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.graphs + self.scratch + self.runtime
+        return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
@@ -149,7 +163,7 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        names = ("weights", "cache", "graphs", "scratch", "runtime")
+        names = ("weights", *(("adapters",) if self.adapters else ()), "cache", "graphs", "scratch", "runtime")
         return {name: getattr(self, name) for name in names}
 
 
@@ -179,6 +193,7 @@ def memory_of(
         scratch=SCRATCHPAD_BYTES + activation_bytes(facts, widths, load, tensor),
         runtime=logical_core * MICROCODE_BYTES + (COLLECTIVES_BYTES if tensor > 1 else 0),
         limit=int(USABLE_SHARE * memory),
+        adapters=core_adapter_bytes(facts, widths, load, tensor),
         cache_limit=max(0, min(shared - weights, int(budget.share * shared))) if budget else None,
         least_cache=budget.min_bytes if budget else 0,
     )
@@ -206,6 +221,44 @@ def weights_bytes(facts: Facts, widths: Widths, tensor: int) -> int:
     projections = 2 * facts.num_layers * max(repeated, 0) * facts.head_dim * facts.hidden_size
     whole = facts.num_layers * facts.hidden_size * (2 + facts.num_experts) if tensor > 1 else 0
     return _up((facts.parameters + head + projections) * widths.weights, tensor) + whole * widths.activations
+
+
+def adapter_bytes(facts: Facts, room: AdapterRoom, width: int) -> int:
+    """One adapter of the largest rank on the host, on all projections that it may change."""
+    shapes = _projections(facts)
+    return facts.num_layers * room.rank * width * sum(sum(shapes[target]) for target in room.targets)
+
+
+def core_adapter_bytes(facts: Facts, widths: Widths, load: Load, tensor: int) -> int:
+    """Per core: NxD Inference has a copy for each place, for the base model and for each sequence. What a sum over
+    cores follows is shared out by its input, the others by their output; the other side of a pair is held whole."""
+    room = load.adapters
+    if room is None:
+        return 0
+    shapes = _projections(facts)
+    per_rank = 0
+    for target in room.targets:
+        shared, whole = shapes[target] if target in SUMMED else reversed(shapes[target])
+        per_rank += _up(shared, tensor) + whole
+    return (room.num_places + 1 + load.sequences) * facts.num_layers * room.rank * per_rank * widths.weights
+
+
+SUMMED = ("o_proj", "down_proj")
+
+
+def _projections(facts: Facts) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of each."""
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    query, cached = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    return {
+        "q_proj": (hidden, query),
+        "k_proj": (hidden, cached),
+        "v_proj": (hidden, cached),
+        "o_proj": (query, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
 
 
 def activation_bytes(facts: Facts, widths: Widths, load: Load, tensor: int) -> int:

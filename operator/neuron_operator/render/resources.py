@@ -12,7 +12,8 @@ from typing import Any
 
 from neuron_operator.api.engines.engine import MIB, HostBytes
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.place.sizing import DTYPE_BYTES, Widths, cached_numbers, host_bytes, width_of
+from neuron_operator.place.planner import adapter_room
+from neuron_operator.place.sizing import DTYPE_BYTES, Widths, adapter_bytes, cached_numbers, host_bytes, width_of
 from neuron_operator.read.objects import number_of
 from neuron_operator.read.records import Facts
 from neuron_operator.read.world import Object, Place
@@ -116,7 +117,19 @@ def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostByte
         block=_block_size(model) * cached,
         loading=host_bytes(facts, Widths(weights=width_of(_dtype(model, facts))), nodes),
         sequences=model.spec.serving.max_sequences or DEFAULT_SEQUENCES,
+        **_adapters(model, facts),
     )
+
+
+def _adapters(model: NeuronModel, facts: Facts) -> dict[str, int]:
+    room = adapter_room(model)
+    if room is None:
+        return {}
+    return {
+        "adapter": adapter_bytes(facts, room, _width(model, facts)),
+        "num_adapter_places": room.num_places,
+        "num_adapters_loaded": room.num_loaded,
+    }
 
 
 def _block_size(model: NeuronModel) -> int:

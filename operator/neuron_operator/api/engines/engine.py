@@ -95,6 +95,10 @@ class HostBytes:
     """Of an engine that brings the weights to devices."""
     sequences: int
     """Number that it has room for."""
+    adapter: int = 0
+    """Of one adapter of the largest rank; 0: the model serves none."""
+    num_adapter_places: int = 0
+    num_adapters_loaded: int = 0
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ NXDI = _row(
     | IN_BLOCKS
     | {
         "accelerator.logicalNeuronCore",
+        "serving.adapters",
         "serving.contextBuckets",
         "serving.tokenGenerationBuckets",
         "serving.sampling",
@@ -121,7 +122,8 @@ NXDI = _row(
     compiler=CompilerMemory(bytes=4096 * MIB, per_weight_byte=2.5),
     sampling="Device",
     millicores=lambda _: 3 * PROCESS_MILLICORES,
-    memory=lambda model: _beside(model) + model.loading,
+    # Of an adapter it keeps the shards of all cores, and reads the whole.
+    memory=lambda model: _beside(model) + model.loading + (2 * model.num_adapters_loaded + 1) * model.adapter,
 )
 OPTIMUM = _row(
     does="computes on it with optimum-neuron",
@@ -177,11 +179,16 @@ TORCH = _row(
     # AOTInductor and g++, one graph at a time: 1.2 GB measured with 4 layers, 2.3 GB with 12.
     compiler=CompilerMemory(bytes=2048 * MIB, per_layer=96 * MIB),
     millicores=lambda model: 2 * PROCESS_MILLICORES + 1000 * packed(model) // READ_BYTES_PER_CORE,
-    memory=lambda model: _beside(model) + TORCH_BYTES + int((packed(model) + model.cache) * (1 + SCRATCH_SHARE)),
+    memory=lambda model: (
+        _beside(model)
+        + TORCH_BYTES
+        + int((packed(model) + model.cache) * (1 + SCRATCH_SHARE))
+        + (model.num_adapter_places + model.num_adapters_loaded + 1) * model.adapter
+    ),
 )
 SIMULATED = _row(
     does="simulates a device",
-    fields=IN_BLOCKS | COMPILED_IF_ASKED | {"serving.sampling", "engine.overrideNeuronConfig"},
+    fields=IN_BLOCKS | COMPILED_IF_ASKED | {"serving.adapters", "serving.sampling", "engine.overrideNeuronConfig"},
     compiles="on request",
     compiler=CompilerMemory(bytes=256 * MIB),
     sampling="Device",
