@@ -19,6 +19,7 @@ from neuron_operator.place.planner import adapter_room
 from neuron_operator.place.sizing import AdapterRoom, Load, Widths, memory_of
 from neuron_operator.read.records import Facts
 from neuron_operator.render.resources import in_host_memory
+from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.devices import Target
 from neuron_runtime.backend.nxdi import graph_plan
@@ -26,7 +27,7 @@ from neuron_runtime.backend.nxdi.graph_plan import plan_of
 from neuron_runtime.backend.nxdi.settings import DEFAULT_SEGMENT_TOKENS, MIN_KERNEL_TOKENS
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.sizing import _adapter_bytes, _memory
-from neuron_runtime.config import TARGETS, AdapterOptions, parse_config
+from neuron_runtime.config import AdapterOptions, parse_config
 from neuron_runtime.core import grammar_bytes
 from neuron_runtime.dtypes import BY_NAME, COMPUTED
 from neuron_runtime.host import FreeMemory
