@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,41 @@ async def test_clients_with_open_connections_are_sent_away_during_the_delay_of_a
         assert await until_closed(idle) == b"", "it is closed with the gate, before a request could be refused"
         for writer in (kept_writer, idle_writer, new_writer):
             writer.close()
+
+
+def has_ended_at_once(connection: socket.socket) -> bool:
+    """Reads a stream to its last chunk; whether the end of the connection came with it."""
+    received = b""
+    while not received.endswith(b"\r\n0\r\n\r\n"):
+        received += connection.recv(65536)
+    try:
+        return connection.recv(1, socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+
+
+async def test_the_end_of_a_connection_comes_with_the_last_part_of_a_stream(served: Serving) -> None:
+    sent = post({"prompt": "a core", "max_tokens": 3, "ignore_eos": True, "stream": True}, b"Connection: close")
+
+    def stream() -> bool:
+        url = served.http.base_url
+        with socket.create_connection((url.host, url.port)) as connection:
+            connection.sendall(sent)
+            return has_ended_at_once(connection)
+
+    assert all([await asyncio.to_thread(stream) for _ in range(50)])
+
+
+async def test_a_stream_that_began_before_a_drain_ends_its_connection(tmp_path: Path) -> None:
+    async with serving(make_model(tmp_path), paced=True) as served:
+        body = {"prompt": "a core", "max_tokens": 3, "ignore_eos": True, "stream": True}
+        reader, writer = await ask(served, post(body))
+        served.permit()
+        await reader.readuntil(b"data: ")
+        served.tell(StartDrain(30.0, 60.0))
+        while not served.front_end.gate.draining:
+            await asyncio.sleep(0.01)
+        served.unpace()
+        assert (await until_closed(reader)).endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+        assert not served.front_end.gate.closed
+        writer.close()

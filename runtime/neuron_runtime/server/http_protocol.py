@@ -63,6 +63,13 @@ class BodyWriter:
         if body and not self._cycle.disconnected:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._cycle.chunked_encoding else body)
 
+    def end(self) -> None:
+        """Before the last part of the body. If the connection ends with it, the client gets both in one segment: it
+        cannot send another request between them, which would be lost."""
+        if not (self._cycle.keep_alive or self._cycle.disconnected) and hasattr(socket, "TCP_CORK"):
+            connection = self._transport.get_extra_info("socket")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+
     def when_writable(self, call: Callable[[], None]) -> None:
         """Call it whenever the write buffer has room again, until the response ends."""
         self._resume = call
@@ -101,8 +108,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await_head()
 
     def drain(self) -> None:
+        """Each answer ends its connection. One that has begun cannot say so any more, see `BodyWriter.end`."""
         for cycle in (self._answered, *(pipelined for pipelined, _ in self.pipeline)):
-            if cycle is not None and not cycle.response_started:
+            if cycle is not None and not cycle.response_complete:
                 cycle.keep_alive = False
 
     def connection_lost(self, exc: Exception | None) -> None:

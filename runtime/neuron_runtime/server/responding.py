@@ -72,6 +72,7 @@ class GenerationResponse(Response):
 
         body.when_writable(generation.show_pending)
         await generation.finish(show)
+        body.end()
         body.write(writer.end())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
