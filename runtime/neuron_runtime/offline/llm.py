@@ -263,7 +263,7 @@ class LLM:
             return [one.output() for one in asked]
 
     def _admit(
-        self, prompt: dict[str, Any], params: SamplingParams, priority: int, adapter: LoRARequest | None
+        self, prompt: dict[str, Any], params: SamplingParams, priority: int, adapter: LoRARequest | None = None
     ) -> RunningPrompt:
         """Check a prompt and its parameters completely. Raises InvalidRequest."""
         admission = self._admission
