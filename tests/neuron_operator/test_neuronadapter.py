@@ -223,6 +223,21 @@ def test_an_adapter_that_does_not_fit_says_why(code: int, reason: str) -> None:
     assert reason_of(decision, "Stalled") == ("True", reason)
 
 
+def test_an_adapter_is_tried_again_once_for_each_value_of_the_annotation() -> None:
+    def failed(start: World, name: str) -> World:
+        start, decision = settled(start)
+        pod = job_pod(find(decision.desired, "Job"), ended(64, failure_record(64, "InvalidAdapter", "damaged")), name)
+        return finished(replace(start, pods=(pod,)), "Failed")
+
+    start, _ = settled(failed(world(), "first"))
+    asked = adapter(annotations={names.RETRY_ANNOTATION: "1"})
+    start = replace(start, body={**asked, "status": start.body["status"]})
+    decision = decide_adapter(start, SETTINGS)
+    assert [gone["kind"] for gone in decision.delete] == ["Job"]
+    start = failed(replace(carried_out(start, decision), pods=()), "second")
+    assert not decide_adapter(start, SETTINGS).delete
+
+
 def test_an_edit_that_does_not_fit_leaves_the_version_before_in_the_list() -> None:
     start = passed()
     edited = adapter({"uri": "hf://acme/wrong"}, generation=2)

@@ -70,6 +70,9 @@ class AdapterStatus(StatusPart, frozen=True):
     replicas: Annotated[int | None, "Replicas that the model requests."] = None
     ready_replicas: Annotated[int | None, "Replicas that serve the adapter."] = None
     served: ServedAdapter | None = None
+    retry_key: Annotated[
+        Reported | None, "The value of the annotation `neuron-serving.dev/retry` that the operator has acted on."
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ def decide_adapter(world: World, settings: Settings) -> Decision:
                 replicas=replicas.num_wanted,
                 ready_replicas=replicas.num_ready,
                 served=served,
+                retry_key=observed.model.retry or None,
             )
         ),
         follows=False,
