@@ -289,6 +289,7 @@ def test_it_is_ready_when_every_replica_serves_this_version() -> None:
         (entry("Ready", digest="d0"), "Loading", "b: it serves the version before"),
         ([], "Loading", "b: it has not read the list yet"),
         (Told("Not Found"), "Loading", "b: it does not tell, as an earlier revision"),
+        (Told('{"x": ' + "[" * 100_000), "Loading", "b: it does not tell, as an earlier revision"),
         (Told(fault="connection refused"), "Loading", "b: it does not tell: connection refused"),
     ],
 )

@@ -31,6 +31,6 @@ def adapters_in(answer: str) -> Mapping[str, ReplicaAdapter] | None:
     """By name; None if the answer is not one of our runtime."""
     try:
         read = msgspec.json.decode(answer.encode(errors="surrogatepass"), type=_Answer)
-    except (msgspec.MsgspecError, UnicodeError):
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     return {one.name: one for one in read.adapters}
