@@ -22,10 +22,12 @@ from helpers.operator_worlds import (
     failure_record,
     find,
     finished,
+    having_served,
     job_pod,
     resolved_world,
     said,
     serving_pod,
+    settle,
 )
 from neuron_operator.api import names
 from neuron_operator.api.errors import InvalidSpec
@@ -200,6 +202,30 @@ def test_with_a_claim_the_model_is_read_there_and_a_job_fetches_the_adapter_with
     assert decision.status is not None
     assert (decision.status["served"]["digest"], decision.status["served"]["sourceDigest"]) == (DIGEST, SOURCE)
     assert reason_of(decision, "Fetched") == ("True", "Fetched")
+
+
+def test_an_adapter_stays_with_its_model_where_the_installation_names_a_claim_later() -> None:
+    of, _ = resolved_world(spec=MODEL_SPEC)
+    of, _ = settle(having_served(of), IN_CLAIM)
+    start = replace(world(of=of.body), of_base=of.children)
+    assert "persistentVolumeClaim" not in json.dumps(of.children)
+    _, decision = settled(start, IN_CLAIM)
+    assert command_of(find(decision.desired, "Job"))[3:5] == ["--adapter-of", "hf://acme/tiny"]
+    _, decision = after_job(start, IN_CLAIM, adapter=FACTS)
+    assert reason_of(decision, "Fetched") == ("True", "FetchedByPods")
+
+
+def test_with_a_claim_an_adapter_is_compared_again_with_other_weights_of_its_model() -> None:
+    start, _ = after_job(world(), IN_CLAIM, adapter=FACTS)
+    start, _ = after_job(start, IN_CLAIM, weights=FETCHED)
+    # The status of an edited model tells of its earlier weights until its next pass.
+    edited = {**base({**MODEL_SPEC, "model": {"uri": "hf://acme/other"}}), "status": base()["status"]}
+    start, _ = settled(replace(start, base=edited), IN_CLAIM)
+    told_later = {**edited, "status": {**edited["status"], "model": {"digest": "m2"}}}
+    _, decision = settled(replace(start, base=told_later), IN_CLAIM)
+    assert command_of(find(decision.desired, "Job"))[4] == f"file://{names.WEIGHTS_DIR}/m2"
+    assert decision.status is not None
+    assert decision.status["served"]["digest"] == DIGEST
 
 
 @pytest.mark.parametrize(

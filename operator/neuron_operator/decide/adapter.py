@@ -26,9 +26,9 @@ from neuron_operator.decide.course import MIN_RECHECK_SECONDS, PROGRESS_SECONDS,
 from neuron_operator.decide.sharing import upkeep
 from neuron_operator.decide.steps import Known, Step, Task, Walk, seconds_of, walk
 from neuron_operator.read.adapters import ReplicaAdapter, adapters_in
-from neuron_operator.read.objects import dig, is_owned, items, name_of, printable, text
+from neuron_operator.read.objects import dig, is_owned, items, kind_of, name_of, printable, text
 from neuron_operator.read.records import Facts, Record
-from neuron_operator.read.revision import Revision
+from neuron_operator.read.revision import Revision, from_object
 from neuron_operator.read.views import JobView, Observed, PodView, observe
 from neuron_operator.read.world import Decision, Object, Place, Settings, Told, World
 from neuron_operator.render.adapters import MAX_LISTED, served_of
@@ -44,6 +44,7 @@ POLL_SECONDS = 3.0
 LOOK_SECONDS = 300.0
 """The same once all do. A replica that starts again changes the status of the model, which wakes its adapters."""
 MAX_REPLICAS_SHOWN = 8
+_REVISION = "ControllerRevision"
 
 _UNLISTED = frozenset({Reason.NAME_TAKEN, Reason.ADAPTERS_NOT_SERVED})
 """Refusals after which not even the version before is served. A typing error in the model takes no adapter away."""
@@ -145,20 +146,31 @@ def _subject(world: World, settings: Settings) -> _Subject:
         rollback_to="",
         spec=msgspec.structs.replace(base.spec, model=read),
     )
-    place = weights_place(base, settings)
+    place = _weights_place(base, world, settings)
     check_adapter(adapter, own is not None, base, place)
     claim = adapters_claim(base, place)
     limits = base.spec.serving.adapters
     image = runtime_image(base, settings) if "file" in (adapter.uri.scheme, base.uri.scheme) else ""
-    checked = [as_json(read), base.spec.model.uri, base.refresh, written.refresh, image]
+    digest = text(world.base, "status", "model", "digest")
+    model = [base.spec.model.uri, base.refresh, *([digest] if claim else [])]
+    checked = [as_json(read), model, written.refresh, image]
     return _Subject(
         adapter,
         base,
         claim,
-        digest=text(world.base, "status", "model", "digest"),
+        digest=digest,
         key=names.digest([*checked, as_json(claim), limits.max_rank, as_json(limits.targets)]),
         waits=_waits_for(world.base, "WeightsReady" if claim else "ModelResolved"),
     )
+
+
+def _weights_place(base: NeuronModel, world: World, settings: Settings) -> Place:
+    """Where the weights of its replicas are: a running model stays where it is when the installation names another
+    place."""
+    pinned = names.revision_name(base.name, text(world.base, "status", "updateRevision"))
+    kept = (from_object(one) for one in world.of_base if (kind_of(one), name_of(one)) == (_REVISION, pinned))
+    known = next(filter(None, kept), None)
+    return (known.pinned.weights or Place()) if known else weights_place(base, settings)
 
 
 def _waits_for(base: Object, kind: str) -> str:

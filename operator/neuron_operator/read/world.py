@@ -155,6 +155,8 @@ class World:
     """The NeuronAdapters that name this NeuronModel."""
     base: Object | None = None
     """The NeuronModel that a NeuronAdapter names; `pods` are its pods, then."""
+    of_base: tuple[Object, ...] = ()
+    """The children of that NeuronModel."""
     told: Mapping[AdaptersOf, Told] = field(default_factory=dict)
     """By replica."""
 

@@ -188,7 +188,7 @@ class Reconciler:
         return Outcome(writes.number, frozenset(writes.written), due)
 
     def _observe(self, world: World, key: Key) -> World:
-        """Of a NeuronAdapter, the pods are those of its model, whose other objects do not concern it."""
+        """Of a NeuronAdapter, the pods are those of its model, and none of the children are its own."""
         caches = self.caches
         of_model = key_of_base(world.body) if is_adapter(key) else key
         model = caches.model(of_model) if is_adapter(key) else world.body
@@ -205,6 +205,7 @@ class Reconciler:
             has_turn=self.turns.take(key),
             adapters=() if is_adapter(key) else caches.adapters_of(key),
             base=model if is_adapter(key) else None,
+            of_base=children if is_adapter(key) else (),
         )
 
     async def _read(self, needs: frozenset[Needed], world: World, key: Key) -> World:
