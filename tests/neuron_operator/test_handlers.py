@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from neuron_operator.read.world import Announcement
 from neuron_operator.run import handlers
 from neuron_operator.run.handlers import Poster, run_kopf
 from neuron_operator.run.metrics import Metrics
-from neuron_operator.run.process import one_line
+from neuron_operator.run.process import accept_deep_json, one_line
 
 
 def model(name: str, version: int) -> dict[str, Any]:
@@ -217,6 +218,29 @@ async def test_a_watch_that_no_role_can_cure_ends_the_process_and_says_what_can(
         await operate(server, tmp_path, use, woken=[])
     assert says in one_line(raised.value)
     assert "\n" not in one_line(raised.value)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_manifest_with_brackets_as_deep_as_the_api_server_takes_them_stops_nothing(tmp_path: Path) -> None:
+    class Deep(Server):
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            answer = await super().answer(request)
+            if isinstance(answer, web.Response) and answer.text:
+                answer.text = answer.text.replace('"deep"', "[" * 9_900 + "]" * 9_900)
+            return answer
+
+    server = Deep("chat", "other")
+    server.models["chat"]["spec"] = {"engine": {"overrideNeuronConfig": {"a": "deep"}}}
+
+    async def use(caches: Caches, _: Poster) -> None:
+        assert [one["metadata"]["name"] for one in caches.models()] == ["chat", "other"]
+
+    before = sys.getrecursionlimit()
+    accept_deep_json()
+    try:
+        await operate(server, tmp_path, use, woken=[])
+    finally:
+        sys.setrecursionlimit(before)
 
 
 @pytest.mark.usefixtures("soon")

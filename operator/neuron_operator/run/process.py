@@ -57,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 _NONE = "metadata.name=none"
 """Selects nothing: the request only checks the right to list."""
+MOST_NESTED = 25_000
+"""Calls within each other, such as a decoder's for nested lists. The API server takes JSON that is 10 000 deep, where a
+schema leaves fields open, and one such manifest must not end the process. A stack of 8 MiB has room for it."""
 COLLECT_AFTER = 20_000
 """New objects until the collector looks for cycles. Passes make thousands from JSON, which has none."""
 REGRANT_SECONDS = 30.0
@@ -300,6 +303,10 @@ async def serving(operator: Operator, metrics: Metrics, host: str, *ports: int) 
         await runner.cleanup()
 
 
+def accept_deep_json() -> None:
+    sys.setrecursionlimit(MOST_NESTED)
+
+
 def _listener(host: str, port: int) -> socket.socket:
     """All addresses are those of both families: a cluster's pods may have only one of them."""
     if host in ("::", "0.0.0.0"):
@@ -350,6 +357,7 @@ def main(argv: Sequence[str]) -> int:
     # Every watch holds a connection, and there are 16 for each watched namespace.
     _, most = getrlimit(RLIMIT_NOFILE)
     setrlimit(RLIMIT_NOFILE, (most, most))
+    accept_deep_json()
     gc.freeze()  # what is imported stays
     gc.set_threshold(COLLECT_AFTER)
     exit_code = 0
