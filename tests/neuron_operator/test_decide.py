@@ -41,6 +41,7 @@ from neuron_operator.api.model import Claim
 from neuron_operator.api.reasons import ABNORMAL, CONDITIONS, Need
 from neuron_operator.cluster.contests import difference
 from neuron_operator.decide.course import MIN_RECHECK_SECONDS, RECHECK_SECONDS, decide
+from neuron_operator.read.records import parse_record
 from neuron_operator.read.revision import from_object
 from neuron_operator.read.world import (
     Decision,
@@ -409,7 +410,11 @@ def test_the_serving_revision_is_rebuilt_while_another_is_resolved() -> None:
     assert find(after.desired, "ControllerRevision")["data"] == find(before.desired, "ControllerRevision")["data"]
 
 
-@pytest.mark.parametrize("pinned", ["", "{", '{"format": 1}'])
+def test_a_record_with_endless_brackets_is_a_damaged_one() -> None:
+    assert parse_record('{"version": 1, "command": "fetch", "ok": true, "x": ' + "[" * 4000) is None
+
+
+@pytest.mark.parametrize("pinned", ["", "{", '{"format": 1}', "[" * 100_000])
 def test_a_revision_that_cannot_be_rebuilt_is_decided_again(pinned: str) -> None:
     """As for a Deployment of a version that did not annotate it."""
     world, before = resolved_world()

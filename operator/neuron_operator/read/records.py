@@ -100,6 +100,6 @@ def parse_record(message: object) -> Record | None:
         return None
     try:
         record = msgspec.json.decode(message.encode(errors="surrogatepass"), type=Record)
-    except (msgspec.MsgspecError, UnicodeError):
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     return record if record.version == VERSION else None

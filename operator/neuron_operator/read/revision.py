@@ -204,5 +204,5 @@ def _parsed(number: int, data: object, annotated: Object) -> Revision | None:
 def _parsed_json(value: str) -> object:
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
