@@ -210,6 +210,10 @@ _INSTALL = {
 """What the operator cannot run without, if it is used, and the cure."""
 
 
+def _installed(*, makes_sets: bool) -> tuple[Resource, ...]:
+    return (NEURON_MODELS, NEURON_ADAPTERS, *((LEADER_WORKER_SETS,) if makes_sets else ()))
+
+
 async def check_installed(cluster: Client, namespaces: Sequence[str], *, makes_sets: bool = False) -> tuple[str, ...]:
     """Those of the namespaces that may be watched: where one was deleted, its Role is gone, and the models of the
     others are looked after all the same.
@@ -220,7 +224,7 @@ async def check_installed(cluster: Client, namespaces: Sequence[str], *, makes_s
     granted, refusal = list[str](), None
     for namespace in namespaces or ("",):
         try:
-            for kind in (NEURON_MODELS, NEURON_ADAPTERS, *((LEADER_WORKER_SETS,) if makes_sets else ())):
+            for kind in _installed(makes_sets=makes_sets):
                 await _until_granted(cluster, kind, namespace or None, last_wait)
             granted.append(namespace)
         except Forbidden as fault:
@@ -231,13 +235,15 @@ async def check_installed(cluster: Client, namespaces: Sequence[str], *, makes_s
     return tuple(filter(None, granted))
 
 
-async def _until_one_is_granted(cluster: Client, namespaces: Collection[str]) -> None:
-    """Raises ClusterFault once one of the namespaces that were left out may be watched: the process begins again."""
+async def until_one_is_granted(cluster: Client, namespaces: Collection[str], *, makes_sets: bool = False) -> None:
+    """Raises ClusterFault once `check_installed` would leave out one of these namespaces no more: the process begins
+    again."""
     while True:
         await asyncio.sleep(REGRANT_SECONDS)
         for namespace in namespaces:
             try:
-                await cluster.list(NEURON_MODELS, namespace, field_selector=_NONE)
+                for kind in _installed(makes_sets=makes_sets):
+                    await cluster.list(kind, namespace, field_selector=_NONE)
             except ClusterFault as fault:
                 logger.debug("namespace %s: %s", namespace, fault)
             else:
@@ -332,7 +338,8 @@ async def run(settings: RunSettings) -> None:
             async with serving(operator, metrics, settings.http_host, *ports), asyncio.TaskGroup() as tasks:
                 tasks.create_task(operator.run(), name="replica")
                 if refused:
-                    tasks.create_task(_until_one_is_granted(cluster, refused), name="namespaces left out")
+                    waiting = until_one_is_granted(cluster, refused, makes_sets=_makes_sets(settings))
+                    tasks.create_task(waiting, name="namespaces left out")
 
         await run_kopf(
             work,
