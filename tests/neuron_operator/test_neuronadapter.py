@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from neuron_operator.api.manifest import parse, parse_adapter
 from neuron_operator.api.model import Claim
 from neuron_operator.api.reasons import AdaptersOf
 from neuron_operator.decide.adapter import LOOK_SECONDS, POLL_SECONDS, decide_adapter
-from neuron_operator.decide.course import decide
+from neuron_operator.decide.course import RECHECK_SECONDS, decide
 from neuron_operator.read.objects import name_of
 from neuron_operator.read.world import Decision, Object, Place, Settings, StorageSettings, Told, World
 
@@ -326,6 +327,13 @@ def test_a_replica_that_lacks_it_is_named_with_the_cause(answer: Any, reason: st
     assert decision.status is not None
     assert decision.status["ready"] == "1/2"
     assert decision.requeue_after_seconds == POLL_SECONDS
+
+
+def test_a_replica_that_lacks_it_for_long_is_asked_more_rarely() -> None:
+    start = told(passed(), a=entry("Ready"), b=[])
+    start = carried_out(start, decide_adapter(start, SETTINGS))
+    due = [decide_adapter(replace(start, now=NOW + timedelta(minutes=n)), SETTINGS) for n in (0, 3, 60)]
+    assert [one.requeue_after_seconds for one in due] == [POLL_SECONDS, 9.0, RECHECK_SECONDS]
 
 
 def test_a_replica_that_starts_is_not_asked_and_counts_as_lacking() -> None:

@@ -40,7 +40,8 @@ from neuron_operator.why.pods import UNEXPLAINED_POD_SECONDS, UNEXPLAINED_SECOND
 from neuron_operator.why.refusals import explain_refusals
 
 POLL_SECONDS = 3.0
-"""How often replicas are asked that do not serve the adapter yet."""
+"""How often replicas are asked at first that do not serve the adapter yet. A replica may lack all of hundreds of
+adapters for days: they are asked ever more rarely, as refused writes are repeated."""
 LOOK_SECONDS = 300.0
 """The same once all do. A replica that starts again changes the status of the model, which wakes its adapters."""
 MAX_REPLICAS_SHOWN = 8
@@ -401,7 +402,7 @@ def _requeue_after(
         recheck(max(waited / 20, MIN_RECHECK_SECONDS)) if world.refusals else None,
         PROGRESS_SECONDS if any(isinstance(need, LogOf) for need in needs) else None,
         float(UNEXPLAINED_SECONDS) if jobs or needs else None,
-        (POLL_SECONDS if replicas.lacking else LOOK_SECONDS) if replicas.needs else None,
+        (recheck(max(waited / 20, POLL_SECONDS)) if replicas.lacking else LOOK_SECONDS) if replicas.needs else None,
         *((due - observed.now).total_seconds() for due in times if due and due > observed.now),
     )
     return min((delay for delay in delays if delay is not None), default=None)
