@@ -38,7 +38,17 @@ from neuron_operator.api.reasons import AdaptersOf
 from neuron_operator.decide.adapter import LOOK_SECONDS, POLL_SECONDS, decide_adapter
 from neuron_operator.decide.course import RECHECK_SECONDS, decide
 from neuron_operator.read.objects import name_of
-from neuron_operator.read.world import Decision, Object, Place, Settings, StorageSettings, Told, World
+from neuron_operator.read.world import (
+    Decision,
+    Object,
+    Place,
+    Refusal,
+    RefusalCause,
+    Settings,
+    StorageSettings,
+    Told,
+    World,
+)
 
 MODEL_SPEC: dict[str, Any] = {**SPEC, "serving": {"adapters": {"maxActive": 4, "maxRank": 32, "targets": ["q_proj"]}}}
 IN_CLAIM = replace(SETTINGS, storage=StorageSettings(weights=Place(persistent_volume_claim=Claim(claim_name="models"))))
@@ -327,6 +337,13 @@ def test_a_replica_that_lacks_it_is_named_with_the_cause(answer: Any, reason: st
     assert decision.status is not None
     assert decision.status["ready"] == "1/2"
     assert decision.requeue_after_seconds == POLL_SECONDS
+
+
+def test_an_adapter_says_that_somebody_deletes_its_jobs() -> None:
+    undone = Refusal(RefusalCause.UNDONE, "Job", "adapter-facts-1", "somebody deletes it before it ends")
+    decision = decide_adapter(replace(world(), refusals=(undone,)), SETTINGS)
+    assert reason_of(decision, "Contested") == ("True", "Contested")
+    assert "somebody deletes it before it ends" in condition(decision.status, "Contested")["message"]
 
 
 def test_a_replica_that_lacks_it_for_long_is_asked_more_rarely() -> None:

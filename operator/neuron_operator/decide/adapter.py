@@ -89,10 +89,11 @@ def decide_adapter(world: World, settings: Settings) -> Decision:
             findings += done.findings
             if done.is_complete:
                 served = _passed(subject, done)
+    contested = [one for one in findings if one.condition == "Contested"]
     findings = _in_order(findings)
     replicas = _Replicas.of(world, observed, served)
     ready = _ready(findings, replicas, served, world)
-    shown = (*findings, ready, *status.abnormal(ready))
+    shown = (*findings, ready, *status.abnormal(ready), *contested)
     decision = Decision()
     if subject is not None:
         done = done or Walk(Known(subject.adapter, settings, _pins_nothing), ())
