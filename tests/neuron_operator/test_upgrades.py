@@ -25,6 +25,7 @@ from helpers.operator_worlds import (
 from helpers.operator_worlds import settle as at_rest
 from helpers.operator_worlds import stepped as after_jobs
 from neuron_operator.api.model import Claim
+from neuron_operator.decide import pin
 from neuron_operator.decide.course import decide
 from neuron_operator.read.world import (
     Decision,
@@ -130,6 +131,26 @@ def test_a_model_whose_engine_has_lost_its_image_keeps_its_pods_and_takes_no_tur
     world, decision = settle(world, replace(using, engines={}))
     assert (decision.upgrade, condition(decision.status, "UpToDate")["status"]) == (None, "True")
     assert image_of(find(world.children, "Deployment")) == "registry.example/vllm:1"
+
+
+def test_a_model_that_moves_to_a_claim_with_a_newer_runtime_image_gets_a_revision_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = {**SPEC, "accelerator": {"type": "CPU"}, "engine": {"backend": "vllm"}}
+    first, second = ({"vllm-cpu": EngineSettings(f"registry.example/vllm:{n}")} for n in (1, 2))
+    before = replace(SETTINGS, engines=first, runtime_upgrade="Rolling")
+    world = replace(served(resolved_world(before, spec=spec)[0], before), has_turn=True)
+    with monkeypatch.context() as earlier:  # revisions had only the engine's image in their names
+        earlier.setattr(pin, "words_of_images", lambda model, settings: pin.images(model, settings)[0])
+        moved = served(settle(world, replace(before, engines=second))[0], replace(before, engines=second))
+    storage = StorageSettings(weights=CLAIM)
+    newer = replace(before, engines=second, runtime_image=ON_EDIT.runtime_image, storage=storage)
+    kept = [child for child in moved.children if child["kind"] == "ControllerRevision"]
+    decision = decide(replace(moved, has_turn=True), newer)
+    assert decision.upgrade == "Running"
+    assert find(decision.desired, "ControllerRevision")["metadata"]["name"] not in [
+        one["metadata"]["name"] for one in kept
+    ]
 
 
 @pytest.mark.parametrize("fetches_in_pods", [True, False])

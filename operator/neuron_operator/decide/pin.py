@@ -195,9 +195,10 @@ def images(model: NeuronModel, settings: Settings) -> tuple[str, str]:
 
 
 def words_of_images(model: NeuronModel, settings: Settings) -> str:
-    """`Pinned.upgrade` of a revision that moves to them."""
+    """`Pinned.upgrade` of a revision that moves to them. Of another engine than our runtime it has both images, also
+    if its pods will not fetch: they may have fetched until now, in a revision that has the name of the first image."""
     image, fetch_image = images(model, settings)
-    return f"{image} {fetch_image}" if is_fetched_before(model, weights_place(model, settings)) else image
+    return image if model.spec.runs.is_ours else f"{image} {fetch_image}"
 
 
 def wanted(
