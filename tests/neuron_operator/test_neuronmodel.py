@@ -182,6 +182,14 @@ def test_a_missing_spec_and_one_of_another_type_have_different_messages(spec: An
         parse({"metadata": {"name": "chat"}, "spec": spec})
 
 
+def test_a_spec_with_lists_in_many_others_is_refused() -> None:
+    nested: Any = 1
+    for _ in range(100):
+        nested = [nested]
+    with pytest.raises(InvalidSpec, match="spec: has lists or objects in more than 64 others"):
+        parse(body(spec_with({"engine": {"backend": "nxdi", "overrideNeuronConfig": {"a": nested}}})))
+
+
 def test_a_spec_that_is_too_heavy_is_refused_also_when_only_its_weight_was_kept() -> None:
     env = [{"name": f"A{number}", "value": "x" * 4096} for number in range(40)]
     heavy = body(spec_with({"engine": {"env": env}}))

@@ -28,6 +28,9 @@ MAX_PARSED = 64
 MAX_SPEC_BYTES = 131_072
 """The size of a spec as JSON. The longest chat template fits; the bounds of all fields together would allow megabytes,
 and the operator keeps a spec several times: in the model, its revisions, Deployment and pods."""
+MAX_LEVELS = 64
+"""Of lists and objects in each other. The API server takes thousands in fields that the schema leaves open, which would
+take seconds to write in a readable form."""
 SPEC_BYTES = "specBytes"
 """In a manifest without its spec: how long that was."""
 
@@ -48,6 +51,9 @@ def parse(body: Mapping[str, Any], *, has_defaults: bool = False) -> NeuronModel
     if num_bytes > MAX_SPEC_BYTES:
         text = f"is {num_bytes} bytes as JSON, at most {MAX_SPEC_BYTES} are allowed"
         raise InvalidSpec("spec", f"{text}; shorten engine.env or the annotations")
+    if _is_deeper(body.get("spec"), MAX_LEVELS):
+        text = f"has lists or objects in more than {MAX_LEVELS} others; shorten engine.overrideNeuronConfig"
+        raise InvalidSpec("spec", f"{text} or what else has them")
     return _parsed(
         msgspec.json.encode(
             (
@@ -58,6 +64,14 @@ def parse(body: Mapping[str, Any], *, has_defaults: bool = False) -> NeuronModel
         ),
         has_defaults,
     )
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    here = [value]
+    for _ in range(levels):
+        held = (one.values() if isinstance(one, Mapping) else one for one in here if isinstance(one, Mapping | list))
+        here = [inner for values in held for inner in values]
+    return any(isinstance(one, Mapping | list) for one in here)
 
 
 def check_engine(model: NeuronModel) -> None:
