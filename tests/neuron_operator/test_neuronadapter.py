@@ -135,6 +135,12 @@ def entry(state: str, **fields: Any) -> list[dict[str, Any]]:
     return [{"name": "support-de", "state": state, "digest": DIGEST, **fields}]
 
 
+def test_the_size_of_a_small_adapter_is_not_rounded_to_nothing() -> None:
+    sizes = {num: after_job(world(), adapter={**FACTS, "numBytes": num})[1] for num in (2**20 + 2**19, 20_480)}
+    shown = [decision.status["served"]["size"] for decision in sizes.values() if decision.status]
+    assert shown == ["1.5 MiB", "20.0 KiB"]
+
+
 @pytest.mark.parametrize(
     ("changed", "reason", "words"),
     [

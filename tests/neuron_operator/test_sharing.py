@@ -180,6 +180,13 @@ def failed(world: World) -> World:
     return finished(replace(world, pods=(pod,)), "Failed")
 
 
+def test_the_reason_of_a_failed_job_stays_while_it_is_deleted_after_its_pods() -> None:
+    world, told = settle(failed(settle(fresh())[0]))
+    decision = decide(replace(world, pods=()), SETTINGS)
+    assert condition(decision.status, "Ready") == condition(told.status, "Ready")
+    assert condition(decision.status, "Ready")["reason"] == "ModelNotFound"
+
+
 def test_a_new_retry_token_repeats_a_failed_job_at_once_and_only_once() -> None:
     world = failed(settle(fresh())[0])
     assert decide(world, SETTINGS).delete == ()

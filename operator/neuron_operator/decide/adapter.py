@@ -256,7 +256,7 @@ def _word(reported: str) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
 def _in_order(found: Sequence[Finding]) -> list[Finding]:

@@ -58,6 +58,10 @@ def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
         if pod.container.ended is not None:
             return _explain_end(waiting, pod, pod.container.ended)
     if job.failure is not None:
+        # Its pods are deleted before it is, and it expires once it was said how they ended.
+        verdict = _last_verdict(waiting, observed) if job.expires else None
+        if verdict is not None:
+            return verdict
         text = f"Job {job.name} failed and left no record: {job.failure or 'no message'}; {AGAIN}"
         return replace(waiting, message=text)
     starting = _explain_start(waiting, job, pods, observed)
