@@ -182,3 +182,33 @@ def test_the_statistics_name_the_adapters_of_running_and_of_waiting_requests() -
 def test_limits_of_adapters_fit_each_other(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="max_adapters needs"):
         replace(LIMITS, **wrong)  # type: ignore[arg-type]
+
+
+def test_an_adapter_that_was_to_make_room_stays_if_room_is_found_without_it() -> None:
+    run = start(LIMITS)
+    run.add(*(asked(name, name, 6) for name in ("x", "y")), asked("z", "z", 20))
+    run.step()
+    run.load("w")  # "x" is to make room for it
+    run.engine.take_adapter_news()
+    run.engine.drop_adapter("z")
+    run.engine.drop_adapter("w")
+    run.finish()
+    run.add(asked("again", "x", 4))
+    run.finish()
+    run.check_tokens([asked("again", "x", 4)])
+    assert [name for name, _ in run.backend.calls].count("add") == 3
+
+
+def test_an_adapter_that_cannot_be_read_again_is_news() -> None:
+    run = start(LIMITS)
+    for name in ("x", "y", "z", "w"):
+        run.load(name)
+        run.engine.take_adapter_news()
+
+    def fail(folder: Path) -> Any:
+        raise FatalError(ExitCode.INVALID_ADAPTER, "the disk is gone")
+
+    run.backend.read_adapter = fail  # type: ignore[method-assign]
+    run.add(asked("a", "x"))
+    run.finish()
+    assert run.engine.take_adapter_news() == [("x", "the disk is gone")]

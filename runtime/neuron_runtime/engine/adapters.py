@@ -135,7 +135,7 @@ class LoadedAdapters:
         self._failed: dict[str, str] = {}
         """Why known adapters cannot be loaded."""
         self._untold: set[str] = set()
-        """Adapters that are to be loaded, and whose outcome is news."""
+        """Adapters that are to be loaded, or were and cannot be again, and whose outcome is news."""
         self._news: list[tuple[str, str]] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
 
@@ -160,7 +160,8 @@ class LoadedAdapters:
         self._news = [one for one in self._news if one[0] != digest]
 
     def take_news(self) -> list[tuple[str, str]]:
-        """Each adapter that was to be loaded and is, with an empty text, or cannot be, with the reason."""
+        """Each adapter that was to be loaded and is, with an empty text, or that cannot be, with the reason. One that
+        made room for others may be loaded at first, and not when it is needed again."""
         news, self._news = self._news, []
         return news
 
@@ -194,8 +195,12 @@ class LoadedAdapters:
             wait(reads, patience_seconds, FIRST_COMPLETED)
         for digest in [one for one in self._loaded if one not in self._folders]:
             self._forget(digest)
+        if len(self._loaded) < self._max_loaded:
+            self._leaving = ""
         while self._reads and self._take(next(iter(self._reads))):
             pass
+        if not self._reads:
+            self._leaving = ""
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -213,6 +218,7 @@ class LoadedAdapters:
             if error := read.exception():
                 # Of a file, which a user has written or taken away: nothing was given to the device.
                 self._failed[digest] = str(error) or type(error).__name__
+                self._untold.add(digest)
             elif digest not in self._loaded or digest == self._leaving:
                 if not self._has_room():
                     return False
