@@ -89,7 +89,7 @@ def backend_for(model: Model, settings: Settings, folder: Path) -> NxdiBackend:
     made = application(settings, model.folder)
     made.compile(str(folder))
     made.load(str(folder), skip_warmup=True)
-    return NxdiBackend(made, settings, limits_of(settings, 600.0))
+    return NxdiBackend(made, settings, limits_of(settings, 600.0), model_config=model.config)
 
 
 def some_requests(random: Random, limits: BackendLimits, vocabulary_size: int) -> Iterator[Request]:

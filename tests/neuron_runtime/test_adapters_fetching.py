@@ -287,6 +287,22 @@ def test_what_serves_a_model_finds_its_adapters_at_any_source(shelf: Shelf, adap
     assert caught.value.exit_code is ExitCode.RANK_TOO_HIGH
 
 
+def test_an_adapter_of_a_rank_that_the_backend_does_not_compute_is_refused(
+    shelf: Shelf, adapter: Path, tmp_path: Path
+) -> None:
+    config = RuntimeConfig(
+        version=1,
+        model=ModelSource(uri="file:///model"),
+        served_names=("model",),
+        backend="nxdi",
+        adapters=AdapterOptions(max_active=1, max_rank=8),
+    )
+    settings = LocalSettings(tmp_path / "weights", tmp_path / "artifacts")
+    write_adapter(adapter, rank=1)
+    with pytest.raises(FatalError, match="rank 1 is not supported: this backend computes ranks from 2 on"):
+        find_adapter(URI, shelf.root / "acme/tiny/main", config, settings)
+
+
 # The commands
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -40,6 +40,7 @@ def write_adapter(model: Path, folder: Path, seed: int, targets: tuple[str, ...]
             tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, weight.shape[1]) * 0.2
             tensors[f"{prefix}.lora_B.weight"] = torch.randn(weight.shape[0], rank) * 0.2
     save_file(tensors, folder / "adapter_model.safetensors")
+    torch.save({"state": {}}, folder / "optimizer.pt")  # as a training leaves it
     described = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "target_modules": sorted(targets), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(described))
     return folder
@@ -216,15 +217,27 @@ def test_how_many_adapters_are_in_memory_changes_no_graph(tmp_path: Path) -> Non
     assert _without(one, _NOT_OF_GRAPHS) == _without(other, _NOT_OF_GRAPHS)
 
 
-def test_a_damaged_adapter_is_refused_before_the_library_sees_it(fleets: dict[str, Fleet], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "change", "message"),
+    [
+        (RANK, lambda one: one.fill_(float("nan")), r"infinite or none"),
+        (RANK, lambda one: one.fill_(1e30), r"norms .* at most 10000"),
+        (RANK, lambda one: one[:, :-1], r"name its model"),
+        (1, lambda one: one, r"rank 1 is not supported"),
+        (16, lambda one: one, r"rank 16, but the highest that is served is 8"),
+    ],
+)
+def test_an_adapter_that_the_library_would_fail_on_is_refused_before_it_sees_it(
+    rank: int, change: Callable[[torch.Tensor], torch.Tensor], message: str, fleets: dict[str, Fleet], tmp_path: Path
+) -> None:
     fleet = fleets["Llama"]
-    folder = write_adapter(fleet.model.folder, tmp_path / "bad", 1)
+    folder = write_adapter(fleet.model.folder, tmp_path / "bad", 1, rank=rank)
     tensors = load_file(folder / "adapter_model.safetensors")
     name = next(iter(tensors))
-    save_file({**tensors, name: tensors[name].fill_(float("nan"))}, folder / "adapter_model.safetensors")
+    save_file({**tensors, name: change(tensors[name]).contiguous()}, folder / "adapter_model.safetensors")
     with library():
         backend = backend_for(fleet.model, settings_for(fleet.model, **SLOTS, **ADAPTERS), tmp_path / "artifact")
-        with pytest.raises(FatalError, match=r"infinite or none"):
+        with pytest.raises(FatalError, match=message):
             backend.read_adapter(folder)
         backend.close()
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 PART_NUMBERS = 2**14
+MAX_NORM = 1e4
+"""Of what an adapter adds to a projection: a hundred times that of the projection itself. With more, hidden states
+could become infinite, which would end the process and with it the requests of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ def pairs(folder: Path) -> Iterator[LoraPair]:
         with path.open("rb") as file:
             for pair in adapter.pairs:
                 a, b = _read(file, pair.a, path), _read(file, pair.b, path)
+                _check_norms(a, b, pair.scaling, f"{path}: {pair.target} of layer {pair.layer}")
                 yield LoraPair(pair.layer, pair.target, a, b, pair.scaling)
     except OSError as error:
         raise FatalError(ExitCode.INVALID_ADAPTER, f"{path}: cannot be read: {error.strerror}") from error
@@ -65,3 +69,18 @@ def _read(file: BufferedReader, info: TensorInfo, path: Path) -> torch.Tensor:
             f"{path}: {info.name} has numbers that are infinite or none (NaN); train the adapter again",
         )
     return tensor
+
+
+def _check_norms(a: torch.Tensor, b: torch.Tensor, scaling: float, what: str) -> None:
+    of_a, of_b, factor = _norm(a), _norm(b), abs(scaling)
+    # Backends scale one of both, in the type of the model or of the file.
+    if not max(of_a, of_a * factor, of_b, of_b * factor, of_a * of_b * factor) <= MAX_NORM:
+        found = f"norms {of_a:.3g} of A and {of_b:.3g} of B, scaling {scaling:.3g}"
+        rule = f"each norm, also scaled, and the product of all must be at most {MAX_NORM:.0f}"
+        raise FatalError(ExitCode.INVALID_ADAPTER, f"{what}: {found}: {rule}")
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    import torch  # noqa: PLC0415
+
+    return float(torch.tensor([torch.linalg.vector_norm(row.float()) for row in tensor]).norm())

@@ -77,7 +77,8 @@ def find_adapter(
 
     Raises FatalError as `fetch_adapter`, and CHECKSUM_MISMATCH; SourceUnreachable.
     """
-    rules = AdapterRules(config.adapters.max_rank, config.adapters.targets)
+    smallest = backend_package(config).MIN_ADAPTER_RANK
+    rules = AdapterRules(config.adapters.max_rank, config.adapters.targets, smallest)
     fetched, facts = fetch_adapter(
         uri,
         Store(settings.weights_dir),

@@ -39,8 +39,9 @@ class BackendPackage(Protocol):
     PROCESS_PER_RANK: bool
     """Whether each rank of tensor parallelism is a process of its own; otherwise one process drives all of a node."""
 
-    SERVES_ADAPTERS: bool
-    """Whether it is an `AdapterBackend` when the configuration has adapters."""
+    MIN_ADAPTER_RANK: int
+    """Smallest rank of adapters, of a backend that is an `AdapterBackend` when the configuration has adapters; 0: it is
+    none."""
 
     def needs_weights(self, config: RuntimeConfig) -> bool:
         """Whether a model's weights are needed to serve it; otherwise its small files suffice."""
@@ -132,7 +133,7 @@ def check_backend(config: RuntimeConfig) -> None:
     """Raises InvalidConfig if the backend is not part of this runtime, or does not support the configuration."""
     package = backend_package(config)
     package.check_config(config)
-    if config.adapters.max_active and not package.SERVES_ADAPTERS:
+    if config.adapters.max_active and not package.MIN_ADAPTER_RANK:
         raise InvalidConfig("$.adapters.maxActive", f"the {config.backend} backend serves no adapters: leave it out")
 
 

@@ -18,6 +18,7 @@ from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.graphs import NxdiCompiler
 from neuron_runtime.backend.nxdi.models import is_private
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
+from neuron_runtime.backend.nxdi.settings import MIN_ADAPTER_RANK as MIN_ADAPTER_RANK
 from neuron_runtime.backend.nxdi.settings import settings_of
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.checkpoint import read_config
@@ -26,7 +27,6 @@ from neuron_runtime.config import RuntimeConfig
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
-SERVES_ADAPTERS = True
 
 
 def needs_weights(config: RuntimeConfig) -> bool:

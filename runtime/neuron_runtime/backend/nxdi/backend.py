@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from tempfile import TemporaryDirectory
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from neuron_runtime.adapters.peft import AdapterRules, check_config
+from neuron_runtime.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterRules, check_adapter
 from neuron_runtime.adapters.tensors import pairs
 from neuron_runtime.backend.neuron.device import Application, DeviceBackend
 from neuron_runtime.backend.neuron.installed import device_memory
@@ -25,8 +26,18 @@ class NxdiBackend(DeviceBackend):
     """See `DeviceBackend`, and `AdapterBackend` if the settings have adapters."""
 
     def __init__(
-        self, application: Application, settings: Settings, limits: BackendLimits, *, in_group: bool = False
+        self,
+        application: Application,
+        settings: Settings,
+        limits: BackendLimits,
+        *,
+        model_config: Mapping[str, Any] = MappingProxyType({}),
+        in_group: bool = False,
     ) -> None:
+        """model_config: config.json, which adapters must fit."""
+        self._model_config = model_config
+        self._links = TemporaryDirectory(prefix="adapters-", ignore_cleanup_errors=True)
+        """A folder for each adapter."""
         self._adapter_ids: dict[str, int] = {}
         """The library's numbers, which it counts up from that of the base model. It never forgets a name."""
         self._manager: Any = getattr(application, "lora_model_manager", None)
@@ -36,9 +47,10 @@ class NxdiBackend(DeviceBackend):
         )
 
     def read_adapter(self, folder: Path) -> None:
-        """Checks that all tensors can be read. The library reads and shards them itself, between two steps, and would
-        end the engine with an adapter of rank 1."""
-        check_config(folder, AdapterRules(self.limits.max_adapter_rank, min_rank=MIN_ADAPTER_RANK))
+        """Checks all that the library would fail on, which would end the process, or take and compute wrongly. It reads
+        and shards the tensors itself, between two steps."""
+        rules = AdapterRules(self.limits.max_adapter_rank, self.limits.adapter_targets, MIN_ADAPTER_RANK)
+        check_adapter(folder, self._model_config, rules)
         for _ in pairs(folder):
             pass
 
@@ -50,10 +62,20 @@ class NxdiBackend(DeviceBackend):
         """From the host's memory; on the device its weights stay until others take their place."""
         self.before_next_step(partial(self._manager.remove_adapter, self._adapter_ids[digest]))
 
+    def close(self) -> None:
+        super().close()
+        self._links.cleanup()
+
     # On the backend's thread
 
     def _add(self, digest: str, folder: Path, expected: int) -> None:
-        added = self._manager.add_adapter(SimpleNamespace(lora_name=digest, lora_path=str(folder)))
+        # The library takes every file of a folder for weights: of a training's folder, those of its optimizer, too.
+        alone = Path(self._links.name) / digest
+        alone.mkdir(exist_ok=True)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            (alone / name).unlink(missing_ok=True)
+            (alone / name).symlink_to((folder / name).absolute())
+        added = self._manager.add_adapter(SimpleNamespace(lora_name=digest, lora_path=str(alone)))
         number = self._manager.lora_adapter_id_mapping.get(digest)
         if not added or number != expected:
             message = f"NxD Inference has taken adapter {digest[:12]} from {folder} as {number} instead of {expected}"

@@ -24,7 +24,7 @@ from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.nxdi.unread import all_weights_read
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
-from neuron_runtime.checkpoint import check_tied_head, read_checkpoint
+from neuron_runtime.checkpoint import check_tied_head, read_checkpoint, read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -68,7 +68,7 @@ def load(
 
     application = when_free(attempt)
     progress("loading graphs and weights onto the device", 1.0)
-    return NxdiBackend(application, settings, limits, in_group=place.size > 1)
+    return NxdiBackend(application, settings, limits, model_config=read_config(model_dir), in_group=place.size > 1)
 
 
 def report(settings: Settings, target: Target) -> None:

@@ -21,7 +21,7 @@ from neuron_runtime.errors import ConfigProblems
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
 PROCESS_PER_RANK = True
-SERVES_ADAPTERS = True
+MIN_ADAPTER_RANK = 1
 
 
 def needs_weights(config: RuntimeConfig) -> bool:

@@ -35,10 +35,6 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
 }
 """By field of `decoder.Layer`, the projections whose outputs it has side by side."""
 
-MAX_NORM = 1e4
-"""Of what an adapter adds to a projection: a hundred times that of the projection itself. With more, hidden states
-could become infinite, which would end the process and with it the requests of others."""
-
 AdapterWeights = Mapping[tuple[int, str], Pair]
 """By layer and projection, this rank's part of what an adapter adds. One that is missing adds nothing."""
 
@@ -84,7 +80,7 @@ class Adapters:
                 if (one.a.shape[1], one.b.shape[0]) != shape or len(one.a) > self._limits.max_adapter_rank:
                     expected = f"of {shape.inputs} to {shape.outputs} numbers, rank {self._limits.max_adapter_rank}"
                     raise FatalError(ExitCode.ADAPTER_MISMATCH, f"{what} has another shape than here: {expected}")
-                weights[one.layer, one.module] = self._part_of(one.module, one.a, one.b, one.scaling, what)
+                weights[one.layer, one.module] = self._part_of(one.module, one.a, one.b, one.scaling)
         return weights
 
     def add(self, digest: str, weights: AdapterWeights) -> None:
@@ -118,12 +114,8 @@ class Adapters:
             self._route.segments, self._routed = tuple(segments_of(places, num_tokens)), rows
         return self._decoder
 
-    def _part_of(self, module: str, a: torch.Tensor, b: torch.Tensor, scaling: float, what: str) -> Pair:
+    def _part_of(self, module: str, a: torch.Tensor, b: torch.Tensor, scaling: float) -> Pair:
         """This rank's part of a pair, in the layout of `Pair`."""
-        norms = [_norm(a), _norm(b) * abs(scaling)]
-        if not max(*norms, norms[0] * norms[1]) <= MAX_NORM:
-            message = f"{what}: norms {norms[0]:.3g} of A and {norms[1]:.3g} of B with its scaling: their product, and "
-            raise FatalError(ExitCode.INVALID_ADAPTER, f"{message}each, must be at most {MAX_NORM:.0f}")
         part = self._parts.get(f"{module}.weight")
         if part is not None:
             span = slice(part.begin, part.end)
@@ -133,7 +125,3 @@ class Adapters:
             pair.a[:, number] = row
             pair.b[number] = column.float() * scaling
         return pair
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.tensor([torch.linalg.vector_norm(row.float()) for row in tensor]).norm())

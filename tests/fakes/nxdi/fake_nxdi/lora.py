@@ -190,7 +190,13 @@ def read(folder: Path, config: Any) -> Weights:
     from safetensors.torch import load_file
 
     described = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.iterdir()):
+        # Whatever is there, the last one wins.
+        if path.suffix == ".safetensors":
+            tensors = load_file(path)
+        elif path.suffix in (".bin", ".pt"):
+            tensors = torch.load(path)
     if fake_nxdi.strict():
         _check(described, tensors)
     found: Weights = {}
