@@ -186,6 +186,11 @@ def refusals(document: dict[str, Any]) -> dict[str, str]:
             "adapters",
         ),
         (
+            {**ADAPTERS, "config": {"architectures": ["MistralForCausalLM"]}},
+            "$.adapters.targets",
+            "no adapters of gate_proj, up_proj, down_proj: set q_proj, k_proj, v_proj, o_proj",
+        ),
+        (
             {"overrideNeuronConfig": {"lora_config": {"max_loras": 2}}},
             "$.overrideNeuronConfig.lora_config",
             "set adapters.maxActive instead",

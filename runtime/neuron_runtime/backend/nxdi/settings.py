@@ -26,8 +26,8 @@ from neuron_runtime.core import SamplingMode
 from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems
 
-WITH_ADAPTERS = ("llama", "mistral", "qwen2", "qwen3")
-"""Applications whose attention and MLP pass on whose adapter a row has."""
+WITH_ADAPTERS = {**dict.fromkeys(("llama", "qwen2", "qwen3"), TARGETS), "mistral": TARGETS[:4]}
+"""By application, the projections that are told whose adapter a row has. Mistral's layers do not tell their MLP."""
 MIN_ADAPTER_RANK = 2
 """NxD Inference takes an axis of one for none."""
 DEFAULT_MAX_SEQUENCES = 16
@@ -214,6 +214,10 @@ class _Derivation:
         path, adapters = "$.adapters.maxActive", self._config.adapters
         if self._family.application not in WITH_ADAPTERS:
             self._refuse(path, f"{self._family.application} has no adapters: only {', '.join(WITH_ADAPTERS)} have")
+        possible = WITH_ADAPTERS.get(self._family.application, TARGETS)
+        if others := [one for one in adapters.targets or TARGETS if one not in possible]:
+            message = f"{self._family.application} has no adapters of {', '.join(others)}: set {', '.join(possible)}"
+            self._refuse("$.adapters.targets", message)
         if adapters.max_rank < MIN_ADAPTER_RANK:
             message = f"must be at least {MIN_ADAPTER_RANK} with NxD Inference, got {adapters.max_rank}"
             self._refuse("$.adapters.maxRank", message)
