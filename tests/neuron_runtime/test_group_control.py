@@ -11,10 +11,12 @@ import pytest
 
 from helpers.engine_driver import RecordingBackend
 from helpers.groups import FACTS, Group, Member, group_of, leader_of, local_layout, member_of
+from neuron_runtime.config import AdapterOptions, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.distributed.layout import (
     MIN_SECRET_BYTES,
     Layout,
+    layout_for,
     layout_of,
 )
 from neuron_runtime.distributed.wire import Facts
@@ -218,3 +220,13 @@ def test_a_short_secret_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("short")
     with pytest.raises(InvalidConfig, match="must have 32 to 256 bytes, has 5"):
         layout_of(given, 2, process_per_rank=True)
+
+
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_a_group_of_several_nodes_serves_no_adapters(node: str, tmp_path: Path) -> None:
+    config = RuntimeConfig(
+        version=1, model=ModelSource(uri="file:///m"), served_names=("m",), adapters=AdapterOptions(max_active=1)
+    )
+    given = environment(tmp_path, NEURON_SERVING_RANK=node)
+    with pytest.raises(InvalidConfig, match="the first of 2 nodes alone"):
+        layout_for(config, leads=node == "0", environment=given)

@@ -134,7 +134,8 @@ def num_nodes_of(environment: Mapping[str, str]) -> int:
 
 
 def layout_for(config: RuntimeConfig, *, leads: bool, environment: Mapping[str, str] = os.environ) -> Layout:
-    """The group of this command. leads: it is `serve`, not `follow`. Raises InvalidConfig with the variable."""
+    """The group of this command. leads: it is `serve`, not `follow`. Raises InvalidConfig with the variable, or with
+    the field that a group cannot have."""
     package = backend_package(config)
     layout = layout_of(environment, config.parallelism.tensor, process_per_rank=package.PROCESS_PER_RANK)
     if layout.num_nodes == 1 and not leads:
@@ -142,6 +143,9 @@ def layout_for(config: RuntimeConfig, *, leads: bool, environment: Mapping[str, 
     if (layout.node == 0) != leads:
         here, there = ("follow", "serve") if layout.node == 0 else ("serve", "follow")
         raise InvalidConfig(NODE_VARIABLE, f"is {layout.node}: use `neuron-runtime {there}` here instead of `{here}`")
+    if layout.num_nodes > 1 and config.adapters.max_active:
+        message = f"adapters are fetched to the first of {layout.num_nodes} nodes alone: leave it out, or use one node"
+        raise InvalidConfig("$.adapters.maxActive", message)
     return layout
 
 

@@ -27,7 +27,7 @@ from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback,
 from neuron_runtime.checkpoint import check_tied_head, read_checkpoint, read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
-from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.errors import ExitCode, FatalError
 
 
 def load(
@@ -42,9 +42,6 @@ def load(
         raise FatalError(ExitCode.ARTIFACT_MISSING, f"{artifact} has no {missing[0]}: {cure}")
     if not settings.neuron_config.get(SHARDED):
         check_tied_head(read_checkpoint(model_dir))
-    if settings.max_adapters and place.size > 1:
-        message = "adapters of a model on several nodes were never tried with NxD Inference: leave it out"
-        raise InvalidConfig("$.adapters.maxActive", message)
     report(settings, target)
     prepare_environment(settings, target)
     share: dict[str, int] = {}
