@@ -212,3 +212,24 @@ def test_an_adapter_that_cannot_be_read_again_is_news() -> None:
     run.add(asked("a", "x"))
     run.finish()
     assert run.engine.take_adapter_news() == [("x", "the disk is gone")]
+
+
+def test_of_adapters_that_wait_for_room_only_one_is_in_memory() -> None:
+    run = start(LIMITS)
+    read, folders = run.backend.read_adapter, list[Path]()
+
+    def count_and_read(folder: Path) -> str:
+        folders.append(folder)
+        return read(folder)
+
+    run.backend.read_adapter = count_and_read  # type: ignore[method-assign]
+    waiting = [asked(name, name, 20) for name in ("x", "y", "z", "u", "v", "w")]
+    run.add(*waiting[:3])
+    run.step()
+    run.add(*waiting[3:])
+    run.step()
+    assert len(folders) == 4
+    run.engine.drop_adapter("w")
+    run.finish()
+    assert [name for name, _ in run.engine.take_refused()] == ["w"]
+    run.check_tokens(waiting[:5])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +128,8 @@ class LoadedAdapters:
         """In memory, least recently used first; also those that were dropped and are still in use."""
         self._num_users: Counter[str] = Counter()
         """Requests in the scheduler, by adapter."""
-        self._reads: dict[str, Future[Any]] = {}
-        """In order."""
+        self._reads: dict[str, Future[Any] | None] = {}
+        """In order. Only the first has begun, so that no more than one waits in memory for room."""
         self._leaving = ""
         """The adapter that makes room for the first of `_reads`."""
         self._failed: dict[str, str] = {}
@@ -157,6 +157,8 @@ class LoadedAdapters:
         self._folders.pop(digest, None)
         self._failed.pop(digest, None)
         self._untold.discard(digest)
+        if digest in self._reads and self._reads[digest] is None:
+            del self._reads[digest]
         self._news = [one for one in self._news if one[0] != digest]
 
     def take_news(self) -> list[tuple[str, str]]:
@@ -191,8 +193,8 @@ class LoadedAdapters:
 
         patience_seconds: wait so long for a read, if one is running.
         """
-        if patience_seconds and (reads := [read for read in self._reads.values() if not read.done()]):
-            wait(reads, patience_seconds, FIRST_COMPLETED)
+        if patience_seconds and (read := self._first_read()) is not None:
+            wait([read], patience_seconds)
         for digest in [one for one in self._loaded if one not in self._folders]:
             self._forget(digest)
         if len(self._loaded) < self._max_loaded:
@@ -207,12 +209,23 @@ class LoadedAdapters:
 
     def _read(self, digest: str) -> None:
         if digest not in self._reads and (digest not in self._loaded or digest == self._leaving):
-            self._reads[digest] = self._thread.submit(self._backend.read_adapter, self._folders[digest])
+            self._reads[digest] = None
+            self._first_read()
+
+    def _first_read(self) -> Future[Any] | None:
+        """Begins, if it has not."""
+        digest = next(iter(self._reads), None)
+        if digest is None:
+            return None
+        read = self._reads[digest]
+        if read is None:
+            read = self._reads[digest] = self._thread.submit(self._backend.read_adapter, self._folders[digest])
+        return read
 
     def _take(self, digest: str) -> bool:
         """The first of the reads; False: it is not done, or there is no room yet."""
-        read = self._reads[digest]
-        if not read.done():
+        read = self._first_read()
+        if read is None or not read.done():
             return False
         if digest in self._folders:
             if error := read.exception():
@@ -226,6 +239,7 @@ class LoadedAdapters:
                 self._loaded[digest] = None
             self._tell(digest)
         del self._reads[digest]
+        self._first_read()
         return True
 
     def _tell(self, digest: str) -> None:
