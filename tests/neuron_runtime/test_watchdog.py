@@ -28,7 +28,7 @@ from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.processes import engine as process
 from neuron_runtime.processes.children import Child
 from neuron_runtime.processes.lifeline import Deadline
-from neuron_runtime.processes.watchdog import LATE_SECONDS, StepLimits, WatchedBackend
+from neuron_runtime.processes.watchdog import ADAPTER_SECONDS, LATE_SECONDS, StepLimits, WatchedBackend
 
 LIMITS = BackendLimits(max_rows=64, max_model_length=64, max_step_tokens=1024, num_blocks=64)
 
@@ -107,6 +107,8 @@ class TimedBackend:
         self.now = max(self.now, self._ends[step])
         return StepOutput(step, ())
 
+    def add_adapter(self, digest: str, folder: Path, weights: object) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -143,6 +145,21 @@ def test_a_deadline_covers_all_steps_in_flight_each_from_the_end_of_the_previous
     backend.collect(4)
     backend.launch(batch(0))
     assert armed.seconds[-1] == 30.0
+
+
+def test_a_step_before_which_adapters_were_added_may_take_longer_and_is_not_measured() -> None:
+    device, armed = TimedBackend(), Armed()
+    backend = WatchedBackend(device, armed.set, StepLimits(1.0, 10.0, 60.0), device.clock)
+    device.seconds = {0: 2.0, 1: 90.0, 2: 2.0}
+    backend.launch(batch(0))
+    backend.collect(0)
+    for name in ("x", "y"):
+        backend.add_adapter(name, Path(name), None)
+    backend.launch(batch(1))
+    assert armed.seconds[-1] == 20.0 + 2 * ADAPTER_SECONDS
+    backend.collect(1)
+    backend.launch(batch(2))
+    assert armed.seconds[-1] == 20.0
 
 
 def test_steps_are_late_some_seconds_after_one_and_a_half_times_their_usual_time_but_a_long_step_alone_is_not() -> None:

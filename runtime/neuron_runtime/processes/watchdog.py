@@ -23,6 +23,8 @@ FIRST_STEP_SECONDS = 600.0
 USUAL_FACTOR = 1.5
 LATE_SECONDS = 5.0
 """An engine is late this long after the usual end of its steps, or after it should have shown life between steps."""
+ADAPTER_SECONDS = 60.0
+"""Longer a step may take for each adapter that was added before it: a backend may read and share it out only then."""
 MEMORY = 0.9
 """Decay of the measured maximum with each step, so that a first step that compiled is forgotten."""
 
@@ -73,8 +75,10 @@ class WatchedBackend:
         self._set_deadline = set_deadline
         self._step_limits = step_limits or StepLimits(max_seconds=backend.limits.max_step_seconds or math.inf)
         self._clock = clock
-        self._in_flight: deque[tuple[str, float]] = deque()
-        """The graph of each step, and when it was launched."""
+        self._in_flight: deque[tuple[str, float, int]] = deque()
+        """The graph of each step, when it was launched, and the number of adapters that were added before it."""
+        self._num_added = 0
+        """Adapters, since the newest launch."""
         self._last_end = clock()
 
     @property
@@ -92,7 +96,8 @@ class WatchedBackend:
         return self._backend.graph(batch)
 
     def launch(self, batch: Batch) -> None:
-        self._in_flight.append((self._backend.graph(batch), self._clock()))
+        self._in_flight.append((self._backend.graph(batch), self._clock(), self._num_added))
+        self._num_added = 0
         self._arm()
         self._backend.launch(batch)
 
@@ -102,8 +107,9 @@ class WatchedBackend:
     def collect(self, step: int) -> StepOutput:
         self._arm()
         output = self._backend.collect(step)
-        (graph, began), now = self._in_flight.popleft(), self._clock()
-        self._step_limits.observe(graph, now - max(began, self._last_end))
+        (graph, began, num_added), now = self._in_flight.popleft(), self._clock()
+        if not num_added:
+            self._step_limits.observe(graph, now - max(began, self._last_end))
         self._last_end = now
         self._arm()
         return output
@@ -112,6 +118,7 @@ class WatchedBackend:
         return cast(AdapterBackend, self._backend).read_adapter(folder)
 
     def add_adapter(self, digest: str, folder: Path, weights: Any) -> None:
+        self._num_added += 1
         self._arm()
         cast(AdapterBackend, self._backend).add_adapter(digest, folder, weights)
 
@@ -123,7 +130,8 @@ class WatchedBackend:
         self._backend.close()
 
     def _arm(self) -> None:
-        seconds = sum(self._step_limits.seconds(graph) for graph, _ in self._in_flight)
-        usual_seconds = sum(self._step_limits.usual_seconds(graph) for graph, _ in self._in_flight)
+        adding = ADAPTER_SECONDS * (self._num_added + sum(num_added for _, _, num_added in self._in_flight))
+        seconds = adding + sum(self._step_limits.seconds(graph) for graph, *_ in self._in_flight)
+        usual_seconds = adding + sum(self._step_limits.usual_seconds(graph) for graph, *_ in self._in_flight)
         # With nothing in flight, the deadline covers the host's work on the last output.
         self._set_deadline(max(seconds, self._step_limits.min_seconds), usual_seconds + LATE_SECONDS)
