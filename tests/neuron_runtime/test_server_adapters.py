@@ -223,6 +223,16 @@ async def test_what_the_engine_cannot_read_replaces_nothing(
     await unload(served, "a")
 
 
+async def test_nothing_is_kept_of_requests_that_have_ended(served: Serving, folders: Path) -> None:
+    await load(served, "a", folders / "a")
+    for _ in range(3):
+        await text(served, "a")
+    kept_of_requests = {name: one for name, one in vars(served.front_end.client).items() if isinstance(one, dict)}
+    assert kept_of_requests
+    assert not any(kept_of_requests.values())
+    await unload(served, "a")
+
+
 async def test_unloading_what_was_not_loaded_is_an_error(served: Serving) -> None:
     assert (await unload(served, "x")).status_code == 404
     assert (await unload(served, MODEL)).status_code == 404

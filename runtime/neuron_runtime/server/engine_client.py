@@ -86,9 +86,8 @@ class EngineClient:
         self._on_adapter = on_adapter
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._ids = itertools.count()
-        self._recipients: dict[str, tuple[Recipient, int]] = {}
-        self._adapter_of: dict[str, str] = {}
-        """Digests of the adapters of requests that have one."""
+        self._recipients: dict[str, tuple[Recipient, int, str]] = {}
+        """Of each request that has not ended, with its index and the digest of its adapter."""
         self._queue = Backpressure(QueueLimits(), max_rows=0, now=time.monotonic())
         """Bounds what was sent, with the limits of the engine: it reads no requests during a step."""
         self._to_engine: zmq.Socket[bytes] | None = None
@@ -124,7 +123,7 @@ class EngineClient:
         self._stall = message
 
     def fail_all(self, error: ServingError) -> None:
-        for recipient in {id(one): one for one, _ in self._recipients.values()}.values():
+        for recipient in {id(one): one for one, *_ in self._recipients.values()}.values():
             recipient.fail(error)
 
     def submit(self, requests: Iterable[Callable[[str], Request]], recipient: Recipient) -> list[str]:
@@ -145,9 +144,7 @@ class EngineClient:
             except Overloaded:
                 self.abort(ids)
                 raise
-            self._recipients[request_id] = (recipient, index)
-            if request.adapter:
-                self._adapter_of[request_id] = request.adapter
+            self._recipients[request_id] = (recipient, index, request.adapter)
             self._send(Add(request))
             ids.append(request_id)
         return ids
@@ -171,8 +168,7 @@ class EngineClient:
 
     def uses_adapter(self, digest: str) -> bool:
         """Whether a request that has not ended does."""
-        self._adapter_of = {name: one for name, one in self._adapter_of.items() if name in self._recipients}
-        return digest in self._adapter_of.values()
+        return any(adapter == digest for *_, adapter in self._recipients.values())
 
     def check_ready(self) -> None:
         """Raises BackendFailed, with the reason or the progress of the startup, unless the engine is ready."""
@@ -242,7 +238,7 @@ class EngineClient:
             # Unknown ids were aborted while their event was in flight.
             entry = recipients.get(event.request_id)
             if entry is not None:
-                recipient, index = entry
+                recipient, index, _ = entry
                 touched[id(recipient)] = recipient
                 if event.first is not None:
                     queue.take_up(event.request_id)
