@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -378,6 +379,51 @@ async def test_an_adapter_of_a_hub_is_fetched_once(
             missing = await load(served, "x", Path("acme/other"))
             assert missing.status_code == 404
     assert len(list((tmp_path / "weights").glob("*-adapter"))) == 1
+
+
+async def test_weights_that_the_engine_cannot_read_are_tried_again_and_the_old_ones_served_meanwhile(
+    model_dir: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "list.json", a=folders / "a")
+    async with serving(model_dir, limits=ADAPTED, adapters=AdapterSettings(adapters_file=path)) as served:
+        old = await text(served, "a")
+        monkeypatch.setattr(adapters, "RETRY_SECONDS", 0.02)
+        with unreadable(served, monkeypatch):
+            written(path, a=folders / "b")
+            assert (await until_state(served, "a", "Failed"))["reason"] == "LoadFailed"
+            assert await text(served, "a") == old
+        await until_state(served, "a", "Ready")
+        assert await text(served, "a") != old
+
+
+async def test_an_adapter_that_left_memory_and_cannot_be_read_again_is_told_and_tried(
+    model_dir: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = replace(ADAPTED, max_adapters=1, max_loaded_adapters=1)
+    async with serving(model_dir, limits=limits, adapters=ALLOWED) as served:
+        await load(served, "a", folders / "a")
+        before = await text(served, "a")
+        await load(served, "b", folders / "b")
+        await text(served, "b")
+        monkeypatch.setattr(adapters, "RETRY_SECONDS", 0.02)
+        with unreadable(served, monkeypatch):
+            assert (await ask(served, "a")).status_code == 400
+            assert (await until_state(served, "a", "Failed"))["message"] == "stale file handle"
+            assert (await ask(served, "a")).json()["error"]["code"] == "adapter_not_ready"
+        await until_state(served, "a", "Ready")
+        assert await text(served, "a") == before
+
+
+@contextlib.contextmanager
+def unreadable(served: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The engine reads no adapters meanwhile."""
+
+    def fail(folder: Path) -> str:
+        raise OSError("stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.backend, "read_adapter", fail)
+        yield
 
 
 async def test_a_new_engine_gets_all_adapters(served: Serving, folders: Path) -> None:

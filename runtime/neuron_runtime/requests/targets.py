@@ -75,10 +75,9 @@ class Targets:
         """Requests for this adapter are told why it is not ready, unless an earlier version is served."""
         self._held[name] = why
 
-    def retire(self, name: str, digest: str) -> None:
-        """This adapter no longer answers for the name."""
-        if name in self._adapters and self._adapters[name].adapter == digest:
-            del self._adapters[name]
+    def lose(self, digest: str) -> None:
+        """The engine has this adapter no more: its names, each of which `hold` has told of, wait for a version."""
+        self._adapters = {name: one for name, one in self._adapters.items() if one.adapter != digest}
 
     def remove(self, name: str) -> None:
         """Nobody knows the adapter any more."""

@@ -67,6 +67,8 @@ class _Version:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """It is ready, or has failed."""
     task: asyncio.Task[None] | None = None
+    pause_seconds: float = 0.0
+    """Before it is tried."""
 
     @property
     def digest(self) -> str:
@@ -74,6 +76,7 @@ class _Version:
 
     def fail(self, error: ServingError, reason: str) -> None:
         self.state, self.reason, self.message, self.error = "Failed", reason, str(error), error
+        self.pause_seconds = min(max(RETRY_SECONDS, 2 * self.pause_seconds), MAX_RETRY_SECONDS)
         self.ended.set()
 
 
@@ -152,16 +155,18 @@ class Adapters:
             self._send(digest, folder)
 
     def loaded(self, digest: str, failure: str) -> None:
-        """The engine has loaded an adapter, or cannot."""
+        """The engine has loaded an adapter, or cannot, or cannot read it again."""
         for version in self._versions.values():
             if version.digest != digest:
                 continue
             if failure:
-                # An earlier version with this name is served on.
-                self._targets.retire(version.wanted.name, digest)
                 self._fail(version, FatalError(ExitCode.INVALID_ADAPTER, failure), "LoadFailed")
+                version.facts = None
+                version.task = asyncio.create_task(self._prepare(version))
             else:
                 self._become_ready(version)
+        if failure:
+            self._targets.lose(digest)
 
     def check_start(self) -> None:
         """Raises BackendFailed while adapters that the server starts with are not loaded, for a time at most: a
@@ -293,15 +298,14 @@ class Adapters:
 
     async def _prepare(self, version: _Version) -> None:
         """Fetch and check a version until it succeeds, then have the engine load it."""
-        pause = RETRY_SECONDS
-        while not await self._try(version):
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, MAX_RETRY_SECONDS)
+        while version.facts is None:
+            await asyncio.sleep(version.pause_seconds)
+            await self._try(version)
         self._proceed(version, "Loading")
         if self._client.ready:
             self._send(version.digest, version.folder)
 
-    async def _try(self, version: _Version) -> bool:
+    async def _try(self, version: _Version) -> None:
         try:
             async with self._few:
                 model_dir = await asyncio.shield(self._model_dir)
@@ -313,9 +317,6 @@ class Adapters:
         except Exception as error:  # noqa: BLE001 - a bug that one adapter meets must not end the server
             traceback.print_exception(error)
             self._fail(version, ServingError(f"{type(error).__name__}: {error}"), "InternalError")
-        else:
-            return True
-        return False
 
     def _send(self, digest: str, folder: Path) -> None:
         self._sent[digest] = folder
@@ -341,6 +342,7 @@ class Adapters:
         if version.state == "Ready":
             return
         version.state, version.reason, version.message, version.error = "Ready", "", "", None
+        version.pause_seconds = 0.0
         root, parent = wanted.uri.removeprefix("file://"), wanted.parent or self._targets.base.name
         self._targets.serve(Target(wanted.name, facts.digest, root, parent, version.created))
         version.ended.set()
