@@ -234,6 +234,33 @@ async def test_nothing_is_kept_of_requests_that_have_ended(served: Serving, fold
     await unload(served, "a")
 
 
+async def test_one_request_at_a_time_loads_an_adapter_and_hears_if_it_was_unloaded(
+    served: Serving, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = slowed(served.front_end, monkeypatch)
+    first = asyncio.create_task(load(served, "a", folders / "a"))
+    await until_state(served, "a", "Fetching")
+    second = await load(served, "a", folders / "b", load_inplace=True)
+    assert (second.status_code, "is being loaded" in second.text) == (400, True)
+    assert (await unload(served, "a")).status_code == 200
+    assert ((await first).status_code, "was unloaded while" in first.result().text) == (400, True)
+    go_on()
+    assert await states(served) == {}
+
+
+@pytest.mark.parametrize("path", ["~no-such-user/a", "a" * 300, "/" + "a" * 300, "a\0b", "/a\0b"])
+async def test_a_path_that_none_can_have_leaves_the_adapter_of_that_name(
+    served: Serving, folders: Path, path: str
+) -> None:
+    await load(served, "a", folders / "a")
+    answer = await load(served, "a", Path(path), load_inplace=True)
+    assert answer.status_code in (400, 404)
+    assert (await ask(served, "a")).status_code == 200
+    assert list(await states(served)) == ["a"]
+    assert (await unload(served, "a")).status_code == 200
+    assert (await ask(served, "a")).status_code == 404
+
+
 async def test_unloading_what_was_not_loaded_is_an_error(served: Serving) -> None:
     assert (await unload(served, "x")).status_code == 404
     assert (await unload(served, MODEL)).status_code == 404

@@ -207,17 +207,25 @@ class Adapters:
                 "'load_inplace' to True.",
                 field="lora_name",
             )
+        if name in self._versions and not self._versions[name].ended.is_set():
+            raise InvalidRequest(f"The lora adapter '{name}' is being loaded: wait for it.", field="lora_name")
         if not self._client.ready:
             raise BackendFailed("not ready: adapters are loaded once the model is")
+        try:
+            wanted = Wanted(name, model_uri(path))
+        except (FatalError, OSError) as error:
+            raise InvalidRequest.at("lora_path", f"names no adapter: {error}") from error
         before = self._kept.get(name)
         if name in self._versions:
             # The same path may have other weights now.
             self._end(self._versions.pop(name))
-        self._kept[name] = Wanted(name, model_uri(path))
+        self._kept[name] = wanted
         self._apply()
         version = self._versions[name]
         await version.ended.wait()
-        if version.error is None or not self._is_current(version):
+        if not self._is_current(version):
+            raise InvalidRequest(f"the adapter '{name}' was unloaded while it was loaded", field="lora_name")
+        if version.error is None:
             self._keep()
             return
         del self._kept[name]
