@@ -358,6 +358,29 @@ def slowed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, end: str = "") 
     return gate.set
 
 
+async def test_edits_of_an_adapter_that_is_being_fetched_take_few_threads(
+    model_dir: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, gate, begun = written(tmp_path / "list.json"), threading.Event(), list[str]()
+    async with serving(model_dir, limits=ADAPTED, adapters=AdapterSettings(adapters_file=path)) as served:
+        bring = served.front_end.adapters._bring
+
+        def wait_and_bring(wanted: Wanted, model_dir: Path) -> Any:
+            begun.append(wanted.uri)
+            gate.wait()
+            return bring(wanted, model_dir)
+
+        monkeypatch.setattr(served.front_end.adapters, "_bring", wait_and_bring)
+        for number in range(3 * adapters.NUM_AT_ONCE):
+            written(path, a=tmp_path / str(number))
+            await asyncio.sleep(0.04)
+        assert len(begun) == adapters.NUM_AT_ONCE
+        written(path, a=folders / "a")
+        gate.set()
+        await until_state(served, "a", "Ready")
+        assert begun[-1] == (folders / "a").as_uri()
+
+
 async def test_a_server_is_healthy_when_the_adapters_that_it_starts_with_are(
     model_dir: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

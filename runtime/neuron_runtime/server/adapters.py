@@ -10,6 +10,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -115,7 +116,8 @@ class Adapters:
         """Folders of the adapters that the engine knows, by digest."""
         self._leaving: set[str] = set()
         """Digests that nobody could ask for at the last look."""
-        self._few = asyncio.Semaphore(NUM_AT_ONCE)
+        self._threads = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="adapters")
+        """Of their own: a thread goes on after its adapter has left, and the text of a model must not wait for it."""
         self._model_dir: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._first: list[_Version] | None = None
         """The adapters that the server starts with; None: the engine was not ready yet."""
@@ -132,6 +134,7 @@ class Adapters:
         for task in (self._looking, *(version.task for version in self._versions.values())):
             if task is not None:
                 task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # What the engine says
 
@@ -315,9 +318,9 @@ class Adapters:
 
     async def _try(self, version: _Version) -> None:
         try:
-            async with self._few:
-                model_dir = await asyncio.shield(self._model_dir)
-                version.folder, version.facts = await asyncio.to_thread(self._bring, version.wanted, model_dir)
+            model_dir = await asyncio.shield(self._model_dir)
+            brought = asyncio.get_running_loop().run_in_executor(self._threads, self._bring, version.wanted, model_dir)
+            version.folder, version.facts = await brought
         except FatalError as error:
             self._fail(version, error, error.exit_code.reason)
         except ServingError as error:
