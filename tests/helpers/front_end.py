@@ -22,6 +22,7 @@ import zmq
 
 from helpers.chat_model import write_chat_model
 from helpers.strict_backend import StrictBackend
+from neuron_runtime.adapters.peft import check_digest
 from neuron_runtime.config import CONFIG_VERSION, AdapterOptions, ModelSource, RuntimeConfig, ServerOptions, TextOptions
 from neuron_runtime.core import BackendLimits, StepOutput
 from neuron_runtime.engine import messages
@@ -79,7 +80,7 @@ class EngineThread:
     ) -> None:
         self.backend = backend
         self._guides = grammar_guides(model_dir, backend.limits)
-        self.engine = Engine(backend, max_queued_requests=max_queued, guides=self._guides)
+        self.engine = Engine(backend, max_queued_requests=max_queued, guides=self._guides, check_adapter=check_digest)
         self.error: Exception | None = None
         self._run_dir, self._incarnation = run_dir, incarnation
         self._border = Border(run_dir, incarnation)

@@ -127,6 +127,30 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests_alone(error: Exception
     run.check_tokens([asked("base", "")])
 
 
+def test_an_adapter_whose_files_have_changed_is_not_read_again() -> None:
+    changed: set[str] = set()
+
+    def check(digest: str, folder: Path) -> None:
+        if digest in changed:
+            raise FatalError(ExitCode.CHECKSUM_MISMATCH, "has changed")
+
+    run = start(LIMITS)
+    assert run.engine._adapters is not None
+    run.engine._adapters._check = check
+    first = [asked(f"first {name}", name, 2) for name in "wxyz"]
+    run.add(*first)
+    run.finish()
+    run.check_tokens(first)
+    run.engine.take_adapter_news()
+    changed |= set("wxyz") - run.backend._adapters
+    [gone] = changed
+    run.add(asked("again", gone))
+    run.finish()
+    [(name, refusal)] = run.engine.take_refused()
+    assert (name, str(refusal)) == ("again", "the adapter cannot be loaded: has changed")
+    assert run.engine.take_adapter_news() == [(gone, "has changed")]
+
+
 def test_a_dropped_adapter_serves_its_running_requests_and_no_further_one() -> None:
     run = start(LIMITS)
     run.add(asked("a", "x", 8))

@@ -464,6 +464,23 @@ async def test_an_adapter_that_left_memory_and_cannot_be_read_again_is_told_and_
         assert await text(served, "a") == before
 
 
+async def test_files_that_change_behind_the_server_never_pass_for_what_was_checked(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = read_config(model_dir), written(tmp_path / "list.json", a=tmp_path / "a")
+    write_adapter(tmp_path / "a", model, seed=1)
+    async with serving(model_dir, limits=ADAPTED, adapters=AdapterSettings(adapters_file=path)) as served:
+        monkeypatch.setattr(adapters, "RETRY_SECONDS", 0.02)
+        before, old = (await states(served))["a"]["digest"], await text(served, "a")
+        write_adapter(tmp_path / "a", model, seed=2)
+        assert await text(served, "a") == old
+        await served.replace_engine("the engine process was killed")
+        await until_state(served, "a", "Ready")
+        await served.until(lambda: served.front_end.adapters.states.adapters[0].digest not in ("", before))
+        await until_state(served, "a", "Ready")
+        assert await text(served, "a") != old
+
+
 @contextlib.contextmanager
 def unreadable(served: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The engine reads no adapters meanwhile."""

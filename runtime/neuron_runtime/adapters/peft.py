@@ -33,6 +33,7 @@ __all__ = [
     "Target",
     "check_adapter",
     "check_config",
+    "check_digest",
     "check_names",
     "open_adapter",
     "read_adapter",
@@ -237,6 +238,14 @@ def open_adapter(folder: Path) -> Adapter:
         raise _invalid(f"{path}: has no tensors; {_AGAIN}")
     pairs = tuple(_pair(lora, layer, TARGETS[at], both, path) for (layer, at), both in sorted(halves.items()))
     return Adapter(folder, _shown(lora.base_model_name_or_path or ""), pairs, raw_config)
+
+
+def check_digest(digest: str, folder: Path) -> None:
+    """Raises FatalError unless the adapter in the folder is the one with this digest."""
+    if open_adapter(folder).digest() != digest:
+        raise FatalError(
+            ExitCode.CHECKSUM_MISMATCH, f"{folder}: the adapter has changed since it was checked: load it again"
+        )
 
 
 def check_names(folder: Path, names: Collection[str]) -> None:

@@ -7,7 +7,7 @@ adapters by their digests alone; neither reads files nor touches the device, whi
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -116,10 +116,13 @@ class LoadedAdapters:
 
     Reads run on a thread, one after the other. Beyond `max_loaded_adapters` the adapter that was used longest ago goes.
     While running requests still use it, later ones wait until it was read again, so that no request waits for ever.
+
+    check: whether a folder still has the adapter with a digest; raises if not. Called on the thread.
     """
 
-    def __init__(self, backend: AdapterBackend, places: Places) -> None:
+    def __init__(self, backend: AdapterBackend, places: Places, check: Callable[[str, Path], None]) -> None:
         self._backend = backend
+        self._check = check
         self._places = places
         self._max_loaded = backend.limits.max_loaded_adapters
         self._folders: dict[str, Path] = {}
@@ -219,8 +222,14 @@ class LoadedAdapters:
             return None
         read = self._reads[digest]
         if read is None:
-            read = self._reads[digest] = self._thread.submit(self._backend.read_adapter, self._folders[digest])
+            read = self._reads[digest] = self._thread.submit(self._read_folder, digest, self._folders[digest])
         return read
+
+    def _read_folder(self, digest: str, folder: Path) -> Any:
+        weights = self._backend.read_adapter(folder)
+        # Afterwards: a file that is written meanwhile is not the one that was checked. Cached prefixes are of that one.
+        self._check(digest, folder)
+        return weights
 
     def _take(self, digest: str) -> bool:
         """The first of the reads; False: it is not done, or there is no room yet."""

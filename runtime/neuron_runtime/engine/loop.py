@@ -53,6 +53,7 @@ class Engine:
         max_queued_tokens: int = sys.maxsize,
         max_consecutive_prefills: int = 1,
         guides: Guides | None = None,
+        check_adapter: Callable[[str, Path], None] = lambda digest, folder: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes a backend after its warm-up.
@@ -62,6 +63,8 @@ class Engine:
         max_consecutive_prefills: consecutive prefill steps while decoding sequences wait, if phases do not mix.
         guides: of requests whose answers have a form. Steps with a row of such a request are launched like others, and
             sampled when the tokens before are known. None: a request that has a form is refused.
+        check_adapter: called on a thread whenever an adapter was read; raises unless the folder has the one with the
+            digest.
         """
         self._backend = backend
         self._limits = backend.limits
@@ -73,7 +76,8 @@ class Engine:
         """The masks of the step sampled last, until it is applied."""
         self._adapters = None
         if self._limits.max_adapters:
-            self._adapters = LoadedAdapters(cast(AdapterBackend, backend), self._scheduler.running.places)
+            places = self._scheduler.running.places
+            self._adapters = LoadedAdapters(cast(AdapterBackend, backend), places, check_adapter)
         self._adapter_of: dict[str, str] = {}
         """Digests of the adapters of requests in the scheduler that have one."""
         self._preparing: dict[str, tuple[Request, futures.Future[Guide] | None]] = {}

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
+from neuron_runtime.adapters.peft import check_digest
 from neuron_runtime.artifacts.loading import find_model, load_backend
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import StageLines
@@ -90,7 +91,7 @@ class LocalEngine:
         guides = grammar_guides(self._model_dir, backend.limits)
         self._closing.callback(guides.close)
         # No queue limit, because the caller waits for all answers anyway.
-        self._engine = Engine(backend, max_queued_requests=sys.maxsize, guides=guides)
+        self._engine = Engine(backend, max_queued_requests=sys.maxsize, guides=guides, check_adapter=check_digest)
         self._closing.callback(self._engine.close)
         return backend.limits
 

@@ -20,6 +20,7 @@ from typing import NoReturn
 import zmq
 
 from neuron_runtime import record
+from neuron_runtime.adapters.peft import check_digest
 from neuron_runtime.artifacts.loading import check_artifact, find_model, load_backend
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
@@ -272,7 +273,11 @@ def serve(
             warn_of_limits(config, backend.limits)
             queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
             engine = Engine(
-                watched, max_queued_requests=queue.max_requests, max_queued_tokens=queue.max_tokens, guides=guides
+                watched,
+                max_queued_requests=queue.max_requests,
+                max_queued_tokens=queue.max_tokens,
+                guides=guides,
+                check_adapter=check_digest,
             )
             border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded, layout.size))
             with closing(engine):
