@@ -12,6 +12,7 @@ import neuron_runtime
 from helpers.adapters import write_adapter
 from helpers.chat_model import write_chat_model
 from neuron_runtime import LLM, LoRARequest, SamplingParams
+from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.errors import InvalidConfig, InvalidRequest
 from neuron_runtime.lora.request import LoRARequest as WhereScriptsImportIt
@@ -132,3 +133,17 @@ def test_adapters_must_be_enabled(folder: Path, arguments: dict[str, Any]) -> No
 
 def test_the_class_is_where_scripts_import_it() -> None:
     assert WhereScriptsImportIt is LoRARequest is neuron_runtime.LoRARequest
+
+
+def test_an_adapter_that_could_not_be_read_is_read_again_with_another_number(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(backend: SimulatedBackend, path: Path) -> None:
+        raise OSError("stale file handle")
+
+    with made(folder) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedBackend, "read_adapter", fail)
+            with pytest.raises(InvalidRequest, match="stale file handle"):
+                ids(llm, LoRARequest("a", 1, str(folder / "a")))
+        assert ids(llm, LoRARequest("a", 2, str(folder / "a"))) != ids(llm, None)

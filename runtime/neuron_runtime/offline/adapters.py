@@ -54,7 +54,6 @@ class OfflineAdapters:
         self._find = find
         self._load = load
         self._targets: dict[LoRARequest, Target] = {}
-        self._loaded: set[str] = set()
 
     def target(self, request: LoRARequest) -> Target:
         """Raises InvalidRequest."""
@@ -74,9 +73,7 @@ class OfflineAdapters:
             folder, facts = self._find(model_uri(path))
         except FatalError as error:
             raise InvalidRequest.at("lora_request", f"of {name!r} cannot be served: {error}") from error
-        if facts.digest not in self._loaded:
-            self._load(facts.digest, folder)
-            self._loaded.add(facts.digest)
+        self._load(facts.digest, folder)
         return Target(name, facts.digest, path)
 
 
