@@ -40,6 +40,7 @@ CONVERTERS = ("sentencepiece", "tiktoken")
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 MAX_JSON_BYTES = 64_000_000
+MAX_DIMENSIONS = 16
 MAX_NAMED = 5
 """Tensors named in one error message."""
 HEAD = "lm_head.weight"
@@ -299,6 +300,9 @@ def _tensor(name: str, entry: object, data_begin: int, path: Path) -> TensorInfo
             pass
         case _:
             raise InvalidModel(f"{path}: the header entry of tensor {name} is malformed")
+    if len(shape) > MAX_DIMENSIONS:
+        # Their product could take minutes, and has too many digits for a message.
+        raise InvalidModel(f"{path}: tensor {name} has {len(shape)} dimensions, the limit is {MAX_DIMENSIONS}")
     if dtype not in BY_STORED:
         raise InvalidModel(f"{path}: tensor {name} has unknown dtype {dtype}")
     num_bytes = math.prod(shape) * BY_STORED[dtype].num_bytes

@@ -140,6 +140,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "range and shape differ": (edit("a", shape=[2, 4]), "tensor a of dtype F32 and shape .2, 4. needs 32 bytes"),
     "negative size": (edit("a", shape=[-2, 3]), "entry of tensor a is malformed"),
+    "shape without end": (edit("a", shape=[2] * 20_000), "tensor a has 20000 dimensions, the limit is 16"),
     "unknown dtype": (edit("b", dtype="Q4"), "tensor b has unknown dtype Q4"),
     "overlap": (edit("b", data_offsets=[20, 28]), "tensor b begins at byte"),
     "no entry": (lambda f: write(f, safetensors({"a": 1}, 0)), "entry of tensor a is malformed"),
