@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.adapters import tensor_name, write_adapter
+from helpers.engine_driver import AtOnce
 from helpers.torch_models import (
     MODELS,
     load_backend,
@@ -268,6 +269,8 @@ def test_random_requests_get_the_tokens_of_their_adapter(num_requests: int, seed
         max_step_tokens=20,
     )
     engine = Engine(backend)
+    assert engine._adapters is not None
+    engine._adapters._thread = AtOnce()  # when a read ends decides what is preempted
     try:
         load_adapters(engine, loaded)
         asked: dict[str, Request] = {}
