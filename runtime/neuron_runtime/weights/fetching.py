@@ -25,6 +25,7 @@ from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
     GRAPHS_CONFIG_FILE,
+    GRAPHS_FILE,
     INDEX_FILE,
     MAX_HEADER_BYTES,
     MAX_JSON_BYTES,
@@ -49,7 +50,6 @@ from neuron_runtime.weights.selection import (
     is_part,
     is_plain,
     is_small,
-    is_weights,
     weight_files,
 )
 from neuron_runtime.weights.source import Attempts, Listing, Source, read_all
@@ -544,7 +544,7 @@ def _draw(attempts: Attempts[Source], listing: Listing, scratch: Path, parts: Pa
             copy.write(raw[:end])
             copy.truncate(file.num_bytes)
 
-    weights = filter(is_weights, parts.large(scratch, listing.files.keys()))
+    weights = [name for name in parts.large(scratch, listing.files.keys()) if name != GRAPHS_FILE]
     with ThreadPoolExecutor(NUM_HEADERS, thread_name_prefix="header") as pool:
         for done in [pool.submit(copy_header, name) for name in weights]:
             done.result()
