@@ -514,9 +514,9 @@ def test_chart_defaults_are_the_operators_defaults(helm: Helm) -> None:
 def test_the_chart_sets_every_setting_or_excludes_it_explicitly(helm: Helm) -> None:
     (container,) = one(helm.render(IMAGES), "Deployment")["spec"]["template"]["spec"]["containers"]
     known = {setting.variable for setting in settings.SETTINGS}
-    left_alone = {
-        f"{settings.ENV_PREFIX}{name}" for name in ("HTTP_HOST", "HTTP_PORT", "HEALTH_PORT", "KUBECONFIG", "LEASE_NAME")
-    }
+    others = ("HTTP_HOST", "HTTP_PORT", "HEALTH_PORT", "KUBECONFIG", "LEASE_NAME")
+    # Set where pods admit named clients only.
+    left_alone = {f"{settings.ENV_PREFIX}{name}" for name in (*others, "NETWORK_POLICY_OPERATOR")}
     assert {entry["name"] for entry in container["env"]} == known - left_alone
 
 

@@ -28,7 +28,7 @@ from helpers.operators import (
 )
 from helpers.ports import free_ports
 from helpers.quotas import set_quota
-from neuron_operator.cluster.client import CHILDREN, LEASES, NEURON_MODELS, NODES, PODS, REPLICA_SETS
+from neuron_operator.cluster.client import CHILDREN, LEASES, NEURON_ADAPTERS, NEURON_MODELS, NODES, PODS, REPLICA_SETS
 
 LEASE_SECONDS = 15
 """Long enough that no replica loses it when the machine stalls for some seconds."""
@@ -111,7 +111,9 @@ async def test_a_replica_opens_one_watch_per_resource(server: ApiServer, start: 
             e["objectRef"]["resource"] for e in events if (e["verb"], e["stage"]) == ("watch", "ResponseStarted")
         )
 
-    expected = Counter(resource.plural for resource in (*CHILDREN, REPLICA_SETS, PODS, NODES, NEURON_MODELS, LEASES))
+    expected = Counter(
+        resource.plural for resource in (*CHILDREN, REPLICA_SETS, PODS, NODES, NEURON_ADAPTERS, NEURON_MODELS, LEASES)
+    )
     before = watches()
     process = start("log")
     await eventually(lambda: (watches() - before).keys() >= expected.keys())

@@ -36,7 +36,7 @@ from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, served
 from helpers.ports import free_ports
 from helpers.serve_command import ENGINE, ServeCommand, post, serve
 from neuron_operator.api import names
-from neuron_operator.cluster.client import NEURON_MODELS, PODS
+from neuron_operator.cluster.client import NEURON_ADAPTERS, NEURON_MODELS, PODS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -223,6 +223,9 @@ def test_a_prometheus_answers_every_query_of_the_boards(programs: Path, tmp_path
         wait_until("both targets are scraped", lambda: prometheus.has("sum(up) == 2"))
 
         namespace.put_model(replicas=1)
+        about = {"apiVersion": names.API_VERSION, "kind": names.ADAPTER_KIND, "metadata": {"name": "support-de"}}
+        adapter = {**about, "spec": {"model": "chat", "uri": "file:///adapters/support-de"}}
+        server.apply(NEURON_ADAPTERS.path(namespace.name, "support-de"), adapter, "user")
         wait_until("the Job exists", namespace.finish_resolve)
         wait_until("the model is resolved", lambda: namespace.condition("UpToDate")[0] == "True")
         empty: set[str] = set()

@@ -230,7 +230,7 @@ def illegal(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
         illegal("do not contain them", SHARES, FULL, join(1, sharing((*LONG[:7], 0, *LONG[8:])), 8)),
         illegal("do not contain them", SHARES, FULL, join(1, sharing(blocks=(0, 6, 4, 5)), 8)),
         illegal("do not contain them", SHARES, FULL, join(1, sharing((*LONG[4:8], *LONG[8:]), (1, 4, 5)), 4)),
-        illegal("do not contain them", SHARES, FULL, join(1, sharing(adapter=1), 8)),
+        illegal("has the adapter of place 1, which has none", SHARES, FULL, join(1, sharing(adapter=1), 8)),
         illegal("block 2, which another slot holds", SHARES, FULL, join(1, sharing(blocks=(0, 1, 2, 4)), 8)),
     ],
 )  # fmt: skip

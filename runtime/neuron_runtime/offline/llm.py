@@ -132,8 +132,9 @@ class LLM:
             max_queued_requests=sys.maxsize,
             cuts_max_tokens=True,
         )
+        model_dir = self._model_dir  # whoever drops this LLM ends its engine at once, so nothing may refer to it
         self._adapters = OfflineAdapters(
-            config, modules, lambda uri: find_adapter(uri, self._model_dir, config, settings), self._engine.load_adapter
+            config, modules, lambda uri: find_adapter(uri, model_dir, config, settings), self._engine.load_adapter
         )
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311
         self._ids = itertools.count()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from neuron_runtime.core import BackendLimits, Batch
 
 BoolArray = npt.NDArray[np.bool_]
 
+NO_ADAPTERS: Mapping[str, int] = MappingProxyType({})
 BASE_MODEL = 0
 """The library's number of what rows without an adapter have."""
 NO_SLOT = -1
@@ -61,7 +63,7 @@ class _Places:
 class Inputs:
     """What the calls of a step take, from the mirror of the slots and what NxD Inference must know besides."""
 
-    def __init__(self, settings: Settings, limits: BackendLimits, adapter_ids: Mapping[str, int]) -> None:
+    def __init__(self, settings: Settings, limits: BackendLimits, adapter_ids: Mapping[str, int] = NO_ADAPTERS) -> None:
         """adapter_ids: the library's numbers of adapters, by their digests."""
         num_slots, self._settings = settings.max_rows, settings
         self._adapter_ids = adapter_ids
