@@ -1,7 +1,7 @@
 # Commands for developers and CI; `make` lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format generate lint check test all-tests bytecode test-long test-neuron-versions bench bench-operator programs clients cluster cluster-env cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve format generate lint check test all-tests test-long test-neuron-versions bench bench-operator programs clients cluster cluster-env cluster-images cluster-down cluster-deps clean-cache
 
 # Python then keeps the bytecode of the packages that are used: compiling all of them takes half of the setup.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,18 +49,15 @@ lint: setup
 check: lint  ## run lint, type checks, import contracts and fast tests (two minutes)
 	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "$(FAST)"
 
-# Files in the order of tests/conftest.py. A test that needs a program waits until it is built.
+# Files in the order of tests/conftest.py. A test that needs a program waits until it is built. The first of three
+# processes has the cluster, for which it waits most of the time.
 IN_ORDER := --dist loadscope --no-loadscope-reorder
 
 test: cluster-deps  ## run all tests, with a cluster if this machine supports it
-	@$(MAKE) --no-print-directory -j 4 programs clients all-tests test-neuron-versions
+	@$(MAKE) --no-print-directory -j 3 programs clients all-tests
 
-# Four processes for two cores: one has the cluster, and another one mostly a server, for which they wait.
-all-tests: lint bytecode
-	@$(TWO) $(BIN)/pytest -q -n 4 $(IN_ORDER) -m "not long"
-
-bytecode: setup  # compile all tests once, not in each process at the same time; the run shows what is wrong with one
-	-@$(BIN)/pytest -q --collect-only >/dev/null
+all-tests: setup lint test-neuron-versions
+	@$(TWO) $(BIN)/pytest -q -n 3 $(IN_ORDER) -m "not long"
 
 test-long: setup cluster-deps  ## run long tests: 100,000 random loads, many examples of each property, the test cluster under faults
 	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "long or hypothesis" --hypothesis-profile=many
@@ -72,7 +69,7 @@ ONCE := nxdi_fake host_sampling_distribution torch_ranks torch_allocation demo_m
 VERSIONED = $(filter-out $(ONCE:%=tests/neuron_runtime/test_%.py),$(shell grep -lE "^ *(import|from) ($(IMPORTS))" tests/neuron_runtime/test_*.py)) \
   tests/neuron_runtime/test_offline.py
 test-neuron-versions: .venv-neuron/.ready  ## run the tests that library versions affect, with those of AWS's Neuron images
-	@$(TWO) .venv-neuron/bin/pytest -q -m "$(FAST)" $(VERSIONED)
+	@$(TWO) .venv-neuron/bin/pytest -q -n 2 $(IN_ORDER) -m "$(FAST)" $(VERSIONED)
 
 bench: setup  ## measure the figures into bench-results/; QUICK=1: rough figures, PAGES="docs/benchmarks.md": update these pages
 	@PYTHONPATH=tests $(BIN)/python -m bench.suite --folder bench-results $(if $(QUICK),--quick) $(if $(PAGES),--markdown $(PAGES))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
-from itertools import chain, zip_longest
 from pathlib import PurePath
 from typing import Any
 
@@ -46,19 +45,19 @@ def scope_of(path: PurePath) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Scopes that take long begin first: the cluster, then files with slow tests, in turn one that computes and one
-    that mostly waits for a server."""
-    slow = list(dict.fromkeys(scope_of(item.path) for item in items if item.get_closest_marker("slow")))
-    waiting = [scope for scope in slow if scope.startswith("cluster/")]
-    computing = [scope for scope in slow if scope not in ("cluster", *waiting)]
-    in_turn = ["cluster", *filter(None, chain(*zip_longest(computing, waiting)))]
-    places = {scope: place for place, scope in enumerate(in_turn)}
+    """Scopes that take long begin first: the cluster, then files with slow tests, of these last the ones that need
+    programs, which may still be building."""
+    slow = {scope_of(item.path) for item in items if item.get_closest_marker("slow")}
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        scope = scope_of(item.path)
+        return scope != "cluster", scope not in slow, scope.startswith("cluster/")
 
     for item in items:
         # Building programs takes minutes, once, and must not count towards the limit of a test.
         if item.get_closest_marker("slow") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(float(config.getini("timeout")), func_only=True))
-    items.sort(key=lambda item: places.get(scope_of(item.path), len(places)))
+    items.sort(key=place)
 
 
 class ScopeScheduling(LoadScopeScheduling):

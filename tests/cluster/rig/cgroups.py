@@ -13,9 +13,6 @@ from pathlib import Path
 from cluster.rig.needs import CGROUP_ROOT, cgroup_hierarchies
 
 ROOT_GROUP = "neuron-serving"
-CPU_SHARES = 4096
-"""Of the cluster, and of what makes its images, when processors are short: as much as four processes that compute. By
-default all nodes together get as much as one, and tests beside them keep both processors of a small machine busy."""
 
 DEAD = ("Z", "X", "x")
 """States of `/proc/*/status` in which a process no longer runs."""
@@ -52,8 +49,6 @@ class Group:
             for name in self.path.split("/"):
                 parent, folder = folder, folder / name
                 folder.mkdir(exist_ok=True)
-                if parent == hierarchy and (shares := folder / "cpu.shares").exists():
-                    shares.write_text(str(CPU_SHARES))
                 if (
                     hierarchy.name == "cpuset"
                 ):  # a new group accepts no process until it has processors and memory nodes
