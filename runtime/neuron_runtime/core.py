@@ -195,6 +195,10 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
         scheduled; else KNOWN. The row then starts where that row ended, and feeds the newest token of the sequence (the
         sampled one, or, if that row did not sample, the mirror's next known tokens).
     samples[i]: whether the row's last position is sampled.
+    drafts[i]: guesses of the tokens behind the one that a decode row feeds, which it feeds too; `()` for a row without.
+        The row samples at each position up to the first draft that differs from the token sampled there. NO_TOKEN: the
+        device makes this draft. Empty if no row has any. A row with drafts never depends on the step in flight, and no
+        row depends on it.
     """
 
     slot: tuple[int, ...] = ()
@@ -203,6 +207,7 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
     token: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     samples: tuple[bool, ...] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.slot)
@@ -402,6 +407,8 @@ class BackendLimits:
     """Shortest prompt that can be prefilled."""
     max_tokens_per_row: int = 1
     """Tokens that one decode row may produce (speculative decoding)."""
+    max_drafts: int = 0
+    """Drafts that a decode row may feed behind its token; 0: none."""
     layout: Literal["slots", "blocks"] = "blocks"
     block_size: int = 16
     num_blocks: int = 0

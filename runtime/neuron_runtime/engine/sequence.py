@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
+from typing import Any
 
 from neuron_runtime.core import FinishReason, Request, TokenLogprobs
 from neuron_runtime.engine.prefix_cache import BlockKeys
@@ -78,6 +79,8 @@ class Sequence:
     """Number of tokens that fit its blocks, without draft tokens."""
     horizon: int = 0
     """Number of tokens up to which a further row needs no block and cannot be the last one."""
+    drafting: Any = None
+    """What the proposer of drafts remembers of it."""
     next_full: int = NEVER
     """Number of computed tokens at which the next block can be added to the prefix cache."""
 
