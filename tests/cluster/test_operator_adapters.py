@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from aiohttp import web
 
 from cluster.rig.machine import wait_until
 from helpers.apiserver import ApiServer, service_account
-from helpers.operators import BY_KIND, Namespace, client_of, eventually, operating, run_settings, served
+from helpers.controllers import replica
+from helpers.operators import (
+    ADAPTER_FACTS,
+    BY_KIND,
+    Namespace,
+    client_of,
+    eventually,
+    operating,
+    run_settings,
+    served,
+)
 from neuron_operator.api import names
 from neuron_operator.cluster.client import NEURON_ADAPTERS, NEURON_MODELS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-DIGEST = "d1" * 32
-FACTS = {"digest": DIGEST, "rank": 8, "targets": ["q_proj"], "numBytes": 2**20, "baseModel": "acme/tiny"}
+DIGEST = ADAPTER_FACTS["digest"]
 CONFIG_MAPS = BY_KIND["ConfigMap"]
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 ROLES = Path(__file__).parents[2] / "charts" / "neuron-serving" / "templates" / "userroles.yaml"
@@ -39,12 +46,6 @@ def namespace(server: ApiServer) -> Namespace:
     return Namespace(server)
 
 
-def put(namespace: Namespace, name: str = "support-de", **changes: Any) -> Any:
-    spec = {"model": "chat", "uri": "file:///adapters/support-de", **changes}
-    about = {"apiVersion": names.API_VERSION, "kind": names.ADAPTER_KIND, "metadata": {"name": name}}
-    return namespace.server.apply(NEURON_ADAPTERS.path(namespace.name, name), {**about, "spec": spec}, "user")
-
-
 def reason(namespace: Namespace, name: str = "support-de") -> tuple[str, str]:
     """Of its Ready: `1/2` and the reason."""
     status = namespace.get(NEURON_ADAPTERS, name).get("status", {})
@@ -58,24 +59,6 @@ def listed(namespace: Namespace) -> list[Any] | None:
     return list(json.loads(found[0]["data"]["adapters.json"])["adapters"]) if found else None
 
 
-@contextlib.asynccontextmanager
-async def replica(address: str, answer: dict[str, Any]) -> AsyncIterator[None]:
-    """What a replica at this address tells about its adapters."""
-
-    async def adapters(_: web.Request) -> web.Response:
-        return web.json_response(answer)
-
-    app = web.Application()
-    app.add_routes([web.get("/adapters", adapters)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, address, names.PORT).start()
-    try:
-        yield
-    finally:
-        await runner.cleanup()
-
-
 def start_replica(namespace: Namespace, name: str, address: str) -> None:
     ready = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready", "ContainersReady")]
     container = {"name": "runtime", "image": "i", "imageID": "i", "ready": True, "restartCount": 0, "state": {}}
@@ -87,24 +70,23 @@ def start_replica(namespace: Namespace, name: str, address: str) -> None:
 async def test_an_adapter_is_read_listed_and_ready_once_each_replica_serves_it(namespace: Namespace) -> None:
     settings = run_settings("--watch-namespaces", namespace.name)
     async with client_of(namespace.server) as client, operating(client, settings):
-        put(namespace)
+        namespace.put_adapter()
         await eventually(lambda: reason(namespace)[1] == "NoSuchModel")
         namespace.put_model(serving={"adapters": {"maxActive": 4}})
         await eventually(namespace.finish_resolve)
         await eventually(lambda: listed(namespace) == [])
         assert reason(namespace)[1] == "Resolving"
-        await eventually(lambda: namespace.finish_job("resolve", adapter=FACTS))
+        await eventually(lambda: namespace.finish_job("resolve", adapter=ADAPTER_FACTS))
         await eventually(lambda: [one["name"] for one in listed(namespace) or ()] == ["support-de"])
         entry = {"name": "support-de", "digest": DIGEST, "state": "Loading"}
-        answer: dict[str, Any] = {"adapters": [entry]}
-        async with replica("127.7.7.1", answer), replica("127.7.7.2", {"adapters": [{**entry, "state": "Ready"}]}):
+        async with replica("127.7.7.1", [entry]), replica("127.7.7.2", [{**entry, "state": "Ready"}]):
             start_replica(namespace, "chat-a", "127.7.7.1")
             start_replica(namespace, "chat-b", "127.7.7.2")
             await eventually(lambda: reason(namespace) == ("1/2", "Loading"))
             entry["state"] = "Ready"
             await eventually(lambda: reason(namespace) == ("2/2", "Ready"))
             # An edit that does not fit says so, and takes nothing away.
-            put(namespace, uri="file:///adapters/wrong")
+            namespace.put_adapter(uri="file:///adapters/wrong")
             await eventually(lambda: namespace.unfinished("resolve"))
             (job,) = namespace.unfinished("resolve")
             record = {"version": 1, "command": "inspect", "ok": False, "exitCode": 62, "reason": "AdapterMismatch"}

@@ -30,13 +30,13 @@ from cluster.rig.binaries import ensure
 from cluster.rig.machine import WAIT_SECONDS, wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers.apiserver import ApiServer
-from helpers.controllers import Status, controlling, ended_twice, finished_or_ready, kubelet
+from helpers.controllers import Status, controlling, ended_twice, finished_or_ready, kubelet, replica
 from helpers.operator_rights import OPERATOR_NAMESPACE
 from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, served
 from helpers.ports import free_ports
 from helpers.serve_command import ENGINE, ServeCommand, post, serve
 from neuron_operator.api import names
-from neuron_operator.cluster.client import NEURON_ADAPTERS, NEURON_MODELS, PODS
+from neuron_operator.cluster.client import NEURON_MODELS, PODS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -223,9 +223,7 @@ def test_a_prometheus_answers_every_query_of_the_boards(programs: Path, tmp_path
         wait_until("both targets are scraped", lambda: prometheus.has("sum(up) == 2"))
 
         namespace.put_model(replicas=1)
-        about = {"apiVersion": names.API_VERSION, "kind": names.ADAPTER_KIND, "metadata": {"name": "support-de"}}
-        adapter = {**about, "spec": {"model": "chat", "uri": "file:///adapters/support-de"}}
-        server.apply(NEURON_ADAPTERS.path(namespace.name, "support-de"), adapter, "user")
+        namespace.put_adapter()
         wait_until("the Job exists", namespace.finish_resolve)
         wait_until("the model is resolved", lambda: namespace.condition("UpToDate")[0] == "True")
         empty: set[str] = set()
@@ -269,7 +267,7 @@ class Site:
         """What a kubelet would report of the pod."""
         is_broken = pod["spec"]["containers"][0]["image"].endswith(f":{BROKEN}")
         is_failing = pod["metadata"]["labels"].get(names.MODEL_LABEL) in self.failing
-        status = finished_or_ready(pod)
+        status = {**finished_or_ready(pod), "podIP": REPLICA, "podIPs": [{"ip": REPLICA}]}
         return ended_twice(status) if status["phase"] == "Running" and (is_broken or is_failing) else status
 
 
@@ -396,6 +394,20 @@ async def failing_pods(site: Site, model: str) -> AsyncIterator[Cure]:
 
 
 @asynccontextmanager
+async def adapter_without_room(site: Site, adapter: str) -> AsyncIterator[Cure]:
+    """The replica of a model cannot store an adapter, until it can."""
+    model, entry = "has-adapters", {"name": adapter, "state": "Failed", "reason": "StorageFull"}
+
+    async def cure() -> None:
+        entry["state"] = "Ready"
+
+    async with replica(REPLICA, [entry]):
+        site.namespace.put_model(model, replicas=1, serving={"adapters": {"maxActive": 1}})
+        site.namespace.put_adapter(adapter, model=model)
+        yield cure
+
+
+@asynccontextmanager
 async def bug(site: Site, _: str) -> AsyncIterator[Cure]:
     site.namespace.put_model(MEETS_A_BUG, replicas=1)
     yield not_needed
@@ -451,6 +463,8 @@ async def broken_image(site: Site, _: str) -> AsyncIterator[Cure]:
 ENDS_OPERATOR = (killed_operator, broken_image)
 """These come one after another, when no other fault needs the operator."""
 BROKEN = "broken"
+REPLICA = "127.7.7.3"
+"""Address of each played pod; only replicas with adapters are asked."""
 TOO_SLOW = device(stepMilliseconds=100)
 LONG_PREFILLS = {"decodeMilliseconds": [[1, 20]], "prefillMilliseconds": [[1, 20], [400, 2200]]}
 
@@ -483,8 +497,9 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "NeuronOperatorLags": ("", many_models),
     "NeuronUpgradeBlocked": ("", broken_image),
     "NeuronModelNotReady": ("pods-fail", failing_pods),
+    "NeuronAdapterMissing": ("support-de", adapter_without_room),
 }
-"""By alert: the model that it must name, and the fault. One fault may have several."""
+"""By alert: the model or adapter that it must name, and the fault. One fault may have several."""
 
 
 def test_each_alert_has_a_fault() -> None:

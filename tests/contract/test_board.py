@@ -183,7 +183,8 @@ def operator_text(passes: int, failed: int, leader: int, reason: str | None) -> 
     status = {"conditions": conditions, "readyReplicas": int(is_ready)}
     model = {"metadata": {"namespace": "team", "name": "chat"}, "spec": {"replicas": 1}, "status": status}
     metrics.report_models(lambda: [model] if reason else [])
-    adapter = {"metadata": {"namespace": "team", "name": "voice"}, "spec": {"model": "chat"}, "status": {"replicas": 1}}
+    of_adapter = {"replicas": 1, "readyReplicas": int(is_ready)}
+    adapter = {"metadata": {"namespace": "team", "name": "voice"}, "spec": {"model": "chat"}, "status": of_adapter}
     metrics.report_adapters(lambda: [adapter] if reason else [])
     return metrics.exposition().decode()
 

@@ -10,9 +10,11 @@ import urllib.error
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+from aiohttp import web
+
 from cluster.rig import binaries
 from helpers.apiserver import ApiServer
-from helpers.operators import FACTS, Namespace
+from helpers.operators import ADAPTER_FACTS, FACTS, Namespace
 from neuron_operator.api import names
 from neuron_operator.cluster.client import PODS
 
@@ -24,7 +26,7 @@ CONTROLLERS = (
     "garbage-collector-controller",
 )
 RESULTS: dict[str, Any] = {
-    "resolve": {"facts": FACTS},
+    "resolve": {"facts": FACTS, "adapter": ADAPTER_FACTS},
     "fetch": {"weights": {"digest": FACTS["digest"], "bytes": 2000, "readBytes": 2000}},
     "compile": {"artifact": {"key": "ab" * 32, "bytes": 7, "seconds": 31.6, "reused": False, "peakBytes": 9}},
     "check": {},
@@ -100,3 +102,21 @@ async def kubelet(namespace: Namespace, status_of: Callable[[Any], Status] = fin
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def replica(address: str, adapters: list[dict[str, str]]) -> AsyncIterator[None]:
+    """What a replica at this address tells about its adapters."""
+
+    async def tell(_: web.Request) -> web.Response:
+        return web.json_response({"adapters": adapters})
+
+    app = web.Application()
+    app.add_routes([web.get(names.ADAPTERS_PATH, tell)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, address, names.PORT).start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()

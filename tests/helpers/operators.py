@@ -72,6 +72,13 @@ FACTS = {
     "maxPositionEmbeddings": 512,
     "digest": "sha256:" + "0" * 64,
 }
+ADAPTER_FACTS: dict[str, Any] = {
+    "digest": "d1" * 32,
+    "rank": 8,
+    "targets": ["q_proj"],
+    "numBytes": 2**20,
+    "baseModel": "acme/tiny",
+}
 
 Found = TypeVar("Found")
 
@@ -128,6 +135,11 @@ class Namespace:
             "spec": {**SPEC, **changes},
         }
         return self.server.apply(NEURON_MODELS.path(self.name, name), body, "user")
+
+    def put_adapter(self, name: str = "support-de", **changes: Any) -> Any:
+        spec = {"model": "chat", "uri": f"file:///adapters/{name}", **changes}
+        about = {"apiVersion": names.API_VERSION, "kind": names.ADAPTER_KIND, "metadata": {"name": name}}
+        return self.server.apply(NEURON_ADAPTERS.path(self.name, name), {**about, "spec": spec}, "user")
 
     def model(self, name: str = "chat") -> Any:
         return self.get(NEURON_MODELS, name)
