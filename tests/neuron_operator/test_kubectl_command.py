@@ -124,3 +124,41 @@ def test_of_two_installations_why_names_the_one_that_acts(
     monkeypatch.setenv("PATH", answering(tmp_path, {**answers, "configmap": {}}))
     assert main(["why", "chat"]) == 0
     assert "  operator" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["na/support-de", "neuronadapter/support-de", "neuronadapters.neuron-serving.dev/support-de"]
+)
+def test_an_adapter_is_named_as_kubectl_names_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"name": "support-de", "namespace": "team"}
+    adapter = {"kind": names.ADAPTER_KIND, "metadata": about, "spec": {"model": "chat", "uri": "hf://acme/support-de"}}
+    monkeypatch.setenv("PATH", answering(tmp_path, {f"{names.ADAPTER_PLURAL}.{names.GROUP}": adapter}))
+    assert main(["why", name]) == 0
+    assert capsys.readouterr().out.startswith("NeuronAdapter team/support-de: no conditions yet\n  model     chat\n")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0] == "get neuronadapters.neuron-serving.dev support-de --output json"
+    assert f"{names.MODEL_LABEL}=chat" in calls[1]
+
+
+def test_why_of_a_model_asks_for_the_adapters_of_its_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, _ = resolved_world()
+    adapter = {"kind": names.ADAPTER_KIND, "metadata": {"name": "support-de"}, "spec": {"model": "chat"}}
+    of_both = {
+        f"{names.PLURAL}.{names.GROUP}": world.body,
+        f"{names.ADAPTER_PLURAL}.{names.GROUP}": {"items": [adapter]},
+    }
+    monkeypatch.setenv("PATH", answering(tmp_path, of_both))
+    assert main(["why", "nm/chat"]) == 0
+    assert "\n  support-de  none  no conditions yet\n" in capsys.readouterr().out
+
+
+def test_a_name_of_another_kind_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", answering(tmp_path, {}))
+    assert main(["why", "pod/chat"]) == 1
+    assert "pod/chat is neither a model nor an adapter: write NAME, nm/NAME or na/NAME" in capsys.readouterr().err

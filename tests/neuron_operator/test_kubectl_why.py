@@ -201,7 +201,7 @@ def test_every_reason_has_a_cure_without_markdown_and_a_command_without_gaps(rea
     for pods in (world.pods, ()):
         body = {**world.body, "status": {"conditions": [condition]}}
         observed = observe(replace(world, body=body, pods=pods))
-        cure, command = why.next_step(observed, why.culprit(observed))
+        cure, command = why.next_step(body, observed, why.culprit(observed))
         assert cure
         assert not re.search(r"[`\]]|\(#", cure), cure
         assert command.startswith(("kubectl ", "helm "))
@@ -224,3 +224,78 @@ def test_an_engine_that_the_manifest_does_not_name_is_shown_with_who_chose_it() 
     body = {**world.body, "status": {**world.body["status"], "plan": plan}}
     report = why.report(body, observe(replace(world, body=body)), (), "")
     assert "\n  engine    vllm, the default for trn2\n" in report
+
+
+def adapter(status: str, reason: str, message: str = "", name: str = "support-de", **more: Any) -> Object:
+    ready = {"type": "Ready", "status": status, "reason": reason, "message": message, "observedGeneration": 1}
+    return {
+        "kind": names.ADAPTER_KIND,
+        "metadata": {"name": name, "namespace": "team", "uid": f"uid-{name}", "generation": 1},
+        "spec": {"model": "chat", "uri": "hf://acme/support-de"},
+        "status": {"ready": "1/2", "conditions": [*more.pop("before", ()), ready], **more},
+    }
+
+
+def of_adapter(body: Object, world: World, error: str = "") -> str:
+    return why.report(body, observe(replace(world, body=body)), (), error)
+
+
+def test_an_adapter_that_a_replica_lacks_leads_to_its_log() -> None:
+    world = with_pods(*(lambda d, n=n: serving_pod(d, f"chat-{n}", ready=True) for n in range(2)))
+    body = adapter("False", "StorageFull", "1 of 2 replicas serve it; chat-1: Failed: StorageFull: no room")
+    text = of_adapter(body, world)
+    assert text.startswith(
+        "NeuronAdapter team/support-de: StorageFull\n  model     chat\n  uri       hf://acme/support"
+    )
+    assert "\n  replicas  1/2\n" in text
+    assert "chat-1: Failed: StorageFull: no room" in text
+    found = why.culprit(observe(replace(world, body=body)))
+    assert found is not None
+    assert found.pod.name == "chat-1"
+    assert text.endswith("$ kubectl neuron logs na/support-de -n team")
+
+
+def test_an_adapter_that_does_not_fit_shows_its_job_and_leads_to_an_edit() -> None:
+    world, _ = settle(fresh())
+    world = replace(world, pods=(job_pod(find(world.shared, "Job"), ended(62, "a shape"), "resolve-x"),))
+    before = [{"type": "Resolved", "status": "False", "reason": "AdapterMismatch"}]
+    body = adapter("False", "AdapterMismatch", "a shape", before=before, served={"uri": "hf://acme/old"})
+    found = why.culprit(observe(replace(world, body=body)))
+    assert found is not None
+    text = of_adapter(body, world, why.last_error(found, ""))
+    assert "\n  served    hf://acme/old, the version before\n" in text
+    assert "\n  Resolved  False  AdapterMismatch\n" in text
+    assert "pod resolve-x, container runtime: a shape (exit code 62)" in text
+    assert text.endswith("$ kubectl edit na support-de -n team")
+
+
+@pytest.mark.parametrize(
+    ("body", "command"),
+    [
+        (adapter("True", "Ready"), "kubectl neuron chat na/support-de -n team"),
+        (adapter("True", "ScaledToZero"), "kubectl scale nm chat -n team --replicas=1"),
+        (adapter("False", "AdaptersNotServed"), "kubectl edit nm chat -n team"),
+        (adapter("False", "Resolving", "waiting until WeightsReady"), "kubectl neuron why chat -n team"),
+        (adapter("False", "NoSuchModel"), "kubectl edit na support-de -n team"),
+    ],
+    ids=["ready", "scaled to zero", "model without adapters", "model not ready", "no model"],
+)
+def test_an_adapter_leads_to_where_the_cure_is(body: Object, command: str) -> None:
+    assert of_adapter(body, fresh()).endswith(f"$ {command}")
+
+
+def test_a_model_names_its_adapters_that_are_not_ready() -> None:
+    world, _ = resolved_world()
+    observed = observe(world)
+    others = [adapter("True", "Ready", name="sql"), {**adapter("False", "Loading"), "spec": {"model": "other"}}]
+    text = why.report(world.body, observed, (), "", adapters=[adapter("False", "StorageFull"), *others])
+    assert "\n  adapters  1 of 2 are ready\n" in text
+    assert re.search(
+        r"\nAdapters that are not ready; .*na/NAME says more\n  support-de  1/2  StorageFull\n\nNext", text
+    ), text
+    assert "dapters" not in why.report(world.body, observed, (), "", adapters=others[1:])
+    many = [adapter("False", "Loading", name=f"a{number}") for number in range(why.MAX_ADAPTERS + 5)]
+    text = why.report(world.body, observed, (), "", adapters=many)
+    assert "\n  and 5 more\n" in text
+    spec = {**world.body["spec"], "serving": {"adapters": {"maxActive": 1}}}
+    assert "adapters  cannot be read" in why.report({**world.body, "spec": spec}, observed, (), "", adapters=None)

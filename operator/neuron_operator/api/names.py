@@ -15,8 +15,10 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "NeuronModel"
 PLURAL = "neuronmodels"
+SHORT = "nm"
 ADAPTER_KIND = "NeuronAdapter"
 ADAPTER_PLURAL = "neuronadapters"
+ADAPTER_SHORT = "na"
 KINDS = (KIND, ADAPTER_KIND)
 """Those that the operator reconciles."""
 

@@ -77,7 +77,7 @@ class Definition:
 MODEL = Definition(
     kind=names.KIND,
     plural=names.PLURAL,
-    short="nm",
+    short=names.SHORT,
     description="A language model served on AWS Neuron devices (or CPUs) behind the OpenAI API.",
     spec=Spec,
     status=Status,
@@ -93,7 +93,7 @@ MODEL = Definition(
 ADAPTER = Definition(
     kind=names.ADAPTER_KIND,
     plural=names.ADAPTER_PLURAL,
-    short="na",
+    short=names.ADAPTER_SHORT,
     description="A fine-tune (LoRA) that the replicas of a NeuronModel serve under a name of its own.",
     spec=AdapterSpec,
     status=AdapterStatus,

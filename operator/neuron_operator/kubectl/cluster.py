@@ -28,6 +28,12 @@ START_SECONDS = 30.0
 """How long kubectl may take to open a connection."""
 ANSWER_TIMEOUTS = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=600.0)
 MODELS = f"{names.PLURAL}.{names.GROUP}"
+ADAPTERS = f"{names.ADAPTER_PLURAL}.{names.GROUP}"
+_RESOURCES = {
+    **dict.fromkeys(("", names.SHORT, names.KIND.lower(), names.PLURAL, MODELS), MODELS),
+    **dict.fromkeys((names.ADAPTER_SHORT, names.ADAPTER_KIND.lower(), names.ADAPTER_PLURAL, ADAPTERS), ADAPTERS),
+}
+"""By what stands before the name, as kubectl has it; nothing: a model."""
 
 
 class KubectlFailed(Exception):
@@ -63,6 +69,18 @@ class Kubectl:
 
     def model(self, name: str) -> Any:
         return self._get(MODELS, name)
+
+    def named(self, name: str) -> Any:
+        """The model `chat` or `nm/chat`, or the adapter `na/support-de`."""
+        kind, _, own = name.rpartition("/")
+        resource = _RESOURCES.get(kind.lower())
+        if resource is None:
+            shorts = f"{names.SHORT}/NAME or {names.ADAPTER_SHORT}/NAME"
+            raise KubectlFailed(f"{name} is neither a model nor an adapter: write NAME, {shorts}")
+        return self._get(resource, own)
+
+    def adapters(self, namespace: str) -> list[Any]:
+        return [*items(self._get(ADAPTERS, "--namespace", namespace), "items")]
 
     def matching(self, kind: str, namespace: str, selector: str) -> list[Any]:
         return [*items(self._get(kind, "--namespace", namespace, "--selector", selector), "items")]

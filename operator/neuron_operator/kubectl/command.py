@@ -17,7 +17,7 @@ from neuron_operator.api import names
 from neuron_operator.kubectl import why
 from neuron_operator.kubectl.cluster import Address, Kubectl, KubectlFailed
 from neuron_operator.local.answers import AnswerRefused, error_message, stream
-from neuron_operator.read.objects import dig, is_owned, name_of, text
+from neuron_operator.read.objects import dig, is_owned, kind_of, name_of, text
 from neuron_operator.read.revision import from_object
 from neuron_operator.read.views import Observed, observe
 from neuron_operator.read.world import World
@@ -74,16 +74,17 @@ def _parser() -> argparse.ArgumentParser:
     for flag, meaning in _FLAGS.items():
         short = ("-n",) if flag == "namespace" else ()
         group.add_argument(*short, f"--{flag}", action="append", metavar=flag.upper(), help=meaning)
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="Look after NeuronModels.")
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Look after NeuronModels and NeuronAdapters.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[Kubectl, argparse.Namespace], int], meaning: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, parents=[of_kubectl], help=meaning, description=meaning)
-        made.add_argument("name", metavar="NAME", help="name of the NeuronModel")
+        made.add_argument("name", metavar="NAME", help="of a NeuronModel; of a NeuronAdapter as na/NAME")
         made.set_defaults(run=run)
         return made
 
-    command("why", _why, "say why a model is not ready: conditions, pods, nodes, last error, next command")
+    says = "say why a model or an adapter is not ready: conditions, pods, nodes, last error, next command"
+    command("why", _why, says)
     logs = command("logs", _logs, "print the log that matters: of the failing container, else of a replica")
     logs.add_argument("-f", "--follow", action="store_true", help="go on printing")
     logs.add_argument("--tail", type=_natural, default=100, metavar="N", help="lines (default %(default)s)")
@@ -125,19 +126,19 @@ def _natural(value: str) -> int:
 
 
 def _read(kubectl: Kubectl, name: str) -> tuple[Any, Observed]:
-    """The model with its pods, its Jobs and their pods."""
-    model = kubectl.model(name)
-    namespace, uid = text(model, "metadata", "namespace"), text(model, "metadata", "uid")
-    pods = kubectl.matching("pods", namespace, f"{names.MODEL_LABEL}={name}")
+    """The model or adapter with its own Jobs and their pods, and the replicas of the model."""
+    body = kubectl.named(name)
+    namespace, uid = text(body, "metadata", "namespace"), text(body, "metadata", "uid")
+    pods = kubectl.matching("pods", namespace, f"{names.MODEL_LABEL}={why.model_of(body)}")
     jobs = [job for job in kubectl.matching("jobs", namespace, names.OWNED_SELECTOR) if is_owned(job, uid)]
     if jobs:
         pods += kubectl.matching("pods", namespace, f"batch.kubernetes.io/job-name in ({','.join(map(name_of, jobs))})")
-    world = World(body=model, children=(), shared=tuple(jobs), pods=tuple(pods), now=datetime.now(UTC))
-    return model, observe(world)
+    world = World(body=body, children=(), shared=tuple(jobs), pods=tuple(pods), now=datetime.now(UTC))
+    return body, observe(world)
 
 
 def _why(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    model, observed = _read(kubectl, options.name)
+    body, observed = _read(kubectl, options.name)
     culprit = why.culprit(observed)
     nodes: list[Any] | str
     try:
@@ -152,10 +153,14 @@ def _why(kubectl: Kubectl, options: argparse.Namespace) -> int:
         except KubectlFailed as failed:
             log = f"the log cannot be read: {failed}"
     error = why.last_error(culprit, log) if culprit is not None else ""
+    adapters: list[Any] | None = None
+    if kind_of(body) == names.KIND:
+        with contextlib.suppress(KubectlFailed):  # the user may not list them, or the cluster has no such kind
+            adapters = kubectl.adapters(observed.model.namespace)
     holder = ""
     with contextlib.suppress(KubectlFailed):  # the user may not read ConfigMaps
         holder = kubectl.holder(observed.model.namespace)
-    print(why.report(model, observed, nodes, error.rstrip(": "), holder))
+    print(why.report(body, observed, nodes, error.rstrip(": "), holder, adapters=adapters))
     return EXIT_OK
 
 
@@ -177,18 +182,21 @@ def _logs(kubectl: Kubectl, options: argparse.Namespace) -> int:
 
 
 def _chat(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    model = kubectl.model(options.name)
+    body = kubectl.named(options.name)
+    model, asked = body, served_name(body)
+    if kind_of(body) == names.ADAPTER_KIND:
+        model, asked = kubectl.model(why.model_of(body)), name_of(body)
 
     async def talk() -> int:
         async with kubectl.connected(model) as address:
-            await _need_answer(address, options.name)
+            await _need_answer(address, name_of(model))
             history = [{"role": "system", "content": options.system}] if options.system else []
             if options.question:
-                await _turn(address, model, history, options.question, options)
+                await _turn(address, asked, history, options.question, options)
                 return EXIT_OK
             print(f"{options.name} listens, through {address.way}. An empty line ends the conversation.")
             while question := (await asyncio.to_thread(_line)).strip():
-                history = await _turn(address, model, history, question, options)
+                history = await _turn(address, asked, history, question, options)
             return EXIT_OK
 
     return asyncio.run(talk())
@@ -203,12 +211,12 @@ def _line() -> str:
 
 
 async def _turn(
-    address: Address, model: Any, history: list[dict[str, str]], question: str, options: argparse.Namespace
+    address: Address, model: str, history: list[dict[str, str]], question: str, options: argparse.Namespace
 ) -> list[dict[str, str]]:
     """Prints the answer as it comes; returns the conversation with it."""
     asked = [*history, {"role": "user", "content": question}]
     chosen = {"max_tokens": options.max_tokens, "temperature": options.temperature}
-    body = {"model": served_name(model), "messages": asked} | {k: v for k, v in chosen.items() if v is not None}
+    body = {"model": model, "messages": asked} | {k: v for k, v in chosen.items() if v is not None}
     url = f"{address.url}/v1/chat/completions"
     answer = await stream(address.session, url, body, lambda piece: print(piece, end="", flush=True))
     speed = f"first token after {1000 * answer.first_seconds:.0f} ms, {answer.num_tokens} tokens"

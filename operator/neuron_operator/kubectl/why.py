@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuron_operator.api import names
-from neuron_operator.api.reasons import CONDITIONS, Reason
-from neuron_operator.read.objects import dig, items, labels_of, name_of, printable, text, whole
+from neuron_operator.api.reasons import ADAPTER_CONDITIONS, CONDITIONS, Condition, Reason
+from neuron_operator.read.objects import dig, items, kind_of, labels_of, name_of, printable, text, whole
 from neuron_operator.read.views import ContainerView, Observed, PodView
 from neuron_operator.why import nodes
 from neuron_operator.why.pods import MAX_LINE, how_it_ended, last_words
@@ -24,6 +24,33 @@ LOG_LINES = 200
 _ERROR = re.compile(r"error\b|exception\b|\b(fail(ed|ure|s)?|fatal|cannot|refused|denied|killed|out of memory)\b", re.I)
 _OF_KUBERNETES = ("MemoryPressure", "DiskPressure", "PIDPressure", "NetworkUnavailable")
 _GOOD_NODE = {**nodes.HEALTHY, **dict.fromkeys(_OF_KUBERNETES, "False")}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is said of an object of this kind."""
+
+    name: str
+    short: str
+    prefix: str
+    """What stands before its name in commands of the plugin."""
+    word: str
+    conditions: tuple[Condition, ...]
+
+
+_MODEL = _Kind(names.KIND, names.SHORT, "", "model", CONDITIONS)
+_ADAPTER = _Kind(names.ADAPTER_KIND, names.ADAPTER_SHORT, f"{names.ADAPTER_SHORT}/", "adapter", ADAPTER_CONDITIONS)
+MAX_ADAPTERS = 20
+"""Adapters of a model that are shown."""
+
+
+def _kind(body: Any) -> _Kind:
+    return _ADAPTER if kind_of(body) == names.ADAPTER_KIND else _MODEL
+
+
+def model_of(body: Any) -> str:
+    """The name of the model: its own, or the one that an adapter is for."""
+    return text(body, "spec", "model") if _kind(body) is _ADAPTER else name_of(body)
 
 
 @dataclass(frozen=True)
@@ -50,7 +77,7 @@ def culprit(observed: Observed) -> Culprit | None:
     job_pods = [pod for job in observed.jobs for pod in observed.pods_of(job)]
     job_pods.sort(key=lambda pod: pod.age_key, reverse=True)
     everyone = [*observed.replicas, *observed.followers, *job_pods]
-    named = re.findall(r"\bpod (\S+?)[:;,]?(?=\s|$)", ready.message) if ready is not None else []
+    named = re.findall(r"(?:\bpod |; (?!pod ))([^\s:;,]+)", ready.message) if ready is not None else []
     about = [pod for pod in everyone if pod.name in named]
     if ready is not None and ready.status == "True":
         about = [pod for pod in observed.replicas if pod.is_answering]
@@ -67,7 +94,7 @@ def _is_before_replicas(observed: Observed) -> bool:
     """Whether a step before replicas is not done: an edit may be refused while all of them answer. What is not
     `Accepted` is no step: no pod tells of it."""
     conditions = observed.model.conditions
-    before = CONDITIONS[1 : CONDITIONS.index("Available")]
+    before = (*CONDITIONS[1 : CONDITIONS.index("Available")], *ADAPTER_CONDITIONS[1:])
     is_refused = "UpToDate" in conditions and conditions["UpToDate"].reason in _OF_THE_CHECK
     return is_refused or any(conditions[kind].status != "True" for kind in before if kind in conditions)
 
@@ -101,24 +128,30 @@ def last_error(culprit: Culprit, log: str) -> str:
     return f"no error in the last {LOG_LINES} lines{said}"
 
 
-def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: str, holder: str = "") -> str:
-    """The whole output. `nodes`: or why they cannot be read; `holder`: the installation that acts in the namespace."""
-    view = observed.model
+def report(
+    body: Any,
+    observed: Observed,
+    nodes: Sequence[Any] | str,
+    error: str,
+    holder: str = "",
+    *,
+    adapters: Sequence[Any] | None = (),
+) -> str:
+    """The whole output about a model or an adapter. `nodes`: or why they cannot be read; `holder`: the installation
+    that acts in the namespace; `adapters`: those of the namespace, None: they cannot be read."""
+    view, kind = observed.model, _kind(body)
     ready = view.conditions.get("Ready")
     state = "no conditions yet" if ready is None else "ready" if ready.status == "True" else ready.reason
     lines = [
-        f"NeuronModel {view.namespace}/{view.name}: {state}",
-        f"  model     {printable(text(model, 'spec', 'model', 'uri'))}",
-        f"  replicas  {text(model, 'status', 'ready') or 'none'}",
-        *([f"  engine    {printable(engine)}"] if (engine := _default_engine(model)) else []),
-        *([f"  url       {url}"] if (url := text(model, "status", "url")) else []),
-        *([f"  operator  {printable(holder)} acts in this namespace, and no other"] if holder else []),
+        f"{kind.name} {view.namespace}/{view.name}: {state}",
+        *(f"  {name:<8}  {printable(value)}" for name, value in _facts(body, adapters, holder).items() if value),
         "",
-        *_conditions(observed),
+        *_conditions(observed, kind),
         "",
         *_pods(observed),
         "",
         *_nodes(observed, nodes),
+        *_adapters(body, adapters or ()),
     ]
     cause = culprit(observed)
     if cause is not None and error and not cause.pod.is_answering and (ready is None or ready.status != "True"):
@@ -128,9 +161,54 @@ def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: st
             "Last result" if is_success else "Last error",
             f"  pod {cause.pod.name}, container {cause.container.name}: {error}",
         ]
-    cure, command = next_step(observed, cause)
+    cure, command = next_step(body, observed, cause)
     lines += ["", "Next", *([f"  {cure}"] if cure else []), f"  $ {command}"]
     return "\n".join(lines)
+
+
+def _facts(body: Any, adapters: Sequence[Any] | None, holder: str) -> dict[str, str]:
+    replicas = text(body, "status", "ready") or "none"
+    acts = f"{holder} acts in this namespace, and no other" if holder else ""
+    if _kind(body) is _ADAPTER:
+        uri, served = text(body, "spec", "uri"), text(body, "status", "served", "uri")
+        before = f"{served}, the version before" if served not in ("", uri) else ""
+        return {"model": model_of(body), "uri": uri, "served": before, "replicas": replicas, "operator": acts}
+    return {
+        "model": text(body, "spec", "model", "uri"),
+        "replicas": replicas,
+        "adapters": _num_adapters(body, adapters),
+        "engine": _default_engine(body),
+        "url": text(body, "status", "url"),
+        "operator": acts,
+    }
+
+
+def _num_adapters(model: Any, adapters: Sequence[Any] | None) -> str:
+    """Empty: it has none."""
+    if adapters is None:
+        return "cannot be read" if dig(model, "spec", "serving", "adapters") else ""
+    mine = [one for one in adapters if model_of(one) == name_of(model)]
+    return f"{sum(map(_is_ready, mine))} of {len(mine)} are ready" if mine else ""
+
+
+def _adapters(model: Any, adapters: Sequence[Any]) -> list[str]:
+    """Those of a model that are not ready."""
+    mine = [one for one in adapters if model_of(one) == name_of(model) and not _is_ready(one)]
+    rows = [
+        (name_of(one), text(one, "status", "ready") or "none", text(_ready(one), "reason") or "no conditions yet")
+        for one in mine[:MAX_ADAPTERS]
+    ]
+    more = [f"  and {len(mine) - MAX_ADAPTERS} more"] if len(mine) > MAX_ADAPTERS else []
+    title = f"Adapters that are not ready; kubectl neuron why {_ADAPTER.prefix}NAME says more"
+    return ["", title, *_table(rows), *more] if rows else []
+
+
+def _ready(body: Any) -> Any:
+    return next((one for one in items(body, "status", "conditions") if one.get("type") == "Ready"), {})
+
+
+def _is_ready(body: Any) -> bool:
+    return text(_ready(body), "status") == "True"
 
 
 def _default_engine(model: Any) -> str:
@@ -139,12 +217,12 @@ def _default_engine(model: Any) -> str:
     return f"{text(model, 'status', 'plan', 'backend')}, the default for {family}" if family else ""
 
 
-def _conditions(observed: Observed) -> list[str]:
+def _conditions(observed: Observed, kind: _Kind) -> list[str]:
     view = observed.model
     if not view.conditions:
-        return ["Conditions", "  none: the operator has not seen the model yet"]
-    shown = [kind for kind in (*CONDITIONS, "Ready", "Contested") if kind in view.conditions]
-    rows = [(kind, view.conditions[kind].status, view.conditions[kind].reason) for kind in shown]
+        return ["Conditions", f"  none: the operator has not seen the {kind.word} yet"]
+    shown = [one for one in (*kind.conditions, "Ready", "Contested") if one in view.conditions]
+    rows = [(one, view.conditions[one].status, view.conditions[one].reason) for one in shown]
     lines = ["Conditions", *_table(rows)]
     ready = view.conditions.get("Ready")
     if ready is not None and ready.status != "True":
@@ -222,12 +300,13 @@ def _trouble(node: Any) -> str:
     return ", ".join(troubles) or "ok"
 
 
-_EDIT = "kubectl edit nm {name} -n {namespace}"
+_EDIT = "kubectl edit {short} {name} -n {namespace}"
 _POD = "kubectl describe pod {pod} -n {namespace}"
-_LOGS = "kubectl neuron logs {name} -n {namespace}"
-_WATCH = "kubectl get nm {name} -n {namespace} --watch"
-_EVENTS = "kubectl describe nm {name} -n {namespace}"
+_LOGS = "kubectl neuron logs {prefix}{name} -n {namespace}"
+_WATCH = "kubectl get {short} {name} -n {namespace} --watch"
+_EVENTS = "kubectl describe {short} {name} -n {namespace}"
 _OPERATOR = "kubectl get pods -A -l app.kubernetes.io/name=neuron-operator"
+_OF_MODEL = "kubectl neuron why {model} -n {namespace}"
 _NODES = f"kubectl get nodes -L {names.INSTANCE_TYPE_LABEL},karpenter.sh/nodepool"
 
 _COMMANDS: Mapping[Reason, str] = {
@@ -251,22 +330,31 @@ _COMMANDS: Mapping[Reason, str] = {
     Reason.ALLOCATION_REJECTED: "kubectl describe node {node}",
     Reason.EVICTED: "kubectl describe node {node}",
     Reason.NAMESPACE_TERMINATING: "kubectl get namespace {namespace} -o yaml",
-    Reason.PAUSED: f"kubectl annotate nm {{name}} -n {{namespace}} {names.PAUSED_ANNOTATION}-",
+    Reason.PAUSED: f"kubectl annotate {{short}} {{name}} -n {{namespace}} {names.PAUSED_ANNOTATION}-",
     Reason.CHECKSUM_MISMATCH: (
-        f"kubectl annotate nm {{name}} -n {{namespace}} {names.REFRESH_ANNOTATION}=$(date +%s) --overwrite"
+        f"kubectl annotate {{short}} {{name}} -n {{namespace}} {names.REFRESH_ANNOTATION}=$(date +%s) --overwrite"
     ),
+    Reason.ADAPTERS_NOT_SERVED: "kubectl edit nm {model} -n {namespace}",
     Reason.MODEL_NOT_FOUND: _EDIT,
+    Reason.RANK_TOO_HIGH: _EDIT,
+    Reason.TARGETS_NOT_SERVED: _EDIT,
+    Reason.ADAPTER_MISMATCH: _EDIT,
+    Reason.ADAPTER_NOT_SUPPORTED: _EDIT,
+    Reason.INVALID_ADAPTER: _EDIT,
     Reason.INVALID_ENGINE_CONFIG: _EDIT,
     Reason.IMAGE_PULL: _POD,
 }
 """For reasons about which the pod's log says nothing, or less. `final` reasons without a row here need an edit."""
 
 
-def next_step(observed: Observed, culprit: Culprit | None) -> tuple[str, str]:
+def next_step(body: Any, observed: Observed, culprit: Culprit | None) -> tuple[str, str]:
     """The cure in words, and the command that helps most."""
-    view = observed.model
+    view, kind = observed.model, _kind(body)
     ready = view.conditions.get("Ready")
     places = {
+        "short": kind.short,
+        "prefix": kind.prefix,
+        "model": model_of(body),
         "name": view.name,
         "namespace": view.namespace,
         "pod": culprit.pod.name if culprit else "",
@@ -275,9 +363,9 @@ def next_step(observed: Observed, culprit: Culprit | None) -> tuple[str, str]:
     if ready is None or ready.generation < view.generation:
         return "The operator does not act: see that it runs", _OPERATOR
     if ready.status == "True" and ready.reason != "Ready":
-        return "The model is scaled to zero", f"kubectl scale nm {view.name} -n {view.namespace} --replicas=1"
+        return "The model is scaled to zero", f"kubectl scale nm {model_of(body)} -n {view.namespace} --replicas=1"
     if ready.status == "True":
-        return "", f"kubectl neuron chat {view.name} -n {view.namespace}"
+        return "", f"kubectl neuron chat {kind.prefix}{view.name} -n {view.namespace}"
     reason = Reason.named(ready.reason)
     command = _COMMANDS.get(reason, "") if reason is not None else _EVENTS
     if ("{pod}" in command and not places["pod"]) or ("{node}" in command and not places["node"]):
@@ -285,7 +373,8 @@ def next_step(observed: Observed, culprit: Culprit | None) -> tuple[str, str]:
     if not command and culprit is not None and culprit.has_log:
         command = _LOGS
     if not command:
-        command = _EDIT if reason is not None and reason.row.final else _POD if culprit else _WATCH
+        waits = _OF_MODEL if kind is _ADAPTER else _POD if culprit else _WATCH
+        command = _EDIT if reason is not None and reason.row.final else waits
     quoted = {name: shlex.quote(value) if value else "" for name, value in places.items()}
     return plain(reason.row.do) if reason else "", command.format(**quoted)
 
