@@ -189,8 +189,8 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
     """The rows of one step as parallel tuples; row i feeds `num_tokens[i]` tokens of the sequence at `slot[i]`.
 
     start[i]: position of the first token fed; 0 if `after[i]` refers to the step in flight.
-    token[i]: the token fed by a one-token row whose id the host knows; NO_TOKEN if the tokens are in the mirror (a
-        prompt or a chunk of it) or come from the step in flight.
+    token[i]: the first token fed by a decode row, or the only one of a prefill row, whose id the host knows; NO_TOKEN if
+        the tokens are in the mirror (a prompt or a chunk of it) or come from the step in flight.
     after[i]: the row of the step in flight that determines start and token, which nobody knows when this step is
         scheduled; else KNOWN. The row then starts where that row ended, and feeds the newest token of the sequence (the
         sampled one, or, if that row did not sample, the mirror's next known tokens).
@@ -216,21 +216,19 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
 class Batch(msgspec.Struct, frozen=True, gc=False):
     """One step as a delta to the backend's slot mirror; equal on every rank.
 
-    Order of effects: `released`, then `kept_blocks`, then `adapters`, then `added`, then `appended_blocks` ((slot,
-    block) pairs), then the rows run. A preempted sequence is released and later added again with all its tokens.
+    Order of effects: `released`, then `adapters`, then `added`, then `appended_blocks` ((slot, block) pairs), then the
+    rows run. A preempted sequence is released and later added again with all its tokens.
     """
 
     step: int
     rows: Rows
     num_prefills: int = 0
     """The last rows prefill, so many of them: each feeds a prompt, a part of one, or a recomputation. Every row before
-    them decodes: it feeds the last token of a started sequence and samples. Backends do not guess it from lengths."""
+    them decodes: it feeds the last token of a started sequence, with its drafts, and samples. Backends do not guess it
+    from lengths."""
     added: tuple[Added, ...] = ()
     appended_blocks: tuple[tuple[int, int], ...] = ()
     released: tuple[int, ...] = ()
-    kept_blocks: tuple[tuple[int, int], ...] = ()
-    """(slot, n) pairs: the slot keeps only its first n blocks; the rest was reserved for tokens that were not
-    generated. Empty unless rows may produce several tokens."""
     adapters: tuple[tuple[int, str], ...] = ()
     """(place, digest) pairs: from this step on the place, from 1 to `max_adapters`, has the weights of this adapter.
     No live sequence, and no row of the step in flight, has the place's adapter before it."""
@@ -267,8 +265,8 @@ class Late(msgspec.Struct, frozen=True, gc=False):
     """`[rows, num_positions, bytes]`: bit `t % 8` of byte `t // 8` is 1 if token t is allowed; at least one is. Tokens
     beyond the mask are not allowed."""
     num_positions: int = 1
-    """Masks per row: one for the next token, then one for each draft token before it is known to be right. A row
-    produces at most so many tokens."""
+    """Masks per row: one for the next token, then one behind each draft, as if all before were right. Rows with fewer
+    drafts than others have masks that nobody reads."""
 
     def allows(self, at: int, token_ids: Sequence[int]) -> bool:
         """Whether row `rows[at]` may produce these tokens."""
@@ -321,7 +319,8 @@ def name_of_step(graphs: Iterable[str]) -> str:
 class StepOutput(msgspec.Struct, frozen=True, gc=False):
     """Results of a step, in the order of the batch's rows.
 
-    token_ids[i]: the tokens sampled by row i, at most `max_tokens_per_row`; empty for rows that do not sample.
+    token_ids[i]: the tokens sampled by row i: one, and one more for each draft that equals the token sampled at its
+        position; empty for rows that do not sample.
     logprobs: one tuple per row if any row requests logprobs, else empty.
     prompt_logprobs: one tuple per row if any row fed prompt tokens of a request for prompt logprobs, else empty. Row i
         has the prompt tokens at positions start + 1 to start + num_tokens, up to the end of the prompt.
@@ -405,8 +404,6 @@ class BackendLimits:
     """Largest position at which a prefill row may start, after a prefix hit or a chunk; 0: no limit."""
     min_prefill_tokens: int = 1
     """Shortest prompt that can be prefilled."""
-    max_tokens_per_row: int = 1
-    """Tokens that one decode row may produce (speculative decoding)."""
     max_drafts: int = 0
     """Drafts that a decode row may feed behind its token; 0: none."""
     layout: Literal["slots", "blocks"] = "blocks"
@@ -444,7 +441,7 @@ class BackendLimits:
     `same rows` the device feeds only a step whose row i follows row i of the step in flight, for all rows of both; any
     other is launched after that one is collected, with its `after` rows filled."""
     num_lookahead_tokens: int = 0
-    """Positions beyond the fed ones that a row may write (draft tokens); at least `max_tokens_per_row - 1`."""
+    """Positions beyond the fed ones that a row may write."""
     begins_with_prefill: bool = False
     """The first row of a sequence must prefill, also if all of its tokens but one are cached."""
     max_adapters: int = 0
@@ -473,8 +470,6 @@ class BackendLimits:
             yield "host feedback allows one step in flight"
         if self.token_feedback == "same rows" and self.steps_in_flight != 2:
             yield "feedback to the same rows needs two steps in flight"
-        if self.num_lookahead_tokens < self.max_tokens_per_row - 1:
-            yield "num_lookahead_tokens must be at least max_tokens_per_row - 1"
         if self.max_step_tokens < num_others + (self.min_chunk_tokens if self.mixes_phases else 1):
             yield "max_step_tokens must fit a decode row of every sequence, or of all but one plus a chunk"
         if max(self.min_prefill_tokens, self.min_chunk_tokens) > self.longest_prefill:
@@ -490,8 +485,8 @@ class BackendLimits:
             self.max_adapter_rank
         ):
             yield "max_adapters needs max_loaded_adapters of at least as many, and max_adapter_rank"
-        if min(self.max_prefill_start, self.max_step_seconds) < 0:
-            yield "max_prefill_start, max_step_seconds must be >= 0"
+        if min(self.max_prefill_start, self.max_step_seconds, self.max_drafts, self.num_lookahead_tokens) < 0:
+            yield "max_prefill_start, max_step_seconds, max_drafts, num_lookahead_tokens must be >= 0"
         if self.sampling == "Host" and (self.max_top_k > 0 or not self.top_p_keeps_crossing):
             yield "max_top_k and top_p_keeps_crossing are of a device that samples: not with Host sampling"
         if self.decodes_all_live_rows and (self.mixes_phases or self.chunks_prefill):
@@ -524,7 +519,7 @@ class BackendLimits:
 
     @property
     def longest_sequence(self) -> int:
-        """Maximum tokens of prompt plus output; draft tokens of the last row must stay within the model length."""
+        """Maximum tokens of prompt plus output; what the last row writes must stay within the model length."""
         return self.max_model_length - max(self.num_lookahead_tokens - 1, 0)
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
@@ -554,8 +549,8 @@ def needs_host(sampling: Sampling, limits: BackendLimits) -> bool:
 def fill(batch: Batch, output: StepOutput, previous: Batch) -> Batch:
     """For host feedback: the batch with every `after` row resolved by `output`, the result of `previous`.
 
-    A row after a sampling row starts after all tokens that row kept and feeds the last one. A row after a chunk that
-    did not sample starts after the chunk and feeds the mirror's tokens.
+    A row starts where the one before ended. It feeds the token that was sampled there, or, behind a chunk, tokens of the
+    mirror.
     """
     if not batch.waits_for_step_in_flight:
         return batch
@@ -564,10 +559,7 @@ def fill(batch: Batch, output: StepOutput, previous: Batch) -> Batch:
     for i, j in enumerate(rows.after):
         if j == KNOWN:
             continue
-        begin, sampled = previous.rows.start[j], output.token_ids[j]
+        start[i] = previous.rows.start[j] + previous.rows.num_tokens[j]
         if previous.rows.samples[j]:
-            start[i] = begin + previous.rows.num_tokens[j] + len(sampled) - 1
-            token[i] = sampled[-1]
-        else:
-            start[i] = begin + previous.rows.num_tokens[j]
+            (token[i],) = output.token_ids[j]
     return replace(batch, rows=replace(rows, start=tuple(start), token=tuple(token), after=(KNOWN,) * len(rows.after)))

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from helpers.checked_requests import check_request
 from helpers.guides import FORM, Rule, RuleGuides, no_rule
 from helpers.step_counts import StepCounts
 from helpers.strict_backend import StrictBackend, next_token
-from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, Sampling, StepOutput
+from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch, FinishReason, Late, Request, Sampling, StepOutput
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.prefix_cache import BlockKeys
 from neuron_runtime.engine.scheduler import Scheduler
@@ -37,9 +38,8 @@ def max_steps(limits: BackendLimits, requests: Iterable[Request], max_consecutiv
     prefills = max((-(-length // part) if part else 1 for length in lengths), default=0)
     advances = sum(r.sampling.max_tokens for r in requests) + 2 * len(requests) * prefills
     turns = 1 if limits.mixes_phases else 1 + max_consecutive_prefills
-    # With several tokens per row, a sequence skips a step if its row in flight may be its last. A request that ends
-    # unexpectedly leaves one unneeded step in flight.
-    return advances * turns * (2 if limits.max_tokens_per_row > 1 else 1) + len(requests)
+    # A request that ends unexpectedly leaves one unneeded step in flight.
+    return advances * turns + len(requests)
 
 
 def request(name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0, **sampling: object) -> Request:
@@ -93,6 +93,54 @@ def alone(
             return tuple(output), FinishReason.LENGTH
 
 
+class Guesses:
+    """Implements `Drafting`: drafts of which most are right, also behind a stop; now and then none, or the device's."""
+
+    def __init__(self, limits: BackendLimits, seed: int = 0) -> None:
+        self._limits = limits
+        self._random = Random(seed)
+        self.learned: list[tuple[int, int]] = []
+        """Drafts of rows, and how many were accepted."""
+
+    def wants(self, sequences: Iterable[Sequence]) -> bool:
+        return bool(list(sequences)) and self._random.random() < 0.8
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        assert sequence.in_flight is None
+        random, count = self._random, self._random.randint(0, most)
+        if random.random() < 0.2:
+            return (NO_TOKEN,) * count
+        context, asked = list(sequence.tokens), sequence.request
+        for at in range(len(context), len(context) + count):
+            token = next_token(
+                context,
+                asked.sampling,
+                at - sequence.num_prompt,
+                vocabulary_size=VOCABULARY_SIZE,
+                limits=self._limits,
+                adapter=asked.adapter,
+            )
+            context.append(random.randrange(VOCABULARY_SIZE) if random.random() < 0.2 else token)
+        return tuple(context[len(sequence.tokens) :])
+
+    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafts <= self._limits.max_drafts
+        self.learned.append((num_drafts, num_accepted))
+
+    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        assert num_tokens >= num_rows > 0
+
+
+class OfTheDevice(Guesses):
+    """As many drafts as fit, all of them the device's."""
+
+    def wants(self, sequences: Iterable[Sequence]) -> bool:
+        return True
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        return (NO_TOKEN,) * most
+
+
 class RecordingBackend(StrictBackend):
     """The strict backend with a log of its calls."""
 
@@ -126,6 +174,7 @@ class Run:
 
     engine: Engine
     backend: RecordingBackend
+    guesses: Guesses
     tokens: dict[str, list[int]] = field(default_factory=dict)
     known_adapters: set[str] = field(default_factory=set)
     waited_for_place: bool = False
@@ -228,7 +277,7 @@ class Run:
         self.check_phases()
         self.waited = self.waited or any(scheduler.blocks.find(s).num_coming for s in scheduler.waiting)
         for s in scheduler.running:
-            ahead = limits.max_tokens_per_row if s.samples else 0
+            ahead = min(s.samples + limits.max_drafts, s.max_length - len(s.tokens))
             held = len(s.tokens) + ahead + limits.num_lookahead_tokens
             assert len(s.blocks) <= limits.blocks_for(held), "more blocks than a row in flight can use"
         stats = self.engine.stats
@@ -271,6 +320,13 @@ class Run:
         for s in scheduler._live.values():
             batch, row = newest.get(id(s), (None, 0))
             assert (s.in_flight is None) == (batch is None)
+            num_coming = sum(
+                num_tokens
+                for step in scheduler.scheduled
+                for one, num_tokens in zip(step.sequences, step.batch.rows.num_tokens, strict=True)
+                if one is s
+            )
+            assert s.phase is Phase.WAITING or s.num_scheduled_tokens == s.num_computed_tokens + num_coming
             if batch:
                 assert (s.in_flight, s.row, s.samples) == (batch.step, row, batch.rows.samples[row])
 
@@ -311,16 +367,17 @@ def start(
     reads_at_once: bool = True,
 ) -> Run:
     """reads_at_once: adapters are read without a thread, so that a run can be repeated."""
-    backend = RecordingBackend(limits)
+    backend, guesses = RecordingBackend(limits), Guesses(limits)
     engine = Engine(
         backend,
         guides=RuleGuides(late, VOCABULARY_SIZE),
+        drafting=guesses,
         max_queued_requests=max_queued_requests,
         max_consecutive_prefills=max_consecutive_prefills,
     )
     if engine._adapters is not None and reads_at_once:
         engine._adapters._thread = AtOnce()
-    return Run(engine, backend, late=late)
+    return Run(engine, backend, guesses, late=late)
 
 
 def serve(limits: BackendLimits, *requests: Request) -> Run:

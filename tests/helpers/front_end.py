@@ -21,6 +21,7 @@ import httpx
 import zmq
 
 from helpers.chat_model import write_chat_model
+from helpers.engine_driver import OfTheDevice
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.adapters.peft import check_digest
 from neuron_runtime.config import CONFIG_VERSION, AdapterOptions, ModelSource, RuntimeConfig, ServerOptions, TextOptions
@@ -80,7 +81,13 @@ class EngineThread:
     ) -> None:
         self.backend = backend
         self._guides = grammar_guides(model_dir, backend.limits)
-        self.engine = Engine(backend, max_queued_requests=max_queued, guides=self._guides, check_adapter=check_digest)
+        self.engine = Engine(
+            backend,
+            max_queued_requests=max_queued,
+            guides=self._guides,
+            drafting=OfTheDevice(backend.limits),
+            check_adapter=check_digest,
+        )
         self.error: Exception | None = None
         self._run_dir, self._incarnation = run_dir, incarnation
         self._border = Border(run_dir, incarnation)

@@ -14,7 +14,7 @@ from neuron_runtime.core import BackendLimits, PrefillBucket, Request, Sampling
 def some_limits(random: Random) -> BackendLimits:
     """Random limits of a backend."""
     choice = random.choice
-    max_rows, length, per_row = choice((2, 3, 4, 6, 1)), choice((20, 13, 31, 40, 8)), choice((1, 1, 1, 2, 3, 4))
+    max_rows, length, max_drafts = choice((2, 3, 4, 6, 1)), choice((20, 13, 31, 40, 8)), choice((0, 0, 0, 1, 2, 5))
     all_live, mixes, chunks = choice(
         ((True, False, False), *[(False, bool(mixes), bool(chunks)) for mixes in (0, 1) for chunks in (0, 1, 1)])
     )
@@ -45,8 +45,8 @@ def some_limits(random: Random) -> BackendLimits:
         prefill_buckets=buckets,
         max_prefill_start=start,
         min_prefill_tokens=min(choice((1, 1, 2)), buckets[-1].fits if buckets else step_tokens),
-        max_tokens_per_row=per_row,
-        num_lookahead_tokens=per_row - 1 + choice((0, 0, 2)),
+        max_drafts=max_drafts,
+        num_lookahead_tokens=choice((0, 0, 0, 2)),
         layout="slots" if slots else "blocks",
         block_size=block_size,
         num_blocks=max_rows if slots else choice(few),

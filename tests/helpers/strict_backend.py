@@ -11,7 +11,7 @@ import math
 import zlib
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,14 +33,14 @@ from neuron_runtime.core import (
 
 EMPTY = -1
 """Content of a cache position that was never written."""
-DRAFT = -2
-"""Content of a position after a rejected draft token."""
+BEYOND = -2
+"""Content of a position that a row wrote beyond the tokens that it fed."""
 STRANGE = -3
 """Read in place of a token that was computed after another prefix than that of the row."""
 SECONDS_PER_TOKEN = 1e-6
 
 
-def neuron_limits(max_rows: int = 4, max_model_length: int = 64, max_tokens_per_row: int = 1) -> BackendLimits:
+def neuron_limits(max_rows: int = 4, max_model_length: int = 64, max_drafts: int = 0) -> BackendLimits:
     """Contiguous cache lines, one whole prompt per prefill call, every live row in every decode call in line order."""
     return BackendLimits(
         max_rows=max_rows,
@@ -48,8 +48,7 @@ def neuron_limits(max_rows: int = 4, max_model_length: int = 64, max_tokens_per_
         max_step_tokens=max_model_length,
         max_prefill_rows=1,
         min_prefill_tokens=2,
-        max_tokens_per_row=max_tokens_per_row,
-        num_lookahead_tokens=max_tokens_per_row - 1,
+        max_drafts=max_drafts,
         layout="slots",
         block_size=max_model_length,
         num_blocks=max_rows,
@@ -232,6 +231,8 @@ class StrictBackend:
             f"{len(self._in_flight)} steps are in flight, the limit is {self._limits.steps_in_flight}",
         )
         self._demand(all(step.sampled for step in self._in_flight), "the step launched before was not sampled")
+        drafts = [one.rows.drafts for one in (batch, *(step.batch for step in self._in_flight)) if one.rows.drafts]
+        self._demand(not (drafts and self._in_flight), "a step with drafts is not alone in flight")
         self._num_launched += 1
         for step in self._in_flight:
             self._check_behind(batch, step)
@@ -282,9 +283,10 @@ class StrictBackend:
             self._demand(
                 self._slots[slot].added.sampling.form is not None, f"late has a mask of slot {slot}, which has no form"
             )
+        most = 1 + max((len(rows.drafts[row]) for row in late.rows if rows.drafts), default=0)
         self._demand(
-            1 <= late.num_positions <= self._limits.max_tokens_per_row,
-            f"late has {late.num_positions} positions per row, a row has 1 to {self._limits.max_tokens_per_row} tokens",
+            late.num_positions == most,
+            f"late has {late.num_positions} positions per row, its rows have up to {most}",
         )
         num_bytes, num_masks = len(late.masks), num_rows * late.num_positions
         self._demand(num_bytes % num_masks == 0, f"late has {num_bytes} bytes for {num_masks} masks")
@@ -304,11 +306,6 @@ class StrictBackend:
         for number in batch.released:
             self._demand(number in self._slots, f"slot {number} is released but free")
             self._holders.subtract(self._slots.pop(number).blocks)
-        for number, keep in batch.kept_blocks:
-            slot = self._slot(number)
-            self._demand(0 < keep < len(slot.blocks), f"slot {number} has {len(slot.blocks)} blocks and keeps {keep}")
-            self._holders.subtract(slot.blocks[keep:])
-            del slot.blocks[keep:]
         self._change_places(batch)
         written = self._written_in_flight()
         starts = dict(zip(batch.rows.slot, batch.rows.start, strict=False))
@@ -454,6 +451,7 @@ class StrictBackend:
             self._slot(number)
         self._demand(min(rows.num_tokens, default=1) > 0, f"a row feeds no token: {rows.num_tokens}")
         self._check_after(batch)
+        self._check_drafts(batch)
         prefills = [i >= batch.num_decodes for i in range(len(rows))]
         shapes = _prefills(rows)
         self._demand(prefills == shapes, f"the batch calls its last {batch.num_prefills} rows prefill rows: {shapes}")
@@ -462,7 +460,7 @@ class StrictBackend:
             max(fed, default=0) <= limits.longest_prefill,
             f"a row prefills {max(fed, default=0)} tokens, the limit is {limits.longest_prefill}",
         )
-        num_computed = len(rows) - len(fed) + sum(map(limits.num_computed, fed))
+        num_computed = sum(rows.num_tokens[: batch.num_decodes]) + sum(map(limits.num_computed, fed))
         self._demand(
             num_computed <= limits.max_step_tokens,
             f"the step computes {num_computed} tokens, the limit is {limits.max_step_tokens}",
@@ -497,24 +495,43 @@ class StrictBackend:
             elif not (after < len(in_flight.slots) and in_flight.slots[after] is self._slots[number]):
                 raise IllegalBatch(f"slot {number} waits for row {after} of the step in flight, which is another's")
 
+    def _check_drafts(self, batch: Batch) -> None:
+        rows, most = batch.rows, self._limits.max_drafts
+        if not rows.drafts:
+            return
+        self._demand(len(rows.drafts) == len(rows), "the columns of the rows differ in length")
+        self._demand(any(rows.drafts), "the rows have drafts, and none has one")
+        for i, drafts in enumerate(rows.drafts):
+            number = rows.slot[i]
+            self._demand(len(drafts) <= most, f"slot {number} has {len(drafts)} drafts, the limit is {most}")
+            self._demand(not drafts or i < batch.num_decodes, f"slot {number} prefills and has drafts")
+            self._demand(
+                i >= batch.num_decodes or rows.num_tokens[i] == 1 + len(drafts),
+                f"slot {number} feeds {rows.num_tokens[i]} tokens and has {len(drafts)} drafts",
+            )
+            strange = [token for token in drafts if not NO_TOKEN <= token < self._vocabulary_size]
+            mixed = NO_TOKEN in drafts and set(drafts) != {NO_TOKEN}
+            self._demand(not (strange or mixed), f"slot {number} has the drafts {drafts}")
+
     def _check_values(self, step: _Step) -> None:
         """Checks start, tokens and extent of every row when all are known."""
         limits, rows = self._limits, step.batch.rows
         for i, slot in enumerate(step.slots):
-            number, start, end = rows.slot[i], rows.start[i], rows.start[i] + rows.num_tokens[i]
+            num_drafts = len(rows.drafts[i]) if rows.drafts else 0
+            number, start, end = rows.slot[i], rows.start[i], rows.start[i] + rows.num_tokens[i] - num_drafts
             known, token = len(slot.tokens), rows.token[i]
             self._demand(
                 start == slot.computed, f"slot {number} starts at {start}, and {slot.computed} tokens are computed"
             )
             self._demand(end <= known, f"slot {number} feeds tokens up to {end}, and {known} are known")
             self._demand(
-                token == NO_TOKEN or (rows.num_tokens[i] == 1 and slot.tokens[start : start + 1] == [token]),
+                token == NO_TOKEN or (end - start == 1 and slot.tokens[start : start + 1] == [token]),
                 f"slot {number} feeds token {token} at {start}, which is not the sequence's",
             )
             self._demand(
                 rows.samples[i] == (end == known), f"slot {number} samples {rows.samples[i]} at {end} of {known} tokens"
             )
-            reach = end + (limits.num_lookahead_tokens if rows.samples[i] else 0)
+            reach = end + num_drafts + (limits.num_lookahead_tokens if rows.samples[i] else 0)
             held = len(step.tables[i]) * limits.block_size
             self._demand(reach <= held, f"slot {number} writes up to {reach}, its blocks hold {held}")
             self._demand(
@@ -558,7 +575,8 @@ class StrictBackend:
 
     def _run_row(self, step: _Step, i: int) -> tuple[int, ...]:
         limits, rows, slot = self._limits, step.batch.rows, step.slots[i]
-        start, end = rows.start[i], rows.start[i] + rows.num_tokens[i]
+        drafts = rows.drafts[i] if rows.drafts else ()
+        start, end = rows.start[i], rows.start[i] + rows.num_tokens[i] - len(drafts)
         table = step.tables[i]
         digest = self._places[slot.added.adapter]
         adapter = weights_of(digest)
@@ -567,32 +585,42 @@ class StrictBackend:
         if not rows.samples[i]:
             return ()
         masks = step.late.of_rows((i,)).get(0) if step.late else None
-        positions = step.late.num_positions if step.late else 1
-        context = self._read(table, end, adapter)
-        decodes = rows.num_tokens[i] == 1 and start > 0
-        most = (limits.max_tokens_per_row if masks is None else positions) if decodes else 1
-        count = 1 + zlib.crc32(array("q", context).tobytes(), 1) % most
-        sampled: list[int] = []
-        for at, position in enumerate(range(end, end + count)):
-            size = 0 if masks is None else len(masks) // positions
+        size = 0 if masks is None or step.late is None else len(masks) // step.late.num_positions
+
+        def following(context: list[int]) -> int:
+            at = len(context) - end
             allowed = None if masks is None else tokens_of(masks[size * at : size * (at + 1)], self._vocabulary_size)
-            output_position = position - slot.added.num_prompt_tokens
-            token = next_token(
+            return next_token(
                 context,
                 slot.added.sampling,
-                output_position,
+                len(context) - slot.added.num_prompt_tokens,
                 vocabulary_size=self._vocabulary_size,
                 limits=limits,
                 adapter=digest,
                 allowed=allowed,
             )
+
+        if NO_TOKEN in drafts:
+            drafts = self._own_drafts(self._read(table, end, adapter), len(drafts), following)
+        self._write(table, end, [*drafts, *[BEYOND] * limits.num_lookahead_tokens], adapter)
+        sampled: list[int] = []
+        for at in range(1 + len(drafts)):
+            token = following(self._read(table, end + at, adapter))
             sampled.append(token)
-            context.append(token)
-        drafts = [*sampled[:-1], *[DRAFT] * (limits.num_lookahead_tokens - count + 1)]
-        self._write(table, end, drafts, adapter)
+            if drafts[at : at + 1] != (token,):
+                break
         slot.tokens = [*slot.tokens[:end], *sampled]
-        slot.computed = end + count - 1
+        slot.computed = end + len(sampled) - 1
         return tuple(sampled)
+
+    def _own_drafts(self, context: list[int], count: int, following: Callable[[list[int]], int]) -> tuple[int, ...]:
+        """Drafts as a model on the device makes them: two of three are right."""
+        known = len(context)
+        for _ in range(count):
+            token = following(context)
+            wrong = zlib.crc32(array("q", context).tobytes(), 1) % 3 == 0
+            context.append((token + wrong) % self._vocabulary_size)
+        return tuple(context[known:])
 
     def _fed(self, step: _Step, i: int) -> list[int]:
         rows, start = step.batch.rows, step.batch.rows.start[i]
@@ -644,8 +672,11 @@ class StrictBackend:
 
 
 def _prefills(rows: Rows) -> list[bool]:
-    """For each row, whether it looks like a prefill row: a decode row feeds one token behind others, and samples."""
-    columns = zip(rows.num_tokens, rows.samples, rows.start, rows.after, strict=True)
+    """For each row, whether it looks like a prefill row: a decode row feeds one token behind others, with its drafts,
+    and samples."""
+    drafts = rows.drafts or ((),) * len(rows)
+    fed = [num - len(of_row) for num, of_row in zip(rows.num_tokens, drafts, strict=True)]
+    columns = zip(fed, rows.samples, rows.start, rows.after, strict=True)
     return [num > 1 or not samples or (start == 0 and after == KNOWN) for num, samples, start, after in columns]
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from helpers.engine_driver import (
     VOCABULARY_SIZE,
+    OfTheDevice,
     RecordingBackend,
     Run,
     alone,
@@ -172,10 +173,10 @@ def test_a_row_with_a_guide_is_launched_as_others_and_sampled_after_the_previous
     assert set(samples[-10:]) == {"sample"}, "after the last of them ended, no row is late"
 
 
-def test_late_rows_work_with_several_tokens_per_row() -> None:
+def test_rows_with_masks_and_rows_with_drafts_share_steps() -> None:
     for limits in (DEVICE, HOST):
         asked = [request("even", 5, 12), request("free", 5, 30)]
-        run = start(replace(limits, max_tokens_per_row=4, num_lookahead_tokens=3), late=even_only)
+        run = start(replace(limits, max_drafts=3), late=even_only)
         run.add(*asked)
         run.finish()
         run.check_tokens(asked, even_only)
@@ -185,8 +186,8 @@ def test_late_rows_work_with_several_tokens_per_row() -> None:
 
 
 def test_a_request_at_the_limits_runs_to_completion() -> None:
-    several = replace(DEVICE, max_tokens_per_row=4, num_lookahead_tokens=5)
-    for limits in (HOST, several, NEURON, replace(several, num_blocks=5), replace(HOST, num_blocks=3)):
+    drafts = replace(DEVICE, max_drafts=3, num_lookahead_tokens=2)
+    for limits in (HOST, drafts, NEURON, replace(drafts, num_blocks=5), replace(HOST, num_blocks=3)):
         for num_prompt in (2, 17, limits.max_new_tokens(0) - 1):
             serve(limits, request("a", num_prompt, limits.max_new_tokens(num_prompt)))
 
@@ -225,7 +226,7 @@ def test_the_step_bound_is_proportional_to_the_tokens() -> None:
         ({"layout": "slots"}, "block_size must be max_model_length"),
         ({"steps_in_flight": 2}, "host feedback allows one step in flight"),
         ({"token_feedback": "same rows"}, "needs two steps in flight"),
-        ({"max_tokens_per_row": 4, "num_lookahead_tokens": 2}, "at least max_tokens_per_row - 1"),
+        ({"max_drafts": -1}, "must be >= 0"),
         ({"max_step_tokens": 3}, "a decode row of every sequence"),
         ({"max_step_tokens": 8, "min_chunk_tokens": 6}, "all but one plus a chunk"),
         ({"prefill_buckets": (PrefillBucket(8, 8), PrefillBucket(4, 8))}, "must be ascending"),
@@ -346,7 +347,11 @@ def worst_gap(
     """The longest gap of streams among arriving and leaving long and short prompts, and its stated bound."""
     backend = TimedBackend(limits, seconds)
     engine = Engine(
-        backend, max_consecutive_prefills=max_consecutive_prefills, clock=lambda: backend.now, max_queued_requests=100
+        backend,
+        max_consecutive_prefills=max_consecutive_prefills,
+        clock=lambda: backend.now,
+        max_queued_requests=100,
+        drafting=OfTheDevice(limits),
     )
     last: dict[str, float] = {}
     worst = 0.0
@@ -370,13 +375,13 @@ def worst_gap(
     return worst, engine.stats.stream_gap_bound_seconds
 
 
-@pytest.mark.parametrize("per_row", [1, 4])
+@pytest.mark.parametrize("max_drafts", [0, 3])
 @pytest.mark.parametrize("prefills", [1, 3])
 @pytest.mark.parametrize("limits", [DEVICE, replace(DEVICE, mixes_phases=False), HOST, NEURON])
 def test_gaps_of_a_running_stream_stay_within_the_bound_of_the_longest_steps(
-    limits: BackendLimits, prefills: int, per_row: int
+    limits: BackendLimits, prefills: int, max_drafts: int
 ) -> None:
-    limits = replace(limits, max_tokens_per_row=per_row, num_lookahead_tokens=per_row - 1)
+    limits = replace(limits, max_drafts=max_drafts)
     worst, bound = worst_gap(limits, lambda batch: 0.004 + 0.001 * batch.num_tokens, prefills)
     assert 0 < worst <= bound + 1e-9
     assert bound < 100, "idle time does not count"
@@ -414,17 +419,15 @@ def test_the_bound_on_the_gap_is_reached() -> None:
 
 def test_the_bound_on_the_gap_by_the_kinds_of_steps() -> None:
     longest = {StepKind.PREFILL: 5.0, StepKind.DECODE: 1.0, StepKind.MIXED: 3.0}
-    several = replace(DEVICE, max_tokens_per_row=2, num_lookahead_tokens=1)
     assert stream_gap_bound(NEURON, {}) == 0.0
     assert stream_gap_bound(NEURON, {StepKind.PREFILL: 5.0, StepKind.DECODE: 1.0}, 2) == 11.0
     assert stream_gap_bound(DEVICE, longest) == 3.0
-    assert stream_gap_bound(several, longest) == 3.0 + 5.0
 
 
 def test_logprobs_stay_with_their_tokens() -> None:
     plain = request("a", 6, 20, logprobs=2)
     tokens = alone(plain)[0]
-    limits = replace(DEVICE, max_tokens_per_row=4, num_lookahead_tokens=3, max_logprobs=5)
+    limits = replace(DEVICE, max_drafts=3, max_logprobs=5)
     asked = replace(plain, sampling=replace(plain.sampling, stop_token_ids=frozenset({tokens[6]})))
     run = start(limits)
     run.engine.add(asked)

@@ -1,4 +1,4 @@
-"""The engine under random limits, layouts, arrivals, aborts, stops, preemptions, with 1 to 4 tokens per row.
+"""The engine under random limits, layouts, arrivals, aborts, stops, preemptions, with and without drafts.
 
 Prompts share texts, so prefixes are shared, waited for and evicted. Requests have different sampling parameters, for
 the device and for the host. Every request must get the tokens that it gets alone, within the step bound, and the
@@ -19,7 +19,7 @@ from helpers.host_rows import is_of_host
 from helpers.random_loads import some_limits, some_requests
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import Added, Request, Sampling, StepKind
+from neuron_runtime.core import NO_TOKEN, Added, Request, Sampling, StepKind
 from neuron_runtime.engine.loop import stream_gap_bound
 
 NUM_EXAMPLES = 200
@@ -59,7 +59,12 @@ def what_happened(run: Run) -> dict[str, bool]:
         "shared a prefix": stats.num_prefix_hits_total,
         "shared a prefix and preempted": stats.num_prefix_hits_total and stats.num_preemptions_total,
         "waited for a prefix": run.waited,
-        "surplus returned": any(b.kept_blocks for b in batches),
+        "accepted drafts": any(accepted for _, accepted in run.guesses.learned),
+        "rejected drafts": any(accepted < count for count, accepted in run.guesses.learned),
+        "drafts beside a prompt": any(b.rows.drafts and b.num_prefills for b in batches),
+        "drafts of the device": any(NO_TOKEN in drafts for b in batches for drafts in b.rows.drafts),
+        "drafts and preempted": any(b.rows.drafts for b in batches) and stats.num_preemptions_total,
+        "drafts and a shared prefix": any(b.rows.drafts for b in batches) and stats.num_prefix_hits_total,
         "chunked": any(not s for b in batches for s in b.rows.samples),
         "aborted": run.aborted,
         "prompt logprobs": run.prompts,

@@ -8,7 +8,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from helpers.engine_driver import VOCABULARY_SIZE, RecordingBackend, Run, alone, even_only, request
+from helpers.engine_driver import VOCABULARY_SIZE, Guesses, RecordingBackend, Run, alone, even_only, request
 from helpers.groups import group_of, tcp_layout
 from helpers.guides import RuleGuides
 from helpers.ports import free_ports
@@ -57,7 +57,6 @@ def test_every_field_of_a_batch_arrives_as_it_was() -> None:
         added=(added,),
         appended_blocks=((1, 2),),
         released=(7,),
-        kept_blocks=((3, 1),),
     )
     assert wire.decode_step(wire.encode(Launch(0, batch))) == Launch(0, batch)
 
@@ -76,7 +75,8 @@ def test_every_rank_repeats_the_calls_of_rank_0(size: int) -> None:
         with group_of(lambda limits=limits: RecordingBackend(limits), size) as group:  # type: ignore[misc]
             backend = group.leader._backend
             assert isinstance(backend, RecordingBackend)
-            run = Run(Engine(group.leader, guides=RuleGuides(even_only, VOCABULARY_SIZE)), backend, late=even_only)
+            guides, guesses = RuleGuides(even_only, VOCABULARY_SIZE), Guesses(limits)
+            run = Run(Engine(group.leader, guides=guides, drafting=guesses), backend, guesses, late=even_only)
             requests = list(some_requests(random, limits))
             run.add(*requests)
             run.finish()

@@ -85,19 +85,10 @@ MUTANTS = [
     ),
     (f"{SCHEDULER}._free", forced("_slots_wait", False), "blocks_that_the_step_in_flight_may_write_are_not_reused"),
     (f"{SCHEDULER}._free", forced("_blocks_wait", False), "blocks_that_the_step_in_flight_may_write_are_not_reused"),
-    (f"{BLOCKS}._needed", valued("max_tokens_per_row", 1), "a_row_waits_when_the_previous_one_may_be_its_last"),
-    (f"{SCHEDULER}._make_room", forced("max_length", False), "a_row_waits_when_the_previous_one_may_be_its_last"),
-    (
-        f"{SCHEDULER}._make_room",
-        forced("decodes_all_live_rows", False),
-        "a_row_waits_when_the_previous_one_may_be_its_last",
-    ),
-    (
-        f"{BLOCKS}.return_surplus",
-        without("kept"),
-        "blocks_are_reserved_for_the_maximum_of_a_row_and_the_surplus_returns",
-    ),
-    (f"{SCHEDULER}._release", without("pop"), "an_abort_frees_everything_in_any_state_of_the_request"),
+    (f"{SCHEDULER}._drafts", left_out("max_length"), "drafts_never_reach_beyond_the_last_token_that_is_fed"),
+    (f"{SCHEDULER}._drafts", left_out("budget"), "drafts_take_what_a_step_has_left"),
+    (f"{SCHEDULER}._drafts", without("make_room"), "drafts_take_the_blocks_that_are_free"),
+    (f"{SCHEDULER}.apply", without("num_scheduled_tokens"), "drafts_take_what_a_step_has_left"),
     (
         f"{BLOCKS}.secures",
         forced("is_preemptible", True),
@@ -123,14 +114,18 @@ MUTANTS = [
     ),
     (f"{SCHEDULER}._part", forced("min_chunk_tokens", True), "only_the_last_chunk_may_be_shorter_than_the_minimum"),
     (f"{SCHEDULER}.schedule", forced("max_length", False), "a_foreseen_end_frees_its_row_without_delay"),
-    (f"{SCHEDULER}.apply", without("num_computed_tokens", nth=1), "a_row_waits_when_the_previous_one_may_be_its_last"),
+    (
+        f"{SCHEDULER}.apply",
+        without("num_computed_tokens", nth=1),
+        "drafts_never_reach_beyond_the_last_token_that_is_fed",
+    ),
     (f"{SCHEDULER}.apply", forced("finished", True, nth=0), "the_row_of_an_ended_request_is_discarded"),
     (
         "sequence:Sequence.accept",
         forced("min_tokens", True),
         "a_stop_token_before_min_tokens_does_not_end_the_answer",
     ),
-    ("sequence:Sequence.accept", unsliced("STOP"), "an_answer_ends_at_the_first_stop_token_in_a_row_of_several"),
+    ("sequence:Sequence.accept", unsliced("STOP"), "an_answer_ends_at_the_first_stop_token_among_accepted_drafts"),
     ("pool:Pool._return", appended("heappush"), "slots_are_allocated_lowest_first"),
     (f"{BLOCKS}.find", valued("_min_fed", 0), "at_least_one_token_is_fed_for_a_cached_prompt"),
     (f"{BLOCKS}.__init__", forced("mixes_phases", True), "at_least_one_token_is_fed_for_a_cached_prompt"),
@@ -245,5 +240,5 @@ def test_a_mutant_is_killed_by_its_test(
     )
     killing_test()
     mutate(monkeypatch, f"neuron_runtime.engine.{where}", operator)
-    with pytest.raises((AssertionError, IllegalBatch, BackendFailed, RuntimeError, ValueError, KeyError)):
+    with pytest.raises((AssertionError, IllegalBatch, BackendFailed, RuntimeError, ValueError, LookupError)):
         killing_test()

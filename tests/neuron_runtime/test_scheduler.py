@@ -21,7 +21,7 @@ from neuron_runtime.errors import BackendFailed
 BLOCKS = BackendLimits(max_rows=4, max_model_length=32, max_step_tokens=16, block_size=4, num_blocks=32)
 DEVICE = replace(BLOCKS, steps_in_flight=2, token_feedback="device")
 NEURON = neuron_limits(max_rows=4, max_model_length=32)
-SEVERAL = replace(DEVICE, max_tokens_per_row=4, num_lookahead_tokens=3)
+DRAFTS = replace(DEVICE, max_drafts=3)
 SMALL = replace(BLOCKS, num_blocks=8)
 """Room for one sequence of the model's length."""
 SHARED = replace(BLOCKS, shares_prefixes=True)
@@ -242,6 +242,7 @@ def test_no_step_is_spent_on_a_row_whose_end_is_known() -> None:
 def test_a_foreseen_end_frees_its_row_without_delay() -> None:
     run = serve(NEURON, request("a", 5, 4), request("b", 5, 20))
     assert run.steps.num_ahead == run.steps.num(StepKind.DECODE)
+    assert sum(len(batch.rows) for batch in run.backend.batches) == 4 + 20, "a row ran for nothing"
 
 
 # Cached prefixes
@@ -299,7 +300,7 @@ def test_a_prompt_cached_up_to_one_token_becomes_a_decode_row_in_slot_order() ->
 
 
 def test_the_next_turn_reuses_the_cached_answer() -> None:
-    for limits in (SHARED, SHARED_DEVICE, replace(SEVERAL, shares_prefixes=True)):
+    for limits in (SHARED, SHARED_DEVICE, replace(DRAFTS, shares_prefixes=True)):
         first = request("first", 6, 11)
         turn = replace(first, request_id="turn", prompt_token_ids=(*first.prompt_token_ids, *alone(first)[0], 1, 2))
         run = one_after_another(limits, first, turn)
@@ -484,13 +485,13 @@ def test_an_unshared_released_block_is_free() -> None:
 
 
 def test_tokens_computed_after_a_stop_are_not_cached() -> None:
-    plain = request("a", 6, 20)
-    tokens = alone(plain)[0]
-    for limits in (replace(SEVERAL, shares_prefixes=True), SHARED_DEVICE):
-        for at in range(1, 12):
-            stops = frozenset({tokens[at]})
-            asked = replace(plain, sampling=replace(plain.sampling, stop_token_ids=stops))
-            serve(limits, asked)
+    for num_prompt in range(5, 9):
+        plain = request("a", num_prompt, 20)
+        tokens = alone(plain)[0]
+        for limits in (replace(DRAFTS, shares_prefixes=True), SHARED_DEVICE):
+            for at in range(1, 12):
+                stops = frozenset({tokens[at]})
+                serve(limits, replace(plain, sampling=replace(plain.sampling, stop_token_ids=stops)))
 
 
 def test_a_preempted_sequence_reuses_its_remaining_blocks() -> None:
@@ -633,11 +634,15 @@ def test_a_prompt_is_admitted_only_with_a_spare_block_for_each_growing_sequence(
 
 def test_blocks_that_the_step_in_flight_may_write_are_not_reused() -> None:
     # Both end at an unforeseen stop token, so a row of each is still in flight when its slot is free.
-    for limits in (DEVICE, replace(DEVICE, mixes_phases=False), replace(SEVERAL, num_blocks=12)):
+    for limits in (DEVICE, replace(DEVICE, mixes_phases=False)):
         first = [request(name, 6, 20, seed=1) for name in "ab"]
         stops = [replace(r, sampling=replace(r.sampling, stop_token_ids=frozenset(alone(r)[0][3:4]))) for r in first]
         run = serve(replace(limits, max_rows=2), *stops, request("c", 6, 6), request("d", 6, 6))
         assert run.reasons["a"] is FinishReason.STOP
+    # The other one needs a block just when the only one of the ended request is free.
+    short = request("a", 2, 20)
+    short = replace(short, sampling=replace(short.sampling, stop_token_ids=frozenset(alone(short)[0][1:2])))
+    serve(replace(DEVICE, max_rows=2), short, request("b", 3, 20))
 
 
 def test_the_row_of_an_ended_request_is_discarded() -> None:
@@ -647,18 +652,43 @@ def test_the_row_of_an_ended_request_is_discarded() -> None:
     assert len(run.backend.batches) > len(run.tokens["a"]), "the row scheduled early was wasted"
 
 
-def test_blocks_are_reserved_for_the_maximum_of_a_row_and_the_surplus_returns() -> None:
-    run = serve(SEVERAL, request("a", 6, 24), request("b", 3, 20))
-    kept = [pair for batch in run.backend.batches for pair in batch.kept_blocks]
-    assert kept, "no row took less than the maximum"
-
-
-def test_a_row_waits_when_the_previous_one_may_be_its_last() -> None:
-    for limits in (SEVERAL, neuron_limits(max_rows=3, max_model_length=32, max_tokens_per_row=4)):
+def test_drafts_never_reach_beyond_the_last_token_that_is_fed() -> None:
+    for limits in (DRAFTS, neuron_limits(max_rows=3, max_model_length=32, max_drafts=3)):
         for max_tokens in range(1, 9):
             serve(limits, request("a", 8, max_tokens), request("b", 5, 12), request("c", 9, max_tokens))
         for num_prompt in range(8, 16):
-            serve(limits, request("to the edge", num_prompt, limits.max_new_tokens(num_prompt)))
+            run = serve(limits, request("to the edge", num_prompt, limits.max_new_tokens(num_prompt)))
+            rows = [batch.rows for batch in run.backend.batches]
+            assert max(one.start[0] + one.num_tokens[0] for one in rows) <= limits.max_model_length - 1
+
+
+def test_drafts_take_what_a_step_has_left() -> None:
+    limits = replace(DRAFTS, max_rows=3, max_step_tokens=9, min_chunk_tokens=2)
+    run = serve(limits, request("a", 5, 20), request("b", 4, 20), request("c", 20, 8))
+    steps = run.backend.batches
+    assert max(batch.num_tokens for batch in steps) == limits.max_step_tokens
+    assert any(batch.num_prefills and batch.rows.drafts for batch in steps), "a prompt left nothing"
+
+
+def test_drafts_take_the_blocks_that_are_free() -> None:
+    limits = replace(DRAFTS, max_rows=2, block_size=2, num_blocks=13)
+    asked = request("a", 9, 12), request("b", 3, 2)
+    run = serve(limits, *asked)
+    rows = [batch.rows for batch in run.backend.batches]
+    assert any(len(of_row) == limits.max_drafts for row in rows for of_row in row.drafts)
+    assert run.engine.stats.num_preemptions_total == 0
+    serve(replace(limits, num_blocks=11), asked[0])
+
+
+def test_a_step_with_drafts_is_alone_in_flight() -> None:
+    run = serve(DRAFTS, request("a", 6, 26), request("b", 5, 24), request("c", 9, 22))
+    calls = [name for name, _ in run.backend.calls]
+    alone_in_flight = {batch.step for batch in run.backend.batches if batch.rows.drafts}
+    assert alone_in_flight
+    for at, (name, step) in enumerate(run.backend.calls):
+        if name == "launch":
+            in_flight = calls[:at].count("launch") - calls[:at].count("collect")
+            assert not (in_flight and {step, step - 1} & alone_in_flight)
 
 
 def test_at_most_two_steps_are_scheduled_and_not_yet_applied() -> None:
@@ -672,10 +702,10 @@ def test_at_most_two_steps_are_scheduled_and_not_yet_applied() -> None:
 # Ends
 
 
-def test_an_answer_ends_at_the_first_stop_token_in_a_row_of_several() -> None:
+def test_an_answer_ends_at_the_first_stop_token_among_accepted_drafts() -> None:
     plain = request("a", 6, 20)
     tokens = alone(plain)[0]
-    for limits in (SEVERAL, BLOCKS):
+    for limits in (DRAFTS, BLOCKS):
         for at in range(1, 12):
             stops = frozenset({tokens[at]})
             asked = replace(plain, sampling=replace(plain.sampling, stop_token_ids=stops))
@@ -693,7 +723,7 @@ def test_a_stop_token_before_min_tokens_does_not_end_the_answer() -> None:
 
 
 def test_an_abort_frees_everything_in_any_state_of_the_request() -> None:
-    for limits in (BLOCKS, DEVICE, SEVERAL, SMALL, NEURON):
+    for limits in (BLOCKS, DEVICE, DRAFTS, SMALL, NEURON):
         for after in range(12):
             for victim in "abcde":
                 run = start(limits)
@@ -723,8 +753,8 @@ def test_aborting_unknown_and_finished_requests_is_harmless() -> None:
     [
         (StepOutput(1, ((1,),)), "step 1 with 1 rows, expected step 0 with 1 rows"),
         (StepOutput(0, ((1,), (2,))), "step 0 with 2 rows, expected step 0 with 1 rows"),
-        (StepOutput(0, ((),)), r"1 to 1 tokens, got \[0\]"),
-        (StepOutput(0, ((1, 2),)), r"1 to 1 tokens, got \[2\]"),
+        (StepOutput(0, ((),)), r"rows returned \[0\] tokens, expected at least one and at most \[1\]"),
+        (StepOutput(0, ((1, 2),)), r"rows returned \[2\] tokens, expected at least one and at most \[1\]"),
     ],
 )
 def test_an_output_that_does_not_match_its_step_is_refused(output: StepOutput, complaint: str) -> None:

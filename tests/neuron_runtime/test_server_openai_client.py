@@ -335,8 +335,7 @@ async def test_tokens_after_a_stop_string_are_not_returned(client: AsyncOpenAI, 
 
 
 async def test_tokens_after_the_stop_string_in_the_same_step_are_not_returned(model_dir: Path) -> None:
-    several = replace(LIMITS, max_tokens_per_row=4, num_lookahead_tokens=3)
-    async with serving(model_dir, limits=several) as served, client_of(served) as client:
+    async with serving(model_dir, limits=replace(LIMITS, max_drafts=3)) as served, client_of(served) as client:
         free = (await complete(client)).choices[0].text
         for at in range(6, 12):
             whole = await complete(

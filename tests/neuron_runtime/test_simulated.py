@@ -260,9 +260,9 @@ def test_logprobs_are_uniform_and_cover_the_prompt() -> None:
     assert [one.token_id for one in first.prompt_logprobs] == list(asked.prompt_token_ids[1:])
 
 
-def test_several_tokens_per_row_and_an_unknown_vocabulary_are_refused() -> None:
+def test_drafts_and_an_unknown_vocabulary_are_refused() -> None:
     fine = limits(max_sequences=2)
-    for wrong in (replace(fine, max_tokens_per_row=2, num_lookahead_tokens=1), replace(fine, vocabulary_size=0)):
+    for wrong in (replace(fine, max_drafts=1), replace(fine, vocabulary_size=0)):
         with pytest.raises(ValueError, match="one token per row"):
             SimulatedBackend(wrong, STEP, VirtualClock())
 

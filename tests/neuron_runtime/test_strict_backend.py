@@ -29,6 +29,7 @@ from neuron_runtime.core import (
 GREEDY = Sampling(temperature=0.0)
 PROMPT = (5, 3, 8)
 BLOCKS = BackendLimits(max_rows=4, max_model_length=32, max_step_tokens=16, block_size=4, num_blocks=16)
+DRAFTS = replace(BLOCKS, max_drafts=3)
 DEVICE = replace(BLOCKS, steps_in_flight=2, token_feedback="device")
 NEURON = neuron_limits(max_rows=2, max_model_length=16)
 
@@ -62,6 +63,10 @@ def decode(step: int, *rows: tuple[int, int, int], after: tuple[int, ...] | None
     slot, start, token = zip(*rows, strict=True)
     waits = after or (KNOWN,) * len(rows)
     return Batch(step, Rows(slot, start, (1,) * len(rows), token, waits, (True,) * len(rows)), **other)
+
+
+def with_drafts(step: int, row: tuple[int, int, int], drafts: tuple[int, ...], **other: Any) -> Batch:
+    return with_rows(decode(step, row, **other), num_tokens=(1 + len(drafts),), drafts=(drafts,))
 
 
 def join(step: int, new: Added, start: int, **other: Any) -> Batch:
@@ -100,7 +105,9 @@ FIRST, SECOND = follow(*PROMPT, count=2)
 OTHER = (9, 2, 4, 7, 1)
 (OTHER_FIRST,) = follow(*OTHER)
 BOTH = prefill(0, added(0), added(1, OTHER, (1, 2)))
-DECODE = decode(1, (0, 3, FIRST))
+GUESSED = (0, 3, FIRST)
+DECODE = decode(1, GUESSED)
+TWO_BLOCKS = prefill(0, added(0, blocks=(0, 1)))
 PROMPT_LOGPROBS = replace(GREEDY, prompt_logprobs=0)
 TOP_9 = Sampling(top_k=9)
 TWO_PREFILLS = replace(BLOCKS, max_prefill_rows=2)
@@ -143,10 +150,17 @@ def illegal(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
         illegal("which does not exist", BLOCKS, prefill(0, added(0, blocks=(16,)))),
         illegal("which another slot holds", BLOCKS, prefill(0, added(0)), prefill(1, added(1, blocks=(0,)))),
         illegal("slot 2 is free", BLOCKS, prefill(0, added(0)), decode(1, (0, 3, FIRST), appended_blocks=((2, 3),))),
-        illegal("has 1 blocks and keeps 1", BLOCKS, prefill(0, added(0)), changed(DECODE, kept_blocks=((0, 1),))),
         illegal("columns of the rows differ", BLOCKS, with_rows(prefill(0, added(0)), token=())),
         illegal("a slot has two rows", TWO_PREFILLS, with_rows(prefill(0, added(0), added(1)), slot=(0, 0))),
         illegal("slot 3 is free", BLOCKS, prefill(0, added(0)), decode(1, (3, 3, FIRST))),
+        illegal("has 4 drafts, the limit is 3", DRAFTS, TWO_BLOCKS, with_drafts(1, GUESSED, (0,) * 4)),
+        illegal("has 1 drafts, the limit is 0", BLOCKS, TWO_BLOCKS, with_drafts(1, GUESSED, (0,))),
+        illegal(r"has the drafts \(101,\)", DRAFTS, TWO_BLOCKS, with_drafts(1, GUESSED, (101,))),
+        illegal(r"has the drafts \(-1, 3\)", DRAFTS, TWO_BLOCKS, with_drafts(1, GUESSED, (NO_TOKEN, 3))),
+        illegal("prefills and has drafts", DRAFTS, with_rows(prefill(0, added(0)), drafts=((0,),))),
+        illegal("feeds 1 tokens and has 1 drafts", DRAFTS, TWO_BLOCKS, with_rows(DECODE, drafts=((0,),))),
+        illegal("none has one", DRAFTS, TWO_BLOCKS, with_rows(DECODE, drafts=((),))),
+        illegal("its blocks hold 4", DRAFTS, prefill(0, added(0)), with_drafts(1, GUESSED, (0,))),
         illegal("a row feeds no token", BLOCKS, with_rows(prefill(0, added(0)), num_tokens=(0,))),
         illegal("a row prefills 20 tokens, the limit is 16", BLOCKS, prefill(0, added(0, (7,) * 20, (0, 1, 2, 3, 4)))),
         illegal("a row prefills 3 tokens, the limit is 2", buckets((2, 2)), prefill(0, added(0))),
@@ -204,7 +218,7 @@ def illegal(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
         illegal("its blocks hold 4", BLOCKS, prefill(0, added(0, OTHER))),
         illegal(
             "the model's length is 5",
-            replace(BLOCKS, max_model_length=5, max_tokens_per_row=4, num_lookahead_tokens=3),
+            replace(BLOCKS, max_model_length=5, num_lookahead_tokens=3),
             prefill(0, added(0, blocks=(0, 1))),
         ),
         illegal(
@@ -260,6 +274,7 @@ NEXT = decode(1, (0, 0, NO_TOKEN), after=(0,))
     [
         ("the limit is 1", BLOCKS, lambda b: b.launch(prefill(1, added(1)))),
         ("the limit is 2", DEVICE, lambda b: (b.launch(NEXT), b.sample(1, None), b.launch(prefill(2, added(1))))),
+        ("not alone in flight", replace(DEVICE, max_drafts=1), lambda b: b.launch(with_drafts(1, GUESSED, (0,)))),
         ("was not sampled", DEVICE, lambda b: (b.collect(0), b.launch(DECODE), b.launch(prefill(2, added(1))))),
         ("sampled twice", DEVICE, lambda b: b.sample(0, None)),
         ("was not launched last", DEVICE, lambda b: (b.launch(NEXT), b.sample(0, None))),
@@ -314,13 +329,16 @@ def test_prompt_logprobs_are_reported_with_the_rows_that_compute_them() -> None:
     assert all(len(entry.top) == 2 for output in outputs for row in output.prompt_logprobs for entry in row)
 
 
-def test_several_tokens_per_row_equal_single_tokens() -> None:
-    limits = replace(BLOCKS, max_tokens_per_row=4, num_lookahead_tokens=3)
-    backend = StrictBackend(limits)
+@pytest.mark.parametrize("of_the_device", [False, True])
+def test_rows_with_drafts_give_the_tokens_of_single_ones(of_the_device: bool) -> None:
+    backend = StrictBackend(DRAFTS)
     tokens = list(run(backend, prefill(0, added(0, blocks=(0, 1, 2, 3, 4))))[0].token_ids[0])
     counts = set()
     while len(tokens) < 12:
-        (output,) = run(backend, decode(backend._num_launched, (0, 3 + len(tokens) - 1, tokens[-1])))
+        right = follow(*PROMPT, *tokens, count=3)
+        guesses = {1: right, 2: (right[0], 0, 0), 0: (0, *right[1:])}[len(tokens) % 3]
+        drafts = (NO_TOKEN,) * 3 if of_the_device else guesses
+        (output,) = run(backend, with_drafts(backend._num_launched, (0, 2 + len(tokens), tokens[-1]), drafts))
         counts.add(len(output.token_ids[0]))
         tokens += output.token_ids[0]
     assert tuple(tokens) == follow(*PROMPT, count=len(tokens))
@@ -331,7 +349,7 @@ def test_several_tokens_per_row_equal_single_tokens() -> None:
 @pytest.mark.parametrize(
     ("late", "rule"),
     [
-        (Late((0,), mask_of((3,), 101), num_positions=2), "has 2 positions per row, a row has 1 to 1 tokens"),
+        (Late((0,), mask_of((3,), 101), num_positions=2), "has 2 positions per row, its rows have up to 1"),
         (Late((0,), mask_of((102,), 128)), "mask 0 allows no token"),
         (Late((0,), mask_of((), 101)), "mask 0 allows no token"),
         (Late((), memoryview(b"")), "has masks of rows"),
@@ -346,16 +364,15 @@ def test_late_masks_must_fit_the_rows_and_their_tokens(late: Late, rule: str) ->
 
 
 def test_a_late_mask_has_a_place_for_each_token_of_a_row() -> None:
-    limits = replace(BLOCKS, max_tokens_per_row=4, num_lookahead_tokens=3)
     for only in ((7, 9, 11), (8, 10, 12)):
-        backend = StrictBackend(limits)
+        backend = StrictBackend(DRAFTS)
         sampling = replace(GREEDY, form=FORM)
         ((first,),) = run(backend, prefill(0, added(0, blocks=(0, 1), sampling=sampling)))[0].token_ids
-        backend.launch(decode(1, (0, 3, first)))
+        backend.launch(with_drafts(1, (0, 3, first), (7, 9)))
         bits = b"".join(mask_of((one,), 101) for one in only)
         backend.sample(1, Late((0,), memoryview(bits), num_positions=3))
         ((*tokens,),) = backend.collect(1).token_ids
-        assert tuple(tokens) == only[: len(tokens)]
+        assert tuple(tokens) == (only if only[0] == 7 else only[:1])
 
 
 def test_late_masks_restrict_the_tokens_of_their_row() -> None:

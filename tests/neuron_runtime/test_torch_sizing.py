@@ -38,7 +38,7 @@ def limits(available_bytes: int = 16 * GIB, **config: Any) -> BackendLimits:
 def test_with_enough_memory_the_defaults_are_eight_slots_of_the_model_length() -> None:
     found = limits()
     assert (found.layout, found.max_rows, found.max_model_length, found.max_step_tokens) == ("slots", 8, 8192, 512)
-    assert (found.block_size, found.num_blocks, found.max_tokens_per_row) == (8192, 8, 1)
+    assert (found.block_size, found.num_blocks, found.max_drafts) == (8192, 8, 0)
     assert (found.steps_in_flight, found.token_feedback) == (2, "device")
 
 

@@ -110,10 +110,6 @@ class SlotMirror:
             if not self.live[slot]:
                 raise IllegalBatch(f"step {batch.step} releases slot {slot}, which is free")
             self.live[slot] = False
-        for slot, num_kept in batch.kept_blocks:
-            if not (self.live[slot] and 0 < num_kept <= self._num_blocks[slot]):
-                raise IllegalBatch(f"step {batch.step} keeps {num_kept} blocks of slot {slot}, which has fewer")
-            self._hold(slot, num_kept)
         for added in batch.added:
             self._add(batch.step, added)
         for slot, block in batch.appended_blocks:
@@ -151,7 +147,7 @@ class SlotMirror:
         rows, before = batch.rows, self._repeatable
         return (
             before is not None
-            and not (batch.num_prefills or batch.released or batch.kept_blocks or batch.added)
+            and not (batch.num_prefills or batch.released or batch.added)
             and (rows.slot, rows.num_tokens, rows.samples) == (before.slot, before.num_tokens, before.samples)
             and rows.after == tuple(range(len(rows)))
         )

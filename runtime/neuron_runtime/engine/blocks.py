@@ -20,7 +20,6 @@ class BlockManager:
     def __init__(self, limits: BackendLimits, stats: EngineStats) -> None:
         self.cache = PrefixCache(limits.num_blocks)
         self.appended: list[tuple[int, int]] = []
-        self.kept: dict[int, int] = {}
         """Changes of blocks in the next batch, see `Batch`."""
         self._limits = limits
         self._stats = stats
@@ -89,7 +88,7 @@ class BlockManager:
                 self._stats.num_prefix_queries_total += sequence.num_prompt
             self._stats.num_prefix_hits_total += sequence.num_cached
 
-    # Growth and shrinkage
+    # Growth
 
     def append(self, sequences: list[Sequence]) -> bool:
         """Allocate the missing blocks for the next row of each; False and no change if too few are free."""
@@ -102,13 +101,17 @@ class BlockManager:
             self.appended += [(sequence.slot, block) for block in blocks]
         return True
 
-    def return_surplus(self, sequence: Sequence) -> None:
-        """Return blocks that were reserved for tokens that a row did not produce."""
-        needed = self._needed(sequence)
-        if surplus := sequence.blocks[needed:]:
-            self._hold(sequence, sequence.blocks[:needed])
-            self.cache.give_back(surplus)
-            self.kept[sequence.slot] = needed
+    def make_room(self, sequence: Sequence, num_drafts: int) -> int:
+        """Allocate free blocks for drafts behind its tokens; returns for how many of them there is room.
+
+        It keeps the blocks if the drafts are rejected: its next tokens need them.
+        """
+        needed = self._limits.blocks_for(len(sequence.tokens) + num_drafts + self._limits.num_lookahead_tokens)
+        blocks = self.cache.take(max(min(needed - len(sequence.blocks), self.cache.num_free), 0))
+        if blocks:
+            self._hold(sequence, sequence.blocks + blocks)
+            self.appended += [(sequence.slot, block) for block in blocks]
+        return min(num_drafts, sequence.capacity - len(sequence.tokens))
 
     def remember(self, sequence: Sequence) -> None:
         """Add blocks that a row has filled to the cache; tokens computed beyond the known ones do not count."""
@@ -129,14 +132,11 @@ class BlockManager:
     def _hold(self, sequence: Sequence, blocks: list[int]) -> None:
         sequence.blocks = blocks
         sequence.capacity = len(blocks) * self._block_size - self._limits.num_lookahead_tokens
-        most = self._limits.max_tokens_per_row
-        sequence.horizon = min(sequence.capacity - most, sequence.max_length - most - 1)
+        sequence.horizon = min(sequence.capacity - 1, sequence.max_length - 2)
 
     def _needed(self, sequence: Sequence, with_coming: bool = False) -> int:
-        """Blocks for its tokens, drafts, and tokens of the row in flight."""
-        limits = self._limits
-        num_coming = limits.max_tokens_per_row if with_coming else 0
-        return limits.blocks_for(len(sequence.tokens) + num_coming + limits.num_lookahead_tokens)
+        """Blocks for its tokens and the token of the row in flight."""
+        return self._limits.blocks_for(len(sequence.tokens) + with_coming + self._limits.num_lookahead_tokens)
 
     def _most(self, sequence: Sequence) -> int:
         """Maximum number of its blocks; the last token is never fed."""

@@ -32,6 +32,7 @@ from neuron_runtime.core import (
 )
 from neuron_runtime.engine.adapters import LoadedAdapters
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
+from neuron_runtime.engine.drafting import Drafting, Unguided
 from neuron_runtime.engine.guides import Guide, Guides
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.engine.sequence import Phase
@@ -53,6 +54,7 @@ class Engine:
         max_queued_tokens: int = sys.maxsize,
         max_consecutive_prefills: int = 1,
         guides: Guides | None = None,
+        drafting: Drafting | None = None,
         check_adapter: Callable[[str, Path], None] = lambda digest, folder: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,15 +65,19 @@ class Engine:
         max_consecutive_prefills: consecutive prefill steps while decoding sequences wait, if phases do not mix.
         guides: of requests whose answers have a form. Steps with a row of such a request are launched like others, and
             sampled when the tokens before are known. None: a request that has a form is refused.
+        drafting: proposes drafts, of which a row has at most the backend's `max_drafts`. None: no row has any.
         check_adapter: called on a thread whenever an adapter was read; raises unless the folder has the one with the
             digest.
         """
         self._backend = backend
         self._limits = backend.limits
-        self._scheduler = Scheduler(self._limits, max_consecutive_prefills)
         self._guides = guides
         self._guide_of: dict[str, Guide] = {}
         """Guides of live requests that have a form."""
+        self._drafting = drafting
+        self._scheduler = Scheduler(
+            self._limits, max_consecutive_prefills, drafting and Unguided(drafting, self._guide_of)
+        )
         self._masked: Late | None = None
         """The masks of the step sampled last, until it is applied."""
         self._adapters = None
@@ -219,7 +225,8 @@ class Engine:
         """One turn: schedule the next step while the one in flight runs, then collect and apply that one.
 
         The next step is launched as soon as its inputs are known: at once if the device feeds them itself, else after
-        `collect`. A step with a row that has a guide is sampled after `apply`: its masks are made while it runs.
+        `collect`, or after `apply` if it has drafts. A step with a row that has a guide is sampled after `apply`: its
+        masks are made while it runs.
         """
         self._stats.last_step = None
         if self._preparing:
@@ -245,6 +252,8 @@ class Engine:
         events += self._apply(current, output)
         if ahead and late:
             self._sample_late(ahead, events)
+        if ahead is None and self._scheduler.num_live:
+            self._start(events)
         return events
 
     def _located(self, current: Batch) -> Batch:
@@ -337,7 +346,7 @@ class Engine:
                 self.abort(event.request_id)
             elif self._guide_of and (guide := self._guide_of.get(event.request_id)) is not None:
                 guide.advance(event.token_ids)
-        self._measure(batch.kind)
+        self._measure(batch)
         self._leave(ended)
         # Rows that wait during a prefill step are busy too.
         num_busy = max(len(batch.rows), len(self._scheduler.running))
@@ -367,11 +376,13 @@ class Engine:
             if sequences[row].phase is not Phase.FINISHED and not late.allows(at, output.token_ids[row])
         }
 
-    def _measure(self, kind: StepKind) -> None:
+    def _measure(self, batch: Batch) -> None:
         """Measure the time since the end of the previous step."""
-        now, longest = self._clock(), self._longest_step_seconds
+        now, longest, kind = self._clock(), self._longest_step_seconds, batch.kind
         seconds = now - (now if self._applied_at is None else self._applied_at)
         self._applied_at = now
+        if self._drafting is not None and kind is StepKind.DECODE:
+            self._drafting.measure(len(batch.rows), batch.num_tokens, seconds)
         if seconds > longest.get(kind, 0.0):
             longest[kind] = seconds
             self._stats.stream_gap_bound_seconds = stream_gap_bound(
@@ -416,11 +427,10 @@ def stream_gap_bound(
     """Maximum seconds until a running stream that is not preempted gets its next token.
 
     If phases mix, every step has a row of each running stream; otherwise at most `max_consecutive_prefills` steps are
-    between two that do. With several tokens per row, a sequence skips a turn if its row in flight may be its last.
+    between two that do.
 
     longest_step_seconds: by kind, from the end of the previous step to the end of the step.
     """
     prefill = longest_step_seconds.get(StepKind.PREFILL, 0.0)
     own = max(longest_step_seconds.get(kind, 0.0) for kind in (StepKind.DECODE, StepKind.MIXED))
-    turn = own if limits.mixes_phases else own + max_consecutive_prefills * prefill
-    return turn + (max(turn, prefill) if limits.max_tokens_per_row > 1 else 0.0)
+    return own if limits.mixes_phases else own + max_consecutive_prefills * prefill

@@ -25,6 +25,7 @@ from neuron_runtime.core import (
     needs_host,
 )
 from neuron_runtime.engine.blocks import BlockManager
+from neuron_runtime.engine.drafting import Drafting
 from neuron_runtime.engine.running import RunningSet, WaitingQueue, by_order, by_slot
 from neuron_runtime.engine.sequence import Phase, Sequence
 from neuron_runtime.engine.stats import EngineStats
@@ -44,10 +45,16 @@ class ScheduledStep(NamedTuple):
 
 
 class Scheduler:
-    """Schedules steps; at most two steps are scheduled and not applied at any time."""
+    """Schedules steps; at most two steps are scheduled and not applied at any time.
 
-    def __init__(self, limits: BackendLimits, max_consecutive_prefills: int = 1) -> None:
+    A step with drafts is the only one: what it accepts decides where the next rows start.
+    """
+
+    def __init__(
+        self, limits: BackendLimits, max_consecutive_prefills: int = 1, drafting: Drafting | None = None
+    ) -> None:
         self.limits = limits
+        self._drafting = drafting if limits.max_drafts else None
         self.stats = EngineStats(num_blocks=limits.num_blocks)
         self.waiting = WaitingQueue()
         self.running = RunningSet(limits)
@@ -99,6 +106,8 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step; None if nothing can run before the step in flight is applied, or nothing is left."""
         limits, decoding = self.limits, self.running.decoding
+        if self._waits_for_drafts():
+            return None
         for sequence in [s for s in self._due() if len(s.tokens) + 1 >= s.max_length and s.samples]:
             self._release(sequence)  # the row in flight certainly produces its last token
             self._free(sequence)
@@ -119,6 +128,12 @@ class Scheduler:
                     prefills = [(s, n) for s, n in prefills if s.phase is Phase.PREFILL]
         return self._batch(decoders, prefills) if decoders or prefills else None
 
+    def _waits_for_drafts(self) -> bool:
+        """Whether the step in flight has drafts, or the next one should have some."""
+        if self._drafting is None or not self.scheduled:
+            return False
+        return bool(self.scheduled[-1].batch.rows.drafts) or self._drafting.wants(self.running.decoding)
+
     def _due(self) -> list[Sequence]:
         """Decoding sequences that may need a block for their next row, or may already have their last one in flight."""
         return [s for s in self.running.decoding if len(s.tokens) > s.horizon]
@@ -126,21 +141,32 @@ class Scheduler:
     def _make_room(self) -> list[Sequence] | None:
         """The sequences that decode now, each with the blocks it needs; None: wait for the step in flight.
 
-        With several tokens per row, a sequence whose row in flight may be its last is left out until that is known.
-        Nothing is preempted while a step is in flight: its surplus blocks may be enough, and the blocks that it writes
-        cannot be reused yet.
+        Nothing is preempted while a step is in flight: it may end a sequence, and the blocks that it writes cannot be
+        reused yet.
         """
-        most, decoding = self.limits.max_tokens_per_row, self.running.decoding
-        while due := self._due():
-            ending = [s for s in due if len(s.tokens) + most >= s.max_length and s.samples]
-            if self.limits.decodes_all_live_rows and ending:
-                return None
-            if self.blocks.append([s for s in due if len(s.tokens) + most > s.capacity and s not in ending]):
-                return [s for s in decoding if s not in ending] if ending else decoding[:]
+        while not self.blocks.append([s for s in self._due() if len(s.tokens) + 1 > s.capacity]):
             if self.scheduled:
                 return None
             self._preempt(max(filter(self.blocks.is_preemptible, self.running), key=by_order))
-        return decoding[:]
+        return self.running.decoding[:]
+
+    def _drafts(self, decoders: list[Sequence], prefills: list[PrefillRow]) -> tuple[tuple[int, ...], ...]:
+        """Drafts for these rows, of which the step has tokens and the cache has blocks left; empty without any.
+
+        They never reach beyond the last token that a sequence may feed.
+        """
+        if self._drafting is None or self.scheduled:
+            return ()
+        limits, drafts = self.limits, []
+        budget = limits.max_step_tokens - len(decoders) - sum(limits.num_computed(n) for _, n in prefills)
+        for sequence in decoders:
+            most = min(limits.max_drafts, budget, sequence.max_length - len(sequence.tokens) - 1)
+            of_row = self._drafting.propose(sequence, most) if most > 0 else ()
+            if of_row:
+                of_row = of_row[: self.blocks.make_room(sequence, len(of_row))]
+            budget -= len(of_row)
+            drafts.append(of_row)
+        return tuple(drafts) if any(drafts) else ()
 
     def _prefill_rows(self, budget: int) -> list[PrefillRow]:
         """Prompts in progress and new ones in order of service; the first that does not fit blocks later ones."""
@@ -206,7 +232,7 @@ class Scheduler:
         rows = self._rows(decoders, prefills, sequences)
         for row, sequence in enumerate(decoders):
             sequence.in_flight, sequence.row, sequence.samples = step, row, True
-            sequence.num_scheduled_tokens += 1
+            sequence.num_scheduled_tokens += rows.num_tokens[row]
         for row, (sequence, count) in enumerate(prefills, num_decode):
             sequence.in_flight, sequence.row, sequence.samples = step, row, rows.samples[row]
             sequence.num_scheduled_tokens += count
@@ -220,10 +246,9 @@ class Scheduler:
             added=tuple(running.added),
             appended_blocks=tuple(blocks.appended),
             released=tuple(running.released),
-            kept_blocks=tuple(blocks.kept.items()),
             adapters=tuple(running.places.changes),
         )
-        for changes in (running.places.changes, running.added, blocks.appended, running.released, blocks.kept):
+        for changes in (running.places.changes, running.added, blocks.appended, running.released):
             changes.clear()
         self._num_steps += 1
         self.scheduled.append(ScheduledStep(batch, sequences))
@@ -238,16 +263,19 @@ class Scheduler:
                 return repeated
             unknown = (NO_TOKEN,) * num_decode
             return Rows(repeated.slot, (0,) * num_decode, (1,) * num_decode, unknown, every, (True,) * num_decode)
+        drafts = self._drafts(decoders, prefills)
+        num_decoded = tuple([1 + len(of_row) for of_row in drafts]) if drafts else (1,) * num_decode
         return Rows(
             slot=tuple([s.slot for s in sequences]),
             start=tuple([s.num_computed_tokens if s.in_flight is None else 0 for s in sequences]),
-            num_tokens=(1,) * num_decode + tuple(n for _, n in prefills),
+            num_tokens=num_decoded + tuple(n for _, n in prefills),
             token=tuple([s.tokens[s.num_computed_tokens] if s.in_flight is None else NO_TOKEN for s in decoders])
             + tuple(
                 s.tokens[s.num_computed_tokens] if s.in_flight is None and n == 1 else NO_TOKEN for s, n in prefills
             ),
             after=tuple([KNOWN if s.in_flight is None else s.row for s in sequences]),
             samples=(True,) * num_decode + tuple(n == s.num_unscheduled_tokens for s, n in prefills),
+            drafts=drafts and drafts + ((),) * len(prefills),
         )
 
     # Applying
@@ -255,8 +283,8 @@ class Scheduler:
     def apply(self, output: StepOutput) -> list[TokenEvent]:
         """Apply the output of the oldest scheduled step. Raises BackendFailed if it belongs to another step."""
         batch, sequences = self.scheduled.popleft()
-        most = self.limits.max_tokens_per_row
-        check_output(batch, output, most)
+        check_output(batch, output)
+        drafts = batch.rows.drafts
         step, finished, events = batch.step, Phase.FINISHED, []
         for i, (sequence, num_tokens, sampled) in enumerate(
             zip(sequences, batch.rows.num_tokens, output.token_ids, strict=True)
@@ -264,9 +292,11 @@ class Scheduler:
             if sequence.in_flight == step:
                 sequence.in_flight, sequence.samples = None, False
             sequence.num_computed_tokens += num_tokens
-            if len(sampled) > 1:
-                sequence.num_computed_tokens += len(sampled) - 1
-                sequence.num_scheduled_tokens += len(sampled) - 1
+            if drafts and drafts[i]:
+                num_rejected = num_tokens - len(sampled)
+                sequence.num_computed_tokens -= num_rejected
+                sequence.num_scheduled_tokens -= num_rejected
+                self._learn(sequence, len(drafts[i]), len(sampled) - 1)
             if sequence.phase is not finished:
                 first = len(sequence.tokens) == sequence.num_prompt
                 if first and output.prompt_logprobs:
@@ -286,15 +316,16 @@ class Scheduler:
                 self.blocks.remember(sequence)
             if sequence.phase is finished:
                 self._free(sequence)
-            elif most > 1:
-                self.blocks.return_surplus(sequence)
         return events
+
+    def _learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        if self._drafting is not None and sequence.phase is not Phase.FINISHED:
+            self._drafting.learn(sequence, num_drafts, num_accepted)
 
     # Leaving
 
     def _release(self, sequence: Sequence) -> None:
         """No further step has a row of it; `_free` returns its slot and blocks."""
-        self.blocks.kept.pop(sequence.slot, None)
         self.running.release(sequence)
 
     def _free(self, sequence: Sequence) -> None:
@@ -316,7 +347,7 @@ class Scheduler:
         self.stats.num_preemptions_total += 1
 
 
-def check_output(batch: Batch, output: StepOutput, max_tokens_per_row: int) -> None:
+def check_output(batch: Batch, output: StepOutput) -> None:
     """Raise BackendFailed unless the output belongs to this step."""
     counts = list(map(len, output.token_ids))
     if output.step != batch.step or len(counts) != len(batch.rows):
@@ -324,11 +355,13 @@ def check_output(batch: Batch, output: StepOutput, max_tokens_per_row: int) -> N
             f"the backend returned step {output.step} with {len(counts)} rows, "
             f"expected step {batch.step} with {len(batch.rows)} rows"
         )
-    one_each = counts == list(batch.rows.samples)  # True == 1: a fast path for most steps
-    if not one_each and any(
-        not 1 <= n <= max_tokens_per_row if samples else n
-        for n, samples in zip(counts, batch.rows.samples, strict=True)
-    ):
+    rows = batch.rows
+    if counts == list(rows.samples):  # True == 1: a fast path for most steps
+        return
+    most = [
+        samples + len(drafts) for samples, drafts in zip(rows.samples, rows.drafts or ((),) * len(rows), strict=True)
+    ]
+    if any(not min(limit, 1) <= count <= limit for count, limit in zip(counts, most, strict=True)):
         raise BackendFailed(
-            f"step {batch.step}: each sampling row must return 1 to {max_tokens_per_row} tokens, got {counts}"
+            f"step {batch.step}: rows returned {counts} tokens, expected at least one and at most {most}"
         )

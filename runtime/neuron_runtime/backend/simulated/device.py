@@ -217,11 +217,11 @@ class SimulatedBackend:
     def __init__(
         self, limits: BackendLimits, times: StepTimes, clock: Clock, *, host_seconds_per_step: float = 0.0
     ) -> None:
-        """Uses the limits as given. Raises ValueError if they have several tokens per row, or no vocabulary.
+        """Uses the limits as given. Raises ValueError if they have drafts, or no vocabulary.
 
         host_seconds_per_step: time that passes before each launch, to simulate host work.
         """
-        if limits.max_tokens_per_row != 1 or not limits.vocabulary_size:
+        if limits.max_drafts or not limits.vocabulary_size:
             raise ValueError("a simulated backend draws one token per row from a vocabulary of known size")
         self.timeline = Timeline()
         self.limits = limits

@@ -1,0 +1,41 @@
+"""The seam between the scheduler and whoever proposes drafts: guesses of the tokens that follow a sequence's last one.
+
+The scheduler asks while nothing is in flight, and tells what became of the drafts; the engine's loop tells the times of
+steps. Who proposes knows no slots, blocks or limits, and never changes an answer: a backend keeps the drafts that equal
+the tokens it samples itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from neuron_runtime.engine.guides import Guide
+from neuron_runtime.engine.sequence import Sequence
+
+
+class Drafting(Protocol):
+    def wants(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether the next step should have drafts for some of these, which decode; it then waits for the one in
+        flight. Called for every step, so it costs almost nothing where drafts do not pay."""
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """At most `most` drafts, `most >= 1`, behind the last token of a sequence that has no row in flight."""
+
+    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """What became of the drafts of a row, in its only step."""
+
+    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """The time of a decode step of `num_rows` rows, from the end of the step before to its own. It fed `num_tokens`
+        tokens: as many as rows, or more with drafts."""
+
+
+class Unguided:
+    """Drafts of sequences without a guide."""
+
+    def __init__(self, drafting: Drafting, guide_of: Mapping[str, Guide]) -> None:
+        self._drafting, self._guide_of = drafting, guide_of
+        self.wants, self.learn, self.measure = drafting.wants, drafting.learn, drafting.measure
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        return () if sequence.request.request_id in self._guide_of else self._drafting.propose(sequence, most)
