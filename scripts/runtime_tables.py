@@ -84,7 +84,7 @@ def values(kind: inspect.Type) -> str:
             return "integer"
         case inspect.VarTupleType():
             return "texts"
-        case inspect.DictType():
+        case inspect.DictType() | inspect.StructType():
             return "object"
         case inspect.StrType():
             return "text"

@@ -18,6 +18,7 @@ from neuron_runtime.adapters.peft import Target
 from neuron_runtime.dtypes import ComputedDtype, dtype_name
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import Flag, json_or_pairs, json_or_text, numbers, template, word_or_folder
+from neuron_runtime.speculative_config import speculation
 from neuron_runtime.uris import parse_uri
 from neuron_runtime.validation import explain, problems
 
@@ -33,8 +34,12 @@ Switch = Literal["auto", "enabled", "disabled"]
 Limit = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
+MatchLength = Annotated[int, Meta(ge=0, le=32)]
 
 MAX_BUCKETS = 32
+DEFAULT_MATCH = 5
+"""As in vLLM."""
+_MATCH = "last tokens that must be found earlier in the request,"
 QueueFlag = partial(Flag, default="chosen at startup")
 LimitFlag = partial(QueueFlag, llm=True)
 DeviceFlag = partial(Flag, default="chosen by the backend")
@@ -138,6 +143,30 @@ class AdapterOptions(Document, frozen=True, kw_only=True):
         "Adapters that are kept in memory; the least recently used ones beyond it are read again when they are needed",
         Flag("max_cpu_loras", llm=True, default="as many as may be active"),
     ] = 0
+
+
+class Speculation(Document, frozen=True, kw_only=True):
+    """Guesses of the next tokens (drafts), several of which one step verifies."""
+
+    method: Annotated[
+        Literal["", "NGram"],
+        "Where drafts come from. `NGram`: what followed the last tokens where the request had them before",
+        COMPILED,
+    ] = ""
+    num_tokens: Annotated[int, Meta(ge=1, le=16), "Drafts of a request per step, at most", COMPILED] = 4
+    min_match: Annotated[MatchLength, f"`NGram`: {_MATCH} at least; 0: as `maxMatch`"] = 0
+    max_match: Annotated[MatchLength, f"`NGram`: {_MATCH} at most; 0: as `minMatch`, or {DEFAULT_MATCH}"] = 0
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a row at most; 0: none are made."""
+        return self.num_tokens if self.method else 0
+
+    @property
+    def match(self) -> tuple[int, int]:
+        """The fewest and the most tokens that are looked for; one that is not set is as the other, as in vLLM."""
+        least, most = self.min_match or self.max_match, self.max_match or self.min_match
+        return least or DEFAULT_MATCH, most or DEFAULT_MATCH
 
 
 class DrainOptions(Document, frozen=True, kw_only=True):
@@ -249,6 +278,12 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     accelerator: Accelerator = Accelerator()
     buckets: Buckets = Buckets()
     adapters: AdapterOptions = AdapterOptions()
+    speculation: Annotated[
+        Speculation,
+        "Speculative decoding. The flag has vLLM's keys: `method` (`ngram`), `num_speculative_tokens`, "
+        "`prompt_lookup_min`, `prompt_lookup_max`",
+        Flag("speculative_config", llm=True, metavar="JSON", default="no drafts", read=speculation),
+    ] = Speculation()
     application_class: Annotated[
         str,
         "Implementation of the model on the device: a name that the backend knows, or `module:Class`",
@@ -317,6 +352,9 @@ def _check(config: RuntimeConfig) -> None:
     if 0 < config.adapters.max_loaded < config.adapters.max_active:
         most = config.adapters.max_active
         problems.add("$.adapters.maxLoaded", f"must be at least maxActive ({most}), got {config.adapters.max_loaded}")
+    least, most = config.speculation.match
+    if least > most:
+        problems.add("$.speculation.minMatch", f"must be at most maxMatch ({most}), got {least}")
     if config.server.otlp_traces_endpoint:
         with problems.collecting():
             check_url(config.server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")

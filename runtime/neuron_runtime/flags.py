@@ -23,6 +23,7 @@ SHORT = {
     "data_parallel_size": "-dp",
     "pipeline_parallel_size": "-pp",
     "quantization": "-q",
+    "speculative_config": "-sc",
     "tensor_parallel_size": "-tp",
 }
 """vLLM's short spellings, by the name of the argument."""
@@ -41,7 +42,8 @@ class Flag:
     default: str = ""
     """Description of the default, if its value does not show it."""
     read: Callable[[str], Any] | None = None
-    """Converts the text of the flag to the value in the document. Raises ValueError."""
+    """Converts the text of the flag to the value in the document, and for a part of the document also an argument that
+    is no text. Raises ValueError."""
 
 
 @dataclass(frozen=True)
@@ -84,24 +86,24 @@ class Field:
         """The value in the document for a given argument. Raises ValueError."""
         if self.is_switch and isinstance(value, bool):
             return "enabled" if value else "disabled"
-        if isinstance(value, str) and self.flag and self.flag.read:
+        if (isinstance(value, str) or isinstance(self.kind, inspect.StructType)) and self.flag and self.flag.read:
             value = self.flag.read(value)
         return [value] if isinstance(value, str) and isinstance(self.kind, inspect.VarTupleType) else value
 
 
 def fields_of(struct: type[msgspec.Struct], path: str = "") -> Iterator[Field]:
-    """The fields of a configuration and of its parts, in order of declaration."""
+    """The fields of a configuration and of its parts, in order of declaration. A part is a field if it has a flag."""
     for field in msgspec.structs.fields(struct):
         kind = inspect.type_info(field.type)
+        annotations = get_args(field.type)
+        flag = next((one for one in annotations if isinstance(one, Flag)), None)
+        if flag or not isinstance(kind, inspect.StructType):
+            value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            description = next(one for one in annotations if isinstance(one, str))
+            argument = flag.argument or field.name if flag else ""
+            yield Field(path + field.encode_name, kind, description, value, flag, argument, annotations)
         if isinstance(kind, inspect.StructType):
             yield from fields_of(kind.cls, f"{path}{field.encode_name}.")
-            continue
-        value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        annotations = get_args(field.type)
-        description = next(one for one in annotations if isinstance(one, str))
-        flag = next((one for one in annotations if isinstance(one, Flag)), None)
-        argument = flag.argument or field.name if flag else ""
-        yield Field(path + field.encode_name, kind, description, value, flag, argument, annotations)
 
 
 def add_flags(

@@ -30,6 +30,8 @@ class Surface(Flag):
     """Arguments of the class `LLM`."""
     FLAG = auto()
     """Flags of `neuron-runtime serve`, here with underscores."""
+    SPECULATIVE = auto()
+    """Keys of vLLM's speculative config."""
     RESPONSES = auto()
     """Fields of /v1/responses."""
     MESSAGES = auto()
@@ -78,6 +80,8 @@ def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
 _BODY, _PARAMS, _MESSAGE, _FLAG = Surface.BODY, Surface.SAMPLING_PARAMS, Surface.MESSAGE, Surface.FLAG
 _LLM = Surface.LLM | _FLAG
 _MESSAGES, _RESPONSES = Surface.MESSAGES, Surface.RESPONSES
+_SPECULATIVE = Surface.SPECULATIVE
+_OF_DRAFT_MODELS = "leave it out, there are no draft models"
 
 
 def _without_effect(where: Surface, names: str, neutral: tuple[Any, ...] = ()) -> tuple[NotBuilt, ...]:
@@ -97,9 +101,12 @@ ROWS = (
     NotBuilt("cpu_offload_gb", _LLM, (0,)),
     NotBuilt("data_parallel_size", _LLM, (1,)),
     NotBuilt("detokenize", _PARAMS, (True,)),
+    NotBuilt("disable_by_batch_size", _SPECULATIVE, cure="leave it out: drafts stop where they do not pay"),
     NotBuilt("disable_sliding_window", _LLM, (False,)),
     NotBuilt("documents", _BODY, ([],)),
     NotBuilt("download_dir", _FLAG, cure="set --weights-dir instead"),
+    NotBuilt("draft_sample_method", _SPECULATIVE, ("greedy",), cure=_OF_DRAFT_MODELS),
+    NotBuilt("draft_tensor_parallel_size", _SPECULATIVE, cure=_OF_DRAFT_MODELS),
     NotBuilt("early_stopping", _PARAMS, (False,)),
     NotBuilt("enable_log_requests", _FLAG, (False,), cure="set --log-prompts instead"),
     NotBuilt("enable_prompt_embeds", _LLM, (False,)),
@@ -120,26 +127,38 @@ ROWS = (
     NotBuilt("load_format", _LLM, ("auto", "safetensors")),
     NotBuilt("logits_processors", _BODY | _PARAMS | _LLM, ([],)),
     NotBuilt("max_logprobs", _LLM, (20,), cure="leave it out: the backend says how many there are at most"),
+    NotBuilt("max_model_len", _SPECULATIVE, cure=_OF_DRAFT_MODELS),
     NotBuilt("mcp_servers", _MESSAGES, ([],)),
+    NotBuilt("method", _SPECULATIVE, ("ngram", "[ngram]"), cure="set ngram"),
     NotBuilt("mm_processor_kwargs", _BODY | _LLM, ({},)),
     NotBuilt("modalities", _BODY, (["text"],)),
+    NotBuilt("model", _SPECULATIVE, ("ngram", "[ngram]"), cure="set the method ngram, which needs no draft model"),
     NotBuilt("moderation", _BODY),
     NotBuilt("no_repeat_ngram_size", Surface.GENERATION_CONFIG, (0,)),
     NotBuilt("num_beams", Surface.GENERATION_CONFIG, (1,)),
     NotBuilt("num_scheduler_steps", _LLM, (1,)),
-    NotBuilt("num_speculative_tokens", _LLM),
+    NotBuilt("num_speculative_tokens", _LLM, cure="set it in speculative_config"),
+    NotBuilt(
+        "num_speculative_tokens_per_batch_size",
+        _SPECULATIVE,
+        cure="leave it out: drafts stop where they do not pay",
+    ),
     NotBuilt("output_format", _MESSAGES, cure="send it as `output_config.format`"),
     NotBuilt("override_generation_config", _LLM, ({},)),
+    NotBuilt("parallel_drafting", _SPECULATIVE, (False,), cure=_OF_DRAFT_MODELS),
     NotBuilt("pipeline_parallel_size", _LLM, (1,)),
     NotBuilt("prediction", _BODY),
     NotBuilt("previous_response_id", _RESPONSES, cure="send the whole conversation in `input`"),
     NotBuilt("prompt", _RESPONSES, cure="send the text in `input`"),
     NotBuilt("prompt_embeds", _BODY),
     NotBuilt("quantization", _LLM),
+    NotBuilt("quantization", _SPECULATIVE, cure=_OF_DRAFT_MODELS),
+    NotBuilt("rejection_sample_method", _SPECULATIVE, ("standard",)),
     NotBuilt("refusal", _MESSAGE),
     NotBuilt("repetition_detection", _BODY),
     NotBuilt("response_role", _FLAG, ("assistant",)),
     NotBuilt("revision", _FLAG, cure="write it behind the model: org/name@revision"),
+    NotBuilt("revision", _SPECULATIVE, cure=_OF_DRAFT_MODELS),
     NotBuilt("root_path", _FLAG, ("",)),
     NotBuilt("rope_scaling", _LLM, ({},)),
     NotBuilt("rope_theta", _LLM),
@@ -147,10 +166,13 @@ ROWS = (
     NotBuilt("seed", _FLAG, (0,), cure="set `seed` in requests instead"),
     NotBuilt("skip_tokenizer_init", _LLM, (False,)),
     NotBuilt("spaces_between_special_tokens", _BODY | _PARAMS, (True,)),
-    NotBuilt("speculative_config", _LLM, ({},)),
     NotBuilt("speculative_draft_tensor_parallel_size", _LLM),
     NotBuilt("speculative_max_model_len", _LLM),
-    NotBuilt("speculative_model", _LLM, cure="leave it out, it does not change answers"),
+    NotBuilt(
+        "speculative_model",
+        _LLM,
+        cure='leave it out, it does not change answers; for drafts set speculative_config to {"method": "ngram"}',
+    ),
     NotBuilt("ssl_certfile", _FLAG, cure="put a proxy in front that ends TLS"),
     NotBuilt("ssl_keyfile", _FLAG, cure="put a proxy in front that ends TLS"),
     NotBuilt("store", _RESPONSES, (False,), cure="leave it out: nothing is stored"),
@@ -201,6 +223,7 @@ _ROWS = {(row.name, where): row for row in ROWS for where in row.where}
 _SUBJECTS = {
     Surface.LLM: "{value!r}",
     Surface.FLAG: "{value!r}",
+    Surface.SPECULATIVE: "{value!r}",
     Surface.ROLE: "`{at}`: the role `{name}`",
 }
 
@@ -232,7 +255,7 @@ def refuse(
         at = name if at is None else at
         subject = _SUBJECTS.get(where, "`{at}`").format(name=name, value=value, at=at)
         message = f"{subject} is not supported yet: {row.cure}"
-        if where in Surface.LLM | Surface.FLAG:
+        if where in Surface.LLM | Surface.FLAG | Surface.SPECULATIVE:
             raise InvalidConfig(at, message)
         raise InvalidRequest(message, field=at)
     return row is not None

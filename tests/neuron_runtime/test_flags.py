@@ -17,6 +17,14 @@ class Part(msgspec.Struct, rename="camel"):
     share: Annotated[float, "Which part", Flag()] = 1.0
 
 
+class Keyed(msgspec.Struct, rename="camel"):
+    num_more: Annotated[int, "How many more"] = 1
+
+
+def keyed(given: Any) -> dict[str, Any]:
+    return {"numMore": (json_or_text(given) if isinstance(given, str) else given)["more"]}
+
+
 class Whole(msgspec.Struct, rename="camel"):
     names: Annotated[tuple[str, ...], "Names", Flag(default="from `MODEL`")]
     kind: Annotated[Literal["", "a", "b"], "Of `a` or `b`", Flag()] = ""
@@ -25,6 +33,7 @@ class Whole(msgspec.Struct, rename="camel"):
     origins: Annotated[tuple[str, ...], "Where from", Flag(metavar="JSON", read=json_or_text)] = ()
     inner: Annotated[str, "Only in the document"] = ""
     part: Part = msgspec.field(default_factory=Part)
+    keyed: Annotated[Keyed, "As an object", Flag(metavar="JSON", read=keyed)] = msgspec.field(default_factory=Keyed)
 
 
 FIELDS = {field.path: field for field in fields_of(Whole)}
@@ -37,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def test_flag_names_follow_field_paths_and_fields_without_a_flag_have_none() -> None:
-    assert list(FIELDS) == ["names", "kind", "switch", "loud", "origins", "inner", "part.numThings", "part.share"]
+    top = ["names", "kind", "switch", "loud", "origins", "inner"]
+    assert list(FIELDS) == [*top, "part.numThings", "part.share", "keyed", "keyed.numMore"]
     assert FIELDS["part.numThings"].option == "--things"
     assert "inner" not in vars(parser().parse_args([]))
 
@@ -60,11 +70,16 @@ def test_an_absent_flag_is_none() -> None:
         ("part.numThings", ["--things", "1.5k"], 1500),
         ("part.numThings", ["--things", "2K"], 2048),
         ("part.share", ["--share", "0.5"], 0.5),
+        ("keyed", ["--keyed", '{"more": 2}'], {"numMore": 2}),
     ],
 )
 def test_a_flag_is_parsed_by_the_type_of_its_field(path: str, words: list[str], value: Any) -> None:
     field = FIELDS[path]
     assert field.read(getattr(parser().parse_args(words), field.argument)) == value
+
+
+def test_an_argument_for_a_whole_part_is_read_as_its_flag_is() -> None:
+    assert FIELDS["keyed"].read({"more": 2}) == {"numMore": 2}
 
 
 def test_the_help_shows_description_choices_and_default() -> None:

@@ -11,7 +11,7 @@ from neuron_runtime import SamplingParams
 from neuron_runtime.errors import InvalidConfig, InvalidRequest
 from neuron_runtime.not_built import ROWS, Surface, is_neutral, refuse, rows
 
-CONFIGURED = Surface.LLM | Surface.FLAG
+CONFIGURED = Surface.LLM | Surface.FLAG | Surface.SPECULATIVE
 
 
 class Unlike:

@@ -24,6 +24,7 @@ from neuron_runtime.errors import ConfigProblems, InvalidConfig
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
+VERIFIES_DRAFTS = False
 MIN_ADAPTER_RANK = 0
 
 

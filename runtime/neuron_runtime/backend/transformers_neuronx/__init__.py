@@ -22,6 +22,7 @@ from neuron_runtime.flags import plain
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
+VERIFIES_DRAFTS = False
 MIN_ADAPTER_RANK = 0
 
 

@@ -1,0 +1,113 @@
+"""Speculative decoding is configured with vLLM's keys, and what is not built is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from neuron_runtime import LLM
+from neuron_runtime.arguments import FLAG_NAMES, config_of, llm_config, naming
+from neuron_runtime.commands.command_line import build_parser
+from neuron_runtime.commands.serve import configuration
+from neuron_runtime.config import RuntimeConfig, Speculation, parse_config
+from neuron_runtime.engine.backends import PACKAGES, backend_package, check_backend
+from neuron_runtime.errors import InvalidConfig
+
+DOCUMENT: dict[str, Any] = {"version": 1, "model": {"uri": "hf://a/m"}, "servedNames": ["m"]}
+
+
+def served_with(*words: str) -> RuntimeConfig:
+    return configuration(build_parser().parse_args(["serve", "a/m", *words]))
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({}, Speculation()),
+        ({"method": "ngram"}, Speculation(method="NGram")),
+        ({"model": "[ngram]", "num_speculative_tokens": 5}, Speculation(method="NGram", num_tokens=5)),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+            Speculation(method="NGram", num_tokens=2, min_match=2, max_match=4),
+        ),
+        ({"method": "ngram", "model": None, "rejection_sample_method": "standard"}, Speculation(method="NGram")),
+    ],
+)
+def test_drafts_are_configured_with_the_keys_of_vllm(given: dict[str, Any], read: Speculation) -> None:
+    for flag in ("--speculative-config", "-sc"):
+        assert served_with(flag, json.dumps(given)).speculation == read
+    assert llm_config("org/name", {"speculative_config": given}).speculation == read
+
+
+@pytest.mark.parametrize(
+    ("given", "match"), [({}, (5, 5)), ({"max": 3}, (3, 3)), ({"min": 2}, (2, 2)), ({"min": 1, "max": 4}, (1, 4))]
+)
+def test_one_length_of_a_match_stands_for_both_as_in_vllm(given: dict[str, int], match: tuple[int, int]) -> None:
+    lengths = {f"prompt_lookup_{key}": value for key, value in given.items()}
+    assert served_with("-sc", json.dumps({"method": "ngram", **lengths})).speculation.match == match
+
+
+def test_without_a_method_no_row_has_drafts() -> None:
+    assert Speculation(num_tokens=3).max_drafts == 0
+    assert Speculation(method="NGram", num_tokens=3).max_drafts == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("x", "($.speculation): 'x' is not JSON"),
+        ([1], '($.speculation): must be an object such as {"method": "ngram", "num_speculative_tokens": 4}'),
+        ({"num_speculative_tokens": 4}, "`method`: is missing: set ngram"),
+        ({"method": "eagle3"}, "`method`: 'eagle3' is not supported yet: set ngram"),
+        ({"method": "draft_model"}, "`method`: 'draft_model' is not supported yet: set ngram"),
+        ({"model": "org/draft"}, "`model`: 'org/draft' is not supported yet: set the method ngram"),
+        ({"method": "ngram", "max_model_len": 9}, "`max_model_len`: 9 is not supported yet: leave it out"),
+        ({"method": "ngram", "tokens": 4}, "`tokens`: is no key of it: use method, num_speculative_tokens, prompt_"),
+        ({"method": "ngram", "num_speculative_tokens": 17}, "($.speculation.numTokens): Expected `int` <= 16, got 17"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "($.speculation.numTokens): Expected `int` >= 1, got 0"),
+        ({"method": "ngram", "prompt_lookup_max": 33}, "($.speculation.maxMatch): Expected `int` <= 32, got 33"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2},
+            "($.speculation.minMatch): must be at most maxMatch (2), got 3",
+        ),
+    ],
+)
+def test_a_wrong_key_is_named_with_its_cure(given: Any, says: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        served_with("--speculative-config", given if isinstance(given, str) else json.dumps(given))
+    assert caught.value.field.startswith("--speculative-config ($.speculation")
+    assert says in str(caught.value)
+    with pytest.raises(InvalidConfig) as caught:
+        LLM("/nowhere", speculative_config=given)
+    assert str(caught.value).startswith("speculative_config ($.speculation")
+    assert says in str(caught.value)
+
+
+def test_all_wrong_keys_are_named_at_once() -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        served_with("-sc", '{"method": "medusa", "model": "org/heads", "quantization": "fp8", "speed": 9}')
+    assert all(f"`{key}`: " in str(caught.value) for key in ("method", "model", "quantization", "speed"))
+
+
+@pytest.mark.parametrize("method", ["Draft", "Eagle", "ngram"])
+def test_a_document_names_the_methods_that_there_are(method: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"^[$].speculation.method: Invalid enum value '{method}': .*`NGram`"):
+        parse_config(json.dumps({**DOCUMENT, "speculation": {"method": method}}).encode())
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_a_backend_that_verifies_no_drafts_refuses_them(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting = config_of("hf://a/m", {"backend": backend, "speculative_config": {"method": "ngram"}})
+    package = backend_package(drafting)
+    monkeypatch.setattr(package, "check_config", lambda _: None)  # its library may be missing
+    if package.VERIFIES_DRAFTS:
+        check_backend(drafting)
+        return
+    with pytest.raises(InvalidConfig) as caught, naming(FLAG_NAMES):
+        check_backend(drafting)
+    assert str(caught.value) == (
+        f"--speculative-config ($.speculation.method): the {backend} backend verifies no drafts: leave it out"
+    )
+    check_backend(config_of("hf://a/m", {"backend": backend, "speculative_config": {}}))
