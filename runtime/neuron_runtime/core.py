@@ -189,8 +189,8 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
     """The rows of one step as parallel tuples; row i feeds `num_tokens[i]` tokens of the sequence at `slot[i]`.
 
     start[i]: position of the first token fed; 0 if `after[i]` refers to the step in flight.
-    token[i]: the first token fed by a decode row, or the only one of a prefill row, whose id the host knows; NO_TOKEN if
-        the tokens are in the mirror (a prompt or a chunk of it) or come from the step in flight.
+    token[i]: the first token fed by a decode row, or the only one of a prefill row, whose id the host knows; NO_TOKEN
+        if the tokens are in the mirror (a prompt or a chunk of it) or come from the step in flight.
     after[i]: the row of the step in flight that determines start and token, which nobody knows when this step is
         scheduled; else KNOWN. The row then starts where that row ended, and feeds the newest token of the sequence (the
         sampled one, or, if that row did not sample, the mirror's next known tokens).
@@ -549,7 +549,7 @@ def needs_host(sampling: Sampling, limits: BackendLimits) -> bool:
 def fill(batch: Batch, output: StepOutput, previous: Batch) -> Batch:
     """For host feedback: the batch with every `after` row resolved by `output`, the result of `previous`.
 
-    A row starts where the one before ended. It feeds the token that was sampled there, or, behind a chunk, tokens of the
+    A row starts where the one before ended. It feeds the token that was sampled there or, behind a chunk, tokens of the
     mirror.
     """
     if not batch.waits_for_step_in_flight:
