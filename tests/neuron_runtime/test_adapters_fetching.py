@@ -32,7 +32,7 @@ from neuron_runtime.weights.store import Store
 from neuron_runtime.weights.transfer import Amount
 
 URI = "hf://acme/support"
-FILES = {"adapter_config.json", "adapter_model.safetensors"}
+FILES = {"adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "generation_config.json"}
 RULES = AdapterRules(max_rank=16)
 
 
@@ -41,7 +41,8 @@ def quiet(amount: Amount) -> None:
 
 
 def add_others(folder: Path) -> None:
-    """What trainers leave beside an adapter."""
+    """What trainers leave beside an adapter, of which its chat template and its defaults are read."""
+    (folder / "generation_config.json").write_text("{}")
     for name in (
         *(
             "README.md",
@@ -96,7 +97,7 @@ def refusal(store: Store, uri: str = URI, **more: Any) -> FatalError:
 # Which files
 
 
-def test_only_the_two_files_of_an_adapter_are_fetched(shelf: Shelf, adapter: Path, store: Store) -> None:
+def test_only_the_files_of_an_adapter_are_fetched(shelf: Shelf, adapter: Path, store: Store) -> None:
     found, facts = brought(store)
     assert found.digest == shelf.commit("acme/support")
     assert contents(found.folder) == {name: (adapter / name).read_bytes() for name in FILES}
@@ -110,7 +111,7 @@ def test_a_repository_may_be_model_and_adapter(shelf: Shelf, adapter: Path, stor
     model = fetch(URI, store, quiet)
     assert model.digest == first.digest
     assert model.folder != first.folder
-    assert FILES.isdisjoint(contents(model.folder))
+    assert "adapter_model.safetensors" not in contents(model.folder)
     assert brought(store)[0].folder == first.folder
     assert {row.state for row in store.rows()} == {"complete"}
     assert all(not wrong for _, wrong in store.verify(lambda key, total: lambda done: None))
@@ -226,7 +227,7 @@ def test_a_folder_that_is_not_there_is_not_found(store: Store, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_an_adapter_in_s3_has_the_digest_of_its_two_files(server: S3Server, adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_in_s3_has_the_digest_of_its_files(server: S3Server, adapter: Path, tmp_path: Path) -> None:
     shutil.rmtree(adapter / "checkpoint-9")
     server.upload(adapter, "adapters/support")
     uri = f"s3://{BUCKET}/adapters/support"

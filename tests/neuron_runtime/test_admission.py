@@ -16,11 +16,12 @@ from helpers.strict_backend import neuron_limits
 from neuron_runtime.apis.openai.body import ChatBody, CompletionBody, admitted_chat, admitted_completion, chat_of
 from neuron_runtime.core import BackendLimits, PrefillBucket, Request, needs_host
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.requests.admission import Admission
+from neuron_runtime.requests.admission import Admission, Admissions
 from neuron_runtime.requests.conversion import typed
 from neuron_runtime.requests.generation_defaults import GenerationDefaults
 from neuron_runtime.requests.sampling_fields import SamplingFields
 from neuron_runtime.requests.targets import Targets
+from neuron_runtime.requests.texts import Text
 from neuron_runtime.text.chat_template import ChatTemplate
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -37,7 +38,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def admission(tokenizer: Tokenizer, limits: Any = LIMITS, defaults: GenerationDefaults = DEFAULTS) -> Admission:
-    return Admission(tokenizer, limits, Targets(("m",)), defaults.served(limits), 4)
+    return Admissions(Text(tokenizer, defaults), limits, Targets(("m",)), 4).of(None)
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -265,7 +266,7 @@ def test_ids_that_the_model_has_beyond_its_tokenizer_may_be_sent_back(tokenizer:
 
 @given(limits=some_limits, fields=some_fields, cuts=st.booleans())
 def test_an_admitted_request_can_run(tokenizer: Tokenizer, limits: BackendLimits, fields: Any, cuts: bool) -> None:
-    admits = replace(admission(tokenizer, limits), cuts_max_tokens=cuts)
+    admits = replace(admission(tokenizer, limits).all, cuts_max_tokens=cuts).of(None)
     try:
         ask = admitted_completion(admits, completion(**fields))
     except InvalidRequest:

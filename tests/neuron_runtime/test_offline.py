@@ -342,7 +342,7 @@ def test_no_step_is_in_flight_after_a_call(llm: LLM) -> None:
 
 def test_tokens_after_the_stop_string_in_the_same_step_are_dropped(llm: LLM) -> None:
     one = llm._admit({"prompt": "a"}, SamplingParams(stop="b", logprobs=0), 0)
-    ids = llm._admission.tokenizer.encode("abc", add_special_tokens=False)
+    ids = llm._admissions.text.tokenizer.encode("abc", add_special_tokens=False)
     logprobs = tuple(TokenLogprobs(token_id, -1.0) for token_id in ids)
     one.feed(0, TokenEvent("", ids, logprobs=logprobs))
     (answer,) = one.output().outputs

@@ -76,6 +76,21 @@ def test_an_output_has_its_adapter_and_chats_take_one(llm: LLM, folder: Path) ->
     assert adapted.outputs[0].token_ids != base.outputs[0].token_ids
 
 
+def test_chats_with_an_adapter_have_its_template_and_defaults(llm: LLM, folder: Path) -> None:
+    own = write_adapter(folder / "own", read_config(folder / "model"))
+    (own / "chat_template.jinja").write_text("<<{{ messages[0].content }}>>")
+    (own / "generation_config.json").write_text('{"max_new_tokens": 3}')
+    request = LoRARequest("own", 9, str(own))
+    chat: Any = [{"role": "user", "content": "What?"}]
+    (output,) = llm.chat(chat, lora_request=request, use_tqdm=False)
+    assert output.prompt == "<<What?>>"
+    assert len(output.outputs[0].token_ids) <= 3
+    assert llm.chat(chat, GREEDY, use_tqdm=False)[0].prompt != output.prompt
+    (own / "chat_template.jinja").write_text("{% for")
+    with pytest.raises(InvalidRequest, match="the chat template in"):
+        llm.chat(chat, lora_request=LoRARequest("own", 10, str(own)), use_tqdm=False)
+
+
 def test_a_request_without_a_path_has_the_module_of_its_name(llm: LLM, folder: Path) -> None:
     # As the guide for Neuron has it.
     assert ids(llm, LoRARequest("a", 0, " ")) == ids(llm, LoRARequest("a", 1, str(folder / "a")))

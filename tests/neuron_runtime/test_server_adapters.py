@@ -317,6 +317,47 @@ async def test_a_list_file_is_followed(model_dir: Path, folders: Path, tmp_path:
         await served.until(lambda: not served.backend._adapters)
 
 
+async def test_an_adapter_has_its_own_chat_template_and_defaults(
+    model_dir: Path, folders: Path, tmp_path: Path
+) -> None:
+    for name, template in {"own": "<<{{ messages[0].content }}>>", "broken": "{% if"}.items():
+        shutil.copytree(folders / "a", tmp_path / name)
+        (tmp_path / name / "chat_template.jinja").write_text(template)
+        (tmp_path / name / "generation_config.json").write_text('{"max_new_tokens": 3, "typical_p": 0.5}')
+    path = written(tmp_path / "list.json", a=folders / "a", own=tmp_path / "own", broken=tmp_path / "broken")
+    async with serving(model_dir, limits=ADAPTED, adapters=AdapterSettings(adapters_file=path)) as served:
+        found = await states(served)
+        assert [(one["state"], one["reason"]) for one in found.values()] == [
+            *[("Ready", "")] * 2,
+            ("Failed", "InvalidAdapter"),
+        ]
+        # The same weights.
+        assert found["a"]["digest"] == found["own"]["digest"]
+        chat: Any = [{"role": "user", "content": "What?"}]
+
+        async def prompt(model: str) -> str:
+            tokens = (await served.http.post("/tokenize", json={"model": model, "messages": chat})).json()["tokens"]
+            return str(
+                (await served.http.post("/detokenize", json={"model": model, "tokens": tokens})).json()["prompt"]
+            )
+
+        assert await prompt("own") == "<<What?>>"
+        assert await prompt("a") == await prompt(MODEL) != "<<What?>>"
+        asked = await ask(served, "own", max_tokens=None)
+        assert asked.json()["usage"]["completion_tokens"] == 3
+        answer = await served.http.post("/v1/chat/completions", json={"model": "own", "messages": chat})
+        rendered = {"prompt": "<<What?>>", "add_special_tokens": False}
+        tokens = await served.http.post("/tokenize", json=rendered)
+        assert answer.json()["usage"]["prompt_tokens"] == tokens.json()["count"]
+        # A new template is a new version, although the weights stay.
+        shutil.copytree(tmp_path / "own", tmp_path / "new")
+        (tmp_path / "new" / "chat_template.jinja").write_text("[{{ messages[0].content }}]")
+        written(path, own=tmp_path / "new")
+        await served.until(lambda: "a" not in dict(served.front_end.targets))
+        await until_state(served, "own", "Ready")
+        assert await prompt("own") == "[What?]"
+
+
 async def test_a_pinned_adapter_must_be_the_one_that_was_seen(model_dir: Path, folders: Path, tmp_path: Path) -> None:
     entry = {"name": "a", "uri": (folders / "a").as_uri(), "digest": "0" * 64, "generation": 3}
     path = tmp_path / "list.json"
@@ -388,7 +429,7 @@ async def test_a_server_is_healthy_when_the_adapters_that_it_starts_with_are(
     async with serving(model_dir, limits=ADAPTED, adapters=AdapterSettings(adapters_file=path), ready=False) as served:
         go_on = slowed(served.front_end, monkeypatch)
         served.engine.become_ready()
-        await served.until(lambda: served.front_end._admission is not None)
+        await served.until(lambda: served.front_end._admissions is not None)
         health = await served.http.get("/health")
         assert (health.status_code, health.json()["detail"]) == (503, "not ready: loading the adapters a")
         await text(served, MODEL)

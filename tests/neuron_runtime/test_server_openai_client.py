@@ -25,7 +25,7 @@ from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving
 from neuron_runtime.config import TextOptions
 from neuron_runtime.core import Request
 from neuron_runtime.errors import FatalError
-from neuron_runtime.processes.front_end import load_text
+from neuron_runtime.requests.texts import load_text
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 CHAT: Any = [{"role": "user", "content": "What is a device?"}]

@@ -108,7 +108,7 @@ def test_loading_text_imports_no_torch(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     code = (
         "import sys; from pathlib import Path; from neuron_runtime.config import TextOptions; "
-        "from neuron_runtime.processes.front_end import load_text; "
+        "from neuron_runtime.requests.texts import load_text; "
         f"load_text(Path({str(tmp_path)!r}), TextOptions()); "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )

@@ -14,9 +14,9 @@ from neuron_runtime.apis.openai.body import ChatBody, chat_of
 from neuron_runtime.checkpoint import TEMPLATES_FOLDER
 from neuron_runtime.config import TextOptions
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.processes.front_end import load_text
 from neuron_runtime.requests.chats import chat_text
 from neuron_runtime.requests.conversion import typed
+from neuron_runtime.requests.texts import load_text
 from neuron_runtime.text.chat_template import ChatTemplate
 from neuron_runtime.text.tool_calls import TOOL_PARSERS, recognized
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from neuron_runtime.validation import explain
 
 __all__ = [
     "TARGETS",
+    "TEXT_FILES",
     "Adapter",
     "AdapterFacts",
     "AdapterRules",
@@ -43,6 +45,15 @@ __all__ = [
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+TEXT_FILES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""What it may have beside them: its chat template, the tokens that it ends with, and sampling defaults."""
 PICKLED_FILES = ("adapter_model.bin", "adapter_model.pt")
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -51,7 +62,7 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 """In the order of a layer."""
 _BLOCKS: Mapping[str, str] = {target: "self_attn" if target in TARGETS[:4] else "mlp" for target in TARGETS}
 
-MAX_CONFIG_BYTES = MAX_HEADER_BYTES = 2**22
+MAX_CONFIG_BYTES = MAX_HEADER_BYTES = MAX_TEXT_BYTES = 2**22
 """Ten times the header of an adapter of all projections of the largest models."""
 _LARGEST_FLOAT32 = 3.4e38
 _MAX_SHOWN = 80
@@ -318,11 +329,24 @@ def read_config(folder: Path) -> tuple[_Lora, bytes]:
     except (msgspec.ValidationError, RecursionError) as error:
         where, what = explain(error, _Lora)
         raise _invalid(f"{path}: {_shown(where.removeprefix('.') + ' ' + what).strip()}; {_AGAIN}") from error
+    for name in TEXT_FILES:
+        _check_text(folder / name)
     if lora.lora_alpha == 0:
         raise _unsupported(path, "lora_alpha 0", "it would switch the adapter off")
     if abs(lora.lora_alpha) > _LARGEST_FLOAT32:
         raise _invalid(f"{path}: lora_alpha {lora.lora_alpha} is no number of float32; {_AGAIN}")
     return lora, raw
+
+
+def _check_text(path: Path) -> None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _invalid(f"{path}: cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_TEXT_BYTES:
+        raise _invalid(f"{path} must be a file of at most {MAX_TEXT_BYTES:,} bytes: leave it out, or make it smaller")
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

@@ -171,7 +171,7 @@ def check(config: RuntimeConfig, settings: LocalSettings) -> None:
 
     Whether the model fits into memory is not checked: the machine that serves has another amount.
     """
-    from neuron_runtime.processes.front_end import load_text  # noqa: PLC0415 - brings the web stack
+    from neuron_runtime.requests.texts import load_text  # noqa: PLC0415 - brings libraries of text
 
     folder = find_model(config, settings, StageLines(), with_weights=False)
     backend_package(config).check_model(folder, config)

@@ -15,9 +15,10 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import FatalError, InvalidConfig, InvalidRequest
 from neuron_runtime.record import AdapterFacts
 from neuron_runtime.requests.targets import Target
+from neuron_runtime.requests.texts import Text
 
-Find = Callable[[str], tuple[Path, AdapterFacts]]
-"""The local folder of the adapter at a URI, and what it is. Raises FatalError."""
+Find = Callable[[str], tuple[Path, AdapterFacts, Text]]
+"""The local folder of the adapter at a URI, what it is, and its chat template and defaults. Raises FatalError."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,11 @@ class OfflineAdapters:
         if not path:
             raise InvalidRequest.at("lora_request", f"has no lora_path, and `lora_modules` has no {name!r}")
         try:
-            folder, facts = self._find(model_uri(path))
+            folder, facts, text = self._find(model_uri(path))
         except FatalError as error:
             raise InvalidRequest.at("lora_request", f"of {name!r} cannot be served: {error}") from error
         self._load(facts.digest, folder)
-        return Target(name, facts.digest, path)
+        return Target(name, facts.digest, path, text=text)
 
 
 def modules_of(given: Any) -> dict[str, str]:

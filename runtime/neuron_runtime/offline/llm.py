@@ -32,14 +32,14 @@ from neuron_runtime.offline.outputs import RequestOutput
 from neuron_runtime.offline.prompts import Prompt, listed, naming_prompt, one_each, prompt_fields
 from neuron_runtime.offline.running import RunningPrompt
 from neuron_runtime.offline.sampling_params import SamplingParams
-from neuron_runtime.requests.admission import Admission
+from neuron_runtime.record import AdapterFacts
+from neuron_runtime.requests.admission import Admission, Admissions
 from neuron_runtime.requests.conversion import typed
-from neuron_runtime.requests.generation_defaults import load_generation_defaults
 from neuron_runtime.requests.parameters import check_parameter_served, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
 from neuron_runtime.requests.targets import Targets
+from neuron_runtime.requests.texts import Text, adapted_text, load_text
 from neuron_runtime.requests.tools import is_forced
-from neuron_runtime.text.tokenizer import load_tokenizer
 
 MAX_SEED_BITS = 63
 MODULES = "lora_modules"
@@ -109,11 +109,7 @@ class LLM:
             self._close = weakref.finalize(self, self._engine.close)
             try:
                 self._model_dir = self._engine.find_model()
-                tokenizer = load_tokenizer(self._model_dir)
-                source = config.text.generation_config
-                defaults = load_generation_defaults(
-                    self._model_dir, tokenizer.eos_token_id, source, tokenizer.answer_end_id
-                )
+                text = load_text(self._model_dir, config.text)
                 limits = self._engine.load()
                 if seed is not None:
                     _check_seed(limits)
@@ -121,21 +117,18 @@ class LLM:
                 # Also Ctrl-C: what is loaded so far must not wait for the garbage collector.
                 self._close()
                 raise
-        defaults = defaults.served(limits)
-        for notice in defaults.notices:
+        for notice in text.defaults.served(limits).notices:
             say(notice)
-        self._admission = Admission(
-            tokenizer,
-            limits,
-            Targets(config.served_names),
-            defaults,
-            max_queued_requests=sys.maxsize,
-            cuts_max_tokens=True,
+        self._admissions = Admissions(
+            text, limits, Targets(config.served_names), max_queued_requests=sys.maxsize, cuts_max_tokens=True
         )
         model_dir = self._model_dir  # whoever drops this LLM ends its engine at once, so nothing may refer to it
-        self._adapters = OfflineAdapters(
-            config, modules, lambda uri: find_adapter(uri, model_dir, config, settings), self._engine.load_adapter
-        )
+
+        def find(uri: str) -> tuple[Path, AdapterFacts, Text]:
+            folder, facts = find_adapter(uri, model_dir, config, settings)
+            return folder, facts, adapted_text(text, folder, config.text)
+
+        self._adapters = OfflineAdapters(config, modules, find, self._engine.load_adapter)
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311
         self._ids = itertools.count()
         self._one_at_a_time = threading.Lock()
@@ -169,7 +162,12 @@ class LLM:
             raise InvalidRequest("exactly one of `prompts` and `prompt_token_ids` is required", field="prompts")
         requests = listed(prompts if prompts is not None else prompt_token_ids)
         return self._run(
-            requests, prompt_fields, sampling_params, priority=priority, lora_request=lora_request, use_tqdm=use_tqdm
+            requests,
+            lambda given, _: prompt_fields(given),
+            sampling_params,
+            priority=priority,
+            lora_request=lora_request,
+            use_tqdm=use_tqdm,
         )
 
     def chat(
@@ -199,12 +197,12 @@ class LLM:
         }
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
 
-        def prompt(conversation: Conversation) -> dict[str, Any]:
+        def prompt(conversation: Conversation, admission: Admission) -> dict[str, Any]:
             body = typed({**common, "messages": conversation}, ChatBody, ignores_unknown=False)
             if is_forced(body.tool_choice):
                 message = "`tool_choice`: a chat of `LLM` forces no call; describe it in `structured_outputs` instead"
                 raise InvalidRequest(message, field="tool_choice")
-            text = self._admission.chat_text(chat_of(body))
+            text = admission.chat_text(chat_of(body))
             # The template writes its own BOS.
             return {"prompt": text, "add_special_tokens": False}
 
@@ -214,9 +212,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default parameters: from the model's `generation_config.json`, else vLLM's."""
-        defaults = self._admission.defaults.sampling
-        values = {name: value for name in defaults.__struct_fields__ if (value := getattr(defaults, name)) is not None}
-        return SamplingParams(**values)
+        return _default_params(self._admissions.of(None))
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, loaded by transformers."""
@@ -238,14 +234,14 @@ class LLM:
     def _run(
         self,
         prompts: Sequence[Given],
-        fields_of: Callable[[Given], dict[str, Any]],
+        fields_of: Callable[[Given, Admission], dict[str, Any]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         priority: Sequence[int] | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
-        params = one_each(sampling_params, len(prompts), self.get_default_sampling_params, "sampling_params")
+        params = one_each(sampling_params, len(prompts), lambda: None, "sampling_params")
         priorities = one_each(priority, len(prompts), lambda: 0, "priority")
         adapters = one_each(lora_request, len(prompts), lambda: None, "lora_request")
         with self._one_at_a_time:
@@ -255,7 +251,9 @@ class LLM:
             for number, given in enumerate(zip(prompts, params, priorities, adapters, strict=True)):
                 prompt, one, rank, adapter = given
                 with naming_prompt(number, len(prompts)):
-                    asked.append(self._admit(fields_of(prompt), one, rank, adapter))
+                    admission = self._admission(adapter)
+                    params_of = one or _default_params(admission)
+                    asked.append(self._admit(admission, fields_of(prompt, admission), params_of, rank, adapter))
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(
                 total=len(asked), desc="Processed prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm
@@ -263,16 +261,22 @@ class LLM:
                 self._finish(asked, bar)
             return [one.output() for one in asked]
 
+    def _admission(self, adapter: LoRARequest | None) -> Admission:
+        """Raises InvalidRequest."""
+        return self._admissions.of(None) if adapter is None else self._admissions.at(self._adapters.target(adapter))
+
     def _admit(
-        self, prompt: dict[str, Any], params: SamplingParams, priority: int, adapter: LoRARequest | None = None
+        self,
+        admission: Admission,
+        prompt: dict[str, Any],
+        params: SamplingParams,
+        priority: int,
+        adapter: LoRARequest | None,
     ) -> RunningPrompt:
         """Check a prompt and its parameters completely. Raises InvalidRequest."""
-        admission = self._admission
         fields = {**prompt, "priority": priority, "return_token_ids": True}
         text = fields.pop("text", None)
         ask = admitted_completion(admission, params.body(fields, admission.limits.max_model_length))
-        if adapter is not None:
-            ask = replace(ask, target=self._adapters.target(adapter))
         if params.seed is None and self._seeds:
             seed = self._seeds.getrandbits(MAX_SEED_BITS)
             ask = replace(ask, sampling=tuple(replace(one, seed=seed, seeded=True) for one in ask.sampling))
@@ -321,6 +325,12 @@ class LLM:
             # Also Ctrl-C: an interrupted step leaves an undefined state.
             self._ended = f"{type(error).__name__} within a step"
             raise
+
+
+def _default_params(admission: Admission) -> SamplingParams:
+    sampling = admission.defaults.sampling
+    values = {name: value for name in sampling.__struct_fields__ if (value := getattr(sampling, name)) is not None}
+    return SamplingParams(**values)
 
 
 def _check_seed(limits: BackendLimits) -> None:

@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,19 +26,19 @@ import uvloop
 from neuron_runtime import record
 from neuron_runtime.arguments import default_artifacts_dir, default_weights_dir
 from neuron_runtime.artifacts.loading import find_adapter
-from neuron_runtime.config import RuntimeConfig, TextOptions, load_config
+from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
 from neuron_runtime.engine.messages import Ready
-from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidConfig
+from neuron_runtime.errors import BackendFailed, Draining, FatalError
 from neuron_runtime.local_settings import ONLY_NAMED, AdapterSettings, LocalSettings, add_adapter_flags, add_local_flags
 from neuron_runtime.processes import control
 from neuron_runtime.processes.children import FRONT_END_DEADLINE, FRONT_END_MODULE, begun, child_parser
 from neuron_runtime.processes.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
 from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.record import AdapterFacts
-from neuron_runtime.requests.admission import Admission
-from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
+from neuron_runtime.requests.admission import Admissions
 from neuron_runtime.requests.targets import Targets
+from neuron_runtime.requests.texts import Text, adapted_text, load_text
 from neuron_runtime.server.adapter_list import Wanted
 from neuron_runtime.server.adapters import Adapters
 from neuron_runtime.server.app import build_app
@@ -51,9 +50,6 @@ from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
 from neuron_runtime.server.metrics import LOG_LINES_LOST, LORA_REQUESTS, OPEN_CONNECTIONS, Metrics, process_readings
 from neuron_runtime.server.series import Reading
-from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
-from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
-from neuron_runtime.text.tool_calls import TOOL_PARSERS, ToolFormat, recognized
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than common clients and proxies keep idle connections, so that they close them first."""
@@ -64,34 +60,6 @@ NUM_NEW_OBJECTS = 50_000
 """Garbage collection threshold, above the default because requests leave no cycles."""
 SHUTDOWN_SECONDS = 5
 """Time for connections to close after their requests have ended."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """Text settings of a model, from its folder."""
-
-    tokenizer: Tokenizer
-    defaults: GenerationDefaults
-    reasoning: Marks | None
-    tool_format: ToolFormat | None
-
-
-def load_text(model_dir: Path, options: TextOptions) -> Text:
-    """Raises FatalError."""
-    tokenizer = load_tokenizer(model_dir, options.chat_template)
-    defaults = load_generation_defaults(
-        model_dir, tokenizer.eos_token_id, options.generation_config, tokenizer.answer_end_id
-    )
-    reasoning = REASONING_PARSERS[options.reasoning_parser] if options.reasoning_parser else None
-    if reasoning is not None and tokenizer.hidden_tokens & {reasoning.start, reasoning.end}:
-        message = f"{reasoning.start} is a special token of this model, which its text omits: leave the parser out"
-        raise InvalidConfig("$.text.reasoningParser", message)
-    template = tokenizer.tool_template
-    if options.tool_call_parser:
-        tool_format: ToolFormat | None = TOOL_PARSERS[options.tool_call_parser]
-    else:
-        tool_format = None if template is None else recognized(template.source)
-    return Text(tokenizer, defaults, reasoning, tool_format)
 
 
 HERE = LocalSettings(default_weights_dir(), default_artifacts_dir())
@@ -160,16 +128,18 @@ class FrontEnd:
         self._settings = settings
         self._began = time.monotonic()
         self._text: asyncio.Task[Text] | None = None
+        self._known_text: Text | None = None
+        """That was loaded last."""
         self._ready: Ready | None = None
-        self._admission: Admission | None = None
+        self._admissions: Admissions | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The end of a drain, or why this process cannot continue."""
 
-    def admission(self) -> Admission:
+    def admissions(self) -> Admissions:
         """Raises BackendFailed until engine and text were ready once; `client` has the current state of the engine."""
-        if self._admission is None:
+        if self._admissions is None:
             raise BackendFailed(f"not ready: {self.client.detail}")
-        return self._admission
+        return self._admissions
 
     async def run(self, listener: socket.socket, orders: IO[Any]) -> None:
         """Serve until drained, or until the supervisor exits and closes `orders`.
@@ -207,10 +177,17 @@ class FrontEnd:
         if self._over.done():
             self._over.result()
 
-    def _bring(self, wanted: Wanted, model_dir: Path) -> tuple[Path, AdapterFacts]:
-        return find_adapter(
+    def _bring(self, wanted: Wanted, model_dir: Path) -> tuple[Path, AdapterFacts, Text]:
+        folder, facts = find_adapter(
             wanted.uri, model_dir, self.config, self._settings, digest=wanted.digest, version=wanted.source_digest
         )
+        base = self._known_text
+        assert base is not None
+        text = adapted_text(base, folder, self.config.text)
+        for notice in text.defaults.notices:
+            if notice not in base.defaults.notices:
+                say(f"adapter {wanted.name}: {notice}")
+        return folder, facts, text
 
     def _adapters_in_use(self) -> Iterator[Reading]:
         if self._ready is not None and self.client.ready:
@@ -250,7 +227,7 @@ class FrontEnd:
         for connection in server.connections:
             connection.drain()
         # Without admission there are no requests to wait for.
-        delay_seconds = delay_seconds if self._admission else 0.0
+        delay_seconds = delay_seconds if self._admissions else 0.0
         if not await self.gate.drain(delay_seconds, seconds, on_closed=server.close_connections):
             say(f"{self.gate.num_running} requests still run after {seconds:.0f} s: stopping them")
             self.client.fail_all(Draining("the server is shutting down and this request took too long"))
@@ -263,14 +240,15 @@ class FrontEnd:
 
     def _model_found(self, model_dir: Path) -> None:
         self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self.config.text))
-        self._text.add_done_callback(self._text_loaded)
-        self.adapters.model_found(model_dir)
+        self._text.add_done_callback(partial(self._text_loaded, model_dir))
 
-    def _text_loaded(self, task: asyncio.Task[Text]) -> None:
+    def _text_loaded(self, model_dir: Path, task: asyncio.Task[Text]) -> None:
         if task.cancelled():
             return
         error = task.exception()
         if error is None:
+            self._known_text = task.result()
+            self.adapters.model_found(model_dir)
             self._become_ready()
         else:
             self._end(error)
@@ -292,19 +270,15 @@ class FrontEnd:
         if self._ready is None or self._text is None or not self._text.done():
             return
         text, limits, names = self._text.result(), self._ready.limits, self.config.served_names
-        defaults = text.defaults.served(limits)
-        self._admission = Admission(
-            text.tokenizer,
+        self._admissions = Admissions(
+            text,
             limits,
             self.targets,
-            defaults,
             max_queued_requests=self._ready.queue.max_requests,
             max_queued_tokens=self._ready.queue.max_tokens,
             options=self.config.server,
-            reasoning=text.reasoning,
-            tool_format=text.tool_format,
         )
-        for notice in defaults.notices:
+        for notice in text.defaults.served(limits).notices:
             say(notice)
         say(
             f"ready after {time.monotonic() - self._began:.1f} s: {self._url}/v1 serves {', '.join(names)} "

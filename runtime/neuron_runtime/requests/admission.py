@@ -1,8 +1,8 @@
 """Admission, stop 2 of a request: apply the template, tokenize, and check every length and count.
 
-Scheduler and device do not check again, so an admitted request cannot fail there. Called by the
-routes and by the offline class with typed options and a prompt or a chat; returns an `Ask` with the data that the
-engine and the text modules need. No I/O, no clock.
+Scheduler and device do not check again, so an admitted request cannot fail there. The routes and the offline class ask
+`Admissions` for the `Admission` of the model or adapter that is asked for, and call it with typed options and a prompt
+or a chat; it returns an `Ask` with the data that the engine and the text modules need. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -26,11 +26,15 @@ from neuron_runtime.requests.prompts import Echo, Prompt, PromptField, Prompts, 
 from neuron_runtime.requests.sampling import Sampler
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from neuron_runtime.requests.targets import Target, Targets
+from neuron_runtime.requests.texts import Text
 from neuron_runtime.requests.token_ids import check_token_ids
 from neuron_runtime.requests.tools import ToolUse, tool_use
-from neuron_runtime.text.reasoning import Marks, ReasoningSplitter
+from neuron_runtime.text.reasoning import ReasoningSplitter
 from neuron_runtime.text.tokenizer import Tokenizer
-from neuron_runtime.text.tool_calls import CallTag, ToolCallSplitter, ToolFormat
+from neuron_runtime.text.tool_calls import CallTag, ToolCallSplitter
+
+NUM_KEPT = 512
+"""Targets for which a server keeps what it has prepared: twice the adapters of a list."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +85,52 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Admission:
-    """Admits requests for one model, within its limits."""
+class Admissions:
+    """Admits requests for a model and its adapters, within the model's limits."""
 
-    tokenizer: Tokenizer
+    text: Text
+    """The model's, and that of adapters without one."""
     limits: BackendLimits
     targets: Targets
-    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     max_queued_requests: int = 0
     max_queued_tokens: int = sys.maxsize
     cuts_max_tokens: bool = False
     """Reduce `max_tokens` to what fits after the prompt; otherwise larger values are refused."""
     options: ServerOptions = field(default_factory=ServerOptions)
     """Limits of one request."""
-    reasoning: Marks | None = None
-    """How the model marks its reasoning; None: reasoning stays in the text."""
-    tool_format: ToolFormat | None = None
-    """How the model writes calls of tools; None: not known."""
+
+    def of(self, name: str | None) -> Admission:
+        """Of the target with this name. Raises as `Targets.of`."""
+        return self.at(self.targets.of(name))
+
+    @cached_property
+    def at(self) -> Callable[[Target], Admission]:
+        """Of a target. What has been prepared for it is kept."""
+        return lru_cache(NUM_KEPT)(partial(Admission, self))
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Admits requests for one target."""
+
+    all: Admissions
+    target: Target
+
+    @property
+    def text(self) -> Text:
+        return self.target.text or self.all.text
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.text.tokenizer
+
+    @property
+    def limits(self) -> BackendLimits:
+        return self.all.limits
+
+    @cached_property
+    def defaults(self) -> GenerationDefaults:
+        return self.text.defaults.served(self.limits)
 
     def completion(self, prompt: PromptField, options: CompletionOptions) -> Ask:
         """Raises InvalidRequest."""
@@ -108,7 +141,7 @@ class Admission:
             check_parameter_served("echo", PARAMETERS["prompt_logprobs"], self.limits)
         cut = self._prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
         adds_special = options.add_special_tokens is not False
-        contents = each_prompt(prompt, self.options.max_prompts)
+        contents = each_prompt(prompt, self.all.options.max_prompts)
         prompts = tuple(self._prompts.checked(one, adds_special, cut, "prompt") for one in contents)
         return self._ask(
             options,
@@ -128,8 +161,8 @@ class Admission:
         self._check_common(options, names)
         if options.top_logprobs and not options.logprobs:
             raise InvalidRequest.at("top_logprobs", "needs `logprobs: true`")
-        text = self.chat_text(chat)
-        use = tool_use(options, chat.functions, self.tool_format, self._strict_tag)
+        text, reasoning = self.chat_text(chat), self.text.reasoning
+        use = tool_use(options, chat.functions, self.text.tool_format, self._strict_tag)
         cut = self._prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
         prompt = self._prompts.checked(text, options.add_special_tokens is True, cut, names["messages"])
         ask = self._ask(
@@ -139,8 +172,8 @@ class Admission:
             asked=options.max_tokens,
             default=self.defaults.sampling.max_tokens or self.limits.max_model_length,
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
-            make_splitter=None if self.reasoning is None else partial(ReasoningSplitter, self.reasoning, text),
-            before_answer=("", "") if self.reasoning is None else self.reasoning.before_answer(text),
+            make_splitter=None if reasoning is None else partial(ReasoningSplitter, reasoning, text),
+            before_answer=("", "") if reasoning is None else reasoning.before_answer(text),
             shows_reasoning=options.include_reasoning is not False,
             use=use,
         )
@@ -155,7 +188,6 @@ class Admission:
 
     def chat_tokens(self, chat: Chat) -> tuple[int, ...]:
         """The tokens of a chat, however many. Raises InvalidRequest."""
-        self.targets.of(chat.options.model)
         adds_special = chat.options.add_special_tokens is True
         return self._prompts.read(self.chat_text(chat), adds_special, None, chat.names["messages"]).token_ids
 
@@ -171,7 +203,7 @@ class Admission:
     @cached_property
     def _strict_tag(self) -> CallTag | None:
         """With which calls that the model chooses to make are kept to strict schemas; None: they are not."""
-        tag = None if self.tool_format is None else self.tool_format.tag
+        tag = None if self.text.tool_format is None else self.text.tool_format.tag
         # A form knows the text of tokens, and a special token has none.
         if tag is None or tag.mark in self.tokenizer.hidden_tokens or not self.defaults.stop_token_ids:
             return None
@@ -187,7 +219,6 @@ class Admission:
 
     def _check_common(self, options: Generate, names: Names) -> None:
         """Checks that need no tokenization."""
-        self.targets.of(options.model)
         check_served(options, self.limits, names)
         if options.prompt_logprobs is not None and options.stream:
             raise InvalidRequest.at("prompt_logprobs", "cannot be streamed: leave out `stream`")
@@ -209,15 +240,16 @@ class Admission:
         **more: Any,
     ) -> Ask:
         num_choices = 1 if options.n is None else options.n
-        most = min(self.options.max_choices, self.limits.max_rows + self.max_queued_requests)
+        limited = self.all
+        most = min(limited.options.max_choices, self.limits.max_rows + limited.max_queued_requests)
         if num_choices * len(prompts) > most:
             message = (
                 f"prompts times `n` must be at most {most}, got {num_choices * len(prompts)} with `n` {num_choices}"
             )
             raise InvalidRequest(message, field="n")
         num_tokens = num_choices * sum(len(prompt.token_ids) for prompt in prompts)
-        if num_choices * len(prompts) > 1 and num_tokens > self.max_queued_tokens:
-            most = self.max_queued_tokens
+        if num_choices * len(prompts) > 1 and num_tokens > limited.max_queued_tokens:
+            most = limited.max_queued_tokens
             message = f"prompts times `n` ({num_choices}) have {num_tokens} tokens, but at most {most} may wait"
             raise InvalidRequest(message, field="n")
         streaming = options.stream_options or StreamOptions()
@@ -240,7 +272,7 @@ class Admission:
         return Ask(
             prompts=tuple(prompt.token_ids for prompt in prompts),
             sampling=tuple(replace(sampling, max_tokens=max_tokens) for max_tokens in lengths),
-            target=self.targets.of(options.model),
+            target=self.target,
             num_choices=num_choices,
             details=None if replace(details, tokens_as_token_ids=False) == Details() else details,
             stop=_stops(options.stop, names["stop"]),
@@ -257,14 +289,14 @@ class Admission:
 
     def _max_tokens(self, num_prompt_tokens: int, asked: int | None, name: str, default: int) -> int:
         room = self.limits.max_new_tokens(num_prompt_tokens)
-        most = self.options.max_output_tokens or room
+        most = self.all.options.max_output_tokens or room
         if asked is None:
             return min(default, room, most)
-        if self.options.max_output_tokens and asked > most:
+        if self.all.options.max_output_tokens and asked > most:
             raise InvalidRequest.at(name, f"must be at most {most} on this server, got {asked}")
         if asked <= room:
             return asked
-        if self.cuts_max_tokens:
+        if self.all.cuts_max_tokens:
             return room
         problem = f"`{name}` is {asked}, and the prompt of {num_prompt_tokens} tokens leaves room for {room}"
         raise context_length_exceeded(self.limits, problem, name)

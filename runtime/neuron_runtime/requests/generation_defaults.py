@@ -20,8 +20,9 @@ from neuron_runtime.not_built import Surface, is_neutral, rows
 from neuron_runtime.requests.conversion import typed
 from neuron_runtime.requests.parameters import Parameter, Where, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
-from neuron_runtime.text.tokenizer import read_json
+from neuron_runtime.text.tokenizer import Tokenizer, read_json
 
+FILE = "generation_config.json"
 AUTO = "auto"
 NEUTRAL = "vllm"
 """vLLM's name for its own neutral defaults."""
@@ -103,7 +104,7 @@ def load_generation_defaults(
         FatalError: INVALID_MODEL, naming the invalid file and field; INVALID_ENGINE_CONFIG for a `source` without such
             a file.
     """
-    path = model_dir / "generation_config.json"
+    path = model_dir / FILE
     settings = read_json(path)
     ends = _token_ids(settings, path) or _token_ids(read_json(model_dir / "config.json"), model_dir / "config.json")
     if eos_token_id is not None:
@@ -111,7 +112,7 @@ def load_generation_defaults(
     if source == NEUTRAL:
         settings = {}
     elif source != AUTO:
-        path = Path(source, "generation_config.json")
+        path = Path(source, FILE)
         if not path.is_file():
             raise InvalidConfig(
                 "$.text.generationConfig", f"{source} has no generation_config.json: set its folder, auto or vllm"
@@ -132,6 +133,21 @@ def load_generation_defaults(
     )
     unnamed = None if answer_end_id in ends else answer_end_id
     return GenerationDefaults(ends, sampling, not_applied, unnamed_end_id=unnamed)
+
+
+def adapted_defaults(
+    base: GenerationDefaults, folder: Path, tokenizer: Tokenizer, source: str = AUTO
+) -> GenerationDefaults:
+    """Those of an adapter in a folder: of its `generation_config.json`, if it has one. Its own ends apply besides those
+    of its model. Arguments and errors as of `load_generation_defaults`; an end that is no token is an error, too."""
+    own = load_generation_defaults(folder, tokenizer.eos_token_id, NEUTRAL if source != AUTO else AUTO)
+    if wrong := sorted(one for one in own.stop_token_ids if one >= tokenizer.vocabulary_size):
+        message = f"{folder / FILE}: eos_token_id {wrong[0]} is no token of the model"
+        raise FatalError(ExitCode.INVALID_MODEL, message)
+    ends = base.stop_token_ids | own.stop_token_ids
+    unnamed = None if tokenizer.answer_end_id in ends else tokenizer.answer_end_id
+    chosen = own if source == AUTO and (folder / FILE).exists() else base
+    return replace(chosen, stop_token_ids=ends, unnamed_end_id=unnamed)
 
 
 def _token_ids(settings: Mapping[str, Any], path: Path) -> frozenset[int]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from neuron_runtime.errors import AdapterNotReady, InvalidRequest
+from neuron_runtime.requests.texts import Text
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Target:
     """The base model of an adapter."""
     created: int | None = None
     """Seconds since 1970; None: as the server."""
+    text: Text | None = None
+    """Chat template and defaults; None: the model's."""
 
 
 class Targets:

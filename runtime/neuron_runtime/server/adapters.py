@@ -21,6 +21,7 @@ from neuron_runtime.console import say
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, InvalidRequest, ServingError
 from neuron_runtime.record import AdapterFacts
 from neuron_runtime.requests.targets import Target, Targets
+from neuron_runtime.requests.texts import Text
 from neuron_runtime.server.adapter_list import NAME_RULE, ListFile, Wanted, is_name, keep, kept
 from neuron_runtime.server.objects import AdapterState, AdapterStates, StateName
 
@@ -49,8 +50,9 @@ class Client(Protocol):
         """Whether a request that has not ended does."""
 
 
-Bring = Callable[[Wanted, Path], tuple[Path, AdapterFacts]]
-"""Fetches an adapter and checks that it fits the model in a folder; returns its own folder. Raises ServingError."""
+Bring = Callable[[Wanted, Path], tuple[Path, AdapterFacts, Text]]
+"""Fetches an adapter and checks that it fits the model in a folder; returns its own folder, what it is, and its chat
+template and defaults. Raises ServingError."""
 
 
 @dataclass(eq=False)
@@ -63,6 +65,7 @@ class _Version:
     message: str = ""
     error: ServingError | None = None
     facts: AdapterFacts | None = None
+    text: Text | None = None
     folder: Path = Path()
     created: int = field(default_factory=lambda: int(time.time()))
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -139,6 +142,7 @@ class Adapters:
     # What the engine says
 
     def model_found(self, model_dir: Path) -> None:
+        """It is on this machine, and its text is loaded."""
         if not self._model_dir.done():
             self._model_dir.set_result(model_dir)
 
@@ -320,7 +324,7 @@ class Adapters:
         try:
             model_dir = await asyncio.shield(self._model_dir)
             brought = asyncio.get_running_loop().run_in_executor(self._threads, self._bring, version.wanted, model_dir)
-            version.folder, version.facts = await brought
+            version.folder, version.facts, version.text = await brought
         except FatalError as error:
             self._fail(version, error, error.exit_code.reason)
         except ServingError as error:
@@ -355,7 +359,7 @@ class Adapters:
         version.state, version.reason, version.message, version.error = "Ready", "", "", None
         version.pause_seconds = 0.0
         root, parent = wanted.uri.removeprefix("file://"), wanted.parent or self._targets.base.name
-        self._targets.serve(Target(wanted.name, facts.digest, root, parent, version.created))
+        self._targets.serve(Target(wanted.name, facts.digest, root, parent, version.created, version.text))
         version.ended.set()
         say(f"adapter {wanted.name}: ready (rank {facts.rank}, {facts.digest[:12]})")
 

@@ -46,7 +46,7 @@ from neuron_runtime.apis.responses.writer import ResponsesWriter
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.errors import InvalidRequest, ServingError
-from neuron_runtime.requests.admission import Admission, Ask
+from neuron_runtime.requests.admission import Admission, Admissions, Ask
 from neuron_runtime.requests.conversion import Body
 from neuron_runtime.requests.targets import Target, Targets
 from neuron_runtime.server.adapters import Adapters
@@ -110,7 +110,7 @@ class State(Protocol):
     has_keys: bool
     """Whether clients must send an API key."""
 
-    def admission(self) -> Admission:
+    def admissions(self) -> Admissions:
         """Raises BackendFailed until the model is ready."""
 
 
@@ -260,10 +260,10 @@ class Routes:
         return await self._generate(request, lambda raw: MESSAGES)
 
     async def count_tokens(self, request: Request) -> Response:
-        admission = self._admission()
+        admissions = self._admissions()
 
         def answer(body: CountTokensBody) -> Response:
-            return _json(TokenCount(num_input_tokens(admission, body)))
+            return _json(TokenCount(num_input_tokens(admissions.of(body.model), body)))
 
         return await self._parsed(request, CountTokensBody, answer)
 
@@ -271,9 +271,10 @@ class Routes:
         return await self._generate(request, _invoked)
 
     async def tokenize(self, request: Request) -> Response:
-        admission = self._admission()
+        admissions = self._admissions()
 
         def answer(body: TokenizeBody) -> Response:
+            admission = admissions.of(body.model)
             ids = tokens_of(admission, body)
             spelled = [admission.tokenizer.token(one) for one in ids] if body.return_token_strs else None
             length = admission.limits.max_model_length
@@ -282,10 +283,10 @@ class Routes:
         return await self._parsed(request, TokenizeBody, answer)
 
     async def detokenize(self, request: Request) -> Response:
-        admission = self._admission()
+        admissions = self._admissions()
 
         def answer(body: DetokenizeBody) -> Response:
-            admission.targets.of(body.model)
+            admission = admissions.of(body.model)
             admission.check_token_ids(body.tokens, "tokens")
             return _json(Detokenized(admission.tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
@@ -315,7 +316,7 @@ class Routes:
             return _json(Health("draining"), 503)
         try:
             self._state.client.check_ready()
-            self._state.admission()
+            self._state.admissions()
             self._state.adapters.check_start()
         except ServingError as error:
             return _json(Health("not ready", str(error)), 503)
@@ -351,12 +352,13 @@ class Routes:
         return Response(self._state.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _generate(self, request: Request, api_of: Callable[[bytes], Api]) -> Response:
-        state, admission = self._state, self._admission()
+        state, admissions = self._state, self._admissions()
         state.client.check_ready()
 
         def answer(raw: bytes) -> tuple[LiveGeneration, Writer]:
             api = api_of(raw)
-            body = parse_body(raw, api.body)
+            body: Any = parse_body(raw, api.body)
+            admission = admissions.of(body.model)
             ask = api.admit(admission, body)
             generation = LiveGeneration(ask, state.client, state.metrics, admission.tokenizer)
             return generation, api.writer(ask.target.name, generation, body)
@@ -367,16 +369,16 @@ class Routes:
         exchange.generation, exchange.model = generation, generation.ask.target.name
         return GenerationResponse(writer, generation, state.gate.running())
 
-    def _admission(self) -> Admission:
+    def _admissions(self) -> Admissions:
         """Raises Draining, BackendFailed."""
         self._state.gate.check_admits()
-        return self._state.admission()
+        return self._state.admissions()
 
     def _model(self, name: str, target: Target) -> Model:
         created = self._started if target.created is None else target.created
         model = Model(id=name, created=created, root=target.root, parent=target.parent)
         try:
-            limits = self._state.admission().limits
+            limits = self._state.admissions().limits
         except ServingError:
             return model
         sampling = ModelSampling(

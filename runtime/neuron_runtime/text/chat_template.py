@@ -65,6 +65,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
+        except (SyntaxError, RecursionError) as error:
+            raise ValueError(f"it is nested too deeply: {error}") from error
         self._special_tokens = dict(special_tokens)
         self.source = source
         self.shapes = shapes_of(self._tried, "developer" in source)

@@ -6,6 +6,7 @@ tenth of a second; transformers, which imports torch, is imported only for a mod
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from neuron_runtime.checkpoint import TEMPLATES_FOLDER
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.text.chat_template import ChatTemplate
 
+MAX_SHOWN = 80
+"""Characters of a token in an error."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -37,20 +40,58 @@ class Tokenizer:
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
-        self.special_tokens = dict(special_tokens or {})
-        self.chat_template = chat_template
-        self.tool_template = tool_template or chat_template
-        """The template of chats with tools, of which some models have another."""
         vocabulary = fast.get_vocab(with_added_tokens=True)
         self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
         self.longest_token_characters = max(map(len, vocabulary), default=1)
-        eos = self.special_tokens.get("eos_token")
-        self.eos_token_id: int | None = None if eos is None else fast.token_to_id(eos)
+        self._declare(dict(special_tokens or {}), chat_template, tool_template)
         self._spelling = _Spelling(fast)
         self._bytes: dict[int, bytes] = {}
         self.joins_bytes = self._spelling.joins_bytes
         """The text of ids is the concatenation of their bytes, decoded as UTF-8."""
         self._pieces: dict[bool, dict[int, str | bytes]] = {False: {}, True: {}}
+
+    def _declare(
+        self, special_tokens: dict[str, str], chat_template: ChatTemplate | None, tool_template: ChatTemplate | None
+    ) -> None:
+        self.special_tokens = special_tokens
+        self.chat_template = chat_template
+        self.tool_template = tool_template or chat_template
+        """The template of chats with tools, of which some models have another."""
+        eos = special_tokens.get("eos_token")
+        self.eos_token_id: int | None = None if eos is None else self._fast.token_to_id(eos)
+
+    def adapted(self, folder: Path, *, reads_template: bool) -> Tokenizer:
+        """The same tokens, with chat templates and end token of an adapter in a folder, as far as its files have them.
+
+        Tokens that its tokenizer adds do not exist in the model. They are left out, but not where they matter.
+
+        Args:
+            reads_template: False: the chat templates stay.
+
+        Raises:
+            FatalError: INVALID_MODEL as `load_tokenizer`; ADAPTER_NOT_SUPPORTED if its chat template or the end of its
+                answers needs a token that the model lacks.
+        """
+        files = _Files(folder)
+        sources = files.sources if reads_template else {}
+        lacking = {one.content for number, one in files.added if str(self._fast.token_to_id(one.content)) != number}
+        lacking |= {one for one in files.special_tokens.values() if self._fast.token_to_id(one) is None}
+        needed = [files.special_tokens.get("eos_token", ""), *sources.values()]
+        if missing := sorted(token for token in lacking if any(token in one for one in needed)):
+            raise FatalError(
+                ExitCode.ADAPTER_NOT_SUPPORTED,
+                f"{folder}: an adapter whose chats need {missing[0][:MAX_SHOWN]!r}, which is no token of the model, is "
+                "not supported: train it with the tokens of the model",
+            )
+        special = {name: token for name, token in files.special_tokens.items() if token not in lacking}
+        special = {**self.special_tokens, **special}
+        templates = files.templates(sources, special)
+        other = copy.copy(self)
+        if templates:
+            other._declare(special, templates.get("default"), templates.get("tool_use"))
+        else:
+            other._declare(special, self.chat_template, self.tool_template)
+        return other
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> tuple[int, ...]:
         """Ids of a text; `add_special_tokens` adds the model's special tokens (usually a BOS in front).
@@ -196,44 +237,68 @@ def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
     Raises:
         FatalError: INVALID_MODEL, naming the missing or broken file; INVALID_ENGINE_CONFIG for `chat_template`.
     """
-    path = model_dir / "tokenizer_config.json"
-    settings = read_json(path)
-    legacy = "added_tokens_decoder" not in settings
-    if legacy:
-        # As in transformers: tokenizers saved before its release 4.34 have special and added tokens in these files.
-        settings |= read_json(model_dir / "special_tokens_map.json")
-    special_tokens = {}
-    for name in SPECIAL_TOKENS:
-        value = settings.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            special_tokens[name] = value
+    files = _Files(model_dir, chat_template)
     try:
-        sources = {"default": chat_template} if chat_template else _chat_template_sources(model_dir, settings)
-        if legacy:
-            numbers = read_json(model_dir / "added_tokens.json")
-            contents = sorted(numbers, key=lambda content: int(numbers[content]))
-            added = [_added_token({"content": one, "special": one in special_tokens.values()}) for one in contents]
-        else:
-            added = [_added_token(entry) for entry in settings["added_tokens_decoder"].values()]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        entries = "chat_template or added_tokens_decoder, or of added_tokens.json,"
-        message = f"{path}: an entry of {entries} is malformed: {error!r}"
-        raise FatalError(ExitCode.INVALID_MODEL, message) from error
-    try:
-        templates = {name: ChatTemplate(source, special_tokens) for name, source in sources.items()}
-    except ValueError as error:
+        templates = files.templates(files.sources, files.special_tokens)
+    except FatalError as error:
         if chat_template:
-            raise InvalidConfig("$.text.chatTemplate", f"not a valid template: {error}") from error
-        raise FatalError(ExitCode.INVALID_MODEL, f"the chat template in {model_dir} is invalid: {error}") from error
+            raise InvalidConfig("$.text.chatTemplate", f"not a valid template: {error.__cause__}") from error
+        raise
     fast = _load_fast(model_dir)
     known = fast.get_vocab(with_added_tokens=True)
-    fast.add_tokens([token for token in added if token.content not in known])
-    _follow_declaration(fast, settings, special_tokens)
-    default = templates.get("default")
+    fast.add_tokens([token for _, token in files.added if token.content not in known])
+    _follow_declaration(fast, files.settings, files.special_tokens)
     return Tokenizer(
-        fast, special_tokens=special_tokens, chat_template=default, tool_template=templates.get("tool_use")
+        fast,
+        special_tokens=files.special_tokens,
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
     )
+
+
+class _Files:
+    """What the files beside a vocabulary say. Raises FatalError (INVALID_MODEL).
+
+    chat_template: overrides theirs, unless empty.
+    """
+
+    def __init__(self, folder: Path, chat_template: str = "") -> None:
+        self._folder = folder
+        path = folder / "tokenizer_config.json"
+        self.settings = settings = read_json(path)
+        legacy = "added_tokens_decoder" not in settings
+        if legacy:
+            # As in transformers: tokenizers saved before its release 4.34 have special and added tokens in these files.
+            settings |= read_json(folder / "special_tokens_map.json")
+        self.special_tokens = special_tokens = dict[str, str]()
+        for name in SPECIAL_TOKENS:
+            value = settings.get(name)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                special_tokens[name] = value
+        self.added: list[tuple[str, AddedToken]]
+        """With their ids as they are written."""
+        try:
+            self.sources = {"default": chat_template} if chat_template else _chat_template_sources(folder, settings)
+            if legacy:
+                numbers = read_json(folder / "added_tokens.json")
+                contents = sorted(numbers, key=lambda content: int(numbers[content]))
+                special = special_tokens.values()
+                added = {str(numbers[one]): {"content": one, "special": one in special} for one in contents}
+            else:
+                added = settings["added_tokens_decoder"]
+            self.added = [(number, _added_token(one)) for number, one in added.items()]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            names = "chat_template or added_tokens_decoder, or of added_tokens.json,"
+            message = f"{path}: an entry of {names} is malformed: {error!r}"
+            raise FatalError(ExitCode.INVALID_MODEL, message) from error
+
+    def templates(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> dict[str, ChatTemplate]:
+        try:
+            return {name: ChatTemplate(source, special_tokens) for name, source in sources.items()}
+        except ValueError as error:
+            message = f"the chat template in {self._folder} is invalid: {error}"
+            raise FatalError(ExitCode.INVALID_MODEL, message) from error
 
 
 def _follow_declaration(fast: FastTokenizer, settings: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:

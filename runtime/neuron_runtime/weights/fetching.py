@@ -50,6 +50,7 @@ from neuron_runtime.weights.selection import (
     is_part,
     is_plain,
     is_small,
+    is_small_adapter_part,
     weight_files,
 )
 from neuron_runtime.weights.source import Attempts, Listing, Source, read_all
@@ -159,7 +160,7 @@ TEXT = replace(
 ADAPTER = Parts(
     config=adapters.CONFIG_FILE,
     outlined=frozenset({adapters.CONFIG_FILE}),
-    is_small=lambda name: name == adapters.CONFIG_FILE,
+    is_small=is_small_adapter_part,
     is_part=is_adapter_part,
     is_pinned=is_adapter_part,
     large=_adapter_files,

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from neuron_runtime.adapters.peft import CONFIG_FILE
+from neuron_runtime.adapters.peft import CONFIG_FILE, TEXT_FILES
 from neuron_runtime.adapters.peft import WEIGHTS_FILE as ADAPTER_WEIGHTS_FILE
 from neuron_runtime.checkpoint import (
     GRAPHS_CONFIG_FILE,
@@ -69,8 +69,12 @@ def is_part(name: str) -> bool:
 
 
 def is_adapter_part(name: str) -> bool:
-    """Whether an adapter needs the file. Its folder may have a tokenizer, states of the training and more."""
-    return name in (CONFIG_FILE, ADAPTER_WEIGHTS_FILE)
+    """Whether an adapter needs the file. Its folder may have a vocabulary, states of the training and more."""
+    return is_small_adapter_part(name) or name == ADAPTER_WEIGHTS_FILE
+
+
+def is_small_adapter_part(name: str) -> bool:
+    return name == CONFIG_FILE or name in TEXT_FILES
 
 
 def graph_files(names: Iterable[str]) -> list[str]:

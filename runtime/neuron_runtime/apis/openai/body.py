@@ -187,7 +187,6 @@ def admitted_chat(admission: Admission, body: ChatBody) -> Ask:
 
 def tokens_of(admission: Admission, body: TokenizeBody) -> tuple[int, ...]:
     """Raises InvalidRequest."""
-    admission.targets.of(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("exactly one of `prompt` and `messages` is required", field="prompt")
     if body.prompt is not None:
