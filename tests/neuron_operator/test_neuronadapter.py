@@ -35,9 +35,10 @@ from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.manifest import parse, parse_adapter
 from neuron_operator.api.model import Claim
 from neuron_operator.api.reasons import AdaptersOf
+from neuron_operator.cluster.client import MAX_OBJECT_BYTES
 from neuron_operator.decide.adapter import LOOK_SECONDS, POLL_SECONDS, decide_adapter
 from neuron_operator.decide.course import RECHECK_SECONDS, decide
-from neuron_operator.read.objects import name_of
+from neuron_operator.read.objects import name_of, written
 from neuron_operator.read.world import (
     Decision,
     Object,
@@ -221,6 +222,59 @@ def test_with_a_claim_the_model_is_read_there_and_a_job_fetches_the_adapter_with
     assert reason_of(decision, "Fetched") == ("True", "Fetched")
 
 
+def aged(start: World, minutes: int) -> World:
+    """The Jobs and their records are so old."""
+    created = {"creationTimestamp": written(start.now - timedelta(minutes=minutes))}
+    shared = tuple({**obj, "metadata": {**obj["metadata"], **created}} for obj in start.shared)
+    return replace(start, shared=shared)
+
+
+def in_claim() -> World:
+    """An adapter that a Job has fetched an hour ago."""
+    start, _ = after_job(world(), IN_CLAIM, adapter=FACTS)
+    start, _ = after_job(start, IN_CLAIM, weights=FETCHED)
+    return aged(replace(start, pods=()), 60)
+
+
+@pytest.mark.parametrize("reason", ["WeightsMissing", "ChecksumMismatch"])
+def test_what_a_replica_misses_in_the_claim_is_fetched_again(reason: str) -> None:
+    lost = entry("Failed", digest="", reason=reason, message="gone")
+    start = told(in_claim(), a=entry("Ready"), b=lost)
+    decision = decide_adapter(start, IN_CLAIM)
+    assert reason_of(decision, "Fetched") == ("False", "Fetching")
+    assert "the version before" not in condition(decision.status, "Ready")["message"]
+    assert decision.status is not None
+    assert (decision.status["served"]["digest"], decision.status["ready"]) == (DIGEST, "1/2")
+    assert {gone["kind"] for gone in decision.delete} == {"Job", "ConfigMap"}
+    start = carried_out(start, decision)
+    again = find(decide_adapter(start, IN_CLAIM).desired, "Job")
+    assert command_of(again)[:2] == ["neuron-runtime", "fetch"]
+    # Fetched: the replica tries again within minutes, and what it says until then changes nothing.
+    start, _ = after_job(start, IN_CLAIM, weights=FETCHED)
+    decision = decide_adapter(aged(start, 5), IN_CLAIM)
+    assert reason_of(decision, "Fetched") == ("True", "Fetched")
+    assert reason_of(decision) == ("False", reason)
+    assert not decision.delete
+    # It still says so: the claim may have lost it again.
+    assert reason_of(decide_adapter(aged(start, 7), IN_CLAIM), "Fetched") == ("False", "Fetching")
+
+
+def test_who_sets_the_annotation_has_a_lost_adapter_fetched_at_once() -> None:
+    start, _ = after_job(world(), IN_CLAIM, adapter=FACTS)
+    start, _ = after_job(start, IN_CLAIM, weights=FETCHED)
+    start = told(start, a=entry("Failed", digest="", reason="WeightsMissing"))
+    assert reason_of(decide_adapter(start, IN_CLAIM), "Fetched") == ("True", "Fetched")
+    asked = adapter(annotations={names.RETRY_ANNOTATION: "1"})
+    start = replace(start, body={**asked, "status": start.body["status"]})
+    assert reason_of(decide_adapter(start, IN_CLAIM), "Fetched") == ("False", "Fetching")
+
+
+def test_another_fault_of_a_replica_has_nothing_fetched_again() -> None:
+    for answer in (entry("Failed", reason="StorageFull"), entry("Loading"), Told(fault="refused")):
+        decision = decide_adapter(told(in_claim(), a=answer), IN_CLAIM)
+        assert reason_of(decision, "Fetched") == ("True", "Fetched")
+
+
 def test_an_adapter_stays_with_its_model_where_the_installation_names_a_claim_later() -> None:
     of, _ = resolved_world(spec=MODEL_SPEC)
     of, _ = settle(having_served(of), IN_CLAIM)
@@ -388,6 +442,57 @@ def test_the_model_lists_what_passed_and_mounts_the_list() -> None:
     assert {"name": "adapters", "configMap": {"name": "chat-adapters"}} in template["volumes"]
     assert "--adapters-file" in command_of({"spec": {"template": {"spec": template}}})
     assert not [gone for gone in decision.delete if name_of(gone) == "chat-adapters"]
+
+
+def served_adapter(name: str, number: int = 0, uri: str = "hf://acme/x") -> Object:
+    """One that passed its steps; of two, that with the lower number was created first."""
+    served = {"model": "chat", "uri": uri, "key": "k", "digest": DIGEST, "sourceDigest": SOURCE}
+    created = written(NOW + timedelta(seconds=number))
+    return {**adapter(name=name, uid=name, creationTimestamp=created), "status": {"served": served}}
+
+
+@pytest.mark.parametrize(
+    ("uri", "most"),
+    [("hf://acme/x", 256), ("s3://b/" + "\U0001f600" * 1017, 100), ("s3://b/" + '\\"' * 508, 100)],
+    ids=["short", "four bytes a character", "quoted twice"],
+)
+def test_a_list_has_room_for_the_oldest_adapters_and_the_others_say_so(uri: str, most: int) -> None:
+    everybody = tuple(served_adapter(f"a{number}", number, uri) for number in reversed(range(2000)))
+    model, _ = resolved_world(spec=MODEL_SPEC)
+    decision = decide(replace(model, adapters=everybody), SETTINGS)
+    found = next(obj for obj in decision.desired if name_of(obj) == "chat-adapters")
+    listed = {one["name"] for one in json.loads(found["data"]["adapters.json"])["adapters"]}
+    assert listed == {f"a{number}" for number in range(len(listed))}
+    assert most / 2 < len(listed) <= most
+    assert len(json.dumps(found, ensure_ascii=False).encode()) < MAX_OBJECT_BYTES * 0.8
+    assert condition(decision.status, "Accepted")["status"] == "True"
+
+    def shown(number: int) -> Decision:
+        start = passed(name=f"a{number}", uid=f"a{number}")
+        body = {**start.body, "spec": {**start.body["spec"], "uri": uri}}
+        body["status"]["served"]["uri"] = uri
+        return decide_adapter(replace(told(replace(start, body=body), a=[]), of_base=(found,)), SETTINGS)
+
+    assert shown(len(listed) - 1).needs
+    assert not shown(len(listed)).needs, "nobody is asked about it"
+
+
+def test_an_adapter_without_room_in_the_list_is_stalled() -> None:
+    model, _ = resolved_world(spec=MODEL_SPEC)
+    full = replace(model, adapters=tuple(served_adapter(f"a{number}", number) for number in range(256)))
+    found = next(obj for obj in decide(full, SETTINGS).desired if name_of(obj) == "chat-adapters")
+    decision = decide_adapter(replace(told(passed(), a=[]), of_base=(found,)), SETTINGS)
+    assert reason_of(decision) == ("False", "TooManyAdapters")
+    assert reason_of(decision, "Stalled") == ("True", "TooManyAdapters")
+    assert "the list of model chat is full with 256 older adapters" in condition(decision.status, "Ready")["message"]
+    assert decision.requeue_after_seconds == LOOK_SECONDS
+    # The pass that finds it fit does not say so: the model's pass comes after it.
+    start, decision = settled(world())
+    record = json.dumps({"version": 1, "command": "inspect", "ok": True, "adapter": FACTS})
+    pod = job_pod(find(decision.desired, "Job"), ended(0, record), "read", phase="Succeeded")
+    start = finished(replace(start, pods=(pod,), of_base=(found,)))
+    start = carried_out(start, decide_adapter(start, SETTINGS))
+    assert reason_of(decide_adapter(start, SETTINGS)) == ("False", "Loading")
 
 
 def test_the_pods_of_a_model_without_adapters_have_no_list() -> None:

@@ -198,6 +198,15 @@ class Reason(StrEnum):
         final=True,
         of_adapters=True,
     )
+    TOO_MANY_ADAPTERS = Row(
+        "TooManyAdapters",
+        "The list of the model's adapters is full with older ones; the message has their number",
+        "Delete NeuronAdapters of the model that nobody needs, or serve some on another NeuronModel. See "
+        "[limits](adapters.md#limits)",
+        conditions=("Ready",),
+        final=True,
+        of_adapters=True,
+    )
     ADAPTER_NOT_LOADED = Row(
         "AdapterNotLoaded",
         "A replica could not load the adapter; the message names the replicas that lack it, each with the cause",

@@ -7,7 +7,7 @@ the model's own pass lists what `status.served` says here, and what passed the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -29,9 +29,9 @@ from neuron_operator.read.adapters import ReplicaAdapter, adapters_in
 from neuron_operator.read.objects import dig, is_owned, items, kind_of, name_of, printable, text
 from neuron_operator.read.records import Facts, Record
 from neuron_operator.read.revision import Revision, from_object
-from neuron_operator.read.views import JobView, Observed, PodView, observe
+from neuron_operator.read.views import JobView, KeeperView, Observed, PodView, observe
 from neuron_operator.read.world import Decision, Object, Place, Settings, Told, World
-from neuron_operator.render.adapters import MAX_LISTED, served_of
+from neuron_operator.render.adapters import num_before, served_of
 from neuron_operator.render.jobs import fetch_adapter_job, resolve_adapter_job
 from neuron_operator.render.pods import runtime_image
 from neuron_operator.render.storage import adapters_claim, check_adapter, source, weights_place, words
@@ -44,9 +44,14 @@ POLL_SECONDS = 3.0
 adapters for days: they are asked ever more rarely, as refused writes are repeated."""
 LOOK_SECONDS = 300.0
 """The same once all do. A replica that starts again changes the status of the model, which wakes its adapters."""
+BELIEVED_SECONDS = 360.0
+"""So long after a Job has fetched an adapter, a replica may still say what it saw before: it tries again within five
+minutes."""
 MAX_REPLICAS_SHOWN = 8
 _REVISION = "ControllerRevision"
 
+_LOST = (Reason.WEIGHTS_MISSING, Reason.CHECKSUM_MISMATCH)
+"""Of a replica: the claim lacks the adapter, or has it damaged."""
 _UNLISTED = frozenset({Reason.NAME_TAKEN, Reason.ADAPTERS_NOT_SERVED})
 """Refusals after which not even the version before is served. A typing error in the model takes no adapter away."""
 
@@ -85,14 +90,16 @@ def decide_adapter(world: World, settings: Settings) -> Decision:
         if subject.waits and not before:
             findings.append(unmet("Resolved", Reason.RESOLVING, subject.waits))
         else:
-            done = walk(_steps(subject), Known(subject.adapter, settings, _pins_nothing, before=before), observed)
+            steps = _steps(subject, partial(_is_lost, _Replicas.of(world, observed, served), observed))
+            done = walk(steps, Known(subject.adapter, settings, _pins_nothing, before=before), observed)
             findings += done.findings
             if done.is_complete:
                 served = _passed(subject, done)
     contested = [one for one in findings if one.condition == "Contested"]
     findings = _in_order(findings)
     replicas = _Replicas.of(world, observed, served)
-    ready = _ready(findings, replicas, served, world)
+    is_before = served is not None and (subject is None or served.key != subject.key)
+    ready = _ready(findings, replicas, is_before, world)
     shown = (*findings, ready, *status.abnormal(ready), *contested)
     decision = Decision()
     if subject is not None:
@@ -187,7 +194,13 @@ def _pins_nothing(facts: Facts) -> Revision:
     raise LookupError(f"an adapter is pinned by its status, not by a revision: {facts}")
 
 
-def _steps(subject: _Subject) -> tuple[Step, ...]:
+def _is_lost(replicas: _Replicas, observed: Observed, kept: KeeperView) -> bool:
+    """Whether replicas miss in the claim what a Job has fetched."""
+    is_told = observed.age(kept.created).total_seconds() > BELIEVED_SECONDS or observed.model.wants_retry
+    return is_told and replicas.miss_it
+
+
+def _steps(subject: _Subject, is_lost: Callable[[KeeperView], bool]) -> tuple[Step, ...]:
     """Those of a model that an adapter needs, about its own conditions."""
     adapter, claim = subject.adapter, subject.claim
     is_fetched = claim is not None and bool(source(adapter).remotes)
@@ -221,7 +234,12 @@ def _steps(subject: _Subject) -> tuple[Step, ...]:
         ),
         Step(
             fetched,
-            Task(waiting=unmet("Fetched", Reason.FETCHING, "fetching the adapter"), jobs=fetch, learn=_learn_weights),
+            Task(
+                waiting=unmet("Fetched", Reason.FETCHING, "fetching the adapter"),
+                jobs=fetch,
+                learn=_learn_weights,
+                is_lost=is_lost,
+            ),
         ),
     )
 
@@ -286,6 +304,10 @@ class _Replicas:
     """Name of the pod, and why it does not serve it."""
     failed: Reason | None = None
     """Why a replica will not serve it, if one does not."""
+    miss_it: bool = False
+    """One looked for it in the claim in vain."""
+    num_before: int = 0
+    """Older adapters that leave no room for it in the list; nobody is asked then."""
     needs: frozenset[AdaptersOf] = frozenset()
 
     @classmethod
@@ -294,6 +316,9 @@ class _Replicas:
         found = cls(num_wanted=wanted if isinstance(wanted, int) else 1 if world.base else 0)
         if served is None:
             return found
+        # What this pass is about to write, the model could not list yet.
+        if served == served_of(world.body) and (older := num_before(observed.model.name, served, _list_of(world))):
+            return replace(found, num_before=older)
         for pod in observed.live:
             need = _question(pod)
             if not pod.is_answering or need is None:
@@ -306,7 +331,8 @@ class _Replicas:
                 found = replace(found, num_ready=found.num_ready + 1)
                 continue
             if mine is not None and mine.state == "Failed":
-                found = replace(found, failed=_reason_of(mine))
+                failed = _reason_of(mine)
+                found = replace(found, failed=failed, miss_it=found.miss_it or failed in _LOST)
             found = replace(found, lacking=(*found.lacking, (pod.name, _why_not(told, mine))))
         return found
 
@@ -315,6 +341,11 @@ class _Replicas:
         more = len(self.lacking) - MAX_REPLICAS_SHOWN
         shown = [f"{name}: {why}" for name, why in self.lacking[:MAX_REPLICAS_SHOWN]]
         return "; ".join((*shown, *([f"and {more} more"] if more > 0 else [])))
+
+
+def _list_of(world: World) -> Object | None:
+    wanted = ("ConfigMap", names.adapters_name(name_of(world.base)))
+    return next((one for one in world.of_base if (kind_of(one), name_of(one)) == wanted), None)
 
 
 def _question(pod: PodView) -> AdaptersOf | None:
@@ -335,17 +366,21 @@ def _why_not(told: Told, mine: ReplicaAdapter | None) -> str:
     if told.text and adapters_in(told.text) is None:
         return "it does not tell, as an earlier revision without adapters"
     if mine is None:
-        return f"it has not read the list yet, which takes a kubelet a minute, or the list has {MAX_LISTED} others"
+        return "it has not read the list yet, which takes a kubelet a minute"
     if mine.state == "Ready":
         return "it serves the version before"
     return printable(mine.words)
 
 
-def _ready(findings: Sequence[Finding], replicas: _Replicas, served: ServedAdapter | None, world: World) -> Finding:
+def _ready(findings: Sequence[Finding], replicas: _Replicas, is_before: bool, world: World) -> Finding:
+    """`is_before`: what is listed is the version before."""
     first = _first_unmet(findings)
     if first is not None:
-        said = first.message + ("; the version before is served on" if served is not None else "")
+        said = first.message + ("; the version before is served on" if is_before else "")
         return Finding("Ready", "False", first.reason, said, first.needs)
+    if replicas.num_before:
+        said = f"the list of model {name_of(world.base)} is full with {replicas.num_before} older adapters"
+        return unmet("Ready", Reason.TOO_MANY_ADAPTERS, said)
     if replicas.num_ready >= replicas.num_wanted:
         if replicas.num_wanted == 0:
             return met("Ready", "the model has no replicas", "ScaledToZero")
@@ -404,6 +439,7 @@ def _requeue_after(
         PROGRESS_SECONDS if any(isinstance(need, LogOf) for need in needs) else None,
         float(UNEXPLAINED_SECONDS) if jobs or needs else None,
         (recheck(max(waited / 20, POLL_SECONDS)) if replicas.lacking else LOOK_SECONDS) if replicas.needs else None,
+        LOOK_SECONDS if replicas.num_before else None,
         *((due - observed.now).total_seconds() for due in times if due and due > observed.now),
     )
     return min((delay for delay in delays if delay is not None), default=None)

@@ -100,6 +100,8 @@ class Task:
     """Whether the revision needs the result as long as it lives."""
     void_after: frozenset[int] = frozenset()
     """Exit codes of reasons with which a serving pod of the revision reports that the result is no longer there."""
+    is_lost: Callable[[KeeperView], bool] | None = None
+    """Whether whoever needs the result reports so while it runs, of what the keeper tells of."""
     disputed: Callable[[Known, str], Finding] | None = None
     """The finding if the Job, asked again, found all of it, and a pod, whose words these are, still does not. Otherwise
     the Job is asked for ever."""
@@ -186,6 +188,8 @@ def _is_void(task: Task, kept: KeeperView, known: Known, observed: Observed) -> 
     Where the Job found everything in its store, pod and store may disagree for ever: it runs again at intervals only,
     or once.
     """
+    if task.is_lost is not None and task.is_lost(kept):
+        return True
     misses = any(True for _ in _misses(task, kept, known, observed))
     return misses and (observed.model.wants_retry or _still_missed(task, kept, known, observed) is None)
 

@@ -7,7 +7,7 @@ it. The runtime reads the list once a second and leaves everything as it is whil
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -18,8 +18,11 @@ from neuron_operator.read.objects import dig, name_of, text
 from neuron_operator.read.world import Object
 from neuron_operator.render.objects import child
 
-MAX_LISTED = 256
-"""Adapters of one list, the oldest ones first: the ConfigMap has to stay far below the API server's limit."""
+MAX_LISTED, MAX_LIST_BYTES = 256, 384 * 1024
+"""Of one list, the oldest adapters first: the ConfigMap has to stay far below what the API server, and the operator's
+watch, take as one object. Few addresses are long enough for the second to matter."""
+
+Entry = Mapping[str, str]
 
 
 def served_of(adapter: Object) -> ServedAdapter | None:
@@ -34,10 +37,40 @@ def served_of(adapter: Object) -> ServedAdapter | None:
 def adapter_list(model: NeuronModel, adapters: Iterable[Object]) -> Object:
     """The ConfigMap, from the NeuronAdapters that name the model: those that passed their steps."""
     oldest_first = sorted(adapters, key=lambda one: (text(one, "metadata", "creationTimestamp"), name_of(one)))
-    passed = [(name_of(one), served) for one in oldest_first if (served := served_of(one)) is not None]
-    listed = [
-        {"name": name, "uri": served.uri, "digest": served.digest, "sourceDigest": served.source_digest or ""}
-        for name, served in sorted(passed[:MAX_LISTED])
-    ]
-    document = json.dumps({"adapters": listed}, indent=2, ensure_ascii=False) + "\n"
-    return child(model, "v1", "ConfigMap", names.adapters_name(model.name), data={names.ADAPTERS_KEY: document})
+    listed: list[Entry] = []
+    num_bytes = 0
+    for adapter in oldest_first:
+        if len(listed) == MAX_LISTED:
+            break
+        served = served_of(adapter)
+        if served is not None and num_bytes + _weight(entry := _entry(name_of(adapter), served)) <= MAX_LIST_BYTES:
+            listed.append(entry)
+            num_bytes += _weight(entry)
+    document = {"adapters": sorted(listed, key=lambda one: one["name"])}
+    written = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    return child(model, "v1", "ConfigMap", names.adapters_name(model.name), data={names.ADAPTERS_KEY: written})
+
+
+def num_before(adapter: str, served: ServedAdapter, config_map: Object | None) -> int:
+    """How many other adapters leave no room for it in this list; 0: the list has it, or could have it."""
+    try:
+        listed = msgspec.json.decode(text(config_map, "data", names.ADAPTERS_KEY), type=_List).adapters
+    except msgspec.MsgspecError:
+        return 0  # there is no list yet, or somebody else wrote it
+    if any(one.get("name") == adapter for one in listed):
+        return 0
+    is_full = len(listed) >= MAX_LISTED or sum(map(_weight, (*listed, _entry(adapter, served)))) > MAX_LIST_BYTES
+    return len(listed) if is_full else 0
+
+
+class _List(msgspec.Struct):
+    adapters: list[dict[str, str]]
+
+
+def _entry(name: str, served: ServedAdapter) -> Entry:
+    return {"name": name, "uri": served.uri, "digest": served.digest, "sourceDigest": served.source_digest or ""}
+
+
+def _weight(entry: Entry) -> int:
+    """Its bytes as the API server gets it: JSON in a string of JSON."""
+    return len(json.dumps(json.dumps(entry, indent=2, ensure_ascii=False), ensure_ascii=False).encode())
