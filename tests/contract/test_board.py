@@ -360,6 +360,7 @@ def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[st
         "process_virtual_memory_bytes": "says nothing about the memory in use",
         "neuron_serving_neuron_logical_core_memory_used_bytes": "the panel of a core's memory shows it by use",
         "neuron_serving_neuron_logical_core_memory_free_bytes": "the same for as long as a model is loaded",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total": "read when the number of draft tokens is chosen",
         "vllm:request_params_n": "read when a model is sized",
         "vllm:request_params_max_tokens": "read when a model is sized",
         "vllm:request_max_num_generation_tokens": "read when a model is sized",

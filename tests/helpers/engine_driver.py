@@ -103,7 +103,8 @@ class Guesses:
         """Drafts of rows, and how many were accepted."""
 
     def wants(self, sequences: Iterable[Sequence]) -> bool:
-        return bool(list(sequences)) and self._random.random() < 0.8
+        some = list(sequences)
+        return bool(some) and (some[0].in_flight is None or self._random.random() < 0.8)
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         assert sequence.in_flight is None

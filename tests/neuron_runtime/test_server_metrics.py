@@ -30,6 +30,7 @@ from neuron_runtime.processes.engine import Worker
 from neuron_runtime.processes.lifeline import Deadline
 from neuron_runtime.server.exchange import Exchange, count
 from neuron_runtime.server.metrics import (
+    ACCEPTED_BY_PLACE,
     CORE_MEMORY,
     FAMILIES,
     GROUP_WAIT,
@@ -113,6 +114,22 @@ def test_counters_continue_when_the_engine_restarts() -> None:
     metrics.step(step(num_preemptions_total=1))
     assert value(metrics, "vllm:num_preemptions_total") == 4
     assert value(metrics, "neuron_serving_engine_restarts_total") == 1
+
+
+def test_drafts_are_counted_as_in_vllm_and_by_their_position() -> None:
+    metrics, stats = Metrics("m"), EngineStats()
+    metrics.engine_started(1)
+    metrics.engine_ready(Ready(replace(LIMITS, max_drafts=3), QueueLimits(), 1.0, 1.0))
+    for num_drafts, num_accepted in ((3, 2), (2, 0), (2, 1)):
+        stats.count_drafts(num_drafts, num_accepted)
+        received = messages.decode_from_engine(messages.encoder.encode(Step((), (), stats)))
+        assert isinstance(received, Step)
+        metrics.step(received)
+    assert value(metrics, "vllm:spec_decode_num_drafts_total") == 3
+    assert value(metrics, "vllm:spec_decode_num_draft_tokens_total") == 7
+    assert value(metrics, "vllm:spec_decode_num_accepted_tokens_total") == 3
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(metrics, name, position=str(place)) for place in range(3)] == [2, 1, 0]
 
 
 def test_an_ended_engine_reports_no_running_requests() -> None:
@@ -315,7 +332,7 @@ def test_some_values_are_read_at_each_scrape() -> None:
 def test_series_for_the_board_exist_before_the_first_request() -> None:
     there, not_yet = (
         {name for name, _ in samples(started().render())},
-        (*CORE_MEMORY, *PROCESS, GROUP_WAIT, LORA_REQUESTS),
+        (*CORE_MEMORY, *PROCESS, GROUP_WAIT, LORA_REQUESTS, ACCEPTED_BY_PLACE),
     )
     for family in FAMILIES:
         if family.labels != ("kind", "bucket") and family not in not_yet:

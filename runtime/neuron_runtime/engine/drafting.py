@@ -7,7 +7,7 @@ the tokens it samples itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from neuron_runtime.engine.guides import Guide
@@ -15,9 +15,12 @@ from neuron_runtime.engine.sequence import Sequence
 
 
 class Drafting(Protocol):
-    def wants(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether the next step should have drafts for some of these, which decode; it then waits for the one in
-        flight. Called for every step, so it costs almost nothing where drafts do not pay."""
+    def wants(self, sequences: Collection[Sequence]) -> bool:
+        """Whether the next step should have drafts for some of these, which decode.
+
+        Asked while a step is in flight, which the next one then waits for, and again before drafts are proposed, when
+        all tokens are known. So it costs almost nothing where drafts do not pay.
+        """
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """At most `most` drafts, `most >= 1`, behind the last token of a sequence that has no row in flight."""

@@ -155,7 +155,7 @@ class Scheduler:
 
         They never reach beyond the last token that a sequence may feed.
         """
-        if self._drafting is None or self.scheduled:
+        if self._drafting is None or self.scheduled or not decoders or not self._drafting.wants(decoders):
             return ()
         limits, drafts = self.limits, []
         budget = limits.max_step_tokens - len(decoders) - sum(limits.num_computed(n) for _, n in prefills)
@@ -321,6 +321,7 @@ class Scheduler:
     def _learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         if self._drafting is not None and sequence.phase is not Phase.FINISHED:
             self._drafting.learn(sequence, num_drafts, num_accepted)
+            self.stats.count_drafts(num_drafts, num_accepted)
 
     # Leaving
 

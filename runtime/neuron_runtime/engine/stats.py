@@ -38,6 +38,12 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     """Prompt tokens looked up in the prefix cache, counted when a request is first scheduled."""
     num_prefix_hits_total: int = 0
     """Those of them that were found, and so not computed again."""
+    num_drafted_rows_total: int = 0
+    """Rows that had drafts."""
+    num_drafts_total: int = 0
+    num_accepted_drafts_total: int = 0
+    accepted_by_place_total: list[int] = msgspec.field(default_factory=list)
+    """How often the first draft of a row was accepted, the second, and so on."""
     stream_gap_bound_seconds: float = 0.0
     """Bound on the time between tokens of a running stream if no step takes longer than the longest so far."""
     backend_seconds_total: float = 0.0
@@ -54,3 +60,13 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     """As a step last reported it; None: no step did."""
     last_step: StepStats | None = None
     """The step applied by the latest turn, if any."""
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """What became of the drafts of one row."""
+        self.num_drafted_rows_total += 1
+        self.num_drafts_total += num_drafts
+        self.num_accepted_drafts_total += num_accepted
+        by_place = self.accepted_by_place_total
+        by_place.extend([0] * (num_accepted - len(by_place)))
+        for place in range(num_accepted):
+            by_place[place] += 1

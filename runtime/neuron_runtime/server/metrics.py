@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from operator import sub
 from typing import Any, Literal
 
@@ -111,6 +112,26 @@ _engine_counter(
     "Prompt tokens found in the prefix cache.",
     lambda stats: stats.num_prefix_hits_total,
     use="divided by the queries: hit rate",
+)
+_engine_counter(
+    "vllm:spec_decode_num_drafts_total",
+    "Rows of steps that had draft tokens (speculative decoding).",
+    lambda stats: stats.num_drafted_rows_total,
+)
+_engine_counter(
+    "vllm:spec_decode_num_draft_tokens_total", "Draft tokens that were verified.", lambda stats: stats.num_drafts_total
+)
+_engine_counter(
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "Draft tokens that were accepted.",
+    lambda stats: stats.num_accepted_drafts_total,
+    use="divided by draft tokens: acceptance rate; divided by drafts, plus 1: mean accepted length",
+)
+ACCEPTED_BY_PLACE = _engine_counter(
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "Accepted draft tokens by their position in the draft, from 0.",
+    labels=("position",),
+    use="choose the number of draft tokens",
 )
 PROMPT_TOKENS = _counter(
     "vllm:prompt_tokens_total",
@@ -407,6 +428,8 @@ class Metrics:
         self._book.number(MEMBERS).value = ready.num_ranks
         for rank in range(1, ready.num_ranks):
             self._book.number(GROUP_WAIT, str(rank))
+        for place in range(ready.limits.max_drafts):
+            self._book.number(ACCEPTED_BY_PLACE, str(place))
 
     def engine_ended(self) -> None:
         for gauge, _ in self._gauges:
@@ -426,6 +449,9 @@ class Metrics:
             before = last.group_wait_seconds_total or (0.0,) * len(waited)
             for rank, seconds in enumerate(map(sub, waited, before), 1):
                 self._book.number(GROUP_WAIT, str(rank)).value += seconds
+        accepted = zip_longest(stats.accepted_by_place_total, last.accepted_by_place_total, fillvalue=0)
+        for place, (now, earlier) in enumerate(accepted):
+            self._book.number(ACCEPTED_BY_PLACE, str(place)).value += now - earlier
         if stats.device_memory is not None:
             for family, size in zip(CORE_MEMORY, stats.device_memory, strict=True):
                 self._book.number(family).value = size
