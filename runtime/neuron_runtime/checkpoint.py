@@ -249,7 +249,7 @@ def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> tuple[bytes, list[
             num_header_bytes = header_length(prefix, num_file_bytes, path, limit)
             header = file.read(num_header_bytes)
     except OSError as error:
-        raise InvalidModel(f"{path}: cannot read the weights: {error.strerror}") from error
+        raise InvalidModel(f"{path}: cannot read the weights: {_cause(error)}") from error
     return header, parse_header(header, num_file_bytes, path)
 
 
@@ -357,7 +357,13 @@ def _read(path: Path, cure: str, limit: int = MAX_JSON_BYTES) -> bytes:
     except FileNotFoundError as error:
         raise InvalidModel(f"{path} is missing: {cure}") from error
     except OSError as error:
-        raise InvalidModel(f"{path}: cannot be read: {error.strerror}") from error
+        raise InvalidModel(f"{path}: cannot be read: {_cause(error)}") from error
+
+
+def _cause(error: OSError) -> str:
+    """With a cure where there is one: the safetensors library writes files that only their owner may read."""
+    cure = f"; let user {os.geteuid()} read it (chmod a+r)" if isinstance(error, PermissionError) else ""
+    return f"{error.strerror}{cure}"
 
 
 def _json_object(raw: bytes, source: Path) -> dict[str, Any]:

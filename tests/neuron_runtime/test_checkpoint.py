@@ -71,6 +71,19 @@ def test_a_folder_that_this_user_may_not_read_says_so(folder: Path, closed: str,
         os.chmod(volume / "model" / closed, 0o755)
 
 
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_file_that_only_its_owner_may_read_says_who_should(folder: Path, file: str) -> None:
+    """As the safetensors library writes them."""
+    with tempfile.TemporaryDirectory() as place:
+        shutil.copytree(folder, Path(place) / "model")
+        os.chmod(place, 0o755)
+        os.chmod(Path(place) / "model", 0o755)
+        os.chmod(Path(place) / "model" / file, 0o000)
+        said = rf"/{file}: cannot .*: Permission denied; let user \d+ read it \(chmod a\+r\)"
+        with as_nobody(), pytest.raises(InvalidModel, match=said):
+            read_checkpoint(Path(place) / "model")
+
+
 def test_a_folder_is_described_without_reading_weights(folder: Path) -> None:
     checkpoint = read_checkpoint(folder)
     assert checkpoint.config == {"architectures": ["LlamaForCausalLM"]}
