@@ -242,7 +242,7 @@ def test_a_missing_secret_of_the_chart_is_named_at_the_step_that_waits_for_it() 
     state = {"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "proxy" not found'}}
     found = condition(with_fetch_pod(state, phase="Pending")[1].status, "WeightsReady")
     assert found["reason"] == "SecretNotFound"
-    assert 'secret "proxy" not found' in found["message"]
+    assert 'secret "proxy" not found; create it;' in found["message"], "no field of the engine is its cure"
 
 
 def test_a_job_for_a_claim_takes_the_group_that_the_replicas_read_it_with() -> None:

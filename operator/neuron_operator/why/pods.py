@@ -295,7 +295,8 @@ def _absent(pod: PodView, container: ContainerView, message: str) -> str:
     if any(f'"{name}"' in message for name in pod.env_from):
         return f"{message}; the operator sets no envFrom: a person or an admission webhook added it"
     if container.name == names.RUNTIME_CONTAINER:
-        return f"{message}; create it, or set optional: true in engine.env"
+        is_of_job = pod.role not in names.SERVING_ROLES  # whose variables are those of credentials and of the chart
+        return f"{message}; create it" + ("" if is_of_job else ", or set optional: true in engine.env")
     return message
 
 

@@ -141,7 +141,7 @@ class HubSource:
         if status in RETRIED_STATUSES:
             return None
         where = f"{self.model} at {self.place}"
-        give_token = "provide a token that may read it (HF_TOKEN; model.credentialsSecretRef in a NeuronModel)"
+        give_token = "provide a token that may read it (HF_TOKEN; credentialsSecretRef in a manifest)"
         if self.token is None:
             give_token += "; no token was given: a Secret has it as HF_TOKEN, or under the key that the manifest names"
         match refused:

@@ -136,8 +136,8 @@ class S3Place:
     @property
     def _give(self) -> str:
         return (
-            f"provide AWS credentials that permit {self._rights}: AWS_* variables (model.credentialsSecretRef in a "
-            "NeuronModel), or the role of the service account"
+            f"provide AWS credentials that permit {self._rights}: AWS_* variables (credentialsSecretRef in a "
+            "manifest), or the role of the service account"
         )
 
     def verdict(self, error: BaseException) -> FatalError | None:
