@@ -1,27 +1,31 @@
 """Adapters on the real cluster: they come, go and change under traffic, without a restart, and each answers with its
-own weights. A hub has them; a Job fetches them into the claim of the model."""
+own weights, as the peft library computes them. What cannot be served says why. A hub, an S3 server and claims have
+them."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
+import shutil
 import tarfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cluster.rig.commands import CommandFailed
 from cluster.rig.faults import kill_processes
 from cluster.rig.rig import WAITING, Rig
-from cluster.rig.shared_storage import shared_volume
-from cluster.servers import Hub, hub_in_pod
+from cluster.rig.shared_storage import STORAGE_CLASS, shared_volume
+from cluster.servers import Hub, hub_in_pod, object_store_in_pod
 from cluster.stories import (
     CLAIMS_OF_THE_CHART,
     ROOT,
@@ -34,21 +38,30 @@ from cluster.stories import (
     uninstall,
 )
 from helpers.adapters import write_adapter
+from helpers.torch_models import reference, reference_logits, use_adapter, with_adapters
 from neuron_operator.api import names
-from neuron_runtime import LLM, LoRARequest, SamplingParams
+from neuron_operator.cluster.client import NEURON_ADAPTERS
+from neuron_runtime.adapters.peft import WEIGHTS_FILE
 from neuron_runtime.checkpoint import read_config
+from neuron_runtime.text.tokenizer import load_tokenizer
 
 # Long, because a kubelet takes a minute to bring a changed list to a pod.
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800, func_only=True)]
 
 HUB_NODE = "n3"
-SMALL: Any = {"layers": (1,), "dtype": np.float16}
-"""All of them are in the command of the hub's pod."""
 DEMO_MODEL = ROOT / "examples" / "demo-model"
+MODEL_FILES = [path for path in DEMO_MODEL.glob("*.*") if path.name != "train.py"]
+TARGETS = ("q_proj", "down_proj")
+SMALL: Any = {"layers": (1,), "dtype": np.float16, "targets": TARGETS, "scale": 0.5}
+SERVING = {"maxModelLength": 256, "dtype": "float32", "maxSequences": 128}
 PROMPTS = ("What is a pod?", "kubectl")
 NUM_TOKENS = 24
-NAMES = ("de", "fr", "sql")
-"""One more than may be active."""
+NUM_STREAMS = 200
+NAMES = ("de", "fr", "it", "es", "pt", "nl", "sql", "code")
+"""More than may be active, and more than are kept in memory."""
+NO_JOB_SECONDS, JOB_SECONDS = 20, 60
+"""What a busy machine may take until a reason is there, without a Job and with one."""
+CLAIM = "models"
 
 COMPLETE = """
 import concurrent.futures, json, sys, urllib.error, urllib.request
@@ -70,6 +83,9 @@ print(json.dumps([alone, together]))
 """
 """Asks the replica that it runs in, first for one answer after the other, then for all at once."""
 
+Answers = dict[str, list[str]]
+"""Of each model, those to the prompts."""
+
 
 @dataclass(frozen=True)
 class Told:
@@ -78,28 +94,43 @@ class Told:
     client: str
     """The image of clients."""
     folder: Path
+    """Has a folder of each adapter."""
+
+    def add(self, *adapters: str) -> None:
+        """Adds adapters of the hub to `chat`, or finds them there, and waits until they are ready."""
+        self.story.apply_all([adapter(name) for name in adapters])
+        self.wait_ready(*adapters)
 
     def wait_ready(self, *adapters: str) -> None:
         self.story.kubectl("wait", "--for=condition=Ready", *(f"na/{name}" for name in adapters), WAITING)
 
-    def expected(self, **folders: str) -> dict[str, list[str]]:
-        """What the runtime answers on this machine, by the name of the model, with the adapters of these folders."""
-        serving: Any = {"max_model_len": 256, "max_num_seqs": 8, "dtype": "float32"}
-        greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    def publish(self, folder: str, name: str) -> None:
+        """Puts the adapter of a folder into the hub, in place of the one that has this name there."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            for path in sorted((self.folder / folder).iterdir()):
+                archive.add(path, path.name)
+        where = f"/tmp/hub/demo/{name}/main"
+        command = f"rm -rf {where}; mkdir -p {where}; base64 -d | tar xz -C {where}"
+        text = base64.b64encode(packed.getvalue()).decode()
+        self.story.rig.kubectl("-n", self.hub.namespace, "exec", "-i", "hub", "--", "sh", "-c", command, stdin=text)
+
+    def expected(self, base: str = "chat", **folders: str) -> Answers:
+        """What the peft library computes with the adapters of these folders, by the name of the model."""
+        tokenizer = load_tokenizer(DEMO_MODEL)
+        tuned = with_adapters(reference(DEMO_MODEL), {name: self.folder / one for name, one in folders.items()})
         found = {}
-        with LLM(str(DEMO_MODEL), backend="torch", enable_lora=True, max_loras=2, **serving) as llm:
-            for number, (name, folder) in enumerate({"chat": "", **folders}.items()):
-                one = LoRARequest(name, number, str(self.folder / folder)) if folder else None
-                outputs = llm.generate(list(PROMPTS), greedy, lora_request=one, use_tqdm=False)
-                found[name] = [output.outputs[0].text for output in outputs]
+        for name in ("", *folders):
+            use_adapter(tuned, name)
+            found[name or base] = [_greedy(tuned, tokenizer, prompt) for prompt in PROMPTS]
         assert len({tuple(answers) for answers in found.values()}) == len(found), found
         return found
 
-    def answers(self, models: Sequence[str]) -> list[dict[str, list[str]]]:
+    def answers(self, models: Sequence[str], base: str = "chat") -> list[Answers]:
         """Of each replica, and there of each request alone, then of all together."""
         asked = json.dumps([(model, prompt) for model in models for prompt in PROMPTS])
         found = []
-        for pod in self.story.ready_pods():
+        for pod in self.story.ready_pods(base):
             command = ("python", "-c", COMPLETE, asked, str(NUM_TOKENS))
             for texts in json.loads(self.story.kubectl("exec", pod["metadata"]["name"], "--", *command)):
                 rest = iter(texts)
@@ -115,7 +146,7 @@ class Told:
 
     def ready(self, adapter: str) -> Any:
         """Its condition."""
-        found = json.loads(self.story.kubectl("get", "na", adapter, "-o", "json")).get("status", {})
+        found = self.story.rig.read(NEURON_ADAPTERS.path(self.story.namespace, adapter)).get("status", {})
         return next((one for one in found.get("conditions", ()) if one["type"] == "Ready"), {"reason": ""})
 
     def until_reason(self, adapter: str, reason: str) -> tuple[str, float]:
@@ -127,17 +158,25 @@ class Told:
         return message, seconds
 
 
-@pytest.fixture
-def told(rig: Rig, namespace: str, tmp_path: Path) -> Iterator[Told]:
-    """The operator, a hub that has the demo model and its adapters, and a volume for weights."""
-    model = read_config(DEMO_MODEL)
-    for seed, name in enumerate((*NAMES, "de-again")):
-        write_adapter(tmp_path / name, model, seed=seed, scale=0.5, targets=("q_proj", "down_proj"), **SMALL)
-    write_adapter(tmp_path / "high", model, rank=17, targets=("v_proj",), **SMALL)
-    images = load_images(rig)
-    edits = {f"demo/{name}": _unpacked(tmp_path / name) for name in (*NAMES, "high")}
+def _greedy(model: Any, tokenizer: Any, prompt: str) -> str:
+    start = token_ids = tokenizer.encode(prompt)
+    for _ in range(NUM_TOKENS):
+        token_ids = [*token_ids, int(reference_logits(model, token_ids)[-1].argmax())]
+    return str(tokenizer.decode(token_ids[len(start) :]))
+
+
+@pytest.fixture(scope="module")
+def told(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    """The operator, a hub that has the demo model and its adapters, a volume for weights, and a model `chat` with two
+    replicas, which serves adapters."""
+    folder = tmp_path_factory.mktemp("adapters")
+    good = (*NAMES, "de-again", "stored", "claimed")
+    for seed, name in enumerate(good):
+        write_adapter(folder / name, read_config(DEMO_MODEL), seed=seed, **SMALL)
+    bad = _write_bad(folder)
+    images, namespace = load_images(rig), f"test-{uuid.uuid4().hex[:8]}"
     with ExitStack() as undo:
-        where: Any = {"node": HUB_NODE, "models": dict.fromkeys(("demo/demo", *edits), 0), "edits": edits}
+        where: Any = {"node": HUB_NODE, "models": {"demo/demo": 0}}
         hub = undo.enter_context(hub_in_pod(rig, f"hub-{uuid.uuid4().hex[:8]}", images.runtime, **where))
         undo.callback(uninstall, rig)
         values = {
@@ -145,19 +184,31 @@ def told(rig: Rig, namespace: str, tmp_path: Path) -> Iterator[Told]:
             "storage": {"weights": CLAIMS_OF_THE_CHART["weights"]},
         }
         install(rig, images, values=values)
+        rig.create_namespace(namespace)
+        undo.callback(rig.kubectl, "delete", "namespace", namespace, "--wait=false")
         undo.enter_context(shared_volume(rig, namespace, WEIGHTS_CLAIM))
         story = Story(rig, namespace)
-        yield Told(story, hub, images.runtime, tmp_path)
+        told = Told(story, hub, images.runtime, folder)
+        for name in (*NAMES, *bad):
+            told.publish(name, name)
+        with story.stage("a model that serves adapters"):
+            serving = {**SERVING, "adapters": {"maxActive": 3, "maxLoaded": 6, "targets": list(TARGETS)}}
+            story.apply(model_of("chat", "hf://demo/demo", replicas=2, engine=TORCH, serving=serving))
+            story.until_ready(2)
+        yield told
         print(json.dumps({name: round(seconds, 1) for name, seconds in story.seconds.items()}))
 
 
-def _unpacked(folder: Path) -> str:
-    """A shell command that replaces the files of its folder by those of this one."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for path in sorted(folder.iterdir()):
-            archive.add(path, path.name)
-    return f"rm -f *; echo {base64.b64encode(packed.getvalue()).decode()} | base64 -d | tar xz"
+def _write_bad(folder: Path) -> tuple[str, ...]:
+    """Adapters that the model cannot have, each in a folder."""
+    config = read_config(DEMO_MODEL)
+    write_adapter(folder / "high", config, rank=17, **SMALL)
+    write_adapter(folder / "other-targets", config, **SMALL | {"targets": ("v_proj",)})
+    write_adapter(folder / "other-model", {**config, "intermediate_size": 512}, **SMALL)
+    write_adapter(folder / "dora", config, config={"use_dora": True}, **SMALL)
+    damaged = write_adapter(folder / "damaged", config, **SMALL) / WEIGHTS_FILE
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    return ("high", "other-targets", "other-model", "dora", "damaged")
 
 
 def adapter(name: str, **spec: Any) -> dict[str, Any]:
@@ -165,59 +216,110 @@ def adapter(name: str, **spec: Any) -> dict[str, Any]:
     return {**about, "spec": {"model": "chat", "uri": f"hf://demo/{name}", **spec}}
 
 
-def test_they_come_and_go_under_traffic_and_each_answers_with_its_own_weights(told: Told) -> None:
-    story = told.story
-    serving = {"maxModelLength": 256, "maxSequences": 8, "dtype": "float32"}
-    with story.stage("a model that serves adapters"):
-        adapters = {"maxActive": 2, "maxLoaded": 3}
-        story.apply(
-            model_of("chat", "hf://demo/demo", replicas=2, engine=TORCH, serving={**serving, "adapters": adapters})
-        )
-        expected = told.expected(**{name: name for name in NAMES})
-        story.until_ready(2)
-    before = told.starts()
-    with story.traffic(told.client, clients=4, num_tokens=60, least=200):
-        with story.stage("three adapters, under traffic"):
-            story.apply_all([adapter(name) for name in NAMES])
-            told.wait_ready(*NAMES)
+def test_eight_come_while_200_streams_run_and_each_answers_with_its_own_weights(told: Told) -> None:
+    story, before = told.story, told.starts()
+    expected = told.expected(**{name: name for name in NAMES})
+    with story.traffic(told.client, clients=NUM_STREAMS, num_tokens=60, least=3 * NUM_STREAMS):
+        with story.stage("eight adapters, under traffic"):
+            told.add(*NAMES)
             print(story.kubectl("get", "na", "-o", "wide"))
-        assert told.answers(list(expected)) == [expected] * 4
-        with story.stage("one whose rank is too high, under traffic"):
-            story.apply(adapter("high"))
-            message, seconds = told.until_reason("high", "RankTooHigh")
-            assert "17" in message
-            assert "16" in message
-            assert seconds < 30
-            # While the Job is tried again, too.
-            reasons, end = set(), time.monotonic() + 10
-            while time.monotonic() < end:
-                reasons.add(told.ready("high")["reason"])
-            assert reasons == {"RankTooHigh"}
+        with story.stage("their answers, under traffic"):
+            assert told.answers(list(expected)) == [expected] * 4
+    assert told.answers(list(expected)) == [expected] * 4
+    assert told.starts() == before
     columns, *rows = story.kubectl("get", "na").splitlines()
     assert columns.split() == ["NAME", "MODEL", "READY", "REASON", "RANK", "SIZE", "AGE"]
-    assert {row.split()[0]: row.split()[1:4] for row in rows} == {
-        **{name: ["chat", "2/2", "Ready"] for name in NAMES},
-        "high": ["chat", "0/2", "RankTooHigh"],
+    shown = {row.split()[0]: row.split()[1:4] for row in rows}
+    assert [shown[name] for name in NAMES] == [["chat", "2/2", "Ready"]] * len(NAMES)
+
+
+@dataclass(frozen=True)
+class Bad:
+    reason: str
+    said: Sequence[str]
+    """What its message names."""
+    spec: Mapping[str, Any]
+    has_job: bool = True
+
+
+BAD = {
+    "high": Bad("RankTooHigh", ("17", "16"), {}),
+    "other-targets": Bad("TargetsNotServed", ("v_proj",), {}),
+    "other-model": Bad("AdapterMismatch", ("512", "640"), {}),
+    "dora": Bad("AdapterNotSupported", ("use_dora",), {}),
+    "damaged": Bad("InvalidAdapter", (WEIGHTS_FILE,), {}),
+    "absent": Bad("ModelNotFound", ("demo/absent",), {}),
+    "no-secret": Bad(
+        "SecretNotFound",
+        ("nobody",),
+        {"uri": "hf://demo/de", "credentialsSecretRef": {"name": "nobody", "key": "token"}},
+    ),
+    "not-served": Bad("AdaptersNotServed", ("plain", "maxActive"), {"model": "plain", "uri": "hf://demo/de"}, False),
+    "no-model": Bad("NoSuchModel", ("nothing",), {"model": "nothing", "uri": "hf://demo/de"}, False),
+    "chat": Bad("NameTaken", ("chat",), {"uri": "hf://demo/de"}, False),
+    "on-a-claim": Bad("FieldNotSupported", ("s3://",), {"uri": f"pvc://{CLAIM}/de"}, False),
+}
+
+
+def test_each_that_cannot_be_served_says_why_and_disturbs_nothing(told: Told) -> None:
+    story, good = told.story, NAMES[:2]
+    told.add(*good)
+    story.apply(model_of("plain", "hf://demo/demo", replicas=0))
+    story.until_reason("plain", "ScaledToZero")
+    expected, before = told.expected(**{name: name for name in good}), told.starts()
+    with (
+        story.traffic(told.client, clients=4, num_tokens=60, least=100),
+        story.watching("pods") as pods,
+        story.stage("one of each kind, under traffic"),
+    ):
+        for name, bad in BAD.items():
+            story.apply(adapter(name, **bad.spec))
+            message, seconds = told.until_reason(name, bad.reason)
+            seen = time.time()
+            assert all(word in message for word in bad.said), message
+            assert seconds < (JOB_SECONDS if bad.has_job else NO_JOB_SECONDS)
+            ends = [
+                end for event in pods() if f"demo/{name}" in str(event.object["spec"]) for end in _ends(event.object)
+            ]
+            if ends:
+                print(f"    {seen - min(ends):.1f} s after its pod had ended")
+        # While their Jobs are tried again, too.
+        reasons, end = set(), time.monotonic() + 10
+        while time.monotonic() < end:
+            reasons |= {(name, told.ready(name)["reason"]) for name in BAD}
+        assert reasons == {(name, bad.reason) for name, bad in BAD.items()}
+    rows = [row.split() for row in story.kubectl("get", "na", "--no-headers").splitlines()]
+    shown = {name: rest[1:3] for name, *rest in rows}
+    assert [shown[name] for name in good] == [["2/2", "Ready"]] * 2
+    replicas = {"not-served": "0/0", "no-model": "0/0"}
+    assert {name: shown[name] for name in BAD} == {
+        name: [replicas.get(name, "0/2"), bad.reason] for name, bad in BAD.items()
     }
-    with story.stage("another namespace names the same model"):
-        elsewhere = f"{story.namespace}-other"
-        story.rig.create_namespace(elsewhere)
-        other = Told(Story(story.rig, elsewhere), told.hub, told.client, told.folder)
-        other.story.apply(adapter("stranger", uri="hf://demo/fr"))
-        other.until_reason("stranger", "NoSuchModel")
-        story.rig.kubectl("delete", "namespace", elsewhere, "--wait=false")
-    for found in told.answers(["stranger"]):
-        assert all("404" in answer and "sql" in answer for answer in found["stranger"]), found
+    assert told.answers(list(expected)) == [expected] * 4
+    assert told.starts() == before
+    story.kubectl("delete", "na", *BAD)
+
+
+def _ends(pod: Any) -> list[float]:
+    """When its containers ended."""
+    states = [one["state"] for one in pod["status"].get("containerStatuses", ())]
+    return [
+        datetime.fromisoformat(one["terminated"]["finishedAt"]).timestamp() for one in states if "terminated" in one
+    ]
+
+
+def test_other_weights_under_a_name_and_replicas_that_are_killed(told: Told) -> None:
+    story, before = told.story, told.starts()
+    told.add(*NAMES)
     with (
         story.traffic(told.client, clients=4, num_tokens=60, least=100),
         story.stage("other weights under a name"),
     ):
         story.kubectl("delete", "na", "de")
         story.until("de is gone", lambda: all("404" in found["de"][0] for found in told.answers(["de"])))
-        story.rig.kubectl("-n", told.hub.namespace, "exec", "hub", "--", "sh", "-c", _replaced("de", told.folder))
-        story.apply(adapter("de"))
-        told.wait_ready("de")
-    expected = told.expected(de="de-again", fr="fr", sql="sql")
+        told.publish("de-again", "de")
+        told.add("de")
+    expected = told.expected(**{name: name for name in NAMES} | {"de": "de-again"})
     assert told.answers(list(expected)) == [expected] * 4
     assert told.starts() == before
     with story.stage("a replica is killed"):
@@ -230,7 +332,91 @@ def test_they_come_and_go_under_traffic_and_each_answers_with_its_own_weights(to
         story.until_ready(2)
         assert told.answers(list(expected)) == [expected] * 4
         told.wait_ready(*NAMES)
+    told.publish("de", "de")
+    story.kubectl("delete", "na", "de")
 
 
-def _replaced(name: str, folder: Path) -> str:
-    return f"cd /tmp/hub/demo/{name}/main; {_unpacked(folder / 'de-again')}"
+def test_who_may_add_adapters_of_one_namespace_has_no_way_to_anything_else(told: Told) -> None:
+    story, rig = told.story, told.story.rig
+    told.add("fr")
+    theirs = Told(Story(rig, f"{story.namespace}-other"), told.hub, told.client, told.folder)
+    rig.create_namespace(theirs.story.namespace)
+    role = ("--clusterrole=neuron-operator-adapters", "--user=trainer")
+    theirs.story.kubectl("create", "rolebinding", "trainer", *role)
+    as_trainer = ("--as=trainer", "--as-group=system:authenticated")
+    body = json.dumps(adapter("stranger", uri="hf://demo/fr"))
+    theirs.story.kubectl("apply", *as_trainer, "-f", "-", stdin=body)
+    theirs.until_reason("stranger", "NoSuchModel")
+    assert "stranger" in theirs.story.kubectl("get", "na", *as_trainer)
+    for command in ("get na", "delete na fr", "create configmap x", "get nm"):
+        with pytest.raises(CommandFailed, match="forbidden"):
+            story.kubectl(*command.split(), *as_trainer)
+    for command in ("get nm", "delete nm chat", "scale nm chat --replicas=0", "get secrets", "get pods", "get cm"):
+        with pytest.raises(CommandFailed, match="forbidden"):
+            theirs.story.kubectl(*command.split(), *as_trainer)
+    model = json.dumps(model_of("chat", "hf://demo/demo"))
+    with pytest.raises(CommandFailed, match="forbidden"):
+        theirs.story.kubectl("create", *as_trainer, "-f", "-", stdin=model)
+    for found in told.answers(["stranger"]):
+        assert all("404" in answer and "fr" in answer for answer in found["stranger"]), found
+    rig.kubectl("delete", "namespace", theirs.story.namespace, "--wait=false")
+
+
+def test_adapters_come_from_s3_and_from_claims_with_and_without_a_claim_for_weights(told: Told) -> None:
+    story, rig = told.story, told.story.rig
+    adapters = {"adapters": {"maxActive": 2}}
+    in_pods = {"storage": {"weights": {"emptyDir": {}}}, "engine": TORCH, "serving": {**SERVING, **adapters}}
+    keys = {"credentialsSecretRef": {"name": "keys"}}
+    name = f"s3-{uuid.uuid4().hex[:8]}"
+    with (
+        shared_volume(rig, story.namespace, CLAIM) as volume,
+        object_store_in_pod(rig, name, node=HUB_NODE, buckets=["models", "adapters"]) as store,
+    ):
+        story.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "PersistentVolumeClaim",
+                "metadata": {"name": CLAIM},
+                "spec": {
+                    "accessModes": ["ReadWriteMany"],
+                    "storageClassName": STORAGE_CLASS,
+                    "resources": {"requests": {"storage": "1Gi"}},
+                },
+            }
+        )
+        for folder in (volume.folder / "demo", store.folder / "models" / "demo"):
+            folder.mkdir()
+            for file in MODEL_FILES:
+                shutil.copy(file, folder)
+        claimed = shutil.copytree(told.folder / "claimed", volume.folder / "claimed")
+        shutil.copytree(told.folder / "stored", store.folder / "adapters" / "stored")
+        story.apply_all([store.secret("keys"), store.secret("wrong-keys", secret_key="wrong")])
+        with story.stage("models in a claim and in a bucket"):
+            story.apply(model_of("in-claim", f"pvc://{CLAIM}/demo", **in_pods))
+            story.apply(model_of("in-bucket", "s3://models/demo", model=keys, **in_pods))
+            story.apply(adapter("claimed", model="in-claim", uri=f"pvc://{CLAIM}/claimed"))
+            story.apply(adapter("stored", uri="s3://adapters/stored", **keys))
+            story.apply(adapter("by-pods", model="in-bucket", uri="s3://adapters/stored"))
+            story.apply(adapter("own-keys", model="in-bucket", uri="s3://adapters/stored", **keys))
+            wrong = {"credentialsSecretRef": {"name": "wrong-keys"}}
+            story.apply(adapter("wrong-keys", uri="s3://adapters/stored", **wrong))
+            told.until_reason("own-keys", "FieldNotSupported")
+            told.until_reason("wrong-keys", "WeightsUnauthorized")
+            # The safetensors library writes files that only their owner may read.
+            message, _ = told.until_reason("claimed", "InvalidAdapter")
+            assert "chmod a+r" in message
+            (claimed / WEIGHTS_FILE).chmod(0o644)
+            for model in ("in-claim", "in-bucket"):
+                story.until_ready(1, model)
+            told.wait_ready("claimed", "stored", "by-pods")
+        for base, served, folder in (
+            ("chat", "stored", "stored"),
+            ("in-claim", "claimed", "claimed"),
+            ("in-bucket", "by-pods", "stored"),
+        ):
+            expected = told.expected(base, **{served: folder})
+            found = told.answers(list(expected), base)
+            assert found == [expected] * len(found), base
+            assert found
+        story.kubectl("delete", "na", "claimed", "stored", "by-pods", "own-keys", "wrong-keys")
+        story.kubectl("delete", "nm", "in-claim", "in-bucket")
