@@ -29,6 +29,15 @@ class FedRows(NamedTuple):
     num_decodes: int
     repeats: bool = False
     """Each row feeds the next token of the same decode row of the step before, and no slot has changed hands."""
+    drafts: IntArray | None = None
+    """`[rows, most drafts]`, padded with NO_TOKEN; None if no row has any."""
+    num_drafts: IntArray | None = None
+    """Of each row, with `drafts`. Such a row feeds its token and its drafts, and `ends` behind them."""
+
+    def samples_at(self, rows: IntArray) -> IntArray:
+        """The position in its sequence of the first token that each of these rows samples."""
+        ends: IntArray = self.ends[rows]
+        return ends if self.num_drafts is None else ends - self.num_drafts[rows]
 
 
 class SlotMirror:
@@ -66,7 +75,7 @@ class SlotMirror:
         """
         self._change(batch)
         self._check(batch.step, rows)
-        self._repeatable = None if batch.num_prefills else batch.rows
+        self._repeatable = None if batch.num_prefills or batch.rows.drafts else batch.rows
         self._previous = rows
 
     def learn(self, rows: FedRows) -> None:
@@ -75,12 +84,17 @@ class SlotMirror:
         self._keep(rows.slots[named], rows.start[named], rows.token[named])
 
     def record(self, rows: IntArray, tokens: IntArray) -> None:
-        """Token `tokens[i]` was sampled by row `rows[i]` of the batch applied last."""
-        self._keep(*self.sampled_positions(rows), tokens)
+        """Token `tokens[i]` was sampled by row `rows[i]` of the batch applied last. A row that sampled several comes as
+        often, next to each other and in the order of its tokens."""
+        slots, positions = self.sampled_positions(rows)
+        if self._previous.num_drafts is not None:
+            positions = positions + places_in_runs(rows)
+        self._keep(slots, positions, tokens)
 
     def sampled_positions(self, rows: IntArray) -> tuple[IntArray, IntArray]:
-        """Slots of rows of the batch applied last, and the position in the sequence that each samples."""
-        return self._previous.slots[rows], self._previous.ends[rows]
+        """Slots of rows of the batch applied last, and the position in the sequence of the first token that each
+        samples."""
+        return self._previous.slots[rows], self._previous.samples_at(rows)
 
     def named(self, rows: FedRows, decodes: IntArray | slice) -> IntArray:
         """The tokens that these decode rows feed, as a copy; NO_TOKEN where the step before samples it."""
@@ -92,15 +106,19 @@ class SlotMirror:
         return token
 
     def token_ids(self, rows: FedRows) -> IntArray:
-        """The tokens that the rows feed, row after row, if the mirror has them all."""
+        """The tokens that the rows feed, row after row, if the mirror has them all; drafts are never in the mirror."""
         num_tokens = rows.ends - rows.start
         row_of_token = np.repeat(np.arange(len(num_tokens)), num_tokens)
         place = np.arange(len(row_of_token)) - (np.cumsum(num_tokens) - num_tokens)[row_of_token]
         fed: IntArray = self.tokens[rows.slots[row_of_token], rows.start[row_of_token] + place].astype(np.int64)
+        if rows.drafts is not None and rows.num_drafts is not None:
+            drafted = np.flatnonzero((place > 0) & (rows.num_drafts[row_of_token] > 0))
+            fed[drafted] = rows.drafts[row_of_token[drafted], place[drafted] - 1]
         return fed
 
     def _keep(self, slots: IntArray, positions: IntArray, tokens: IntArray) -> None:
         self.tokens[slots, positions] = tokens
+        # Where a slot comes several times, its last position is written last.
         self.num_known[slots] = np.maximum(self.num_known[slots], positions + 1)
 
     # The delta
@@ -147,7 +165,7 @@ class SlotMirror:
         rows, before = batch.rows, self._repeatable
         return (
             before is not None
-            and not (batch.num_prefills or batch.released or batch.added)
+            and not (batch.num_prefills or batch.released or batch.added or rows.drafts)
             and (rows.slot, rows.num_tokens, rows.samples) == (before.slot, before.num_tokens, before.samples)
             and rows.after == tuple(range(len(rows)))
         )
@@ -168,17 +186,39 @@ class SlotMirror:
         if len(waits):
             if after.max() >= len(previous.slots) or (previous.slots[after[waits]] != slots[waits]).any():
                 raise IllegalBatch(f"step {batch.step} waits for a row of another slot")
+            if previous.num_drafts is not None and previous.num_drafts[after[waits]].any():
+                raise IllegalBatch(f"step {batch.step} waits for a row with drafts")
             # One token a row: a row ends where its tokens end, whether it sampled or not.
             start[waits] = previous.ends[after[waits]]
+        num_tokens = np.array(rows.num_tokens, dtype=np.int64)
+        drafts, num_drafts = self._read_drafts(batch, num_tokens, after) if rows.drafts else (None, None)
         return FedRows(
             slots=slots,
             start=start,
-            ends=start + np.array(rows.num_tokens, dtype=np.int64),
+            ends=start + num_tokens,
             token=np.array(rows.token, dtype=np.int64),
             after=after,
             samples=np.array(rows.samples, dtype=bool),
             num_decodes=batch.num_decodes,
+            drafts=drafts,
+            num_drafts=num_drafts,
         )
+
+    def _read_drafts(self, batch: Batch, num_tokens: IntArray, after: IntArray) -> tuple[IntArray, IntArray]:
+        given = batch.rows.drafts
+        num_drafts = np.array([len(one) for one in given], dtype=np.int64)
+        illegal = (num_drafts > self._limits.max_drafts) | (num_drafts > 0) & (
+            (np.arange(len(given)) >= batch.num_decodes) | (num_tokens != 1 + num_drafts) | (after != KNOWN)
+        )
+        if illegal.any():
+            raise IllegalBatch(
+                f"step {batch.step} row {int(np.flatnonzero(illegal)[0])} has drafts: it must decode, wait for no row, "
+                f"and feed its token and at most {self._limits.max_drafts} drafts"
+            )
+        drafts = np.full((len(given), int(num_drafts.max())), NO_TOKEN, dtype=np.int64)
+        for row, of_row in enumerate(given):
+            drafts[row, : len(of_row)] = of_row
+        return drafts, num_drafts
 
     def _check(self, step: int, rows: FedRows) -> None:
         if rows.repeats and self._num_repeats:
@@ -188,7 +228,8 @@ class SlotMirror:
         room = self._capacity[slots] - ends
         comes = (rows.token != NO_TOKEN) | (rows.after != KNOWN)
         comes[rows.num_decodes :] = False  # prefill rows feed tokens of the mirror
-        illegal = ~self.live[slots] | (ends <= start) | (start < 0) | (ends > self.num_known[slots]) & ~comes
+        known = ends if rows.num_drafts is None else ends - rows.num_drafts
+        illegal = ~self.live[slots] | (ends <= start) | (start < 0) | (known > self.num_known[slots]) & ~comes
         illegal |= room < 0
         if illegal.any():
             row = int(np.flatnonzero(illegal)[0])
@@ -197,3 +238,10 @@ class SlotMirror:
                 f"has {self.num_known[slots[row]]} tokens in {self._num_blocks[slots[row]]} blocks"
             )
         self._num_repeats = int(room.min()) if len(room) else 0
+
+
+def places_in_runs(rows: IntArray) -> IntArray:
+    """For each element, how many equal ones are right before it."""
+    begins = np.flatnonzero(np.diff(rows, prepend=-1))
+    places: IntArray = np.arange(len(rows)) - np.repeat(begins, np.diff(begins, append=len(rows)))
+    return places
