@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -13,12 +15,12 @@ import torch
 from helpers.guides import mask_of
 from neuron_runtime.backend.host_sampling.drawing import NotFinite
 from neuron_runtime.backend.host_sampling.sampler import Chosen, HostSampler
-from neuron_runtime.core import Added, Sampling
+from neuron_runtime.core import NO_TOKEN, Added, Sampling
 
 VOCABULARY = 300
 NUM_SLOTS = 6
 PROMPT = (5, 7, 7, 9)
-LENGTH = 16
+LENGTH = 32
 
 
 def some_parameters(random: Random) -> Sampling:
@@ -89,6 +91,83 @@ def test_rows_sampled_together_get_what_each_gets_alone(seed: int) -> None:
         assert chosen.tokens.tolist() == [int(one.tokens[0]) for one in expected]
         assert (chosen.logprobs or [None] * len(slots)) == [(one.logprobs or [None])[0] for one in expected]
         tokens[slots, positions] = chosen.tokens
+
+
+def drafted(random: Random, one: Alone, logits: torch.Tensor, allowed: list[tuple[int, ...] | None]) -> list[int]:
+    """Drafts of which the first ones are what the sequence goes on with, as far as it has come."""
+    right = random.randint(0, len(logits) - 1)
+    told = [int(one.next(row, only).tokens[0]) for row, only in zip(logits[:right], allowed, strict=False)]
+    return told + [random.randrange(VOCABULARY) for _ in range(len(logits) - 1 - len(told))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_verified_at_once_are_those_chosen_one_at_a_time(seed: int) -> None:
+    """With equal log-probabilities, and a state from which the next ones are equal too."""
+    random, generator = Random(seed), torch.Generator().manual_seed(seed)
+    sampling = [
+        some_parameters(random) if random.random() < 0.8 else Sampling(temperature=0.0) for _ in range(NUM_SLOTS)
+    ]
+    sampling = [replace(one, bad_words=((random.randrange(VOCABULARY),), (5, 8), (8, 3, 5))) for one in sampling]
+    alone = [Alone(one) for one in sampling]
+    tokens = np.zeros((NUM_SLOTS, LENGTH), dtype=np.int32)
+    sampler = HostSampler(tokens, VOCABULARY)
+    for slot, one in enumerate(alone):
+        tokens[slot, : len(PROMPT)] = PROMPT
+        sampler.add(msgspec.structs.replace(one.added, slot=slot))
+    num_verified = 0
+    for _ in range(4):
+        slots = random.sample(range(NUM_SLOTS), random.randint(1, NUM_SLOTS))
+        most = [random.randint(0, 4) for _ in slots]
+        logits = [torch.randn(1 + count, VOCABULARY, generator=generator) * 4 for count in most]
+        num_masks = random.randint(1, 5)
+        forms = [[random.choice(((3, 5, 8), (5, 8, 40))) for _ in range(num_masks)] for _ in slots]
+        masked = [random.random() < 0.3 for _ in slots]
+        allowed = [form if is_masked else [None] * 5 for form, is_masked in zip(forms, masked, strict=True)]
+        drafts = np.full((len(slots), max(most)), NO_TOKEN)
+        for row, slot in enumerate(slots):
+            guess = drafted(random, deepcopy(alone[slot]), logits[row], allowed[row])
+            drafts[row, : most[row]] = guess
+        positions = np.array([alone[slot].position for slot in slots])
+        masks = {
+            row: memoryview(b"".join(mask_of(only, VOCABULARY) for only in forms[row]))
+            for row, is_masked in enumerate(masked)
+            if is_masked
+        }
+        found = sampler.verify(
+            torch.cat(logits), np.array(slots), positions, drafts, np.array(most), masks=masks, num_masks=num_masks
+        )
+        for row, slot in enumerate(slots):
+            one, expected, reported = alone[slot], [], []
+            for place in range(min(1 + most[row], len(allowed[row]))):
+                chosen = one.next(logits[row][place], allowed[row][place])
+                expected.append(int(chosen.tokens[0]))
+                reported += chosen.logprobs
+                if place < most[row] and expected[-1] != drafts[row, place]:
+                    break
+            assert found.tokens[row] == tuple(expected)
+            assert found.logprobs[row] == tuple(reported)
+            assert tokens[slot, : one.position].tolist() == one.tokens[0, : one.position].tolist()
+            num_verified += len(expected) - 1
+    assert num_verified > 0
+
+
+def test_tokens_of_a_row_with_drafts_have_the_distribution_of_the_model() -> None:
+    """Its first token, and the second one behind an accepted draft, by chi-square."""
+    num_rows, size = 5000, 6
+    logits = torch.tensor([[1.0, 0.5, 0.0, -0.5, 1.5, -1.0], [0.0, 2.0, 1.0, -1.0, 0.5, 0.0]])
+    sampler = HostSampler(np.zeros((num_rows, 4), dtype=np.int32), size)
+    for seed in range(num_rows):
+        sampler.add(Added(seed, (1,), 1, Sampling(temperature=1.0, seed=seed), (seed,)))
+    ones = np.ones(num_rows, dtype=int)
+    found = sampler.verify(
+        logits.repeat(num_rows, 1), np.arange(num_rows), ones, np.full((num_rows, 1), 4), ones
+    ).tokens
+    first = np.bincount([tokens[0] for tokens in found], minlength=size)
+    second = np.bincount([tokens[1] for tokens in found if tokens[0] == 4], minlength=size)
+    assert sum(map(len, found)) == first.sum() + second.sum()
+    for counts, share in zip((first, second), logits.double().softmax(-1).numpy(), strict=True):
+        expected = share * counts.sum()
+        assert ((counts - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom: one in a thousand
 
 
 def test_padding_of_the_vocabulary_is_never_chosen() -> None:

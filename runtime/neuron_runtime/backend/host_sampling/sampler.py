@@ -6,7 +6,7 @@ rows: all of a step, or those that the device did not sample. The result of a ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from neuron_runtime.backend.host_sampling import drawing
 from neuron_runtime.backend.host_sampling.adjustments import Adjustments, allowed_ids
 from neuron_runtime.backend.host_sampling.drawing import IntArray, SamplingTable
 from neuron_runtime.backend.host_sampling.likeliest import Scores
-from neuron_runtime.core import Added, TokenLogprobs
+from neuron_runtime.core import NO_TOKEN, Added, TokenLogprobs
 
 PerRow = tuple[tuple[TokenLogprobs, ...], ...]
 """One tuple per row of a batch; empty when no row requests any."""
@@ -35,6 +35,20 @@ class Chosen(NamedTuple):
             return ()
         of_row = dict(zip(rows.tolist(), self.logprobs, strict=True))
         return tuple((one,) if (one := of_row.get(row)) else () for row in range(num_rows))
+
+
+class Verified(NamedTuple):
+    """By row, its accepted drafts and one more token, and their log-probabilities if the row requests them."""
+
+    tokens: list[tuple[int, ...]]
+    logprobs: list[tuple[TokenLogprobs, ...]]
+
+    def per_row(self, rows: IntArray, num_rows: int) -> PerRow:
+        """See `Chosen.per_row`."""
+        if not any(self.logprobs):
+            return ()
+        of_row = dict(zip(rows.tolist(), self.logprobs, strict=True))
+        return tuple(of_row.get(row, ()) for row in range(num_rows))
 
 
 class HostSampler:
@@ -102,6 +116,72 @@ class HostSampler:
         for i, one in zip(reported_rows.tolist(), of_wanted, strict=True):
             logprobs[i] = one
         return Chosen(tokens, logprobs)
+
+    @torch.inference_mode()
+    def verify(
+        self,
+        logits: torch.Tensor,
+        slots: IntArray,
+        positions: IntArray,
+        drafts: IntArray,
+        num_drafts: IntArray,
+        *,
+        masks: Mapping[int, memoryview] | None = None,
+        num_masks: int = 1,
+    ) -> Verified:
+        """Choose the next tokens of some sequences, up to the first that is not the draft at its place.
+
+        The tokens are those that `choose` would choose one at a time, and are written to `tokens`, since the next ones
+        may depend on them.
+
+        Args:
+            logits: as in `choose`, but row after row, those behind its token and behind each of its drafts.
+            slots: of each row's sequence; no slot twice.
+            positions: of each row's first new token in its sequence. All tokens before it are known.
+            drafts: `[rows, most drafts]`; row i has the first `num_drafts[i]`, and NO_TOKEN behind them.
+            masks: by row, `num_masks` masks one behind the other; such a row gets at most so many tokens.
+
+        Raises:
+            NotFinite: the logits of a row are not finite.
+        """
+        masks, most = masks or {}, 1 + num_drafts
+        begins, guesses = np.cumsum(most) - most, np.pad(drafts, ((0, 0), (0, 1)), constant_values=NO_TOKEN)
+        most[list(masks)] = np.minimum(most[list(masks)], num_masks)
+        tokens: list[tuple[int, ...]] = [()] * len(slots)
+        logprobs: list[tuple[TokenLogprobs, ...]] = [()] * len(slots)
+        plain = (self._table.temperature[slots] == 0.0) & (self._table.num_logprobs[slots] < 0)
+        plain[self._adjustments.adjusted(slots, positions)] = False
+        plain[list(masks)] = False
+        if plain.any():
+            rows = np.flatnonzero(plain)
+            best = drawing.best(logits[:, : self._vocabulary_size])
+            for row, begin, of_row in zip(rows.tolist(), begins[rows].tolist(), guesses[rows].tolist(), strict=True):
+                found = best[begin : begin + int(most[row])].tolist()
+                tokens[row] = tuple(found[: 1 + num_equal(found[:-1], of_row)])
+                self._tokens[slots[row], positions[row] : positions[row] + len(tokens[row])] = tokens[row]
+        left, place = np.flatnonzero(~plain), 0
+        while len(left):
+            here = {
+                at: masks[row][place * size : (place + 1) * size]
+                for at, row in enumerate(left.tolist())
+                if row in masks and (size := len(masks[row]) // num_masks)
+            }
+            at = torch.from_numpy(begins[left] + place)
+            chosen = self.choose(logits[at], slots[left], positions[left] + place, here)
+            self._tokens[slots[left], positions[left] + place] = chosen.tokens
+            reported = chosen.logprobs or [None] * len(left)
+            for row, token, one in zip(left.tolist(), chosen.tokens.tolist(), reported, strict=True):
+                tokens[row] += (token,)
+                logprobs[row] += () if one is None else (one,)
+            left = left[(place + 1 < most[left]) & (chosen.tokens == guesses[left, place])]
+            place += 1
+        return Verified(tokens, logprobs)
+
+
+def num_equal(tokens: Sequence[int], drafts: Sequence[int]) -> int:
+    """How many drafts from the first on are these tokens."""
+    pairs = enumerate(zip(tokens, drafts, strict=False))
+    return next((at for at, (token, draft) in pairs if token != draft), min(len(tokens), len(drafts)))
 
 
 def logprobs_of(logits: torch.Tensor, tokens: IntArray, num_alternatives: int) -> list[TokenLogprobs]:
