@@ -122,7 +122,7 @@ def test_cache_and_activations_of_a_core_are_what_the_runtime_plans(
 @pytest.mark.parametrize("tied", [False, True])
 def test_on_the_host_a_token_takes_as_many_bytes_as_the_runtime_counts(tied: bool) -> None:
     config = decoder_config(CONFIG | {"tie_word_embeddings": tied})
-    counted = _memory(config, 2, FreeMemory(2**40), rows=8, step_tokens=512)
+    counted = _memory(config, 2, FreeMemory(2**40), rows=8, places=8, step_tokens=512)
     facts = facts_of(CONFIG)
     assert sizing.cached_numbers(facts) * 2 == counted.per_token
     embedding = 128_256 * 4096

@@ -13,7 +13,7 @@ import torch
 from helpers.random_model import model_config, write_random_model
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.loader import load
-from neuron_runtime.config import AdapterOptions, EngineLimits, ModelSource, RuntimeConfig
+from neuron_runtime.config import AdapterOptions, EngineLimits, ModelSource, RuntimeConfig, Speculation
 from neuron_runtime.host import FreeMemory
 
 NEAR_TIE = 1e-3
@@ -81,6 +81,7 @@ def runtime_config(
     prefix_caching: Any = "auto",
     chunked_prefill: Any = "auto",
     adapters: AdapterOptions = NO_ADAPTERS,
+    max_drafts: int = 0,
     **limits: int,
 ) -> RuntimeConfig:
     return RuntimeConfig(
@@ -92,6 +93,7 @@ def runtime_config(
         prefix_caching=prefix_caching,
         chunked_prefill=chunked_prefill,
         adapters=adapters,
+        speculation=Speculation(method="NGram", num_tokens=max_drafts) if max_drafts else Speculation(),
         limits=EngineLimits(**limits),
     )
 

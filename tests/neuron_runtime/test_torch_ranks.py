@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 from helpers.groups import group_of
+from helpers.told_drafts import Told, events_of, tokens_of
 from helpers.torch_models import MODELS, random_model, reference, reference_logits, runtime_config
 from helpers.torch_parity import (
     TOLERANCE,
@@ -158,6 +159,25 @@ def test_a_group_answers_as_one_rank_does(name: str, size: int, tmp_path: Path) 
     differing = [name for name in tokens if tokens[name] != expected[name]]
     # A draw or a choice between two nearly equal tokens may differ by rounding.
     assert len(differing) <= 1, differing
+
+
+def test_a_group_verifies_drafts_as_one_rank_does(tmp_path: Path) -> None:
+    folder = random_model(tmp_path, **MODELS["Llama 3.1"])
+    config = {"block_size": 8, "max_sequences": 3, "max_step_tokens": 24, "max_drafts": 4}
+    requests = some_requests()
+    (alone,) = backends_of(folder, 1, tmp_path, **config)
+    expected = tokens_of(events_of(Engine(alone), requests))
+    alone.close()
+    backends, told = backends_of(folder, 2, tmp_path, **config), Told(expected)
+    remaining = iter(backends)
+    with group_of(lambda: next(remaining), 2) as group:
+        tokens = tokens_of(events_of(Engine(group.leader, drafting=told), requests))
+        group.finish()
+    for backend in backends:
+        backend.close()
+    differing = [name for name in tokens if tokens[name] != expected[name]]
+    assert len(differing) <= 1, differing
+    assert 20 < told.num_accepted < told.num_drafts
 
 
 def test_a_lost_rank_is_reported_without_the_source_of_the_transport(tmp_path: Path) -> None:

@@ -42,6 +42,14 @@ def test_with_enough_memory_the_defaults_are_eight_slots_of_the_model_length() -
     assert (found.steps_in_flight, found.token_feedback) == (2, "device")
 
 
+def test_drafts_take_memory_for_their_logits() -> None:
+    few, many = (limits(GIB, max_drafts=number) for number in (0, 8))
+    assert (few.max_drafts, many.max_drafts) == (0, 8)
+    logits = 8 * 8 * 32000 * 3 * 4  # of eight rows
+    missing = (few.max_model_length - many.max_model_length) * 8 * BYTES_PER_TOKEN
+    assert abs(missing - logits) <= 8 * BYTES_PER_TOKEN
+
+
 def test_setting_a_block_size_or_count_selects_blocks() -> None:
     assert limits(block_size=32).layout == limits(num_blocks=1024).layout == limits(layout="blocks").layout == "blocks"
     found = limits(layout="blocks", max_model_length=100, max_sequences=3)

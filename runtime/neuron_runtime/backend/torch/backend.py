@@ -2,6 +2,7 @@
 
 Created by `load_backend`, called by `engine.loop`. Calls only enqueue work or wait for it, so the engine schedules the
 next step while this one runs. A row that waits for the step in flight is resolved on the device thread by the mirror.
+A row with drafts runs like a part of a prompt, so that its positions share its keys, and all of them sample.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from neuron_runtime.backend.host_sampling.drawing import NotFinite
 from neuron_runtime.backend.host_sampling.sampler import HostSampler, PerRow, logprobs_of
-from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
+from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror, places_in_runs
 from neuron_runtime.backend.torch.adapters import Adapters, AdapterWeights
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
@@ -38,10 +39,12 @@ class _TorchStep(NamedTuple):
     """A step between run and sample."""
 
     batch: Batch
+    rows: FedRows
     sampled: IntArray
     """The rows that sample."""
     logits: torch.Tensor | None
-    """Float32 `[sampled, vocabulary]`; None when no row samples."""
+    """Float32 `[places, vocabulary]`: of the last token of each of them, or of its token and all drafts, row after row.
+    None when no row samples."""
     prompt_logprobs: PerRow
     begin: float
 
@@ -150,7 +153,7 @@ class TorchBackend:
                 self._prompts[added.slot] = np.array(added.token_ids), num_alternatives
         sampled = np.flatnonzero(rows.samples)
         if not len(batch.rows):
-            return _TorchStep(batch, sampled, None, (), begin)
+            return _TorchStep(batch, rows, sampled, None, (), begin)
         num_tokens = rows.ends - rows.start
         plan = self._cache.plan(StepRows(rows.start, num_tokens, self._mirror.blocks[rows.slots]))
         adapted = None if self._adapters is None else self._adapters.decoder_for(rows.slots, num_tokens)
@@ -158,10 +161,14 @@ class TorchBackend:
         ends = np.cumsum(num_tokens)
         prompt_logprobs = self._prompt_logprobs(rows, hidden, ends - num_tokens)
         if not len(sampled):
-            return _TorchStep(batch, sampled, None, prompt_logprobs, begin)
-        last = torch.from_numpy(ends[sampled] - 1)
-        logits = self._decoder.logits(hidden[last] if len(last) != len(hidden) else hidden)
-        return _TorchStep(batch, sampled, logits, prompt_logprobs, begin)
+            return _TorchStep(batch, rows, sampled, None, prompt_logprobs, begin)
+        places = ends[sampled] - 1
+        if rows.num_drafts is not None:
+            num_drafts = rows.num_drafts[sampled]
+            of_row = np.repeat(np.arange(len(sampled)), 1 + num_drafts)
+            places = (places - num_drafts)[of_row] + places_in_runs(of_row)
+        logits = self._decoder.logits(hidden[torch.from_numpy(places)] if len(places) != len(hidden) else hidden)
+        return _TorchStep(batch, rows, sampled, logits, prompt_logprobs, begin)
 
     def _prompt_logprobs(self, rows: FedRows, hidden: torch.Tensor, begins: IntArray) -> PerRow:
         """Computed for some positions at a time: logits of a whole prompt could take more memory than the model."""
@@ -189,13 +196,9 @@ class TorchBackend:
         token_ids: list[tuple[int, ...]] = [()] * len(step.batch.rows)
         logprobs: PerRow = ()
         if step.logits is not None:
-            sampled = step.sampled
-            masks = late.of_rows(sampled.tolist()) if late else None
-            chosen = self._sampler.choose(step.logits, *self._mirror.sampled_positions(sampled), masks)
-            self._mirror.record(sampled, chosen.tokens)
-            for row, token in zip(sampled.tolist(), chosen.tokens.tolist(), strict=True):
-                token_ids[row] = (token,)
-            logprobs = chosen.per_row(sampled, len(token_ids))
+            tokens, logprobs = self._choose(step, step.logits, late)
+            for row, of_row in zip(step.sampled.tolist(), tokens, strict=True):
+                token_ids[row] = of_row
         return StepOutput(
             step=step.batch.step,
             token_ids=tuple(token_ids),
@@ -203,3 +206,21 @@ class TorchBackend:
             prompt_logprobs=step.prompt_logprobs,
             device_seconds=time.perf_counter() - step.begin,
         )
+
+    def _choose(
+        self, step: _TorchStep, logits: torch.Tensor, late: Late | None
+    ) -> tuple[list[tuple[int, ...]], PerRow]:
+        """The tokens of each row that samples, and the log-probabilities of all rows."""
+        sampled, drafts, num_drafts = step.sampled, step.rows.drafts, step.rows.num_drafts
+        masks = late.of_rows(sampled.tolist()) if late else None
+        places = self._mirror.sampled_positions(sampled)
+        if drafts is None or num_drafts is None:
+            chosen = self._sampler.choose(logits, *places, masks)
+            self._mirror.record(sampled, chosen.tokens)
+            return [(token,) for token in chosen.tokens.tolist()], chosen.per_row(sampled, len(step.batch.rows))
+        num_masks = late.num_positions if late else 1
+        found = self._sampler.verify(
+            logits, *places, drafts[sampled], num_drafts[sampled], masks=masks, num_masks=num_masks
+        )
+        self._mirror.record(np.repeat(sampled, [len(tokens) for tokens in found.tokens]), np.concatenate(found.tokens))
+        return found.tokens, found.per_row(sampled, len(step.batch.rows))

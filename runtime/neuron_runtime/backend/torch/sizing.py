@@ -86,7 +86,9 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         raise InvalidConfig("$.limits.maxModelLength", "must be at least 2: one prompt token and one output token")
     adapters = config.adapters
     of_adapters = _adapter_bytes(model, adapters, dtype_bytes)
-    memory = _memory(model, dtype_bytes, free, rows=rows, step_tokens=step_tokens, adapters=of_adapters)
+    max_drafts = config.speculation.max_drafts
+    places = min(rows * (1 + max_drafts), step_tokens)
+    memory = _memory(model, dtype_bytes, free, rows=rows, places=places, step_tokens=step_tokens, adapters=of_adapters)
     if memory.cache < MIN_DEFAULT_LENGTH * memory.per_token:
         cure = memory.cure(MIN_DEFAULT_LENGTH)
         raise FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, f"not enough memory for this model: {memory}; {cure}")
@@ -98,6 +100,7 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         max_model_length=length,
         max_step_tokens=step_tokens,
         max_prefill_rows=rows,
+        max_drafts=max_drafts,
         layout="blocks" if wants_blocks else "slots",
         chunks_prefill=config.chunked_prefill != "disabled",
         block_size=block_size,
@@ -161,9 +164,16 @@ def _blocks(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: i
 
 
 def _memory(
-    model: DecoderConfig, dtype_bytes: int, free: FreeMemory, *, rows: int, step_tokens: int, adapters: int = 0
+    model: DecoderConfig,
+    dtype_bytes: int,
+    free: FreeMemory,
+    *,
+    rows: int,
+    places: int,
+    step_tokens: int,
+    adapters: int = 0,
 ) -> Memory:
-    """adapters: bytes."""
+    """places: tokens whose logits a step computes at most. adapters: bytes."""
     num_parameters = sum(map(math.prod, tensor_shapes(model).values()))
     embedding = model.vocabulary_size * model.hidden_size
     # A tied head is a second, packed copy. A weight exists twice while it is packed; the largest is an embedding.
@@ -171,7 +181,7 @@ def _memory(
     activations = step_tokens * (8 * model.hidden_size + 3 * model.intermediate_size) * 4
     # Logits from the head, as float32, and a copy where they are both adjusted and reported; plus scratch for a few
     # rows at a time.
-    scores = model.vocabulary_size * (rows * 3 * 4 + ROWS_AT_ONCE * 8 * 8)
+    scores = model.vocabulary_size * (places * 3 * 4 + ROWS_AT_ONCE * 8 * 8)
     return Memory(
         free=free,
         weights=weights,
