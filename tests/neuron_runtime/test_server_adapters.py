@@ -21,13 +21,15 @@ import pytest_asyncio
 from helpers import hub
 from helpers.adapters import write_adapter
 from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving, until_healthy
+from neuron_runtime.apis.openai.body import CompletionBody
 from neuron_runtime.checkpoint import read_config
-from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.errors import InvalidConfig, InvalidRequest
 from neuron_runtime.local_settings import AdapterSettings, LocalSettings
 from neuron_runtime.processes.control import EngineStarted
 from neuron_runtime.processes.front_end import FrontEnd
 from neuron_runtime.server import adapters
 from neuron_runtime.server.adapter_list import Wanted, keep, kept, modules
+from neuron_runtime.server.generation import LiveGeneration
 
 ADAPTED = replace(LIMITS, max_adapters=2, max_loaded_adapters=3, max_adapter_rank=8)
 ALLOWED = AdapterSettings(runtime_adapters="allow")
@@ -259,6 +261,31 @@ async def test_a_path_that_none_can_have_leaves_the_adapter_of_that_name(
     assert list(await states(served)) == ["a"]
     assert (await unload(served, "a")).status_code == 200
     assert (await ask(served, "a")).status_code == 404
+
+
+async def test_a_request_whose_adapter_left_before_the_engine_had_it_is_told_as_any_other(
+    served: Serving, folders: Path
+) -> None:
+    # The engine learns first, as it does of an adapter that left while a long request was read.
+    await load(served, "a", folders / "a")
+    served.front_end.client.drop_adapter((await states(served))["a"]["digest"])
+    lost = await ask(served, "a")
+    assert (lost.status_code, lost.headers["retry-after"]) == (503, "5")
+    assert lost.json()["error"]["message"] == "the adapter `a` is not ready (the adapter was unloaded)"
+    front_end = served.front_end
+    admissions, target = front_end.admissions(), front_end.targets.of("a")
+    front_end.targets.remove("a")
+    asked = admissions.at(target).completion(PROMPT, CompletionBody(prompt=PROMPT))
+    generation = LiveGeneration(
+        asked, front_end.client, front_end.metrics, admissions.text.tokenizer, front_end.targets
+    )
+    with pytest.raises(InvalidRequest) as caught:
+        await generation.begin()
+    generation.end()
+    unknown = await ask(served, "never")
+    assert (caught.value.status, caught.value.code) == (unknown.status_code, unknown.json()["error"]["code"])
+    assert str(caught.value) == unknown.json()["error"]["message"].replace("never", "a")
+    await unload(served, "a")
 
 
 async def test_unloading_what_was_not_loaded_is_an_error(served: Serving) -> None:
@@ -498,7 +525,8 @@ async def test_an_adapter_that_left_memory_and_cannot_be_read_again_is_told_and_
         await text(served, "b")
         monkeypatch.setattr(adapters, "RETRY_SECONDS", 0.02)
         with unreadable(served, monkeypatch):
-            assert (await ask(served, "a")).status_code == 400
+            refused = await ask(served, "a")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_not_ready")
             assert (await until_state(served, "a", "Failed"))["message"] == "stale file handle"
             assert (await ask(served, "a")).json()["error"]["code"] == "adapter_not_ready"
         await until_state(served, "a", "Ready")

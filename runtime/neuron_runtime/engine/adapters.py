@@ -14,7 +14,7 @@ from typing import Any
 
 from neuron_runtime.backend_protocol import AdapterBackend
 from neuron_runtime.engine.sequence import Sequence
-from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.errors import AdapterNotReady, InvalidRequest
 
 
 class Places:
@@ -173,9 +173,9 @@ class LoadedAdapters:
     def check(self, digest: str) -> None:
         """Raises InvalidRequest if no request may use it."""
         if digest not in self._folders:
-            raise InvalidRequest("the adapter was unloaded", field="model", status=404, code="model_not_found")
+            raise _refusal("was unloaded")
         if digest in self._failed:
-            raise InvalidRequest(f"the adapter cannot be loaded: {self._failed[digest]}", field="model")
+            raise _refusal(f"cannot be loaded: {self._failed[digest]}")
 
     def enter(self, digest: str) -> bool:
         """A request may go to the scheduler; False: not yet, the adapter is read first. Raises as `check`."""
@@ -274,3 +274,8 @@ class LoadedAdapters:
             self._leaving = ""
         self._backend.remove_adapter(digest)
         return True
+
+
+def _refusal(what: str) -> InvalidRequest:
+    """Whoever knows the names of adapters tells clients what has become of theirs."""
+    return InvalidRequest(f"the adapter {what}", field="model", status=503, code=AdapterNotReady.code)

@@ -88,12 +88,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """The engine refused a request: 429 if it may be retried later, else 400."""
+    """The engine refused a request: 429 if it may be retried later, else as `InvalidRequest` with this code."""
 
     request_id: str
     message: str
     field: str | None = None
     retry_after_seconds: float | None = None
+    code: str | None = None
 
 
 class AdapterNews(msgspec.Struct, frozen=True, tag="adapter"):

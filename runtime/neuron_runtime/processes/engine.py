@@ -141,7 +141,7 @@ class Worker:
         if not works:
             self._engine.stats.last_step = None
         if mail or works:
-            late = tuple(Refused(name, str(error), error.field) for name, error in self._engine.take_refused())
+            late = tuple(_refused(name, error) for name, error in self._engine.take_refused())
             # An abort changes the statistics too, and a freed row must be visible at once.
             self._border.send(Step(tuple(events), late, self._account()))
 
@@ -168,7 +168,7 @@ class Worker:
                         wait = error.retry_after_seconds
                         refused.append(Refused(request.request_id, str(error), retry_after_seconds=wait))
                     except InvalidRequest as error:
-                        refused.append(Refused(request.request_id, str(error), error.field))
+                        refused.append(_refused(request.request_id, error))
                 case Abort(request_ids):
                     for request_id in request_ids:
                         self._engine.abort(request_id)
@@ -186,6 +186,10 @@ class Worker:
     def _is_abandoned(self, request_id: str) -> bool:
         """Whether the front end that sent a request was replaced."""
         return self._first_number is not None and int(request_id) < self._first_number
+
+
+def _refused(request_id: str, error: InvalidRequest) -> Refused:
+    return Refused(request_id, str(error), error.field, code=error.code)
 
 
 class StartReport:

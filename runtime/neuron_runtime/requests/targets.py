@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from neuron_runtime.errors import AdapterNotReady, InvalidRequest
+from neuron_runtime.errors import AdapterNotReady, InvalidRequest, ServingError
 from neuron_runtime.requests.texts import Text
 
 
@@ -81,6 +81,14 @@ class Targets:
     def lose(self, digest: str) -> None:
         """The engine has this adapter no more: its names, each of which `hold` has told of, wait for a version."""
         self._adapters = {name: one for name, one in self._adapters.items() if one.adapter != digest}
+
+    def loss(self, name: str, why: str) -> ServingError:
+        """What a client is told whose request the engine refused, because it does not have this adapter any more."""
+        try:
+            self.of(name)
+        except ServingError as error:
+            return error
+        return AdapterNotReady(f"the adapter `{name}` is not ready ({why})")
 
     def remove(self, name: str) -> None:
         """Nobody knows the adapter any more."""

@@ -360,7 +360,7 @@ class Routes:
             body: Any = parse_body(raw, api.body)
             admission = admissions.of(body.model)
             ask = api.admit(admission, body)
-            generation = LiveGeneration(ask, state.client, state.metrics, admission.tokenizer)
+            generation = LiveGeneration(ask, state.client, state.metrics, admission.tokenizer, state.targets)
             return generation, api.writer(ask.target.name, generation, body)
 
         with state.gate.running():

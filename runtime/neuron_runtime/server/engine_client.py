@@ -267,4 +267,4 @@ def _fail(recipient: Recipient, error: Exception) -> None:
 def _refusal(refused: Refused) -> ServingError:
     if refused.retry_after_seconds is not None:
         return Overloaded(refused.message, refused.retry_after_seconds)
-    return InvalidRequest(refused.message, refused.field)
+    return InvalidRequest(refused.message, refused.field, code=refused.code)

@@ -12,16 +12,20 @@ from collections.abc import Callable
 
 from neuron_runtime.apis.generation import Choice, Generation, Piece
 from neuron_runtime.core import FinishReason, TokenEvent
-from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
+from neuron_runtime.errors import AdapterNotReady, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.requests.admission import Ask
+from neuron_runtime.requests.targets import Targets
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.text.tokenizer import Tokenizer
 
 
 class LiveGeneration(Generation):
-    def __init__(self, ask: Ask, client: EngineClient, metrics: Metrics, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, ask: Ask, client: EngineClient, metrics: Metrics, tokenizer: Tokenizer, targets: Targets
+    ) -> None:
         super().__init__(ask, tokenizer)
+        self._targets = targets
         self._client = client
         self._metrics = metrics
         self._ids: list[str] = []
@@ -65,7 +69,7 @@ class LiveGeneration(Generation):
         self._show = None
         self._client.abort([self._ids[index] for index in self._running])
         error = self._error
-        if isinstance(error, InvalidRequest | Overloaded):
+        if isinstance(error, InvalidRequest | Overloaded | AdapterNotReady):
             # Refused requests do not count as requests in metrics.
             return
         left = FinishReason.ERROR if isinstance(error, ServingError) else FinishReason.ABORT
@@ -96,6 +100,8 @@ class LiveGeneration(Generation):
 
     def fail(self, error: Exception) -> None:
         """End with this error, before pieces that were not shown yet."""
+        if isinstance(error, InvalidRequest) and error.code == AdapterNotReady.code:
+            error = self._targets.loss(self.ask.target.name, str(error))
         self._error = self._error or error
         self._wake()
 
