@@ -26,7 +26,7 @@ from neuron_operator.read.adapters import adapters_in
 from neuron_operator.read.records import Facts
 from neuron_operator.read.world import Place, StorageSettings
 from neuron_operator.render import config_document as operator
-from neuron_operator.render.adapters import adapter_list
+from neuron_operator.render.adapters import MAX_LISTED, adapter_list
 from neuron_operator.render.jobs import compile_jobs, fetch_adapter_job, fetch_job, resolve_adapter_job, resolve_job
 from neuron_runtime import config as runtime
 from neuron_runtime.adapters.peft import TARGETS
@@ -40,7 +40,7 @@ from neuron_runtime.backend.optimum.settings import COMPILE_TARGETS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
 from neuron_runtime.backend.transformers_neuronx import settings as transformers_neuronx
 from neuron_runtime.commands.command_line import build_parser
-from neuron_runtime.server.adapter_list import ListFile, Wanted
+from neuron_runtime.server.adapter_list import MAX_ENTRIES, ListFile, Wanted
 from neuron_runtime.server.exchange import OPEN_PATHS
 from neuron_runtime.server.objects import AdapterState, AdapterStates, StateName
 
@@ -152,6 +152,7 @@ def test_the_runtime_reads_what_a_model_holds_of_adapters() -> None:
 
 
 def test_the_runtime_reads_the_list_of_adapters(tmp_path: Path) -> None:
+    assert MAX_LISTED <= MAX_ENTRIES
     file = tmp_path / names.ADAPTERS_KEY
     served = {"model": "chat", "uri": "s3://bucket/sql", "key": "k", "digest": "d" * 64, "sourceDigest": "c" * 40}
     listed = {"metadata": {"name": "sql"}, "spec": {"model": "chat"}, "status": {"served": served}}

@@ -28,7 +28,7 @@ from neuron_runtime.local_settings import AdapterSettings, LocalSettings
 from neuron_runtime.processes.control import EngineStarted
 from neuron_runtime.processes.front_end import FrontEnd
 from neuron_runtime.server import adapters
-from neuron_runtime.server.adapter_list import Wanted, keep, kept, modules
+from neuron_runtime.server.adapter_list import ListFile, Wanted, keep, kept, modules
 from neuron_runtime.server.generation import LiveGeneration
 
 ADAPTED = replace(LIMITS, max_adapters=2, max_loaded_adapters=3, max_adapter_rank=8)
@@ -323,10 +323,13 @@ async def test_a_list_file_is_followed(model_dir: Path, folders: Path, tmp_path:
         assert (found["a"]["rank"], len(found["a"]["digest"])) == (4, 64)
         assert found["a"]["bytes"] > 0
         assert "rank 9" in found["bad"]["message"]
+        # Anybody may read it.
+        assert str(folders) not in found["bad"]["message"]
         one = await text(served, "a")
         failed = await ask(served, "bad")
         assert (failed.status_code, failed.json()["error"]["code"]) == (503, "adapter_not_ready")
         assert "RankTooHigh" in failed.json()["error"]["message"]
+        assert str(folders) not in failed.json()["error"]["message"]
         for change in (load(served, "a", folders / "b"), unload(served, "a")):
             assert "of this server's list" in (await change).json()["error"]["message"]
         # What is no list changes nothing.
@@ -383,6 +386,23 @@ async def test_an_adapter_has_its_own_chat_template_and_defaults(
         await served.until(lambda: "a" not in dict(served.front_end.targets))
         await until_state(served, "own", "Ready")
         assert await prompt("own") == "[What?]"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("/models/ab-adapter/adapter_config.json: r is 9, got 50/100", "adapter_config.json: r is 9, got 50/100"),
+        ("No such file: '/mnt/claims/team/x'", "No such file: 'x'"),
+        ("file:///srv/a/b.json is missing (--max-lora-rank)", "b.json is missing (--max-lora-rank)"),
+        ("hf://acme/x/adapter_config.json: a and/or b", "hf://acme/x/adapter_config.json: a and/or b"),
+        ("s3://AKIA:secret@bucket/key?X-Amz-Signature=abc: no", "s3://bucket/key: no"),
+        ("https://u:p@host/x?sig=1&t=2 (timeout)", "https://host/x (timeout)"),
+    ],
+)
+async def test_errors_that_anybody_may_read_have_no_paths_of_the_server_and_no_credentials(
+    message: str, shown: str
+) -> None:
+    assert adapters._public(message) == shown
 
 
 async def test_a_pinned_adapter_must_be_the_one_that_was_seen(model_dir: Path, folders: Path, tmp_path: Path) -> None:
@@ -605,6 +625,26 @@ async def test_gateways_see_which_adapters_are_in_use(model_dir: Path, folders: 
         assert await served.metric("vllm:lora_requests_info", running_lora_adapters="") > 0
         # One series: what was in use is no longer shown.
         assert (await served.http.get("/metrics")).text.count("vllm:lora_requests_info{") == 1
+
+
+async def test_a_list_beyond_its_limits_changes_nothing_and_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "list.json", a="hf://org/a")
+    file = ListFile(path)
+    assert list(file.changed() or ()) == ["a"]
+    written(path, **{f"a{number}": "hf://org/a" for number in range(257)})
+    assert [file.changed(), file.changed()] == [None, None]
+    assert capsys.readouterr().err.count("257 adapters, at most 256 are read") == 1
+    path.write_text(path.read_text() + " " * 2**20)
+    assert [file.changed(), file.changed()] == [None, None]
+    assert capsys.readouterr().err.count("more than 1,048,576 bytes") == 1
+    path.unlink()
+    os.mkfifo(path)
+    assert file.changed() is None
+    path.unlink()
+    written(path, **{f"a{number}": "hf://org/a" for number in range(256)})
+    assert len(file.changed() or ()) == 256
 
 
 async def test_modules_of_the_command_line_are_as_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,10 @@ from neuron_runtime.arguments import model_uri
 from neuron_runtime.console import say
 from neuron_runtime.errors import InvalidConfig
 
+MAX_BYTES = 2**20
+"""Of a list file; a ConfigMap has no more."""
+MAX_ENTRIES = 256
+"""Of a list file, as an operator writes it."""
 KEPT_FILE = "adapters.json"
 """Of the run directory."""
 MAX_NAME = 253
@@ -79,11 +83,13 @@ class ListFile:
     def changed(self) -> dict[str, Wanted] | None:
         """What it says now; None: the same as before, or nothing that can be read."""
         try:
-            raw = self._path.read_bytes()
+            raw = _read(self._path)
             if raw == self._raw:
                 return None
             found = msgspec.json.decode(raw, type=AdapterList)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if len(found.adapters) > MAX_ENTRIES:
+                raise ValueError(f"it has {len(found.adapters)} adapters, at most {MAX_ENTRIES} are read")
+        except (OSError, ValueError, RecursionError) as error:
             complaint = f"{self._path} is no list of adapters ({error}): the adapters stay as they are"
             if complaint != self._complaint:
                 say(complaint)
@@ -91,6 +97,15 @@ class ListFile:
             return None
         self._raw, self._complaint = raw, ""
         return by_name(found.adapters)
+
+
+def _read(path: Path) -> bytes:
+    # Without waiting for whoever may write a pipe.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        raw = file.read(MAX_BYTES + 1) or b""
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
+    return raw
 
 
 def modules(given: Iterable[str], served_names: Iterable[str]) -> dict[str, Wanted]:

@@ -7,6 +7,7 @@ in the table of targets. Each adapter goes its own way: one that fails, or takes
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -347,7 +348,7 @@ class Adapters:
         name, again = version.wanted.name, (reason, str(error)) == (version.reason, version.message)
         version.fail(error, reason)
         if not self._targets.is_base(name):
-            self._targets.hold(name, f"{reason}: {error}")
+            self._targets.hold(name, f"{reason}: {_public(str(error))}")
         if not again:
             say(f"adapter {name}: {reason}: {error}")
 
@@ -397,8 +398,20 @@ def _shown(version: _Version) -> AdapterState:
         name=version.wanted.name,
         state=version.state,
         reason=version.reason,
-        message=version.message,
+        message=_public(version.message),
         digest=version.digest,
         rank=0 if facts is None else facts.rank,
         bytes=0 if facts is None else facts.num_bytes,
     )
+
+
+_NAME = r"[^\s/:;,'\"()]"
+_PATH = re.compile(rf"(?:file://|(?<![\w/:.]))(?:/{_NAME}+)*/({_NAME}+)/?")
+_USER = re.compile(r"(?<=://)[^\s/]*@")
+_QUERY = re.compile(r"(\w://[^\s?]*)\?[^\s'\"]*?(?=[):;,.]*(?:[\s'\"]|$))")
+
+
+def _public(message: str) -> str:
+    """An error for whoever may ask, without a key: files by their names alone, no paths of this machine, and addresses
+    without what may be secret in them. The log has it whole."""
+    return _PATH.sub(r"\1", _QUERY.sub(r"\1", _USER.sub("", message)))
