@@ -27,9 +27,11 @@ from neuron_runtime.errors import InvalidConfig, InvalidRequest
 from neuron_runtime.local_settings import AdapterSettings, LocalSettings
 from neuron_runtime.processes.control import EngineStarted
 from neuron_runtime.processes.front_end import FrontEnd
-from neuron_runtime.server import adapters
+from neuron_runtime.server import adapters, fetched_adapters
 from neuron_runtime.server.adapter_list import ListFile, Wanted, keep, kept, modules
 from neuron_runtime.server.generation import LiveGeneration
+from neuron_runtime.weights.fetching import ADAPTER, fetch
+from neuron_runtime.weights.store import Store
 
 ADAPTED = replace(LIMITS, max_adapters=2, max_loaded_adapters=3, max_adapter_rank=8)
 ALLOWED = AdapterSettings(runtime_adapters="allow")
@@ -517,6 +519,40 @@ async def test_an_adapter_of_a_hub_is_fetched_once(
             missing = await load(served, "x", Path("acme/other"))
             assert missing.status_code == 404
     assert len(list((tmp_path / "weights").glob("*-adapter"))) == 1
+
+
+async def test_what_was_fetched_is_deleted_when_nothing_needs_it_and_only_that(
+    model_dir: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        shutil.copytree(folders / name, tmp_path / "hub" / "acme" / name / "main")
+    monkeypatch.setattr(adapters, "PRUNE_SECONDS", 0.0)
+    monkeypatch.setattr(fetched_adapters, "UNUSED_SECONDS", 0.0)
+    store = Store(tmp_path / "weights")
+    settings = LocalSettings(store.folder, tmp_path / "artifacts")
+    with hub.serving(hub.Shelf(tmp_path / "hub")) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        theirs = fetch("hf://acme/c", store, lambda amount: None, parts=ADAPTER).folder
+        async with serving(model_dir, limits=ADAPTED, settings=settings, adapters=ALLOWED) as served:
+            for name in "abc":
+                assert (await load(served, name, Path("acme") / name)).status_code == 200
+            assert len(store.all_keys()) == 3
+            served.backend.paced = True
+            running = asyncio.create_task(text(served, "a", max_tokens=20))
+            await served.until(lambda: served.backend.waiting)
+            for name in "ac":
+                await unload(served, name)
+            await asyncio.sleep(0.2)
+            # A running request may have its adapter read again.
+            assert len(store.all_keys()) == 3
+            served.unpace()
+            await running
+            await served.until(lambda: len(store.all_keys()) == 2)
+            assert theirs.is_dir()
+            await text(served, "b")
+            monkeypatch.undo()
+            monkeypatch.setenv("HF_ENDPOINT", address)
+            assert (await load(served, "a", Path("acme/a"))).status_code == 200
 
 
 async def test_weights_that_the_engine_cannot_read_are_tried_again_and_the_old_ones_served_meanwhile(

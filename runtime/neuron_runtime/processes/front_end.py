@@ -46,6 +46,7 @@ from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import count
+from neuron_runtime.server.fetched_adapters import FetchedAdapters
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
 from neuron_runtime.server.metrics import LOG_LINES_LOST, LORA_REQUESTS, OPEN_CONNECTIONS, Metrics, process_readings
@@ -109,11 +110,13 @@ class FrontEnd:
             on_broken=self._end,
             on_adapter=lambda news: self.adapters.loaded(news.digest, news.failure),
         )
+        self._fetched = FetchedAdapters(settings.weights_dir)
         self.adapters = Adapters(
             config.adapters,
             self.targets,
             self.client,
             self._bring,
+            prune=self._fetched.prune,
             run_dir=run_dir,
             list_file=adapters.adapters_file,
             allows_requests=adapters.runtime_adapters == "allow",
@@ -178,9 +181,10 @@ class FrontEnd:
             self._over.result()
 
     def _bring(self, wanted: Wanted, model_dir: Path) -> tuple[Path, AdapterFacts, Text]:
-        folder, facts = find_adapter(
-            wanted.uri, model_dir, self.config, self._settings, digest=wanted.digest, version=wanted.source_digest
-        )
+        with self._fetched.noting():
+            folder, facts = find_adapter(
+                wanted.uri, model_dir, self.config, self._settings, digest=wanted.digest, version=wanted.source_digest
+            )
         base = self._known_text
         assert base is not None
         text = adapted_text(base, folder, self.config.text)

@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ from neuron_runtime.requests.texts import Text
 from neuron_runtime.server.adapter_list import NAME_RULE, ListFile, Wanted, is_name, keep, kept
 from neuron_runtime.server.objects import AdapterState, AdapterStates, StateName
 
+PRUNE_SECONDS = 600.0
+"""How often what was fetched and is not needed any more is looked for."""
 LOOK_SECONDS = 1.0
 """How often the list file is read."""
 NUM_AT_ONCE = 4
@@ -90,6 +92,7 @@ class Adapters:
 
     Args:
         bring: called on threads.
+        prune: deletes what was brought to this machine, but for these folders; called on a thread.
         run_dir: where the adapters of commands and requests are kept.
         list_file: the adapters of whoever serves the model; they win over kept ones with the same name.
         allows_requests: whether requests may load and unload adapters.
@@ -102,6 +105,7 @@ class Adapters:
         client: Client,
         bring: Bring,
         *,
+        prune: Callable[[Collection[Path]], None] = lambda in_use: None,
         run_dir: Path,
         list_file: Path | None = None,
         allows_requests: bool = False,
@@ -110,6 +114,8 @@ class Adapters:
         self._targets = targets
         self._client = client
         self._bring = bring
+        self._prune = prune
+        self._pruned = time.monotonic()
         self._run_dir = run_dir
         self._list_file = None if list_file is None or not options.max_active else ListFile(list_file)
         self._allows_requests = allows_requests
@@ -270,6 +276,10 @@ class Adapters:
             if self._look():
                 self._apply()
             self._drop_unused()
+            if time.monotonic() - self._pruned > PRUNE_SECONDS:
+                self._pruned = time.monotonic()
+                in_use = {*self._sent.values(), *(one.folder for one in self._versions.values())}
+                self._threads.submit(self._prune, in_use)
 
     def _look(self) -> bool:
         changed = None if self._list_file is None else self._list_file.changed()

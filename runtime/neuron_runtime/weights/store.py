@@ -21,7 +21,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -422,11 +422,19 @@ class Store:
                 yield key, [error.reason]
 
     def prune(
-        self, keep: Iterable[str], unused_seconds: float, *, dry_run: bool, now: Callable[[], float] = time.time
+        self,
+        keep: Iterable[str],
+        unused_seconds: float,
+        *,
+        dry_run: bool,
+        among: Container[str] | None = None,
+        now: Callable[[], float] = time.time,
     ) -> Iterator[Pruned]:
         """Mark entries as used, then delete those that are unused, and abandoned downloads.
 
-        keep: digests or keys that are in use; all entries of their digests are marked before anything is deleted.
+        Args:
+            keep: digests or keys that are in use; all entries of their digests are marked before anything is deleted.
+            among: keys of the entries that may be deleted; None: all.
 
         Raises FatalError if the store cannot be read or written.
         """
@@ -439,7 +447,7 @@ class Store:
                 with writing(self.folder), contextlib.suppress(FileNotFoundError):
                     os.utime(self.folder / key, (now(), now()), follow_symlinks=False)
         for key in keys:
-            if key.partition("-")[0] in kept:
+            if key.partition("-")[0] in kept or (among is not None and key not in among):
                 continue
             folder = self.folder / key
             if _unused(folder, now()) < unused_seconds:
