@@ -60,9 +60,9 @@ class TimedGuides:
     def prepare(self, request: Request) -> Future[Guide]:
         return self._guides.prepare(request)
 
-    def masks(self, guides: Sequence[Guide]) -> Masks:
+    def masks(self, guides: Sequence[Guide], drafts: Sequence[Sequence[int]] = ()) -> Masks:
         began, cpu_began = time.perf_counter(), time.process_time()
-        masks = self._guides.masks(guides)
+        masks = self._guides.masks(guides, drafts)
         self.wall.append(time.perf_counter() - began)
         self.cpu.append(time.process_time() - cpu_began)
         return masks

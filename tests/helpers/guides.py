@@ -34,6 +34,18 @@ class RuleGuide:
     def advance(self, token_ids: Sequence[int]) -> None:
         self.output += token_ids
 
+    def num_kept(self, drafts: Sequence[int]) -> int:
+        return next((at for at, one in enumerate(drafts) if one not in self._behind(drafts[:at])), len(drafts))
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        found: list[int] = []
+        while len(found) < most and len(allowed := self._behind(found)) == 1:
+            found += allowed
+        return tuple(found)
+
+    def _behind(self, drafts: Sequence[int]) -> tuple[int, ...]:
+        return self.rule([*self.output, *drafts])
+
 
 class RuleGuides:
     """Implements `Guides`. `prepare` is done at once, unless the request is in `held`."""
@@ -55,15 +67,19 @@ class RuleGuides:
             guide.set_result(RuleGuide(rule))
         return guide
 
-    def masks(self, guides: Sequence[Guide]) -> Masks:
-        bits, failed = bytearray(), []
+    def masks(self, guides: Sequence[Guide], drafts: Sequence[Sequence[int]] = ()) -> Masks:
+        most, bits, failed = max(map(len, drafts), default=0), bytearray(), []
+        every = range(self._vocabulary_size)
         for at, guide in enumerate(guides):
             assert isinstance(guide, RuleGuide)
-            allowed = guide.rule(list(guide.output))
-            if not allowed:
-                failed.append(at)
-            bits += mask_of(allowed or range(self._vocabulary_size), self._vocabulary_size)
-        return Masks(memoryview(bits), failed)
+            of_guide = drafts[at] if drafts else ()
+            for place in range(1 + most):
+                there = place <= len(of_guide)
+                allowed = guide._behind(of_guide[:place]) if there else every
+                if not allowed and at not in failed:
+                    failed.append(at)
+                bits += mask_of(allowed or every, self._vocabulary_size)
+        return Masks(memoryview(bits), failed, 1 + most)
 
     def close(self) -> None:
         pass

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer as FastTokenizer
@@ -279,6 +280,92 @@ def test_a_form_whose_text_the_vocabulary_cannot_spell_is_refused(pattern: str) 
         assert "cannot be compiled" in str(refusal(guides, Form("regex", pattern, field="guided_regex")))
     finally:
         guides.close()
+
+
+# Drafts
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_masks_behind_drafts_are_those_of_advancing_by_them(
+    guides: GrammarGuides, tokenizer: Tokenizer, num_before: int
+) -> None:
+    texts = ['{"name": "Ada", "age": 36}', '{"age": 1', '{"name": "a very long name', "{"]
+    answers = [encoded(tokenizer, text) for text in texts]
+    drafts = [answer[num_before : num_before + 2 * at] for at, answer in enumerate(answers)]
+    drafts[0] = answers[0][num_before:]  # behind the last of them, the answer may end
+    drafted, plain = ([guide_of(guides, ANY_OBJECT) for _ in texts] for _ in range(2))
+    for both in (drafted, plain):
+        for guide, answer in zip(both, answers, strict=True):
+            guide.advance(answer[:num_before])
+    for _ in range(2):  # nothing is left of drafts
+        masks = guides.masks(drafted, drafts)
+        assert masks.num_positions == 1 + len(drafts[0])
+        assert not masks.failed
+        found = np.frombuffer(masks.bits, dtype=np.uint8).reshape(len(texts), masks.num_positions, -1)
+        for place in range(masks.num_positions):
+            for at in range(len(texts)):
+                behind = guide_of(guides, ANY_OBJECT)
+                behind.advance((*answers[at][:num_before], *drafts[at][:place]))
+                there = place <= len(drafts[at])
+                assert bytes(found[at, place]) == (
+                    bytes(guides.masks([behind]).bits) if there else b"\xff" * found.shape[2]
+                )
+    assert guides.masks(drafted) == guides.masks(plain)
+
+
+def test_drafts_that_leave_the_form_are_not_kept(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    guide = guide_of(guides, Form("choice", '["hello world", "hello you"]'))
+    you, zoo = encoded(tokenizer, "hello you"), encoded(tokenizer, "hello zoo")
+    common = next(at for at, (one, other) in enumerate(zip(you, zoo, strict=False)) if one != other)
+    assert guide.num_kept(you) == len(you)
+    assert guide.num_kept(zoo) >= common
+    assert guide.num_kept((*you, ENDS[0], you[0])) == len(you)
+    assert guide.num_kept((10**6,)) == guide.num_kept(()) == 0
+    guide.advance(you[:2])
+    assert guide.num_kept(you) < len(you)
+    assert guide.num_kept(you[2:]) == len(you) - 2
+    guide.advance(you[2:])
+    assert guide.num_kept(you[:1]) == 0
+    assert allowed(guides, guide) == set(ENDS)
+
+
+def test_what_must_follow_is_told_as_tokens(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    guide = guide_of(guides, Form("choice", '["the same words first, then this", "the same words first, then that"]'))
+    forced = guide.forced(100)
+    text = b"".join(tokenizer.token_bytes(token) for token in forced)
+    assert text
+    assert b"the same words first, then th".startswith(text)
+    assert guide.forced(2) == forced[:2]
+    assert guide.num_kept(forced) == len(forced)
+    guide.advance(forced)
+    assert guide.forced(100) == ()
+    assert guide_of(guides, Form("regex", "[a-z]+")).forced(100) == ()
+
+
+def test_a_guide_that_has_failed_keeps_no_drafts(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    lost, kept = (guide_of(guides, Form("choice", '["ab"]')) for _ in range(2))
+    lost.advance(encoded(tokenizer, "x"))
+    assert (lost.num_kept(encoded(tokenizer, "a")), lost.forced(9)) == (0, ())
+    masks = guides.masks([lost, kept], [(), encoded(tokenizer, "a")])
+    assert list(masks.failed) == [0]
+
+
+def test_masks_behind_drafts_go_on_where_the_automaton_of_a_form_is_full(
+    guides: GrammarGuides, tokenizer: Tokenizer
+) -> None:
+    form, dice = Form("regex", "(a|b)*a(a|b){20}"), random.Random(0)
+    letters = encoded(tokenizer, "ab")
+    for _ in range(8):
+        answer = guide_of(guides, form)
+        for _ in range(200):
+            drafts = dice.choices(letters, k=4)
+            assert answer.num_kept(drafts) == 4
+            assert not guides.masks([answer], [drafts]).failed
+            answer.advance(drafts)
 
 
 def test_no_guides_have_no_masks(guides: GrammarGuides) -> None:

@@ -19,12 +19,22 @@ class Guide(Protocol):
     def advance(self, token_ids: Sequence[int]) -> None:
         """These tokens were accepted; called for all but the last ones of an answer."""
 
+    def num_kept(self, drafts: Sequence[int]) -> int:
+        """How many drafts, from the first on, keep to the form. Whoever proposes drafts cuts the others off, before a
+        device sees them. The guide does not advance."""
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        """At most `most` tokens that spell what must follow: drafts that are almost always right, as a model may write
+        the same text with other tokens. All of them keep to the form. The guide does not advance."""
+
 
 class Masks(NamedTuple):
     bits: memoryview
-    """One mask per guide, as in `Late`. That of a failed guide allows every token."""
+    """`num_positions` masks per guide, as in `Late`. That of a failed guide allows every token."""
     failed: Sequence[int]
     """Indexes of guides that cannot go on: a limit of work was reached."""
+    num_positions: int = 1
+    """One more than the most drafts of a guide."""
 
 
 class Guides(Protocol):
@@ -36,8 +46,13 @@ class Guides(Protocol):
         The future fails with InvalidRequest if the form cannot be compiled, or not within the limits.
         """
 
-    def masks(self, guides: Sequence[Guide]) -> Masks:
-        """The tokens that may follow; called once for each token of an answer. No guides have no masks."""
+    def masks(self, guides: Sequence[Guide], drafts: Sequence[Sequence[int]] = ()) -> Masks:
+        """The tokens that may follow; called once for each step of an answer. No guides have no masks.
+
+        drafts: of each guide, cut by `num_kept`; empty without any. A guide has a mask for the next token, and one
+            behind each of its drafts; those at further positions allow every token, and nobody reads them. Guides do
+            not advance. One that could not go on behind a draft has failed too.
+        """
 
     def close(self) -> None:
         """End threads and processes."""

@@ -12,9 +12,10 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from weakref import WeakSet
 
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from neuron_runtime.grammars.language import compiled
 
@@ -31,12 +32,12 @@ class Grammar:
         """Raises ValueError: llguidance does not take the form; says why."""
         self.answers: WeakSet[Answer] = WeakSet()
         """Those that there are."""
-        self._text, self._tokenizer, self._max_states = text, tokenizer, max_states
+        self._text, self.tokenizer, self._max_states = text, tokenizer, max_states
         self.renew()
 
     def renew(self) -> None:
         """Take a new automaton."""
-        self.start = compiled(self._text, self._tokenizer, self._max_states)
+        self.start = compiled(self._text, self.tokenizer, self._max_states)
         """At the beginning of an answer."""
 
 
@@ -58,6 +59,29 @@ class Answer:
         self.num_followed += 1
         return self.tokens[self.num_followed - 1]
 
+    def retract(self, count: int) -> None:
+        """Forget the newest tokens, all of which the matcher knows."""
+        if not count:
+            return
+        del self.tokens[-count:]
+        self.num_followed -= count
+        if self.matcher.is_error() or not self.matcher.rollback(count):
+            self._begin()
+
+    def num_kept(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, may follow; the end of the answer is none of them."""
+        known = [*takewhile(range(self._grammar.tokenizer.vocab_size).__contains__, token_ids)]
+        count = self._up_to_date().validate_tokens(known)
+        while self.restart():
+            count = self.matcher.validate_tokens(known)
+        return count
+
+    def forced(self) -> list[int]:
+        """Tokens of the text that must follow, as the tokenizer writes it. Without its last one, which may go on with
+        what is not forced."""
+        tokens, _ = self._grammar.tokenizer.tokenize_partial(self._up_to_date().compute_ff_bytes())
+        return tokens
+
     def restart(self) -> bool:
         """Go on with another automaton if this one is full; False if it is not, or that would not help."""
         if FULL not in self.matcher.get_error():
@@ -69,6 +93,14 @@ class Answer:
             self._grammar.renew()
         self._begin()
         return True
+
+    def _up_to_date(self) -> LLMatcher:
+        behind = self.tokens[self.num_followed :].tolist()
+        if behind:
+            # One that does not fit leaves the matcher in an error, which whoever asks for a mask finds.
+            self.matcher.consume_tokens(behind)
+            self.num_followed = len(self.tokens)
+        return self.matcher
 
     def _begin(self) -> None:
         self._start = self._grammar.start

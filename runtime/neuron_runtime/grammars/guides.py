@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLExecutor
 
 from neuron_runtime.core import FORM_BYTES, BackendLimits, Form, Request, grammar_bytes
@@ -49,6 +50,12 @@ class _GrammarGuide:
     def advance(self, token_ids: Sequence[int]) -> None:
         # Matchers learn them in `masks`, all together on all cores.
         self.answer.tokens.extend(token_ids)
+
+    def num_kept(self, drafts: Sequence[int]) -> int:
+        return self.answer.num_kept(drafts)
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        return tuple(self.answer.forced()[:most])
 
 
 class GrammarGuides:
@@ -105,15 +112,35 @@ class GrammarGuides:
         grammar.add_done_callback(made)
         return guide
 
-    def masks(self, guides: Sequence[Guide]) -> Masks:
+    def masks(self, guides: Sequence[Guide], drafts: Sequence[Sequence[int]] = ()) -> Masks:
         vocabulary = self._vocabulary
         if not guides or vocabulary is None:
             return Masks(memoryview(b""), ())
+        ours = [guide for guide in guides if isinstance(guide, _GrammarGuide)]
+        most = max(map(len, drafts), default=0)
+        if not most:
+            bits, failed = self._masks(ours, vocabulary)
+            return Masks(bits.reshape(-1).data, failed)
+        all_bits = np.full((len(ours), 1 + most, vocabulary.mask_bytes), 0xFF, dtype=np.uint8)
+        all_failed = set[int]()
+        for place in range(1 + most):
+            here = [at for at, of_guide in enumerate(drafts) if place <= len(of_guide)]
+            for at in here if place else ():
+                ours[at].advance((drafts[at][place - 1],))
+            all_bits[here, place], failed = self._masks([ours[at] for at in here], vocabulary)
+            all_failed.update(here[at] for at in failed)
+        for guide, of_guide in zip(ours, drafts, strict=True):
+            guide.answer.retract(len(of_guide))
+        return Masks(all_bits.reshape(-1).data, sorted(all_failed), 1 + most)
+
+    def _masks(
+        self, guides: Sequence[_GrammarGuide], vocabulary: Vocabulary
+    ) -> tuple[npt.NDArray[np.uint8], Sequence[int]]:
+        """`[guides, bytes]`, and the guides that have failed; see `Masks`."""
         size, end = vocabulary.mask_bytes, vocabulary.end_token_id
         bits = np.empty((len(guides), size), dtype=np.uint8)
         executor = self._executor = self._executor or LLExecutor()
-        ours = [guide for guide in guides if isinstance(guide, _GrammarGuide)]
-        answers = [guide.answer for guide in ours]
+        answers = [guide.answer for guide in guides]
         byte, bit = end // 8, np.uint8(1 << end % 8)
         asked, may_end = list(enumerate(answers)), list[int]()
         while asked:
@@ -129,15 +156,14 @@ class GrammarGuides:
         failed = []
         for at in may_end:
             # The answer may end here, or the matcher has given up, as it does where no token fits.
-            guide = ours[at]
             bits[at, byte] &= ~bit
-            for token in guide.end_token_ids:
+            for token in guides[at].end_token_ids:
                 if token < end:
                     bits[at, token // 8] |= 1 << token % 8
             if answers[at].matcher.is_error() or not bits[at].any():
                 bits[at] = 0xFF
                 failed.append(at)
-        return Masks(bits.reshape(-1).data, failed)
+        return bits, failed
 
     def close(self) -> None:
         self._is_closed = True
