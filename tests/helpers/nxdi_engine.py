@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 
 from helpers.nxdi import Mode, fake_nxdi, installed
@@ -26,6 +27,7 @@ from neuron_runtime.config import parse_config
 from neuron_runtime.core import BackendLimits, Request, Sampling
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.stats import EngineStats
+from neuron_runtime.errors import InvalidConfig
 
 NUM_REQUESTS = int(os.environ.get("NEURON_SERVING_NXDI_REQUESTS", "8"))
 
@@ -82,6 +84,24 @@ class Model:
 def settings_for(model: Model, **document: Any) -> Settings:
     base = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "dtype": "float32"}
     return settings_of(parse_config(msgspec.json.encode(base | document)), model.config, TARGET)
+
+
+def refusals(document: dict[str, Any]) -> dict[str, str]:
+    """What is wrong with a configuration of a small Llama, by field; `config` has further keys of config.json."""
+    base = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "dtype": "float32"}
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 100,
+        "max_position_embeddings": 512,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        **document.pop("config", {}),
+    }
+    with pytest.raises(InvalidConfig) as error:
+        settings_of(parse_config(json.dumps(base | document).encode()), model, TARGET)
+    return dict(error.value.parts)
 
 
 def backend_for(model: Model, settings: Settings, folder: Path) -> NxdiBackend:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from neuron_runtime.backend.neuron.step_graphs import Decode
 from neuron_runtime.backend.nxdi.settings import Settings
 
 NOTHING = -1
@@ -73,7 +74,7 @@ class TokenApplication:
     def __post_init__(self) -> None:
         settings = self.settings
         num_lines, length = (
-            (settings.max_rows, settings.max_model_length)
+            (settings.max_rows, settings.compiled_length)
             if settings.layout == "slots"
             else (settings.num_blocks + 1, settings.block_size)
         )
@@ -84,20 +85,25 @@ class TokenApplication:
         if len(self.calls) - 1 == self.fails_at:
             raise RuntimeError("nrt_execute failed: status 1005")
         self._check_types(given)
-        run = self._run_slots if self.settings.layout == "slots" else self._run_blocks
-        contexts = run(given)
+        if self.settings.layout == "slots":
+            contexts = self._run_slots(given)
+        else:
+            contexts = [[context] for context in self._run_blocks(given)]
         parameters = given["sampling_params"].tolist()
         given["sampling_params"].fill_(-7.0)  # NxD Inference may write to it
         return self._output(contexts, parameters)
 
-    def _output(self, contexts: list[list[int]], parameters: list[list[float]]) -> Any:
+    def _output(self, contexts: list[list[list[int]]], parameters: list[list[float]]) -> Any:
+        """contexts: of each row, those of the tokens that it fed and whose logits are returned."""
         settings, size = self.settings, self.settings.vocabulary_size
         with_logits = settings.sampling != "Device"
-        logits = torch.zeros(len(contexts), 1, size)
-        for row, context in enumerate(contexts):
-            logits[row, 0, next_token(context, (), size)] = 9.0
+        logits = torch.zeros(len(contexts), len(contexts[0]), size)
+        for row, of_row in enumerate(contexts):
+            for at, context in enumerate(of_row):
+                logits[row, at, next_token(context, (), size)] = 9.0
+        firsts = [of_row[0] for of_row in contexts]
         tokens = torch.tensor(
-            [next_token(*pair, size) for pair in zip(contexts, parameters, strict=True)], dtype=torch.int32
+            [next_token(*pair, size) for pair in zip(firsts, parameters, strict=True)], dtype=torch.int32
         )
         on_device = settings.sampling != "Host"
         return SimpleNamespace(
@@ -135,7 +141,7 @@ class TokenApplication:
 
     # Slots
 
-    def _run_slots(self, given: dict[str, torch.Tensor]) -> list[list[int]]:
+    def _run_slots(self, given: dict[str, torch.Tensor]) -> list[list[list[int]]]:
         settings = self.settings
         ids, positions = given["input_ids"], given["position_ids"]
         if int(positions.min()) == 0:
@@ -148,21 +154,28 @@ class TokenApplication:
             line = self.cache[int(given["seq_ids"][0])]
             line[:bucket] = fed
             self.graphs.append(f"prefill_{bucket}")
-            return [fed[: last + 1]]
-        assert ids.shape[1] == 1
-        assert "attention_mask" not in given
-        furthest = int(positions.max())
-        if settings.row_buckets:
+            return [[fed[: last + 1]]]
+        width, starts = 1 + settings.max_drafts, positions[:, 0]
+        assert (positions == starts[:, None] + torch.arange(width)).all()
+        furthest = int(starts.max())
+        if settings.max_drafts:
+            mask = given["attention_mask"]
+            assert (mask == (torch.arange(mask.shape[1]) < starts[:, None])).all(), (
+                "the tokens before it, and no drafts"
+            )
+            rows, length = settings.max_rows, strict_first_fit(settings.token_buckets, mask.shape[1] + width)
+        elif settings.row_buckets:
             rows = min(count for count in (*settings.row_buckets, settings.max_rows) if count >= len(ids))
             length = min(length for length in settings.token_buckets if length >= furthest)
         else:
             rows, length = settings.max_rows, strict_first_fit(settings.token_buckets, furthest)
         assert given["seq_ids"].tolist() == list(range(rows)), "row i holds line i"
-        self.graphs.append(f"decode_{rows}x{length}")
+        assert settings.max_drafts or "attention_mask" not in given
+        self.graphs.append(Decode(rows, length, width).name)
         contexts = []
-        for line, token, position in zip(self.cache, ids[:, 0].tolist(), positions[:, 0].tolist(), strict=False):
-            line[position] = token
-            contexts.append(line[: position + 1])
+        for line, tokens, position in zip(self.cache, ids.tolist(), starts.tolist(), strict=False):
+            line[position : position + width] = tokens
+            contexts.append([line[: end + 1] for end in range(position, position + width)])
         return contexts
 
     # Blocks

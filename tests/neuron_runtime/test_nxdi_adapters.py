@@ -13,12 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.nxdi import Mode
-from helpers.nxdi_engine import BLOCKS, SLOTS, Model, backend_for, library, settings_for
+from helpers.nxdi_engine import BLOCKS, SLOTS, Model, backend_for, library, refusals, settings_for
 from helpers.torch_models import reference
-from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.graphs import _NOT_OF_GRAPHS, _without
-from neuron_runtime.backend.nxdi.settings import settings_of
-from neuron_runtime.config import parse_config
 from neuron_runtime.core import Request, Sampling
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import FatalError, InvalidConfig
@@ -151,23 +148,6 @@ def check_answers(fleet: Fleet, document: dict[str, Any], tmp_path: Path) -> Non
     for one in requests:
         assert len(outputs[one.request_id]) == one.sampling.max_tokens
         fleet.tuned[one.adapter].check(one, outputs[one.request_id])
-
-
-def refusals(document: dict[str, Any]) -> dict[str, str]:
-    base = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "dtype": "float32"}
-    model = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 100,
-        "max_position_embeddings": 512,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        **document.pop("config", {}),
-    }
-    with pytest.raises(InvalidConfig) as error:
-        settings_of(parse_config(json.dumps(base | document).encode()), model, Target(PLATFORMS["trn2"], 2, 1))
-    return dict(error.value.parts)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from inspect import signature
@@ -1061,7 +1061,102 @@ def artifact_of_another_configuration(model: Model, folder: Path) -> None:
     other.load(str(folder / "artifact"), skip_warmup=True)
 
 
+# Verification of drafts
+
+
+def verifying(model: Model, folder: Path, **changes: Any) -> Lines:
+    """Rows of four tokens, and a sequence in line 0."""
+    fields = {"speculation_length": 4, "on_device_sampling_config": None}
+    return _one_line(model, folder, **fields | changes)
+
+
+def verified(lines: Lines, drafts: Sequence[int], **changes: Any) -> list[int]:
+    """The likeliest tokens behind the last token of line 0 and behind each draft."""
+    fed, start = [lines.live[0][-1], *drafts], len(lines.live[0]) - 1
+    arguments = {
+        "input_ids": torch.tensor([fed]),
+        "position_ids": torch.arange(start, start + len(fed))[None],
+        "attention_mask": torch.ones(1, start, dtype=torch.int64),
+        "seq_ids": torch.tensor([0]),
+        "sampling_params": torch.tensor([GREEDY]),
+    }
+    outputs = lines.application.forward(**arguments | changes)
+    found = outputs.tokens if outputs.logits is None else outputs.logits.argmax(dim=-1)
+    return [int(token) for token in found[0]]
+
+
+@pytest.mark.parametrize(("version", "mode"), EACH)
+def test_a_verification_takes_rejected_drafts_back(model: Model, tmp_path: Path, version: str, mode: Any) -> None:
+    prompt = prompts(1)[0]
+    with library(version, mode):
+        lines = verifying(model, tmp_path)
+        for right in (3, 0, 1, 2, 3):
+            wanted = model.continuation(prompt, len(lines.answer(0)) + 4)[-4:]
+            drafts = [token if at < right else token ^ 1 for at, token in enumerate(wanted[:3])]
+            assert verified(lines, drafts)[: right + 1] == wanted[: right + 1]
+            lines.live[0] += wanted[: right + 1]
+
+
+def mask_with_the_drafts(model: Model, folder: Path) -> Pairs:
+    lines = verifying(model, folder)
+    wanted = model.continuation(prompts(1)[0], 5)[1:]
+    return [(verified(lines, wanted[:3], attention_mask=None), wanted)]
+
+
+def verification_of_sampled_rows(model: Model, folder: Path) -> None:
+    from neuronx_distributed_inference.models.config import OnDeviceSamplingConfig
+
+    sampling = OnDeviceSamplingConfig(dynamic=True, global_topk=64)
+    verified(verifying(model, folder, on_device_sampling_config=sampling), [1, 2, 3])
+
+
+def positions_that_are_no_run(model: Model, folder: Path) -> None:
+    lines = verifying(model, folder)
+    start = len(lines.live[0]) - 1
+    verified(lines, [1, 2, 3], position_ids=torch.tensor([[start, start + 1, start + 1, start + 2]]))
+
+
+def single_token_of_a_verifying_model(model: Model, folder: Path) -> None:
+    verifying(model, folder).decode()
+
+
+def bucket_as_wide_as_a_verification(model: Model, folder: Path) -> None:
+    verifying(model, folder, context_encoding_buckets=[4, 16])
+
+
+def verification_over_blocks(model: Model, folder: Path) -> None:
+    in_blocks(model, folder, speculation_length=4, on_device_sampling_config=None)
+
+
+def verification_at_the_end(model: Model, folder: Path) -> None:
+    lines = verifying(model, folder)
+    lines.live[0] += [7] * (126 - len(lines.live[0]))
+    verified(lines, [1, 2, 3])
+
+
+SILENT |= {"a mask that names the drafts": ("5", mask_with_the_drafts)}
+
+
+@pytest.mark.parametrize(
+    ("error", "careless"),
+    [
+        (AttributeError, single_token_of_a_verifying_model),
+        (RuntimeError, bucket_as_wide_as_a_verification),
+        (RuntimeError, verification_over_blocks),
+        (ValueError, verification_at_the_end),
+    ],
+)
+def test_what_a_verifying_model_cannot_do_is_the_librarys_error(
+    model: Model, tmp_path: Path, version: str, error: type[Exception], careless: Careless
+) -> None:
+    with library(version), pytest.raises(error) as raised:
+        careless(model, tmp_path)
+    assert type(raised.value).__name__ != "FakeRefusal"
+
+
 REFUSED: dict[str, tuple[str, Careless]] = {
+    "verification of sampled rows": ("3.4", verification_of_sampled_rows),
+    "positions of a verification that are no run": ("3.2", positions_that_are_no_run),
     "parameters of another type": ("0.1-19", parameters_of_another_type),
     "parameters that the graph ignores": ("6", parameters_of_a_greedy_graph),
     "a mask that leaves out a token": ("5", mask_with_a_hole),
@@ -1097,11 +1192,10 @@ def test_every_rule_that_the_strict_fake_knows_is_broken_by_a_test() -> None:
     assert known - elsewhere.keys() == {rule for rule, _ in (*SILENT.values(), *REFUSED.values())}
 
 
-@pytest.mark.parametrize("field", ["speculation_length", "quantized", "is_medusa"])
+@pytest.mark.parametrize("field", ["enable_fused_speculation", "quantized", "is_medusa"])
 def test_what_the_fake_does_not_emulate_is_an_error(model: Model, tmp_path: Path, field: str) -> None:
-    value = {"speculation_length": 4}.get(field, True)
     with fake_nxdi(), pytest.raises(NotImplementedError, match="the fake has no"):
-        built(model, tmp_path, **{field: value, "quantized_checkpoints_path": "/none"})
+        built(model, tmp_path, **{field: True, "quantized_checkpoints_path": "/none"})
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 
+from helpers.engine_driver import Guesses
 from helpers.host_rows import is_of_host
 from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
 from neuron_runtime.backend.neuron.device import device_parameters
@@ -28,6 +29,7 @@ from neuron_runtime.core import (
     name_of_step,
 )
 from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.sequence import Sequence
 
 NUM_EXAMPLES, NUM_LONG_EXAMPLES = 50, 10_000
 
@@ -36,6 +38,19 @@ def some_settings(random: Random) -> Settings:
     choice = random.choice
     max_rows, sampling = choice((1, 2, 3, 4, 7)), choice(("Device", "Device", "DeviceWithLogits", "Host"))
     length = choice((24, 40, 64))
+    if choice((True, False, False, False)):
+        drafts = choice((1, 2, 4))
+        return settings_of(
+            max_rows=max_rows,
+            num_blocks=max_rows,
+            max_model_length=length,
+            max_context_length=length,
+            block_size=length,
+            context_buckets=(*choice(((), (8,), (8, 16))), length),
+            token_buckets=(*choice(((), (8,), (8, 16))), length + drafts),
+            sampling="Host",
+            max_drafts=drafts,
+        )
     if choice((True, False)):
         return settings_of(
             max_rows=max_rows,
@@ -105,6 +120,17 @@ def alone(request: Request, settings: Settings, limits: BackendLimits) -> list[i
     return output
 
 
+class TokenGuesses(Guesses):
+    """Drafts of which most are right."""
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        context = list(sequence.tokens)
+        for _ in range(self._random.randint(0, most)):
+            right = next_token(context, (), 997)
+            context.append(right if self._random.random() < 0.8 else right ^ 1)
+        return tuple(token % 997 for token in context[len(sequence.tokens) :])
+
+
 class CheckedBackend(NxdiBackend):
     """Compares what each step says of itself with the graphs that ran."""
 
@@ -128,7 +154,8 @@ def run(random: Random) -> list[str]:
     if random.random() < 0.3:
         backend.warm_up(lambda stage, share: None)
         application.graphs.clear()
-    engine = Engine(backend, max_consecutive_prefills=random.choice((1, 1, 3)))
+    drafting = TokenGuesses(limits)
+    engine = Engine(backend, max_consecutive_prefills=random.choice((1, 1, 3)), drafting=drafting)
     requests = some_requests(random, limits)
     if settings.sampling != "Device":
         all_of_them = settings.sampling == "Host"
@@ -172,12 +199,22 @@ def run(random: Random) -> list[str]:
             if {is_of_host(one.sampling, limits) for one in requests} == {True, False}
             else []
         ),
+        *(["accepted drafts"] if any(accepted for _, accepted in drafting.learned) else []),
+        *(["rejected drafts"] if any(accepted < count for count, accepted in drafting.learned) else []),
         settings.layout,
         settings.sampling,
     ]
 
 
-HAPPENINGS = {"preempted", "hit", "after a prefix", "one token", "rows of host and device"}
+HAPPENINGS = {
+    "accepted drafts",
+    "rejected drafts",
+    "preempted",
+    "hit",
+    "after a prefix",
+    "one token",
+    "rows of host and device",
+}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from neuron_runtime.backend.host_sampling.sampler import Chosen, HostSampler, PerRow
+from neuron_runtime.backend.host_sampling.sampler import Chosen, HostSampler, PerRow, Verified
 from neuron_runtime.backend.neuron.failures import classified
 from neuron_runtime.backend.slots import FedRows, IntArray
 from neuron_runtime.backend.warming import timed
@@ -42,7 +42,8 @@ FloatArray = npt.NDArray[np.float32]
 
 Application = Callable[..., Any]
 """A loaded model. A call blocks, and returns an object with the tokens or the logits `[rows, 1, vocabulary]` of its
-rows, or both; it has only keywords, because positions differ between versions."""
+rows, or both; logits of each token that a row feeds with drafts. It has only keywords, because positions differ between
+versions."""
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -97,6 +98,8 @@ class Call:
     """For each of these rows, its row in the step before."""
     source: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """For each row of the call, the index of the row it holds, or repeats."""
+    drafts: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    """In a call whose rows feed several tokens, `[rows, width - 1]`: those behind the token of each of these rows."""
 
     @property
     def uses(self) -> Sequence[GraphUse]:
@@ -110,7 +113,10 @@ class Call:
         waits = np.flatnonzero(self.tokens == NO_TOKEN)
         if len(waits):
             self.tokens[waits] = previous[self.after[waits]]
-        self.arguments["input_ids"] = column(self.tokens[self.source])
+        fed = self.tokens[:, None]
+        if self.drafts.size:
+            fed = np.concatenate((fed, self.drafts), axis=1)
+        self.arguments["input_ids"] = torch.from_numpy(fed[self.source])
 
 
 class Inputs(Protocol):
@@ -134,9 +140,9 @@ class _Step(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """What a step has produced: a token for each row, NO_TOKEN for rows that do not sample."""
+    """What a step has produced: a token for each row, NO_TOKEN for rows that do not sample; with drafts several."""
 
-    tokens: IntArray
+    tokens: IntArray | list[tuple[int, ...]]
     logprobs: PerRow
     seconds: float
     memory: DeviceMemory | None
@@ -214,6 +220,21 @@ class HostRows:
         self._tokens[slots, positions] = chosen.tokens
         return chosen
 
+    def verify(self, step: _Step, rows: IntArray, logits: list[torch.Tensor], late: Late | None) -> Verified:
+        """The same with drafts: logits behind the token of each row and behind each of its drafts, row after row."""
+        drafts, num_drafts = step.rows.drafts, step.rows.num_drafts
+        assert drafts is not None
+        assert num_drafts is not None
+        return self._sampler.verify(
+            logits[0] if len(logits) == 1 else torch.cat(logits),
+            step.rows.slots[rows],
+            step.rows.samples_at(rows),
+            drafts[rows],
+            num_drafts[rows],
+            masks=late.of_rows(rows.tolist()) if late else None,
+            num_masks=late.num_positions if late else 1,
+        )
+
 
 class DeviceBackend:
     """See `backend_protocol.Backend`. A subclass says what its library is called with."""
@@ -289,11 +310,9 @@ class DeviceBackend:
             raise IllegalBatch(f"collect of step {step}, but step {running.batch.step} runs")
         # Whatever need not be done between two calls is done here, while the device works.
         tokens, logprobs, seconds, memory = self._thread.get()
-        of_rows = tokens.tolist()
-        sampled = NO_TOKEN not in of_rows
         return StepOutput(
             step=step,
-            token_ids=tuple(zip(of_rows)) if sampled else tuple([() if t == NO_TOKEN else (t,) for t in of_rows]),
+            token_ids=tuple(tokens) if isinstance(tokens, list) else _of_rows(tokens.tolist()),
             logprobs=logprobs,
             device_seconds=seconds,
             graphs=tuple([use for call in running.calls for use in call.uses]),
@@ -341,9 +360,18 @@ class DeviceBackend:
             if on_device and output.tokens is not None:
                 tokens[call.rows] = output.tokens.numpy()[call.places]
             if of_host is not None and len(chosen := np.flatnonzero(of_host[call.rows])):
-                logits.append(_rows_of(output.logits, call.places[chosen]))
+                logits.append(_rows_of(output.logits, call.places[chosen], _num_places(rows, call.rows[chosen])))
                 logits_of.append(call.rows[chosen])
         logprobs: PerRow = ()
+        if self._host is not None and rows.num_drafts is not None:
+            rows_of_host = np.concatenate(logits_of)
+            verified = self._host.verify(step, rows_of_host, logits, late)
+            several: list[tuple[int, ...]] = [()] * len(tokens)
+            for row, of_row in zip(rows_of_host.tolist(), verified.tokens, strict=True):
+                several[row] = of_row
+            # No step follows one with drafts before its tokens are known.
+            self._tokens = np.full(len(tokens), NO_TOKEN, dtype=np.int64)
+            return _Done(several, verified.per_row(rows_of_host, len(tokens)), seconds, self._memory())
         if self._host is not None and logits_of:
             rows_of_host = np.concatenate(logits_of)
             sampled = self._host.choose(step, rows_of_host, logits, late)
@@ -369,9 +397,24 @@ class DeviceBackend:
             )
 
 
-def _rows_of(logits: torch.Tensor, places: IntArray) -> torch.Tensor:
-    """Float32 `[rows, vocabulary]` of `[rows, 1, vocabulary]`."""
-    flat = logits[:, -1].float()
+def _of_rows(tokens: list[int]) -> tuple[tuple[int, ...], ...]:
+    if NO_TOKEN not in tokens:
+        return tuple(zip(tokens))
+    return tuple([() if token == NO_TOKEN else (token,) for token in tokens])
+
+
+def _num_places(rows: FedRows, chosen: IntArray) -> IntArray | None:
+    """Logits that each of these rows needs; None: one."""
+    return None if rows.num_drafts is None else 1 + rows.num_drafts[chosen]
+
+
+def _rows_of(logits: torch.Tensor, places: IntArray, counts: IntArray | None = None) -> torch.Tensor:
+    """Float32 `[rows, vocabulary]` of `[rows, tokens, vocabulary]`: of each row the first `counts`, or the first."""
+    if counts is not None:
+        of_row = np.repeat(places, counts)
+        behind = np.arange(len(of_row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return logits[torch.from_numpy(of_row), torch.from_numpy(behind)].float()
+    flat = logits[:, 0].float()
     if len(places) == len(flat) and (places == np.arange(len(flat))).all():
         return flat.contiguous()
     return flat[torch.from_numpy(places)]

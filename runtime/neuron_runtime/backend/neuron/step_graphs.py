@@ -27,18 +27,19 @@ class Prefill(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Computes one token for each of `rows` sequences of at most `length` tokens."""
+    """Computes one token, or `width` with drafts, for each of `rows` sequences of at most `length` tokens."""
 
     rows: int
     length: int
+    width: int = 1
 
     @property
     def name(self) -> str:
-        return f"decode_{self.rows}x{self.length}"
+        return f"decode_{self.rows}x{self.length}" + (f"_of_{self.width}" if self.width > 1 else "")
 
     @property
     def num_computed_tokens(self) -> int:
-        return self.rows
+        return self.rows * self.width
 
 
 Graph = Prefill | Decode

@@ -87,5 +87,5 @@ def warm_up_steps(settings: Settings, limits: BackendLimits) -> Iterator[Batch]:
     for graph in all_graphs(settings):
         if span := span_that_takes(settings, graph):
             decodes = isinstance(graph, Decode)
-            slot = graph.num_computed_tokens - 1 if decodes and settings.layout == "slots" else 0
+            slot = graph.rows - 1 if isinstance(graph, Decode) and settings.layout == "slots" else 0
             yield lone_step(limits, slot, *span, decodes=decodes)

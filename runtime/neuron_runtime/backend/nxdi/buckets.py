@@ -36,6 +36,9 @@ def decode_graph(settings: Settings, num_rows: int, position: int) -> Decode:
     num_rows: rows of the call; with slots at least the highest one plus 1. position: the largest of a row.
     """
     buckets = settings.token_buckets
+    if settings.max_drafts:
+        width = 1 + settings.max_drafts
+        return Decode(settings.max_rows, _above(buckets, position + width), width)
     if settings.row_buckets:
         rows = at_least(sorted({*settings.row_buckets, settings.max_rows}), num_rows)
         return Decode(rows, at_least(buckets, position))
@@ -52,13 +55,14 @@ def all_graphs(settings: Settings) -> Iterator[Graph]:
             yield Prefill(tokens, prefix)
     for rows in sorted({*settings.row_buckets, settings.max_rows}, reverse=True):
         for length in settings.token_buckets:
-            yield Decode(rows, length)
+            yield Decode(rows, length, 1 + settings.max_drafts)
 
 
 def span_that_takes(settings: Settings, graph: Graph) -> tuple[int, int] | None:
     """Start and end of a row whose call takes this graph; None if no call within the model's length does."""
     if isinstance(graph, Decode):
         first = max([length for length in settings.token_buckets if length < graph.length], default=1)
+        first = max(first - 1 - settings.max_drafts, 1) if settings.max_drafts else first
         candidates = [(at, at + 1) for at in (first, first + 1) if at < graph.length]
     elif settings.layout == "slots":
         candidates = [(0, end) for end in (graph.tokens, graph.tokens - 1)]
@@ -94,7 +98,7 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
         max_rows=settings.max_rows,
         max_model_length=settings.max_model_length,
         # Prompts of a step run one after another, so together they take as long as the longest one alone.
-        max_step_tokens=max(settings.max_context_length, settings.max_rows),
+        max_step_tokens=max(settings.max_context_length, settings.max_rows * (1 + settings.max_drafts)),
         max_prefill_rows=settings.max_rows,
         # With slots a prompt must be shorter than its bucket, unless that is the largest.
         prefill_buckets=tuple(
@@ -102,6 +106,7 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
             for size in context
             if size > 1 or not slots
         ),
+        max_drafts=settings.max_drafts,
         max_prefill_start=reach if reach < longest_prefix else 0,
         layout=settings.layout,
         block_size=settings.block_size,

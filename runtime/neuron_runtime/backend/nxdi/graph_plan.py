@@ -185,8 +185,12 @@ def _planned(graph: Graph, settings: Settings, facts: _Facts, lengths: Lengths) 
         padding = _padding(taken, settings) if taken and not graph.prefix else None
         takes = _prompts_of(graph, settings)
     else:
-        size, rows = graph.rows, graph.rows
-        takes = f"up to {graph.rows} sequences of {_previous(settings.token_buckets, graph.length)} to {graph.length}"
+        size, rows = graph.num_computed_tokens, graph.num_computed_tokens
+        least, most = (
+            max(length - settings.max_drafts, 0)
+            for length in (_previous(settings.token_buckets, graph.length), graph.length)
+        )
+        takes = f"up to {graph.rows} sequences of {least} to {most}"
     tensor, width = settings.tensor, BY_NAME[settings.dtype].num_bytes
     widest = 2 * facts.hidden + max(2 * facts.intermediate, 3 * facts.heads) // tensor
     activations = size * widest * width + rows * facts.vocabulary // tensor * 4

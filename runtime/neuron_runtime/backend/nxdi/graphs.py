@@ -38,8 +38,9 @@ from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, joined
 from neuron_runtime.weights.store import Damaged, read_entry
 
-PREFILLS, DECODES, NEFF_FILE = "context_encoding_model", "token_generation_model", "graph.neff"
+PREFILLS, DECODES, VERIFIES = "context_encoding_model", "token_generation_model", "speculation_model"
 """In its work folder, NxD Inference has a folder for each of these, and in it one for each bucket."""
+NEFF_FILE = "graph.neff"
 
 
 class NxdiCompiler:
@@ -137,9 +138,10 @@ class NxdiCompiler:
         """Graphs that are compiled, in any order: NxD Inference has several compilers at work."""
         if self._work is None:
             return []
+        decodes = VERIFIES if self._settings.max_drafts else DECODES
         numbers, names = Counter[str](), []
         for graph in all_graphs(self._settings):
-            submodel = PREFILLS if isinstance(graph, Prefill) else DECODES
+            submodel = PREFILLS if isinstance(graph, Prefill) else decodes
             if Path(self._work, submodel, f"_tp0_bk{numbers[submodel]}", NEFF_FILE).is_file():
                 names.append(graph.name)
             numbers[submodel] += 1

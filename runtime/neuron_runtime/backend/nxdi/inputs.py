@@ -21,7 +21,7 @@ from neuron_runtime.backend.nxdi.buckets import decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import BackendLimits, Batch
+from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -190,7 +190,8 @@ class Inputs:
         return {"adapter_ids": torch.from_numpy(self._adapters[slots].astype(np.int32))}
 
     def _placed(self, step: int, rows: FedRows, graph: Graph) -> _Places:
-        slots, num_rows = rows.slots[: rows.num_decodes], graph.num_computed_tokens
+        assert isinstance(graph, Decode)
+        slots, num_rows = rows.slots[: rows.num_decodes], graph.rows
         if self._settings.layout == "slots":
             absent = self._started & self._mirror.live
             absent[slots] = False
@@ -222,8 +223,9 @@ class Inputs:
         count = rows.num_decodes
         start, after = rows.start[:count], rows.after[:count]
         positions = start[places.source]
+        run = np.arange(graph.width)
         arguments = {
-            "position_ids": column(positions),
+            "position_ids": torch.from_numpy(positions[:, None] + run),
             "sampling_params": torch.from_numpy(places.parameters.copy()),
             "seq_ids": torch.from_numpy(places.identifiers.copy()),
             **self._adapters_of(places.of_place),
@@ -241,8 +243,23 @@ class Inputs:
                 "full_context_lens": column(positions + 1),
                 "computed_context_lens": column(positions.copy()),
             }
+        if graph.width > 1:
+            # The mask of a verification names the tokens in the cache; one left out would name the drafts too.
+            cached = np.arange(int(positions.max()))
+            arguments["attention_mask"] = torch.from_numpy((cached < positions[:, None]).astype(np.int64))
         named = self._mirror.named(rows, slice(count))  # `feed` writes to it
-        return Call(graph, arguments, places.rows, places.places, count, named, after, places.source)
+        num_tokens = count if rows.num_drafts is None else count + int(rows.num_drafts[:count].sum())
+        drafts = _padded_drafts(rows, count, graph.width - 1)
+        return Call(graph, arguments, places.rows, places.places, num_tokens, named, after, places.source, drafts)
+
+
+def _padded_drafts(rows: FedRows, count: int, width: int) -> IntArray:
+    """`[decode rows, width]`: drafts, and behind them any token, whose keys and values nothing reads."""
+    drafts = np.zeros((count, width), dtype=np.int64)
+    if rows.drafts is not None:
+        given = rows.drafts[:count]
+        drafts[:, : given.shape[1]] = np.where(given == NO_TOKEN, 0, given)
+    return drafts
 
 
 def _padded(tokens: npt.NDArray[np.int32], width: int) -> IntArray:

@@ -47,7 +47,7 @@ class NeuronField:
 
 _Flag, _Number = partial(NeuronField, kind=bool), partial(NeuronField, kind=int)
 _Ours, _Derived = NeuronField, partial(NeuronField, derived=True)
-_SPECULATION, _QUANTIZATION, _DEBUGGING = "speculative decoding", "quantization", "capturing tensors"
+_SPECULATION, _QUANTIZATION, _DEBUGGING = "drafts of a model or of heads", "quantization", "capturing tensors"
 _CHUNKS = "chunked prefill of NxD Inference, which does not work, but segments do"
 
 
@@ -85,7 +85,7 @@ FIELDS = (
     # Not built.
     *_all(
         NeuronField,
-        "speculation_length spec_batch_size enable_fused_speculation enable_eagle_speculation is_eagle_draft "
+        "spec_batch_size enable_fused_speculation enable_eagle_speculation is_eagle_draft "
         "enable_eagle_draft_input_norm is_eagle3 is_medusa medusa_speculation_length num_medusa_heads medusa_tree "
         "token_tree_config draft_model_modules_to_not_convert eagle_rolling_buffer_kernel_enabled",
         feature=_SPECULATION,
@@ -99,6 +99,7 @@ FIELDS = (
         feature=_QUANTIZATION,
     ),
     _Derived("lora_config", path="$.adapters.maxActive"),
+    _Derived("speculation_length", path="$.speculation", kind=int),
     NeuronField("skip_vision", feature="multimodal input"),
     *_all(NeuronField, "tensor_replacement_config tensor_capture_config", feature=_DEBUGGING),
     NeuronField("attention_dp_degree", feature="data-parallel attention", neutral=(1,)),

@@ -30,6 +30,8 @@ WITH_ADAPTERS = {**dict.fromkeys(("llama", "qwen2", "qwen3"), TARGETS), "mistral
 """By application, the projections that are told whose adapter a row has. Mistral's layers do not tell their MLP."""
 MIN_ADAPTER_RANK = 2
 """NxD Inference takes an axis of one for none."""
+WITH_DRAFTS = ("llama", "mistral", "qwen2", "qwen3")
+"""Applications whose graphs are known to verify drafts rightly."""
 DEFAULT_MAX_SEQUENCES = 16
 DEFAULT_MAX_LENGTH = 4096
 DEFAULT_BLOCK_SIZE = 32
@@ -93,8 +95,15 @@ class Settings:
     """Adapters in the host's memory. It changes no graph."""
     max_adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
+    max_drafts: int = 0
+    """With drafts every decode graph computes so many tokens of a row beside its own, and returns logits of each."""
     unread_weights: tuple[str, ...] = ()
     """Patterns of names of tensors that no module needs to read. It changes no graph."""
+
+    @property
+    def compiled_length(self) -> int:
+        """Positions of a graph. A row writes its drafts behind its last token, also where that is the last of all."""
+        return self.max_model_length + self.max_drafts
 
 
 def settings_of(
@@ -165,14 +174,18 @@ class _Derivation:
             block_size, num_blocks = length, rows
         # A prompt is padded until it fills the window.
         fills = window - 1 if self._family.windows == "whole" or window < length else 0
+        drafts = config.speculation.max_drafts
         context = self._context_buckets(length, blocks, segments, fills)
         prefix = self._prefix_buckets(length, block_size, context) if blocks and (segments or shares) else (0,) * blocks
-        tokens = self._token_buckets(length, block_size, blocks, rows, one=self._one_size or self._mixes(length))
+        one = self._one_size or self._mixes(length)
+        tokens = self._token_buckets(length + drafts, block_size, blocks, rows, one=one)
         asynchronous = self._chosen("$.asyncMode", config.async_mode, "async_mode")
         sampling, sampling_config = self._sampling(vocabulary_size, asynchronous)
         row_buckets = self._row_buckets(rows, blocks, asynchronous)
         if config.adapters.max_active:
             self._check_adapters(row_buckets)
+        if drafts:
+            self._check_drafts(blocks, window_ends=0 < window < length, context=context, row_buckets=row_buckets)
         if blocks and len(prefix) > 1:
             self._check_prefix_prefill(context, "$.prefixCaching" if shares else "$.chunkedPrefill")
         problems.check()
@@ -199,6 +212,7 @@ class _Derivation:
             vocabulary_size=vocabulary_size,
             neuron_config={},
             **_adapters(config.adapters),
+            max_drafts=drafts,
             unread_weights=self._override.unread,
         )
         ours = {
@@ -226,6 +240,28 @@ class _Derivation:
         for name in ("fused_qkv", SHARDED):
             if self._override.get(name):
                 self._refuse(f"{PATH}.{name}", "cannot be combined with adapters: leave out one of them")
+
+    def _check_drafts(
+        self, blocks: bool, *, window_ends: bool, context: tuple[int, ...], row_buckets: tuple[int, ...]
+    ) -> None:
+        """Refuses what the graphs that verify drafts cannot do, or do wrongly."""
+        config, name, width = self._config, self._family.application, 1 + self._config.speculation.max_drafts
+        if name not in WITH_DRAFTS:
+            message = f"the {name} of NxD Inference is not known to verify drafts: only {', '.join(WITH_DRAFTS)} are"
+            self._refuse("$.speculation.method", message)
+        against = {
+            "$.layout": (blocks, "blocks"),
+            "$.adapters.maxActive": (config.adapters.max_active > 0, "adapters"),
+            "$.buckets.sequences": (bool(row_buckets), "decode sizes for fewer sequences"),
+            "$.asyncMode": (config.async_mode or self._override.get("async_mode"), "asyncMode"),
+            "$.limits.maxModelLength": (window_ends, "sequences longer than the model's sliding window"),
+        }
+        for path, (holds, what) in against.items():
+            if holds:
+                self._refuse(path, f"{what} cannot be combined with drafts: leave out one of them")
+        if width in context:
+            message = f"NxD Inference takes a prompt of {width} tokens for a row with its drafts: choose another size"
+            self._refuse("$.buckets.context", message)
 
     def _check_capacity(self) -> None:
         """Refuses what would make experts drop tokens, which nothing reports."""
@@ -444,7 +480,12 @@ class _Derivation:
             self._refuse(f"{PATH}.{SAMPLING}", f"is off, but sampling is {mode or 'DeviceWithLogits'!r}")
         elif logits is not None and mode and logits != (mode == "DeviceWithLogits"):
             self._refuse(f"{PATH}.output_logits", f"is {_shown(logits)}, but sampling is {mode}")
-        chosen: SamplingMode = mode or ("Host" if override.on_host else "DeviceWithLogits" if logits else "Device")
+        drafts = self._config.speculation.max_drafts
+        ours: SamplingMode = "Host" if override.on_host or drafts else "Device"
+        chosen: SamplingMode = mode or ("DeviceWithLogits" if logits else ours)
+        if drafts and chosen != "Host":
+            message = f"is {chosen}, but the device keeps drafts by the likeliest token alone: set Host"
+            self._refuse("$.sampling", message)
         if asynchronous and chosen != "Device":
             self._refuse("$.asyncMode", f"needs sampling Device, but it is {chosen}")
         if chosen == "Host":
@@ -523,7 +564,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "ctx_batch_size": 1,
         "tkg_batch_size": settings.max_rows,
         "is_continuous_batching": settings.max_rows > 1,
-        "seq_len": settings.max_model_length,
+        "seq_len": settings.compiled_length,
         "max_context_length": settings.max_context_length,
         "enable_bucketing": True,
         "context_encoding_buckets": list(settings.context_buckets),
@@ -549,6 +590,8 @@ def _arguments(settings: Settings) -> dict[str, Any]:
             # Its place for rows without an adapter, which it adds to both numbers.
             "enable_base_model_only": True,
         }
+    if settings.max_drafts:
+        arguments["speculation_length"] = 1 + settings.max_drafts
     if settings.row_buckets:
         arguments["token_generation_batches"] = list(settings.row_buckets)
     return arguments
@@ -567,7 +610,7 @@ def _adapters(options: AdapterOptions) -> dict[str, Any]:
 
 def _derived(settings: Settings) -> dict[str, Any]:
     """What NeuronConfig makes of them: an override may repeat it."""
-    length, rows, tensor = settings.max_model_length, settings.max_rows, settings.tensor
+    length, rows, tensor = settings.compiled_length, settings.max_rows, settings.tensor
     blocks = settings.layout == "blocks"
     return {
         **dict.fromkeys(("max_length", "n_positions", "n_active_tokens"), length),
@@ -578,4 +621,5 @@ def _derived(settings: Settings) -> dict[str, Any]:
         **dict.fromkeys(("allow_input_truncation", "skip_sharding", "bucket_n_active_tokens"), False),
         "is_block_kv_layout": blocks,
         "lora_config": None,
+        "speculation_length": 0,
     }

@@ -23,7 +23,7 @@ from fake_nxdi.ahead import run_ahead
 from fake_nxdi.config import InferenceConfig, NeuronConfig
 from fake_nxdi.decoder import Decoder, preprocess, read_checkpoint
 from fake_nxdi.parameters import check_parameters, inferred, prepare_sampling_params
-from fake_nxdi.plan import CONTEXT, TOKEN, as_json, from_json, plan_of, trace
+from fake_nxdi.plan import CONTEXT, SPECULATION, TOKEN, as_json, from_json, plan_of, trace
 from fake_nxdi.program import Notes, Program
 from fake_nxdi.submodel import Call, Submodel
 
@@ -245,7 +245,7 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         if fake_nxdi.has(8) and neuron.is_chunked_prefill:
             raise NotImplementedError("Chunked Prefill is not available in NxDI for now")
         for wanted, name in (
-            (neuron.speculation_length or neuron.enable_fused_speculation or neuron.is_medusa, "speculation"),
+            (neuron.enable_fused_speculation or neuron.is_medusa, "speculation with a draft model or heads"),
             (neuron.quantized or neuron.kv_cache_quant, "quantization"),
             (neuron.padding_side != "right", "padding on the left"),
             (neuron.is_chunked_prefill, "chunked prefill"),
@@ -257,15 +257,19 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             lora.check(neuron)
             self.lora_model_manager = lora.LoraModelManager(neuron.lora_config)
         self.context_encoding_model = self._submodel(CONTEXT)
-        self.token_generation_model = self._submodel(TOKEN)
-        self.models = [self.context_encoding_model, self.token_generation_model]
+        if neuron.speculation_length:
+            # It has no model for single tokens then, so such a call is an AttributeError.
+            self.speculation_model = self._submodel(SPECULATION)
+        else:
+            self.token_generation_model = self._submodel(TOKEN)
+        self.models = [self.context_encoding_model, self.get_generation_model()]
 
     def _submodel(self, tag: str) -> Submodel:
         config = copy.deepcopy(self.config)
         neuron = config.neuron_config
         context = tag == CONTEXT
         neuron.batch_size = neuron.ctx_batch_size if context else neuron.tkg_batch_size
-        neuron.n_active_tokens = neuron.max_context_length if context else 1
+        neuron.n_active_tokens = neuron.max_context_length if context else neuron.speculation_length or 1
         neuron.bucket_n_active_tokens = neuron.is_prefill_stage = context
         neuron.buckets = buckets.context_buckets(neuron) if context else buckets.decode_buckets(neuron)
         return Submodel(config, tag)
@@ -324,13 +328,16 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             queries = full - computed
             _, _ = queries.shape
             call = Call(**{**vars(call), "slots": slots, "table": table, "queries": queries, "computed": computed})
-        if self.async_mode:
-            outputs = run_ahead(self, call, prefill=prefill)
-        else:
-            outputs = (self.context_encoding_model if context else self.token_generation_model)(call)
+        outputs = run_ahead(self, call, prefill=prefill) if self.async_mode else self._model_for(call, context)(call)
         if prefill:
             self.kv_cache_populated = True
         return self._constructed(outputs)
+
+    def _model_for(self, call: Call, context: bool) -> Submodel:
+        if context:
+            return self.context_encoding_model
+        verifies = self.neuron_config.speculation_length == call.ids.shape[-1]
+        return self.speculation_model if verifies else self.token_generation_model
 
     def _next_inputs(self, given: dict[str, Any]) -> dict[str, Any]:
         """What the step after this one gets, but for its tokens."""
@@ -401,7 +408,7 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         return found
 
     def get_generation_model(self) -> Submodel:
-        return self.token_generation_model
+        return self.speculation_model if self.neuron_config.speculation_length else self.token_generation_model
 
     def get_required_kwargs(self) -> list[str]:
         return []

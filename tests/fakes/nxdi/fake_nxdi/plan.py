@@ -16,6 +16,8 @@ from fake_nxdi.decoder import Shape, shape_of
 
 CONTEXT = "context_encoding_model"
 TOKEN = "token_generation_model"
+SPECULATION = "speculation_model"
+"""Computes several tokens of each row, in place of `TOKEN`."""
 MASK_PAD = 128
 """Positions that `apply_seq_ids_mask` adds to each line, for what inactive rows write."""
 
@@ -64,6 +66,8 @@ class Plan:
     platform: str
     lora: dict[str, Any] | None = None
     """See `lora.facts_of`."""
+    speculation: int = 0
+    """Tokens of each row of a decode step, the last ones drafts; 0: one, and no graphs for several."""
 
     @property
     def line_length(self) -> int:
@@ -144,6 +148,7 @@ def plan_of(config: Any, platform: str) -> Plan:
         world_size=neuron.world_size,
         platform=platform,
         lora=lora.facts_of(neuron),
+        speculation=neuron.speculation_length,
     )
 
 
@@ -152,11 +157,17 @@ def trace(plan: Plan, tag: str, buckets: list[Any], rows: int) -> list[Graph]:
     context = tag == CONTEXT
     if context and plan.layout == "slots" and plan.continuous and rows != 1:
         raise AssertionError("only supports single seq_id")
+    if plan.speculation and plan.layout == "blocks":
+        raise RuntimeError("verification over blocks: the shape of slot_mapping does not fit (section 13)")
+    if plan.speculation and plan.lora:
+        raise AttributeError("'NoneType' object has no attribute 'shape' (adapters with speculation, 3.5)")
     found: list[Graph] = []
     for bucket in buckets:
         if plan.layout == "slots":
             count, keys = bucket if isinstance(bucket, list) else (rows, bucket)
-            width = keys if context else 1
+            width = keys if context else plan.speculation or 1
+            if context and width == plan.speculation:
+                raise RuntimeError(f"a context bucket of {width} tokens is taken for a verification (3.2)")
             found.append(Graph(tag=tag, rows=count, width=width, keys=keys, shapes=_line_shapes(count, width, keys)))
             continue
         active, prefix = bucket

@@ -20,7 +20,7 @@ from fake_nxdi import device, sampler
 from fake_nxdi.decoder import Decoder, Layer
 from fake_nxdi.ledger import COPY, NEVER, ROOT, RULES, TAIL, WARM, Ledger, numbers
 from fake_nxdi.lora import Seats
-from fake_nxdi.plan import CONTEXT, Graph, Plan
+from fake_nxdi.plan import CONTEXT, SPECULATION, Graph, Plan
 
 Tensors = list[torch.Tensor]
 
@@ -92,7 +92,9 @@ class Program:
                 hidden = self._compute(graph, inputs, notes)
                 logits = self.decoder.logits(hidden)
                 result = logits
-                if self.plan.sampling is not None:
+                if self.plan.sampling is not None and graph.tag == SPECULATION:
+                    result = self._likeliest(logits)
+                elif self.plan.sampling is not None:
                     result = sampler.sample(
                         logits[:, -1], inputs[4], config=self.plan.sampling, rescale=self.plan.release >= 8
                     ).to(torch.int32)
@@ -101,6 +103,14 @@ class Program:
             raise device.nrt_error(f"nrt_execute of {graph.name} ({error})", 1006) from error
         outputs = [result, logits] if self.plan.output_logits else [result]
         return Later(outputs, ready_at, inputs[0], inputs[2])
+
+    def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        assert self.plan.sampling is not None
+        if self.plan.sampling["do_sample"]:
+            raise IndexError("sampling at one position of several (model_base.py, FIXME)")
+        if fake_nxdi.strict() and self.plan.sampling["dynamic"]:
+            fake_nxdi.refuse("3.4", "a verification takes the likeliest tokens and ignores sampling_params")
+        return logits.argmax(-1).to(torch.int32)
 
     def scramble(self) -> None:
         """After an error nobody knows what the device's memory holds."""
@@ -118,7 +128,7 @@ class Program:
         else:
             prefill, decode = self._prefill_blocks, self._decode_blocks
         hidden = (prefill if graph.tag == CONTEXT else decode)(graph, inputs, notes)
-        if graph.width == 1:
+        if graph.width == 1 or graph.tag == SPECULATION:
             return hidden
         last = inputs[2].max(dim=1).indices
         return hidden[torch.arange(len(last)), last][:, None]
@@ -169,19 +179,21 @@ class Program:
             (self.past[2 * layer][read, :, : graph.keys], self.past[2 * layer + 1][read, :, : graph.keys])
             for layer in range(self.plan.decoder.layers)
         ]
-        seen = torch.cat((mask.bool()[:, None], torch.ones(graph.rows, 1, 1, dtype=torch.bool)), dim=2)
+        width = graph.width
+        causal = torch.ones(width, width, dtype=torch.bool).tril().expand(graph.rows, -1, -1)
+        seen = torch.cat((mask.bool()[:, None].expand(-1, width, -1), causal), dim=2)
         hidden, new = self.decoder.forward(ids, positions, before, seen)
-        where = positions[:, 0].long()
+        where = positions.long()
         if self.plan.line_pad:
-            where = torch.where(seq_ids >= 0, where, self.plan.max_length)
+            where = torch.where((seq_ids >= 0)[:, None], where, self.plan.max_length + torch.arange(width))
         if int(where.max()) >= self.plan.line_length:
             raise IndexError(
                 f"index {int(where.max())} is out of bounds for dimension 2 with size {self.plan.line_length}"
             )
         self._check_decodes(ids, mask, positions, where, notes)
-        for layer, (keys, values) in enumerate(new):
-            self.past[2 * layer][lines, :, where] = keys[:, :, 0]
-            self.past[2 * layer + 1][lines, :, where] = values[:, :, 0]
+        for layer, pair in enumerate(new):
+            for cache, values in zip(self.past[2 * layer : 2 * layer + 2], pair, strict=True):
+                cache[lines[:, None], :, where] = values.transpose(1, 2)
         return hidden
 
     def _check_decodes(
@@ -199,12 +211,8 @@ class Program:
                 fake_nxdi.refuse(
                     "20-5", f"the prompt's answer came from a later position than {position - 1}: its padding is a ramp"
                 )
-            rows.append(
-                (
-                    self._places(row, np.arange(min(position, mask.shape[1]))),
-                    row * self.plan.line_length + int(where[row]),
-                )
-            )
+            places = self._places(row, np.arange(min(position, mask.shape[1])))
+            rows.append((places, self._places(row, where[row].numpy())))
         self._check_rows(ids, mask, positions, rows, notes)
 
     # Blocks
@@ -322,7 +330,7 @@ class Program:
             for row, at in enumerate(position[:, 0].tolist()):
                 index = np.arange(min(at, graph.keys))
                 places = np.array(table[row].tolist(), np.int64)[index // size] * size + index % size
-                rows.append((places, int(slots[row])))
+                rows.append((places, slots[row].numpy()))
             self._check_rows(ids, mask, positions, rows, notes)
         hidden, new = self.decoder.forward(ids, positions, before, seen)
         self._stored(slots, new)
@@ -338,11 +346,11 @@ class Program:
         ids: torch.Tensor,
         mask: torch.Tensor,
         positions: torch.Tensor,
-        rows: Sequence[tuple[Any, int]],
+        rows: Sequence[tuple[Any, Any]],
         notes: Notes,
     ) -> None:
         """Each real row attends one sequence, and all of it; notes what they write. `rows`: places read, written."""
-        tokens, at = ids[:, 0].tolist(), positions[:, 0].tolist()
+        tokens, at = [tuple(row) for row in ids.tolist()], positions[:, 0].tolist()
         broken = [
             self.ledger.broken_at(places) if real else 0 for (places, _), real in zip(rows, notes.real, strict=True)
         ]
@@ -352,10 +360,9 @@ class Program:
             if notes.real[row] and (index < 0 or int(self.ledger.why[rows[row][0][index]]) in (NEVER, WARM))
         }
         written: dict[int, int] = {}
-        for row, (places, place) in enumerate(rows):
-            if place < 0:
+        for row, (places, spot) in enumerate(rows):
+            if spot[0] < 0:
                 continue
-            spot = np.array([place])
             if notes.warm_up:
                 self.ledger.spoil(spot, WARM)
                 continue
@@ -364,9 +371,12 @@ class Program:
                 continue
             if int(mask[row].sum()) != at[row] or not bool(mask[row, : at[row]].all()):
                 fake_nxdi.refuse("5", f"row {row} at position {at[row]} attends other positions than those before it")
-            if place in written:
-                fake_nxdi.refuse("21-4", f"rows {written[place]} and {row} write the same place")
-            written[place] = row
+            if positions[row].tolist() != list(range(at[row], at[row] + len(spot))):
+                fake_nxdi.refuse("3.2", f"row {row} has the positions {positions[row].tolist()}, which are no run")
+            for place in spot.tolist():
+                if place in written:
+                    fake_nxdi.refuse("21-4", f"rows {written[place]} and {row} write the same place")
+                written[place] = row
             if broken[row] >= 0:
                 why = int(self.ledger.why[places[broken[row]]])
                 if why in (NEVER, WARM):
@@ -378,7 +388,7 @@ class Program:
                     rule, what = RULES[why]
                     fake_nxdi.refuse(rule, f"row {row} at position {at[row]} {what} (from position {broken[row]})")
                 continue
-            self.ledger.write(spot, [tokens[row]], int(self.ledger.number[places[-1]]) if len(places) else ROOT)
+            self.ledger.write(spot, tokens[row], int(self.ledger.number[places[-1]]) if len(places) else ROOT)
 
 
 def repeats(ids: torch.Tensor, positions: torch.Tensor, real: Sequence[bool]) -> list[bool]:

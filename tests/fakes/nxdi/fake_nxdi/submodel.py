@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import fake_nxdi
-from fake_nxdi.plan import CONTEXT, TOKEN
+from fake_nxdi.plan import CONTEXT, SPECULATION, TOKEN
 from fake_nxdi.program import Later, Notes, Program
 
 
@@ -234,7 +234,8 @@ class Submodel:
         warnings.warn(f"{what}. This may cause unexpected outputs.", stacklevel=2)
 
     def _bucket(self, call: Call, fit: str) -> Any:
-        needed = int(call.mask.shape[1])
+        length = int(call.mask.shape[1])
+        needed = length + (self.neuron_config.speculation_length if self.tag == SPECULATION else 0)
         buckets = self.neuron_config.buckets
         if self.chooses_rows:
             if fit != "first_fit":
@@ -256,7 +257,7 @@ class Submodel:
             return buckets[-1]
         if self.neuron_config.allow_input_truncation:
             return buckets[-1]
-        raise ValueError(f"Input len {needed} exceeds largest bucket ({buckets[-1]}) for {self.tag}")
+        raise ValueError(f"Input len {length} exceeds largest bucket ({buckets[-1]}) for {self.tag}")
 
     def _fitted_prompt_in_blocks(self, call: Call) -> Call:
         assert call.slots is not None

@@ -1,0 +1,151 @@
+"""Drafts with NxD Inference: its graphs for several tokens verify them, and every answer is as without drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from helpers.engine_driver import Guesses
+from helpers.nxdi import Mode
+from helpers.nxdi_engine import BLOCKS, SLOTS, Model, backend_for, library, refusals, settings_for
+from neuron_runtime.backend.nxdi.buckets import all_graphs, limits_of
+from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.core import BackendLimits, Request, Sampling
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.sequence import Sequence
+
+DRAFTS: dict[str, Any] = {"speculation": {"method": "NGram", "numTokens": 3}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    return {family: Model(tmp_path_factory.mktemp(family) / "model", family) for family in ("Llama", "Qwen3")}
+
+
+@pytest.fixture(autouse=True)
+def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BASE_COMPILE_WORK_DIR", str(tmp_path / "work"))
+
+
+class Remembered(Guesses):
+    """Drafts from the answers of an earlier run, some of them wrong."""
+
+    def __init__(self, limits: BackendLimits, answers: dict[str, list[int]]) -> None:
+        super().__init__(limits)
+        self._answers = answers
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        known = len(sequence.tokens) - sequence.num_prompt
+        right = self._answers[sequence.request.request_id][known : known + most]
+        return tuple(token if self._random.random() < 0.8 else token ^ 1 for token in right)
+
+
+def served(model: Model, settings: Settings, requests: list[Request], folder: Path, drafts: Any = None) -> Any:
+    """The answers, and the backend's graphs that ran."""
+    backend = backend_for(model, settings, folder)
+    backend.warm_up(lambda stage, share: None)
+    drafting = None if drafts is None else Remembered(backend.limits, drafts)
+    engine, random = Engine(backend, drafting=drafting), Random(3)
+    waiting = requests[:]
+    answers: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    logprobs: dict[str, list[float]] = {one.request_id: [] for one in requests}
+    steps = []
+    while waiting or engine.has_work:
+        if waiting and random.random() < 0.3:
+            engine.add(waiting.pop(0))
+        for event in engine.step():
+            answers[event.request_id] += event.token_ids
+            logprobs[event.request_id] += [one.logprob for one in event.logprobs]
+        if engine.stats.last_step:
+            steps.append(engine.stats.last_step)
+    engine.close()
+    backend.close()
+    return answers, logprobs, steps, drafting
+
+
+def some_requests(random: Random, model: Model, length: int, count: int) -> list[Request]:
+    """Greedy ones, and sampled ones with all that the host applies; some reach the model's length."""
+    size = model.config["vocab_size"]
+    found = []
+    for number in range(count):
+        prompt = tuple(random.randrange(size) for _ in range(random.choice((1, 2, 4, 33, 60))))
+        most = length - len(prompt)
+        sampling = Sampling(
+            max_tokens=random.choice((1, 9, 20, most)),
+            temperature=random.choice((0.0, 0.0, 0.8)),
+            seed=number,
+            repetition_penalty=random.choice((1.0, 1.3)),
+            logprobs=random.choice((None, 1)),
+        )
+        found.append(Request(f"{number}", prompt, sampling))
+    return found
+
+
+@pytest.mark.parametrize(("family", "mode"), [("Llama", "strict"), ("Llama", "damage"), ("Qwen3", "strict")])
+def test_an_answer_has_the_same_tokens_with_and_without_drafts(
+    family: str, mode: Mode, models: dict[str, Model], tmp_path: Path
+) -> None:
+    model, document = models[family], {**SLOTS, "sampling": "Host"}
+    with library(mode=mode):
+        plain = settings_for(model, **document)
+        requests = some_requests(Random(5), model, plain.max_model_length, 12)
+        expected, expected_logprobs, steps, _ = served(model, plain, requests, tmp_path / "plain")
+        settings = settings_for(model, **document, **DRAFTS)
+        found, logprobs, fewer, drafting = served(model, settings, requests, tmp_path / "drafts", expected)
+    assert found == expected
+    for name, of_request in logprobs.items():
+        assert of_request == pytest.approx(expected_logprobs[name], abs=1e-4)
+    accepted = sum(count for _, count in drafting.learned)
+    assert 0 < accepted < sum(count for count, _ in drafting.learned)
+    assert len(fewer) < 0.7 * len(steps)
+
+
+def test_the_promised_length_is_reached_because_graphs_are_longer(models: dict[str, Model]) -> None:
+    settings = settings_for(models["Llama"], **SLOTS, **DRAFTS)
+    length = settings.max_model_length
+    assert settings.neuron_config["seq_len"] == settings.token_buckets[-1] == length + 3
+    assert settings.neuron_config["speculation_length"] == 4
+    limits = limits_of(settings, 600.0)
+    assert (limits.max_model_length, limits.max_drafts, limits.sampling) == (length, 3, "Host")
+    decodes = [graph.name for graph in all_graphs(settings) if graph.name.startswith("decode")]
+    assert all(name.endswith("_of_4") for name in decodes)
+
+
+def test_without_drafts_nothing_is_compiled_anew(models: dict[str, Model]) -> None:
+    assert "speculation_length" not in settings_for(models["Llama"], **SLOTS).neuron_config
+
+
+@pytest.mark.parametrize(
+    ("document", "path", "message"),
+    [
+        ({**BLOCKS}, "$.layout", "blocks cannot be combined with drafts"),
+        ({"sampling": "Device"}, "$.sampling", "by the likeliest token alone: set Host"),
+        ({"adapters": {"maxActive": 2}}, "$.adapters.maxActive", "adapters cannot be combined with drafts"),
+        ({"limits": {"maxSequences": 4}, "buckets": {"sequences": [1, 2]}}, "$.buckets.sequences", "with drafts"),
+        ({"buckets": {"context": [4, 128]}}, "$.buckets.context", "takes a prompt of 4 tokens for a row"),
+        (
+            {"config": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}},
+            "$.speculation.method",
+            "only llama, mistral, qwen2, qwen3 are",
+        ),
+        (
+            {"overrideNeuronConfig": {"speculation_length": 7}},
+            "$.overrideNeuronConfig.speculation_length",
+            "the other settings make it 4: set speculation instead",
+        ),
+        (
+            {"overrideNeuronConfig": {"enable_fused_speculation": True}},
+            "$.overrideNeuronConfig.enable_fused_speculation",
+            "drafts of a model or of heads is not supported yet",
+        ),
+    ],
+)
+def test_what_the_library_cannot_combine_with_drafts_is_refused(
+    document: dict[str, Any], path: str, message: str
+) -> None:
+    found = refusals({**DRAFTS, **document})
+    assert list(found) == [path]
+    assert message in found[path]
