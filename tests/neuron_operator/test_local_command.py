@@ -21,11 +21,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from helpers.adapters import write_adapter
 from helpers.ports import free_ports
 from helpers.serve_command import children
 from neuron_operator.__main__ import main
-from neuron_operator.local.command import _Session, read_manifest
+from neuron_operator.local.command import _Session, read_manifest, read_manifests
+from neuron_operator.local.pods import CannotRunHere
 
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 MODEL = """
 apiVersion: neuron-serving.dev/v1alpha1
 kind: NeuronModel
@@ -115,6 +118,75 @@ def test_a_date_in_a_manifest_is_a_string_as_in_kubectl(tmp_path: Path) -> None:
     file = tmp_path / "model.yaml"
     file.write_text(MODEL % ("file:///x", "CPU", "  podTemplate: {metadata: {annotations: {since: 2026-01-02}}}"))
     assert read_manifest(file)["spec"]["podTemplate"]["metadata"]["annotations"] == {"since": "2026-01-02"}
+
+
+ADAPTER = """
+apiVersion: neuron-serving.dev/v1alpha1
+kind: NeuronAdapter
+metadata: {name: %s}
+spec: {model: demo, uri: "file:./%s"}
+"""
+
+
+def test_adapters_come_from_the_file_of_the_model_or_from_a_folder(tmp_path: Path) -> None:
+    elsewhere = ADAPTER.replace("{name: %s}", "{name: %s, namespace: other}") % ("far", "far")
+    both = "---".join((ADAPTER % ("b", "second"), SERVABLE, ADAPTER % ("a", "first"), elsewhere))
+    (tmp_path / "one.yaml").write_text(both)
+    (tmp_path / "two.json").write_text(json.dumps({"kind": "Pod"}))
+    (tmp_path / "notes.txt").write_text("{")
+    for path in (tmp_path / "one.yaml", tmp_path):
+        model, adapters = read_manifests(path)
+        assert model["metadata"]["name"] == "demo"
+        found = [(one["metadata"]["name"], one["spec"]["uri"], one["metadata"]["generation"]) for one in adapters]
+        assert found == [("b", f"file://{tmp_path}/second", 1), ("a", f"file://{tmp_path}/first", 1)]
+    (tmp_path / "later.yaml").write_text(ADAPTER.replace("v1alpha1", "v9") % ("c", "third"))
+    with pytest.raises(CannotRunHere, match="apiVersion must be"):
+        read_manifests(tmp_path)
+
+
+@pytest.mark.long
+def test_adapters_of_the_manifests_are_served_and_one_that_does_not_fit_is_tried_again(tmp_path: Path) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    for name, rank in (("voice", 4), ("fat", 16)):
+        write_adapter(tmp_path / name, config, rank=rank, scale=0.3)
+    serving = "  serving: {adapters: {maxActive: 1, maxRank: 8}}\n  rollout: {drainDelaySeconds: 0}"
+    manifests = (MODEL % (DEMO_MODEL.as_uri(), "CPU", serving), ADAPTER % ("voice", "voice"), ADAPTER % ("fat", "fat"))
+    (tmp_path / "all.yaml").write_text("---".join(manifests))
+    command = [
+        sys.executable,
+        "-m",
+        "neuron_operator",
+        "local",
+        "-f",
+        str(tmp_path),
+        "--cache-dir",
+        str(tmp_path / "c"),
+    ]
+    with (
+        free_ports() as port,
+        subprocess.Popen(
+            [*command, "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as running,
+    ):
+        try:
+            assert running.stdout is not None
+            lines = "".join(iter_until(running.stdout, "Ctrl-C stops it"))
+            body = {"prompt": "What is a pod?", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            texts = {
+                name: httpx.post(url, json={**body, "model": name}, timeout=60).json()["choices"][0]["text"]
+                for name in ("demo", "voice")
+            }
+            write_adapter(tmp_path / "fat", config, rank=8, scale=0.3)
+            later = list(iter_until(running.stdout, "na/fat        True"))
+            answer = httpx.post(url, json={**body, "model": "fat"}, timeout=60)
+        finally:
+            running.send_signal(signal.SIGINT)
+        running.communicate(timeout=200)
+    assert re.search(r"na/fat +False +RankTooHigh: .*rank 16", lines)
+    assert "na/voice      True" in lines + "".join(later)
+    assert texts["demo"] != texts["voice"]
+    assert answer.status_code == 200
 
 
 def test_a_missing_file_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -234,7 +306,6 @@ def test_a_second_local_for_the_same_model_is_refused(tmp_path: Path) -> None:
 
 
 WITH_KEYS = "  serving: {apiKeySecretRef: {name: chat-keys, key: api.keys}}"
-DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 
 
 def test_a_missing_key_secret_is_reported_with_a_remedy(tmp_path: Path) -> None:

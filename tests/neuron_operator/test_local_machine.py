@@ -110,6 +110,55 @@ async def test_a_job_runs_once_and_reports_its_result(tmp_path: Path) -> None:
     assert len(here.pods) == 1
 
 
+def config_map(content: str) -> dict[str, Any]:
+    about = {"name": "chat-adapters", "namespace": "default"}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"list": content}}
+
+
+async def test_a_changed_config_map_reaches_a_running_pod_and_those_that_follow_it(tmp_path: Path) -> None:
+    def mounted() -> str:
+        (file,) = here.running[0].process.plan.files
+        return file.read_text()
+
+    with free_ports() as first:
+        here, _ = machine(tmp_path, first)
+        body = serving_deployment(tmp_path)
+        spec = body["spec"]["template"]["spec"]
+        spec["volumes"] = [{"name": "adapters", "configMap": {"name": "chat-adapters"}}]
+        spec["containers"][0]["volumeMounts"] = [{"name": "adapters", "mountPath": "/etc/adapters"}]
+        await here.apply(config_map("one"))
+        await here.apply(body)
+        await until(lambda: here.running[0].process.ready)
+        assert mounted() == "one"
+        await here.apply(config_map("two"))
+        assert mounted() == "two"
+        assert here.running[0].process.terminated is None
+        here.kill()
+        await until(lambda: here.running[0].process.terminated)
+        await here.apply(config_map("three"))
+        await until(lambda: here.running[0].num_restarts == 1 and here.running[0].process.ready)
+        assert mounted() == "three"
+        (pod,) = here.pods
+        assert here.here("chat-0", f"http://{pod['status']['podIP']}:8000/x") == f"http://127.0.0.1:{first}/x"
+        await here.close()
+
+
+async def test_owners_of_a_job_join_and_leave_and_it_expires(tmp_path: Path) -> None:
+    def owners() -> list[str]:
+        return [one["uid"] for one in here.children[0]["metadata"]["ownerReferences"]]
+
+    here, _ = machine(tmp_path)
+    metadata = {"name": "resolve", "namespace": "default", "ownerReferences": [{"uid": "a"}]}
+    await here.apply(deployment(1, "0") | {"kind": "Job", "metadata": metadata})
+    here.change(here.children[0], {"metadata": {"ownerReferences": [{"uid": "b"}]}})
+    assert owners() == ["a", "b"]
+    here.change(here.children[0], {"metadata": {"ownerReferences": [{"$patch": "delete", "uid": "a"}]}})
+    assert owners() == ["b"]
+    await until(lambda: here.children[0]["status"]["conditions"])
+    here.change(here.children[0], {"spec": {"ttlSecondsAfterFinished": 0}})
+    await until(lambda: not here.children and not here.pods)
+
+
 def member_set(name: str, first: int = 0, owner: str = "") -> dict[str, Any]:
     """A StatefulSet of one attempt at a group of two, whose pods print what they were given."""
     said = "import os, sys, time; e = os.environ; print(e['RANK'], e['LEADER'], e['NEURON_SERVING_GROUP_PORT'], "

@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, TypeVarTuple
 
-import aiohttp
 import msgspec
 
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.names import RUNTIME_CONTAINER
 from neuron_operator.api.reasons import AdaptersOf, Exists, Trial
+from neuron_operator.cluster.asking import told_at
 from neuron_operator.cluster.client import (
     CONFIG_MAPS,
     EVENTS,
@@ -48,8 +48,6 @@ DENIAL_SECONDS = 1.5
 TOLD_SECONDS = 2.0
 UNTOLD_SECONDS = 10.0
 """The same if a replica does not answer: each question of a pass that nobody answers takes as long as the next."""
-ASK_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
-MAX_TOLD_BYTES = 1_048_576
 MAX_ASKED = 16
 """Replicas that are asked at the same time."""
 MAX_READS = 8
@@ -146,21 +144,9 @@ class OnDemand:
         return "", DENIAL_SECONDS
 
     async def _ask(self, need: AdaptersOf) -> tuple[Told, float]:
-        """Of a pod, which may be anything: neither redirects nor proxies are followed, and no credentials are sent."""
-        try:
-            async with (
-                self._asking,
-                aiohttp.ClientSession(timeout=ASK_TIMEOUT) as session,
-                session.get(need.address, allow_redirects=False) as response,
-            ):
-                content = await response.content.read(MAX_TOLD_BYTES)
-                while len(content) < MAX_TOLD_BYTES and (more := await response.content.read(MAX_TOLD_BYTES)):
-                    content += more
-                if response.status != 200:
-                    return Told(fault=f"it answers with status {response.status}"), UNTOLD_SECONDS
-                return Told(content.decode(errors="replace")), TOLD_SECONDS
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            return Told(fault=str(error) or type(error).__name__), UNTOLD_SECONDS
+        async with self._asking:
+            told = await told_at(need.address)
+        return told, UNTOLD_SECONDS if told.fault else TOLD_SECONDS
 
     async def _read_free(self) -> tuple[FreeDevices, float]:
         turn = asyncio.Semaphore(MAX_READS)

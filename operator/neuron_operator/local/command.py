@@ -17,8 +17,8 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -30,7 +30,9 @@ import yaml
 from neuron_operator.api import engines, manifest, names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
-from neuron_operator.api.reasons import CONDITIONS
+from neuron_operator.api.reasons import CONDITIONS, AdaptersOf
+from neuron_operator.cluster.asking import told_at
+from neuron_operator.decide.adapter import decide_adapter
 from neuron_operator.decide.course import decide
 from neuron_operator.local.answers import AnswerRefused, stream
 from neuron_operator.local.machine import Machine
@@ -44,16 +46,19 @@ from neuron_operator.local.pods import (
     instance_type,
     too_few_devices,
 )
-from neuron_operator.read.objects import is_shared, items, written
+from neuron_operator.read.objects import is_shared, items, name_of, written
 from neuron_operator.read.objects import text as text_of
 from neuron_operator.read.world import (
     ClaimTemplate,
+    Decision,
     EngineSettings,
     FreeDevices,
     GroupSettings,
+    Object,
     Place,
     Settings,
     StorageSettings,
+    Told,
     World,
 )
 
@@ -61,6 +66,8 @@ DEMO = Path(str(files("neuron_operator"))) / "data" / "neuronmodel-local.yaml"
 """Its model is in the same folder. In a checkout both are links into `examples`."""
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+MANIFESTS = frozenset((".yaml", ".yml", ".json"))
+"""The files of a folder, as kubectl reads it."""
 
 _DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
@@ -75,9 +82,12 @@ SETTINGS = Settings(
 """Artifacts are kept in the cache folder, for all models of the namespace, until the user deletes them."""
 
 
+FILE_HELP = "manifest, or folder of manifests, with one NeuronModel and any number of NeuronAdapters; -: standard input"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("-f", "--file", type=Path, help="manifest that contains one NeuronModel; -: standard input")
+    source.add_argument("-f", "--file", type=Path, help=FILE_HELP)
     source.add_argument("--demo", action="store_const", dest="file", const=DEMO, help="use the demo model's manifest")
     parser.add_argument(
         "--port",
@@ -103,25 +113,46 @@ def default_cache_dir() -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The NeuronModel of a YAML file (`-`: of standard input), with the metadata an API server would add. It may be in
-    a List, as `kubectl get -o yaml` prints it.
+    """The NeuronModel of `read_manifests`."""
+    return read_manifests(path)[0]
 
-    Raises CannotRunHere if the file is missing, is not YAML, does not contain exactly one NeuronModel of this version,
-    or contains an invalid name or namespace.
+
+def read_manifests(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The NeuronModel and the NeuronAdapters of a YAML file (`-`: of standard input), or of all of a folder, with the
+    metadata an API server would add. They may be in a List, as `kubectl get -o yaml` prints it.
+
+    Raises CannotRunHere if a file is missing, is not YAML, if there is not exactly one NeuronModel, or if something is
+    of another version, or has an invalid name or namespace.
     """
-    try:
-        # Like kubectl, which sends JSON to the API server.
-        text = sys.stdin.read() if path == Path("-") else path.read_text()
-        documents = [as_json(d) for d in yaml.safe_load_all(text) if d]
-    except OSError as error:
-        raise CannotRunHere(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise CannotRunHere(f"{path} is not YAML that converts to JSON: {' '.join(str(error).split())}") from error
+    documents = _documents(path)
     documents += [item for d in documents if text_of(d, "kind").endswith("List") for item in items(d, "items")]
-    models = [d for d in documents if text_of(d, "kind") == names.KIND]
+    models, adapters = ([d for d in documents if text_of(d, "kind") == kind] for kind in names.KINDS)
     if len(models) != 1:
         raise CannotRunHere(f"{path} contains {len(models)} NeuronModels; name a file with exactly one")
-    body: dict[str, Any] = models[0]
+    model = _as_stored(models[0], path)
+    listed = [_as_stored(one, path) for one in adapters]
+    own = [one for one in listed if one["metadata"]["namespace"] == model["metadata"]["namespace"]]
+    by_name = {one["metadata"]["name"]: one for one in own}  # of two with a name the later one, as `kubectl apply` does
+    return model, list(by_name.values())
+
+
+def _documents(path: Path) -> list[Any]:
+    files = sorted(one for one in path.iterdir() if one.suffix in MANIFESTS) if path.is_dir() else [path]
+    documents: list[Any] = []
+    for file in files:
+        try:
+            # Like kubectl, which sends JSON to the API server.
+            text = sys.stdin.read() if file == Path("-") else file.read_text()
+            documents += [as_json(d) for d in yaml.safe_load_all(text) if d]
+        except OSError as error:
+            raise CannotRunHere(f"cannot read {file}: {error.strerror}") from error
+        except (yaml.YAMLError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise CannotRunHere(f"{file} is not YAML that converts to JSON: {' '.join(str(error).split())}") from error
+    return documents
+
+
+def _as_stored(body: dict[str, Any], path: Path) -> dict[str, Any]:
+    """As an API server would store it. Raises CannotRunHere if it would not, or if the name is no name of a folder."""
     if body.get("apiVersion") != names.API_VERSION:
         raise CannotRunHere(f"{path}: apiVersion must be {names.API_VERSION}")
     metadata = body.get("metadata")
@@ -132,10 +163,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         # They name the folder that `--fresh` empties.
         if not isinstance(metadata[name], str) or not re.fullmatch(_DNS_LABEL, metadata[name]):
             raise CannotRunHere(f"{path}: metadata.{name} must be a DNS label of at most 63 characters")
-    body = _with_absolute_files(body, path.resolve().parent)
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
     created = written(datetime.now(UTC))
-    body["metadata"] = {**metadata, "uid": str(uuid.uuid4()), "generation": 1, "creationTimestamp": created}
-    return body
+    stored = {"uid": str(uuid.uuid4()), "generation": 1, "creationTimestamp": created}
+    return {**_with_absolute_files(body, folder), "metadata": {**metadata, **stored}}
 
 
 def _with_absolute_files(value: Any, folder: Path) -> Any:
@@ -181,19 +212,46 @@ def _check_devices(body: Mapping[str, Any], num_devices: int) -> None:
 
 
 @dataclass
+class _Subject:
+    """A NeuronModel or NeuronAdapter, and what its passes decided."""
+
+    body: Object
+    decide: Callable[[World, Settings], Decision]
+    uses: frozenset[str] = frozenset()
+    """What is shared with others."""
+
+    @property
+    def name(self) -> str:
+        return name_of(self.body)
+
+    @property
+    def conditions(self) -> Mapping[str, Mapping[str, str]]:
+        return {one["type"]: one for one in items(self.body, "status", "conditions")}
+
+    @property
+    def is_ready(self) -> bool:
+        return self.conditions.get("Ready", {}).get("status") == "True"
+
+
+@dataclass
 class _Session:
     """One run of the command: the loop around `decide`, and its output."""
 
     body: dict[str, Any]
     root: Path
     options: argparse.Namespace
-    status: dict[str, Any] = field(default_factory=dict)
+    manifests: Sequence[Object] = ()
+    """Of the adapters."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     started: float = field(default_factory=time.monotonic)
-    shown: dict[str, tuple[str, str, str]] = field(default_factory=dict)
+    shown: dict[tuple[str, str], tuple[str, str, str]] = field(default_factory=dict)
     announced: bool = False
     held: list[str] | None = None
     """Lines that wait until an answer on standard output is complete; None: none wait."""
+
+    def __post_init__(self) -> None:
+        self.model = _Subject(self.body, decide)
+        self.adapters = [_Subject(body, decide_adapter) for body in self.manifests]
 
     async def run(self) -> int:
         num_devices = count_neuron_devices(os.listdir("/dev"))
@@ -223,18 +281,17 @@ class _Session:
     async def _drive(self, machine: Machine, stop: asyncio.Event) -> int:
         while not stop.is_set():
             self.wake.clear()
-            before = self.status
+            before = self._statuses()
             requeue = await self._pass(machine)
-            if self.status != before:
+            if self._statuses() != before:
                 continue  # in a cluster, too, a written status wakes the operator
-            ready = self._condition_ready().get("status") == "True"
-            trouble = None if ready else self._trouble(machine)
+            trouble = None if self.model.is_ready else self._trouble(machine)
             self._show_conditions(trouble or "")
-            if ready and not self.announced:
+            if self.model.is_ready and not self.announced:
                 self.announced = True
                 await self._announce(machine)
-                if self.options.exit:
-                    return EXIT_OK
+            if self.announced and self.options.exit and all(map(_is_settled, self.adapters)):
+                return EXIT_OK if all(one.is_ready for one in self.adapters) else EXIT_FAILED
             if trouble is not None:
                 print(f"neuron-operator local: {trouble}", file=sys.stderr)
                 return EXIT_FAILED
@@ -242,51 +299,82 @@ class _Session:
                 await asyncio.wait_for(self.wake.wait(), requeue)
         return EXIT_OK
 
+    def _statuses(self) -> list[Any]:
+        return [one.body.get("status") for one in (self.model, *self.adapters)]
+
     async def _pass(self, machine: Machine) -> float | None:
-        objects = machine.children
+        """One over the model, then one over each adapter."""
+        told: dict[AdaptersOf, Told] = {}
+        delays = [await self._reconcile(machine, one, told) for one in (self.model, *self.adapters)]
+        return min((delay for delay in delays if delay is not None), default=None)
+
+    async def _reconcile(self, machine: Machine, subject: _Subject, told: dict[AdaptersOf, Told]) -> float | None:
+        """`told`: what replicas have answered in this pass."""
+        objects, model = machine.children, self.model
+        children = tuple(obj for obj in objects if not is_shared(obj))
+        others = (one.uses for one in (model, *self.adapters) if one is not subject)
         world = World(
-            body={**self.body, "status": self.status},
-            children=tuple(obj for obj in objects if not is_shared(obj)),
+            body=subject.body,
+            children=children,
             shared=tuple(filter(is_shared, objects)),
+            used_by_others=frozenset[str]().union(*others),
             pods=machine.pods,
             free=FreeDevices((machine.node,)),
             now=datetime.now(UTC),
+            told=told,
         )
-        decision = decide(world, SETTINGS)
+        if subject is model:
+            world = replace(world, adapters=tuple(one.body for one in self.adapters if self._is_of_model(one)))
+        else:
+            base = model.body if self._is_of_model(subject) else None
+            world = replace(world, children=(), base=base, of_base=children if base else ())
+        decision = subject.decide(world, SETTINGS)
+        asked = [need for need in decision.needs if isinstance(need, AdaptersOf) and need not in told]
+        if asked:
+            answers = await asyncio.gather(*(told_at(machine.here(need.pod, need.address)) for need in asked))
+            told.update(zip(asked, answers, strict=True))
+            decision = subject.decide(world, SETTINGS)
         for desired in decision.desired:
             await machine.apply(desired)
         for change in decision.changes:
             machine.change(change.live, change.patch)
         for body in decision.delete:
             await machine.delete(body)
-        self.status = decision.status or self.status
+        subject.uses = subject.uses if decision.uses is None else decision.uses
+        subject.body = {**subject.body, "status": decision.status or subject.body.get("status", {})}
         return decision.requeue_after_seconds
 
+    def _is_of_model(self, adapter: _Subject) -> bool:
+        return text_of(adapter.body, "spec", "model") == self.model.name
+
     def _trouble(self, machine: Machine) -> str | None:
-        """Why the command gives up: nothing runs, or a server ended before it was ready."""
-        pods = machine.running
+        """Why the command gives up: nothing runs, or a server ended before it was ready. Not for an adapter."""
+        of_adapters = frozenset[str]().union(*(one.uses for one in self.adapters)) - self.model.uses
+        pods = [pod for pod in machine.running if pod.owner not in of_adapters]
         failed = any(p.process.terminated and p.process.terminated.exit_code and not p.was_ready for p in pods)
         working = any(p.process.terminated is None or p.was_ready for p in pods)
         # Once it was ready, what ends is started again; a group has no pods for a moment then.
         if self.wake.is_set() or self.announced or (working and not failed):
             return None
-        ready = self._condition_ready()
+        ready = self.model.conditions.get("Ready")
         return f"{ready['reason']}: {ready['message']}" if ready else "nothing is running and the model is not ready"
-
-    def _condition_ready(self) -> Mapping[str, str]:
-        return next((c for c in self.status.get("conditions", ()) if c["type"] == "Ready"), {})
 
     def _show_conditions(self, trouble: str) -> None:
         """Print the conditions that changed, except what the line about `trouble` is about to say."""
-        for condition in self.status.get("conditions", ()):
-            kind, message = condition["type"], condition.get("message", "")
-            now = (condition["status"], condition["reason"], message)
-            if self.shown.get(kind) == now or kind not in CONDITIONS or now[0] == "Unknown":
-                continue
-            self.shown[kind] = now
-            reason = "" if now[1] == kind else f"{now[1]}: "
-            if not (message and trouble.endswith(message)):
-                self._say(f"{kind:<13} {now[0]:<5}  {reason}{message}")
+        for kind in CONDITIONS:
+            self._show(self.model, kind, kind, trouble)
+        for adapter in self.adapters:
+            self._show(adapter, "Ready", f"{names.ADAPTER_SHORT}/{adapter.name}", trouble)
+
+    def _show(self, subject: _Subject, kind: str, title: str, trouble: str) -> None:
+        condition = subject.conditions.get(kind, {"status": "Unknown"})
+        now = (condition["status"], condition.get("reason", ""), condition.get("message", ""))
+        if self.shown.get((subject.name, title)) == now or now[0] == "Unknown":
+            return
+        self.shown[subject.name, title] = now
+        reason = "" if now[1] == kind else f"{now[1]}: "
+        if not (now[2] and trouble.endswith(now[2])):
+            self._say(f"{title:<13} {now[0]:<5}  {reason}{now[2]}")
 
     async def _announce(self, machine: Machine) -> None:
         self._say("ready")
@@ -323,6 +411,11 @@ class _Session:
             print(line, file=sys.stderr, flush=True)
 
 
+def _is_settled(adapter: _Subject) -> bool:
+    """Waiting alone changes nothing."""
+    return adapter.is_ready or "Stalled" in adapter.conditions
+
+
 def _authorization(plan: ContainerPlan) -> dict[str, str]:
     """The headers for a pod with API keys: its first key. Raises CannotRunHere for one that no client can send."""
     files = (text for path, text in plan.secrets.items() if path.name == names.API_KEY_FILE)
@@ -354,9 +447,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     options = parser.parse_args(argv)
     try:
-        body = read_manifest(options.file)
+        body, adapters = read_manifests(options.file)
         with _locked_root(options.cache_dir, body, fresh=options.fresh) as root:
-            return asyncio.run(_Session(body, root, options).run())
+            return asyncio.run(_Session(body, root, options, adapters).run())
     except CannotRunHere as error:
         print(f"neuron-operator local: {error}", file=sys.stderr)
         return EXIT_USAGE

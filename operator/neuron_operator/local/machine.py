@@ -11,9 +11,10 @@ import asyncio
 import secrets
 import socket
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from urllib.parse import urlsplit
 
 from neuron_operator.api import names
 from neuron_operator.local.pods import LOOPBACK, CannotRunHere, LocalHost, interpret
@@ -36,6 +37,8 @@ class LocalPod:
 
     body: Object
     process: PodProcess
+    ports: Mapping[int, int]
+    """By port of the container, that of this machine."""
     num_restarts: int = 0
 
     @property
@@ -47,9 +50,14 @@ class LocalPod:
     def name(self) -> str:
         return str(self.body["metadata"]["name"])
 
+    @property
+    def owner(self) -> str:
+        """The name of its workload."""
+        return _owner(self.body)
+
 
 class Machine:
-    """Objects and pods of one model on this machine.
+    """Objects and pods of one model and its adapters on this machine.
 
     A pass reads `children` and `pods` and calls `apply` and `delete`. Pods run as tasks of the event loop and call
     `changed` when their visible state changes.
@@ -67,6 +75,8 @@ class Machine:
         self._applied: dict[Key, Object] = {}
         self._pods: dict[str, LocalPod] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._expiries: dict[str, asyncio.Task[None]] = {}
+        """By Job that is to be deleted."""
 
     # --- what the pass sees
 
@@ -89,6 +99,12 @@ class Machine:
     def running(self) -> tuple[LocalPod, ...]:
         return tuple(self._pods.values())
 
+    def here(self, pod: str, address: str) -> str:
+        """The address of a port of a pod, as this machine reaches it."""
+        url, running = urlsplit(address), self._pods.get(pod)
+        port = running.ports.get(url.port or 0) if running else None
+        return url._replace(netloc=f"{LOOPBACK}:{port}").geturl() if port else address
+
     # --- what the pass does
 
     async def apply(self, desired: Object) -> None:
@@ -107,6 +123,9 @@ class Machine:
         obj = self._objects[key] = {**desired, "metadata": metadata}
         if kind == "ConfigMap":
             self._host = replace(self._host, config_maps={**self._host.config_maps, name: desired})
+            for pod in self._pods.values():
+                if name in _mounted(pod.body, "configMap", "name"):
+                    pod.process.renew(interpret(pod.body, self._host, pod.ports).files)
             self._changed()  # a pass may wait for it
         elif kind == "Job":
             if f"{name}-0" not in self._pods:
@@ -125,11 +144,18 @@ class Machine:
             raise CannotRunHere(f"{kind} {name}: is not supported without a cluster")
 
     def change(self, body: Object, patch: Object) -> None:
-        """Merge `patch` into an object. Nothing here depends on what a pass changes: owners, and when a Job expires."""
-        key = (str(body["kind"]), str(body["metadata"]["name"]))
+        """Merge `patch` into an object: its owners by UID, as a strategic merge does. A Job may expire by it."""
+        key = kind, name = (str(body["kind"]), str(body["metadata"]["name"]))
         if live := self._objects.get(key):
             parts = {part: {**live.get(part, {}), **changed} for part, changed in patch.items()}
-            self._objects[key] = {**live, **parts}
+            if owners := patch.get("metadata", {}).get("ownerReferences"):
+                merged = {one["uid"]: one for one in (*live["metadata"].get("ownerReferences", ()), *owners)}
+                kept = [one for one in merged.values() if one.get("$patch") != "delete"]
+                parts["metadata"] = {**parts["metadata"], "ownerReferences": kept}
+            changed = self._objects[key] = {**live, **parts}
+            seconds = changed["spec"].get("ttlSecondsAfterFinished") if kind == "Job" else None
+            if seconds is not None and name not in self._expiries:
+                self._expiries[name] = asyncio.create_task(self._expire(changed, float(seconds)))
 
     async def delete(self, body: Object) -> None:
         """Remove an object with what it owns, and end their pods."""
@@ -144,6 +170,8 @@ class Machine:
 
     async def close(self) -> None:
         """End every pod: SIGTERM, grace, SIGKILL."""
+        for expiry in self._expiries.values():
+            expiry.cancel()
         await self._end(list(self._pods))
 
     def kill(self) -> None:
@@ -152,6 +180,13 @@ class Machine:
             pod.process.kill()
 
     # --- controllers
+
+    async def _expire(self, job: Object, seconds: float) -> None:
+        """Delete a finished Job some time later."""
+        await asyncio.sleep(seconds)
+        del self._expiries[job["metadata"]["name"]]
+        await self.delete(job)
+        self._changed()
 
     async def _scale(self, deployment: Object) -> None:
         name = deployment["metadata"]["name"]
@@ -190,7 +225,7 @@ class Machine:
         plan = interpret(body, self._host, ports)
         if replica:
             plan = replace(plan, env={**plan.env, names.GROUP_PORT_VARIABLE: str(ports[names.GROUP_PORT])})
-        pod = LocalPod(body, PodProcess(plan, self._log))
+        pod = LocalPod(body, PodProcess(plan, self._log), ports)
         await pod.process.start()
         self._pods[pod.name] = pod
         self._tasks[pod.name] = asyncio.create_task(self._keep(pod, restart))
@@ -202,8 +237,8 @@ class Machine:
             await pod.process.watch(self._changed)
             if not restart or not pod.was_ready:  # a pod that never was ready is not restarted: the command reports why
                 return
-            pod = replace(pod, process=PodProcess(pod.process.plan, self._log), num_restarts=pod.num_restarts + 1)
             await asyncio.sleep(backoff)
+            pod = replace(pod, process=PodProcess(pod.process.plan, self._log), num_restarts=pod.num_restarts + 1)
             backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
             await pod.process.start()
             self._pods[pod.name] = pod
@@ -251,6 +286,11 @@ def _owner(pod: Object) -> str:
     return str(pod["metadata"]["ownerReferences"][0]["name"])
 
 
+def _mounted(pod: Object, kind: str, key: str) -> set[str]:
+    """The names of the objects of this kind among its volumes."""
+    return {volume[kind][key] for volume in pod["spec"].get("volumes", ()) if kind in volume}
+
+
 def _pod_of(workload: Object, name: str) -> Object:
     template = workload["spec"]["template"]
     owner = {"kind": workload["kind"], "name": workload["metadata"]["name"], "uid": workload["metadata"]["uid"]}
@@ -292,6 +332,7 @@ def _pod_status(pod: LocalPod) -> Object:
     ready = "True" if process.ready else "False"
     return {
         "phase": phase,
+        "podIP": LOOPBACK,
         "conditions": [
             {"type": "PodScheduled", "status": "True"},
             {"type": "ContainersReady", "status": ready},

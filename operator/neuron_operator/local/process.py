@@ -11,9 +11,10 @@ import ctypes
 import os
 import signal
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import IO
 
 import aiohttp
@@ -66,7 +67,7 @@ class PodProcess:
                 path.touch(mode=0o600 if path in plan.secrets else 0o666)
                 path.write_text(text)
         except OSError as error:
-            raise CannotRunHere(f"cannot write {error.filename}: {error.strerror}; see --cache-dir") from error
+            raise _cannot_write(error) from error
         reading, writing = os.pipe()
         output = os.fdopen(reading, "rb")
         with os.fdopen(writing, "wb") as pipe:
@@ -80,6 +81,21 @@ class PodProcess:
                 preexec_fn=_end_with_parent,  # no pod outlives a killed `local`
             )
         self._output = asyncio.create_task(self._forward(output))
+
+    def renew(self, files: Mapping[Path, str]) -> None:
+        """Replace those of its files that have changed, each at once, as a kubelet does. A restart writes them too.
+        Raises CannotRunHere if a file cannot be written."""
+        try:
+            for path, text in files.items():
+                if self.plan.files.get(path) != text:
+                    made = path.with_name(f".{path.name}.new")
+                    made.write_text(text)
+                    made.replace(path)
+        except OSError as error:
+            raise _cannot_write(error) from error
+        is_plan = self.current is self.plan
+        self.plan = replace(self.plan, files=files)
+        self.current = self.plan if is_plan else self.current
 
     async def watch(self, changed: Callable[[], None]) -> Terminated:
         """Run probes, and return how the process ended; first the init container, if there is one."""
@@ -214,6 +230,10 @@ class PodProcess:
             failures = 0 if await _answers(session, probe) else failures + 1
         self._log(self.plan.pod, f"liveness probe {probe.path} failed {failures} times: stopping")
         await self.stop()
+
+
+def _cannot_write(error: OSError) -> CannotRunHere:
+    return CannotRunHere(f"cannot write {error.filename}: {error.strerror}; see --cache-dir")
 
 
 async def _next_line(output: asyncio.StreamReader) -> bytes:
