@@ -573,6 +573,25 @@ def test_our_policy_is_compared_with_those_that_are_asked_for(tmp_path: Path) ->
     assert [one["name"] for one in alone["policies"]] == ["ours", "vllm-neuron"]
 
 
+def test_drafts_that_are_right_are_compared_with_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here a verification takes 15 ms instead of 10: right drafts pay, wrong ones are not made."""
+    times = ("--prefill-milliseconds", "32:10", "40:15", "1000:90")
+    plot = tmp_path / "plot.svg"
+    document = written(tmp_path, *times, "--drafts", "4", "--acceptance", "0.02", "0.9", "--plot", str(plot))
+    (run,) = document["data"]["runs"]
+    names = ["ours", "drafts, 2% right", "drafts, 90% right", "prefill first"]
+    assert [one["name"] for one in run["policies"]] == names
+    (speeds,) = [table for table in document["tables"] if table["title"] == "Speed by requests at a time"]
+    assert [row["name"] for row in speeds["rows"]] == ["1 request", *(f"{n} requests" for n in (2, 4, 8))]
+    for row in speeds["rows"]:
+        without, wrong, right = row["values"].values()
+        assert without == pytest.approx(100 * int(row["name"].split()[0]), rel=0.02)
+        assert wrong > 0.97 * without
+        assert right > 2.3 * without
+    assert "verification of drafts, 8 rows" in capsys.readouterr().out
+    assert plot.read_text().count('<g id="axes_') == 4
+
+
 def test_groups_of_several_sizes_are_compared_under_the_same_traffic(tmp_path: Path) -> None:
     """64 ranks cost the host a millisecond or two, which shows where a step waits for the tokens of the one before."""
     flags = ("--policy", "prefill-first", "--ranks", "1", "64", "--token-feedback", "host")
@@ -593,6 +612,9 @@ def test_groups_of_several_sizes_are_compared_under_the_same_traffic(tmp_path: P
         (["--turns", "0.5"], "--turns: must be at least 1"),
         (["--warm-up-seconds", "-1"], "--warm-up-seconds: must be at least 0"),
         (["--long-share", "2"], "--long-share: must be from 0 to 1"),
+        (["--acceptance", "0.5", "1.5"], "--acceptance: must be from 0 to 1, got 1.5"),
+        (["--drafts", "4", "--plan", "plan.json"], "--drafts: no graph of --plan verifies drafts"),
+        (["--drafts", "-1"], "--drafts: must be at least 0"),
         (["--answer", "9", "3"], "--answer: must be MIN MAX with 1 <= MIN <= MAX, got 9 3"),
         (["--answer", "0", "3"], "--answer: must be MIN MAX"),
         (["--max-consecutive-prefills", "0"], "--max-consecutive-prefills: must be at least 1"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -37,6 +38,7 @@ from neuron_runtime.backend_protocol import IllegalBatch, StepTime
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.core import (
+    NO_TOKEN,
     SAMPLING_MODES,
     BackendLimits,
     Batch,
@@ -48,6 +50,7 @@ from neuron_runtime.core import (
     needs_host,
 )
 from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.sequence import Sequence
 from neuron_runtime.errors import InvalidConfig
 
 VOCABULARY_SIZE = 101
@@ -260,11 +263,87 @@ def test_logprobs_are_uniform_and_cover_the_prompt() -> None:
     assert [one.token_id for one in first.prompt_logprobs] == list(asked.prompt_token_ids[1:])
 
 
-def test_drafts_and_an_unknown_vocabulary_are_refused() -> None:
-    fine = limits(max_sequences=2)
-    for wrong in (replace(fine, max_drafts=1), replace(fine, vocabulary_size=0)):
-        with pytest.raises(ValueError, match="one token per row"):
-            SimulatedBackend(wrong, STEP, VirtualClock())
+def test_an_unknown_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocabulary of known size"):
+        SimulatedBackend(replace(limits(max_sequences=2), vocabulary_size=0), STEP, VirtualClock())
+
+
+# Drafts
+
+NUM_DRAFTS = 3
+
+
+def answered(drafting: Guesses | None, asked: list[Request], times: StepTimes = STEP, acceptance: float = 0.0) -> Run:
+    wanted = config(EngineLimits(max_sequences=8), sampling="Host")
+    made = limits_of(wanted, Options(), vocabulary_size=VOCABULARY_SIZE, longest=1000)
+    made = replace(made, max_drafts=NUM_DRAFTS if drafting else 0)
+    backend = SimulatedBackend(made, times, VirtualClock(), acceptance=acceptance)
+    engine = Engine(backend, drafting=drafting)
+    for one in asked:
+        engine.add(one)
+    return Run(engine, backend, finish(engine))
+
+
+class Run(NamedTuple):
+    engine: Engine
+    backend: SimulatedBackend
+    tokens: dict[str, list[int]]
+
+
+class Guesses:
+    """Implements `Drafting`: of all rows, always; the tokens that come with one in three wrong, or the device's."""
+
+    def __init__(self, of_device: bool) -> None:
+        self._of_device = of_device
+
+    def wants(self, sequences: Collection[Sequence]) -> bool:
+        return True
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        if self._of_device:
+            return (NO_TOKEN,) * most
+        asked, end = sequence.request, len(sequence.tokens)
+        number = first_number(asked.prompt_token_ids, asked.sampling)
+        return tuple(
+            token_at(number, at, VOCABULARY_SIZE, asked.sampling.allowed_token_ids) + (at % 3 == 0)
+            for at in range(end, end + most)
+        )
+
+    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None: ...
+
+    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None: ...
+
+
+@pytest.mark.parametrize("of_device", [True, False])
+def test_drafts_change_no_token_only_the_steps(of_device: bool) -> None:
+    asked = [
+        *(request(f"r{number}", 3 + number, max_tokens=20 + number) for number in range(6)),
+        request("restricted", 5, max_tokens=30, allowed_token_ids=(3, 5, 7)),
+        request("logprobs", 6, max_tokens=30, logprobs=2, prompt_logprobs=0),
+    ]
+    with_drafts = answered(Guesses(of_device), asked, acceptance=0.6)
+    assert with_drafts.tokens == answered(None, asked).tokens
+    stats = with_drafts.engine.stats
+    assert 0 < stats.num_accepted_drafts_total < stats.num_drafts_total
+
+
+def test_so_many_drafts_of_the_device_are_right_as_asked_for() -> None:
+    asked = [request(f"r{number}", 4, max_tokens=600) for number in range(8)]
+    first, second, third = answered(Guesses(True), asked, acceptance=0.7).engine.stats.accepted_by_place_total
+    num_rows = answered(Guesses(True), asked, acceptance=0.7).engine.stats.num_drafted_rows_total
+    assert [first / num_rows, second / first, third / second] == pytest.approx([0.7, 0.7, 0.7], abs=0.05)
+
+
+@pytest.mark.parametrize(("buckets", "milliseconds_of_drafts"), [((), 36), ((8,), 53)])
+def test_a_step_with_drafts_takes_the_time_of_a_prompt_of_its_tokens(
+    buckets: tuple[int, ...], milliseconds_of_drafts: int
+) -> None:
+    """Four rows of four tokens; compiled for eight rows."""
+    times = StepTimes(PhaseTimes(constant(0.01), buckets), PhaseTimes(milliseconds(((8, 25), (24, 47), (40, 59)))))
+    run = answered(Guesses(True), [request(f"r{number}", 4, max_tokens=400) for number in range(4)], times)
+    uses = {shape: use for shape, use in run.backend.timeline.shapes.items() if shape[0] == "verify"}
+    (shape,) = [one for one in uses if one[1] == (buckets or (4,))[0]]
+    assert uses[shape].seconds / uses[shape].num_steps == pytest.approx(milliseconds_of_drafts / 1000, rel=0.1)
 
 
 # The timeline

@@ -22,7 +22,8 @@ from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.flags import write_json
 
 if TYPE_CHECKING:
-    from neuron_runtime.bench.simulation import Outcome
+    from neuron_runtime.bench.simulated_tables import Speeds
+    from neuron_runtime.bench.simulation import Outcome, Policy
 
 SPANS = {
     "--short-prompt": ((50, 500), "tokens of a short prompt, minimum and maximum"),
@@ -72,6 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     meaning = "processes of one replica, whose steps the leader sends and confirms; several numbers are compared"
     add_number(device, "--ranks", [1], "N", meaning, least=1)
     policy = parser.add_argument_group("policy and targets")
+    meaning = "draft tokens of a request per step at most, where they pay; also with --acceptance"
+    add_number(policy, "--drafts", 0, "N", meaning, least=0)
+    meaning = "share of draft tokens that are right, behind right ones; several are compared"
+    add_number(policy, "--acceptance", [0.7], "X", meaning, least=0)
     policy.add_argument(
         "--policy",
         nargs="+",
@@ -133,6 +138,9 @@ def run(options: argparse.Namespace) -> None:
     runs = [simulated_tables.Run(rate, outcomes_at(rate, options, device)) for rate in options.rate]
     targets = simulated_tables.Targets(options.ttft_target / 1000, options.gap_target / 1000)
     tables = [table for one in runs for table in simulated_tables.tables(one, targets, shapes)]
+    speeds = speeds_of(options, device)
+    if speeds is not None:
+        tables.append(simulated_tables.busy_table(speeds))
     print("\n\n".join(table.text() for table in tables))
     if options.json is not None:
         left_out = {"command", "bench", "run", "record", "json", "plot", "plan"}
@@ -147,12 +155,40 @@ def run(options: argparse.Namespace) -> None:
         }
         write_json(options.json, document)
     if options.plot is not None:
-        plot.draw(options.plot, runs, targets)
+        plot.draw(options.plot, runs, targets, speeds)
 
 
 def group_seconds(num_ranks: int) -> float:
     """Time that the leader of a group spends on each step for the others; none with one rank."""
     return GROUP_SECONDS + num_ranks * RANK_SECONDS if num_ranks > 1 else 0.0
+
+
+def drafting_policies(options: argparse.Namespace) -> list[Policy]:
+    """Ours with drafts, for each share of right ones."""
+    from neuron_runtime.bench.simulation import Policy  # noqa: PLC0415 - brings the engine
+
+    if not options.drafts:
+        return []
+    most = options.max_consecutive_prefills
+    return [
+        Policy(f"drafts, {share:.0%} right", most, num_drafts=options.drafts, acceptance=share)
+        for share in options.acceptance
+    ]
+
+
+def speeds_of(options: argparse.Namespace, device: Device) -> Speeds | None:
+    """Speeds of all numbers of requests that are powers of two, without drafts and with them; None without drafts."""
+    from neuron_runtime.bench.simulated_tables import Speeds  # noqa: PLC0415 - brings the engine
+    from neuron_runtime.bench.simulation import Policy, busy_speed  # noqa: PLC0415 - brings the engine
+
+    if not options.drafts:
+        return None
+    policies = [Policy("no drafts", options.max_consecutive_prefills), *drafting_policies(options)]
+    most = device.limits.max_rows
+    rows = [*(2**n for n in range(most.bit_length()) if 2**n < most), most]
+    host = options.host_milliseconds / 1000 + group_seconds(options.ranks[0])
+    speeds = [[busy_speed(device.limits, device.times, one, number, host) for one in policies] for number in rows]
+    return Speeds([one.name for one in policies], rows, speeds)
 
 
 def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> list[Outcome]:
@@ -179,6 +215,7 @@ def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> lis
         for at, ranks in enumerate(options.ranks)
     ]
     others = [(POLICIES[name], options.ranks[0]) for name in options.policy]
+    ours += [(policy, options.ranks[0]) for policy in drafting_policies(options)]
     for policy, ranks in (*ours, *others):
         began = time.monotonic()
         simulation = Simulation(
@@ -213,6 +250,11 @@ def _check(options: argparse.Namespace) -> None:
     for flag, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise InvalidConfig(flag, f"folder {path.parent} does not exist: create it first")
+    if options.drafts and options.plan is not None:
+        raise InvalidConfig("--drafts", "no graph of --plan verifies drafts: leave out one of them")
+    for share in options.acceptance:
+        if share > 1:
+            raise InvalidConfig("--acceptance", f"must be from 0 to 1, got {share:g}")
     if not 0 <= options.long_share <= 1:
         raise InvalidConfig("--long-share", f"must be from 0 to 1, got {options.long_share:g}")
     for flag in SPANS:

@@ -33,6 +33,24 @@ class Run:
     outcomes: Sequence[Outcome]
 
 
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Tokens per second by number of requests that are answered at a time (rows) and by policy (columns)."""
+
+    policies: Sequence[str]
+    rows: Sequence[int]
+    tokens_per_second: Sequence[Sequence[float]]
+
+
+def busy_table(speeds: Speeds) -> Table:
+    lines = zip(speeds.rows, speeds.tokens_per_second, strict=True)
+    return Table(
+        "Speed by requests at a time",
+        tuple(Line(f"{rows} request{'s' * (rows > 1)}", tuple(values), "tokens/s") for rows, values in lines),
+        tuple(speeds.policies),
+    )
+
+
 def tables(run: Run, targets: Targets, planned: Sequence[Shape] = ()) -> list[Table]:
     """planned: sizes to show even if no step had them."""
     columns = tuple(outcome.policy.name for outcome in run.outcomes)
@@ -55,6 +73,8 @@ def _figures(outcomes: Sequence[Outcome], targets: Targets) -> tuple[Line, ...]:
     def each(name: str, values: Sequence[float | int], unit: str, note: str = "") -> Line:
         return Line(name, tuple(values), unit, note=note)
 
+    per_row = [outcome.tokens_per_row for outcome in outcomes]
+    drafts = [each("tokens of a row with drafts", per_row, "")] if any(per_row) else []
     return (
         milliseconds("time to first token, p50", [percentile(values, 0.5) for values in ttft]),
         milliseconds("time to first token, p99", [percentile(values, 0.99) for values in ttft]),
@@ -71,6 +91,7 @@ def _figures(outcomes: Sequence[Outcome], targets: Targets) -> tuple[Line, ...]:
         each("prompt tokens from the cache", [o.cached_share * 100 for o in outcomes], "%"),
         each("requests waiting, mean", [o.mean_queue for o in outcomes], "", "for a row"),
         each("requests waiting, max", [max(count for _, count in o.queue) for o in outcomes], ""),
+        *drafts,
         each("preemptions", [o.num_preemptions for o in outcomes], ""),
         each("device busy", [o.busy_share * 100 for o in outcomes], "%"),
         each("padding", [_padding(o) * 100 for o in outcomes], "%", "of device time, see the compiled sizes"),
@@ -98,6 +119,8 @@ def _shapes(outcomes: Sequence[Outcome], planned: Sequence[Shape]) -> tuple[Line
 
 def _name_of(shape: Shape) -> str:
     phase, size, *more = shape
+    if phase == "verify":
+        return f"verification of drafts, {size} rows"
     if phase == "decode":
         return f"decode, {size} rows" + "".join(f" of {length} positions" for length in more)
     return f"prefill, {size} tokens" + "".join(f" after {prefix}" for prefix in more if prefix)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from neuron_runtime.backend.simulated.device import Shape, ShapeUse, SimulatedBackend, VirtualClock
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.bench.planned import PlannedBackend
-from neuron_runtime.bench.traffic import Conversation
+from neuron_runtime.bench.traffic import Conversation, Turn
 from neuron_runtime.core import BackendLimits, Request, Sampling, TokenEvent
+from neuron_runtime.engine.drafts import Drafts, OnDevice
 from neuron_runtime.engine.loop import Engine
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class Policy:
     """A step is launched when the tokens of the previous one have reached the host."""
     reserves_whole_length: bool = False
     """A request runs only if there are blocks for the model's full length."""
+    num_drafts: int = 0
+    """Drafts of a row at most, where they pay."""
+    acceptance: float = 0.0
+    """Share of them that are right."""
 
     @property
     def prefills_first(self) -> bool:
@@ -44,7 +49,8 @@ class Policy:
 
     def applied_to(self, limits: BackendLimits) -> BackendLimits:
         """The limits with this policy; a prefill-first policy never mixes phases."""
-        limits = replace(limits, mixes_phases=limits.mixes_phases and not self.prefills_first)
+        mixes = limits.mixes_phases and not self.prefills_first
+        limits = replace(limits, mixes_phases=mixes, max_drafts=self.num_drafts)
         if self.waits_for_tokens:
             limits = replace(limits, steps_in_flight=1, token_feedback="host")
         if self.whole_prompts:
@@ -108,6 +114,8 @@ class Outcome:
     num_preemptions: int
     gap_bound: float | None
     """The engine's own bound of the gap between tokens; None if there is none."""
+    tokens_per_row: float = 0.0
+    """Of a row that had drafts in a step: the accepted ones and one more; 0 without any."""
 
     def num_good(self, ttft_target: float, gap_target: float) -> int:
         """Requests that met both targets."""
@@ -125,6 +133,31 @@ class Outcome:
     def mean_queue(self) -> float:
         changes = [*self.queue, (self.seconds, 0)]
         return sum(count * (end - begin) for (begin, count), (end, _) in pairwise(changes)) / self.seconds
+
+
+MAX_BUSY_STEPS, BUSY_PROMPT = 600, 32
+
+
+def busy_speed(limits: BackendLimits, times: StepTimes, policy: Policy, num_rows: int, host_seconds: float) -> float:
+    """Tokens per second while so many requests are answered all the time."""
+    num_tokens = limits.max_model_length - BUSY_PROMPT
+    num_steps = min(num_tokens // (1 + policy.num_drafts), MAX_BUSY_STEPS)
+    talks = [
+        Conversation(0.0, False, (Turn((row, *range(1, BUSY_PROMPT)), num_tokens, 0.0),)) for row in range(num_rows)
+    ]
+    step = times.decode.seconds(num_rows) + host_seconds
+    begins = num_rows * (times.prefill.seconds(BUSY_PROMPT) + step)
+    simulation = Simulation(
+        iter(talks),
+        replace(limits, max_rows=num_rows, num_blocks=num_rows * limits.num_blocks // limits.max_rows),
+        times,
+        policy,
+        warm_up_seconds=begins + num_steps // 3 * step,
+        seconds=num_steps // 3 * step,
+        host_seconds_per_step=host_seconds,
+    )
+    outcome = simulation.run()
+    return outcome.num_tokens / outcome.seconds
 
 
 @dataclass(eq=False)
@@ -164,7 +197,7 @@ class Simulation:
         self._clock = VirtualClock()
         applied, host = policy.applied_to(limits), host_seconds_per_step
         self._backend = (
-            SimulatedBackend(applied, times, self._clock, host_seconds_per_step=host)
+            SimulatedBackend(applied, times, self._clock, host_seconds_per_step=host, acceptance=policy.acceptance)
             if plan is None
             else PlannedBackend(plan, applied, times, self._clock, host_seconds_per_step=host)
         )
@@ -172,6 +205,7 @@ class Simulation:
             self._backend,
             max_queued_requests=sys.maxsize,
             max_consecutive_prefills=policy.max_consecutive_prefills,
+            drafting=Drafts(OnDevice(), policy.num_drafts),
             clock=self._clock.now,
         )
         self._conversations = enumerate(conversations)
@@ -203,6 +237,8 @@ class Simulation:
             busy_before = busy if self._clock.now() <= self._begin else busy_before
             busy_after = busy if self._clock.now() <= self._end else busy_after
             self._watch_queue()
+        stats = self._engine.stats
+        drafted = max(stats.num_drafted_rows_total, 1)
         return Outcome(
             policy=self._policy,
             seconds=self._end - self._begin,
@@ -212,8 +248,9 @@ class Simulation:
             num_tokens=self._num_tokens,
             busy_share=(busy_after - busy_before) / (self._end - self._begin),
             shapes=self._backend.timeline.shapes,
-            num_preemptions=self._engine.stats.num_preemptions_total,
-            gap_bound=None if self._policy.prefills_first else self._engine.stats.stream_gap_bound_seconds,
+            num_preemptions=stats.num_preemptions_total,
+            tokens_per_row=(stats.num_drafted_rows_total + stats.num_accepted_drafts_total) / drafted,
+            gap_bound=None if self._policy.prefills_first else stats.stream_gap_bound_seconds,
         )
 
     def _begin_talk(self) -> None:

@@ -178,7 +178,7 @@ class OnDevice:
     def look(self, tokens: list[int], state: _Guessed | None) -> _Guessed:
         guessed = _Guessed(self._rate) if state is None else state
         if guessed.retry and len(tokens) >= guessed.retry:
-            guessed.rate, guessed.retry = FIRST_RATE, 0
+            guessed.rate, guessed.retry = max(self._rate, 1.5 * TRIED), 0
         return guessed
 
     def propose(self, tokens: list[int], state: _Guessed, most: int) -> tuple[int, ...]:

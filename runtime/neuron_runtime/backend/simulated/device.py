@@ -20,6 +20,7 @@ from neuron_runtime.backend.simulated.step_times import PhaseTimes, StepTimes
 from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback, StepTime, size_of
 from neuron_runtime.core import (
     KNOWN,
+    NO_TOKEN,
     Added,
     BackendLimits,
     Batch,
@@ -148,6 +149,13 @@ def token_at(number: int, position: int, vocabulary_size: int, allowed: tuple[in
     return allowed[draw % len(allowed)] if allowed else draw % vocabulary_size
 
 
+def is_right(number: int, position: int, acceptance: float) -> bool:
+    """Whether a draft that the device makes for this position is right, which so great a share of them is."""
+    mixed = (number * 0x9E3779B97F4A7C15 + position) * 0xBF58476D1CE4E5B9 % 2**64  # as SplitMix, so neighbours differ
+    mixed = (mixed ^ mixed >> 31) * 0x94D049BB133111EB % 2**64
+    return mixed >> 32 < acceptance * 2**32
+
+
 def allowed_from(mask: memoryview, token: int, vocabulary_size: int) -> int:
     """The first token from this one on that a mask of `Late` allows; behind the last one the first follows."""
     from neuron_runtime.backend.host_sampling.adjustments import allowed_ids  # noqa: PLC0415 - brings numpy
@@ -212,17 +220,25 @@ class _SimulatedStep(NamedTuple):
 
 
 class SimulatedBackend:
-    """See `backend_protocol.Backend`. One token per row; layout, feedback and phases are those of the limits."""
+    """See `backend_protocol.Backend`. Layout, feedback and phases are those of the limits."""
 
     def __init__(
-        self, limits: BackendLimits, times: StepTimes, clock: Clock, *, host_seconds_per_step: float = 0.0
+        self,
+        limits: BackendLimits,
+        times: StepTimes,
+        clock: Clock,
+        *,
+        host_seconds_per_step: float = 0.0,
+        acceptance: float = 0.0,
     ) -> None:
-        """Uses the limits as given. Raises ValueError if they have drafts, or no vocabulary.
+        """Uses the limits as given. Raises ValueError if they have no vocabulary.
 
         host_seconds_per_step: time that passes before each launch, to simulate host work.
+        acceptance: probability that a draft which the device makes is right, if those before it are.
         """
-        if limits.max_drafts or not limits.vocabulary_size:
-            raise ValueError("a simulated backend draws one token per row from a vocabulary of known size")
+        if not limits.vocabulary_size:
+            raise ValueError("a simulated backend draws tokens from a vocabulary of known size")
+        self._acceptance = acceptance
         self.timeline = Timeline()
         self.limits = limits
         self._times = times
@@ -264,9 +280,11 @@ class SimulatedBackend:
         slots = [self._slots[number] for number in rows.slot]
         ends = []
         for slot, start, num_tokens, after in zip(slots, rows.start, rows.num_tokens, rows.after, strict=True):
-            # A row that waits starts where the one in flight ends, which is known: one token per row.
+            # A row that waits starts where the one in flight ends, which is known: that one has no drafts.
             slot.end = (start if after == KNOWN else slot.end) + num_tokens
             ends.append(slot.end)
+        if rows.drafts:
+            ends = [end - len(drafts) for end, drafts in zip(ends, rows.drafts, strict=True)]
         seconds = sum(call.seconds for call in calls)
         ready_at = self.timeline.run(self._clock.now(), seconds)
         self._in_flight.append(_SimulatedStep(batch, slots, ends, not self._special, calls, seconds, ready_at))
@@ -282,12 +300,23 @@ class SimulatedBackend:
         self._clock.sleep_until(done.ready_at)
         late, size = self._late.pop(step, None), self.limits.vocabulary_size
         samplings = [slot.added.sampling for slot in done.slots]
+        samples, drafts = done.batch.rows.samples, done.batch.rows.drafts
+        lengths = done.batch.rows.num_tokens
+        if drafts:
+            lengths = tuple(n - len(of_row) for n, of_row in zip(lengths, drafts, strict=True))
         prompts = (
             slot.added.token_ids[: slot.added.num_prompt_tokens][end - num_tokens + 1 : end + 1]
-            for slot, end, num_tokens in zip(done.slots, done.ends, done.batch.rows.num_tokens, strict=True)
+            for slot, end, num_tokens in zip(done.slots, done.ends, lengths, strict=True)
         )
-        samples = done.batch.rows.samples
-        if late is None and done.plain:
+        if drafts:
+            masks = late.of_rows(range(len(samples))) if late else {}
+            token_ids = tuple(
+                self._verified(slot, end, of_row, masks.get(row), late.num_positions if late else 1) if sampled else ()
+                for row, (slot, end, of_row, sampled) in enumerate(
+                    zip(done.slots, done.ends, drafts, samples, strict=True)
+                )
+            )
+        elif late is None and done.plain:
             token_ids = tuple(
                 ((slot.number + STRIDE * end) % size,) if sampled else ()
                 for slot, end, sampled in zip(done.slots, done.ends, samples, strict=True)
@@ -331,8 +360,33 @@ class SimulatedBackend:
         batch's rows are fed."""
         times, fed = self._times, batch.rows.num_tokens[batch.num_decodes :]
         decode = [_call("decode", times.decode, batch.num_decodes)] if batch.num_decodes else []
+        if batch.rows.drafts:
+            decode = [self._verification(decode[0], sum(batch.rows.num_tokens[: batch.num_decodes]))]
         prompts = fed if self.limits.prefill_buckets else [sum(fed)] if fed else []
         return decode + [_call("prefill", times.prefill, num_tokens) for num_tokens in prompts]
+
+    def _verification(self, decode: SimulatedCall, num_fed: int) -> SimulatedCall:
+        """In place of a decode step, if a row has drafts. Its tokens are computed at once, as those of a prompt; a
+        compiled graph has room for all drafts of all its rows."""
+        num_tokens = decode.bucket * (1 + self.limits.max_drafts) if decode.is_compiled else num_fed
+        seconds = max(decode.seconds, self._times.prefill.curve.seconds(num_tokens))
+        name, shape = decode.name.replace("decode", "verify"), ("verify", decode.bucket)
+        return decode._replace(name=name, shape=shape, seconds=seconds)
+
+    def _verified(
+        self, slot: _Slot, end: int, drafts: tuple[int, ...], masks: memoryview | None, num_masks: int
+    ) -> tuple[int, ...]:
+        """The tokens of a row that feeds these drafts behind its token at `end - 1`."""
+        size, tokens = 0 if masks is None else len(masks) // num_masks, []
+        for at in range(len(drafts) + 1):
+            mask = None if masks is None else masks[at * size : (at + 1) * size]
+            tokens.append(_restricted(slot, end + at, self.limits.vocabulary_size, mask))
+            if at == len(drafts):
+                break
+            of_device = drafts[at] == NO_TOKEN and is_right(slot.number, end + at, self._acceptance)
+            if not (of_device or drafts[at] == tokens[-1]):
+                break
+        return tuple(tokens)
 
     def _uniform(
         self, counts: list[int | None], tokens_of_rows: Iterable[tuple[int, ...]]
