@@ -149,6 +149,8 @@ class RecordingBackend(StrictBackend):
         super().__init__(limits, vocabulary_size=VOCABULARY_SIZE)
         self.batches: list[Batch] = []
         self.calls: list[tuple[str, int]] = []
+        self.most_masks = 0
+        """Masks of a row in a step, at most."""
 
     def launch(self, batch: Batch) -> None:
         super().launch(batch)
@@ -157,6 +159,7 @@ class RecordingBackend(StrictBackend):
 
     def sample(self, step: int, late: Late | None) -> None:
         super().sample(step, late)
+        self.most_masks = max(self.most_masks, late.num_positions if late else 0)
         self.calls.append(("sample late" if late else "sample", step))
 
     def add_adapter(self, digest: str, folder: Path, weights: str) -> None:

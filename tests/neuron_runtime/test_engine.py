@@ -173,6 +173,21 @@ def test_a_row_with_a_guide_is_launched_as_others_and_sampled_after_the_previous
     assert set(samples[-10:]) == {"sample"}, "after the last of them ended, no row is late"
 
 
+def test_what_a_form_forces_is_a_draft_and_what_it_forbids_is_none() -> None:
+    def counting(asked: Request) -> Rule | None:
+        """0 to 7 in order, then any token once."""
+        return lambda output: (len(output),) if len(output) < 8 else tuple(range(VOCABULARY_SIZE))
+
+    run = start(replace(DEVICE, max_drafts=3), late=counting)
+    run.guesses.wants = lambda sequences: False  # type: ignore[method-assign]
+    run.add(asked := request("even", 5, 12))
+    run.finish()
+    run.check_tokens([asked], counting)
+    fed = [batch.rows.drafts[0] for batch in run.backend.batches if batch.rows.drafts]
+    assert fed[:2] == [(1, 2, 3), (5, 6, 7)]
+    assert all(accepted == count for count, accepted in run.guesses.learned[:2])
+
+
 def test_rows_with_masks_and_rows_with_drafts_share_steps() -> None:
     for limits in (DEVICE, HOST):
         asked = [request("even", 5, 12), request("free", 5, 30)]

@@ -63,6 +63,7 @@ def what_happened(run: Run) -> dict[str, bool]:
         "rejected drafts": any(accepted < count for count, accepted in run.guesses.learned),
         "drafts beside a prompt": any(b.rows.drafts and b.num_prefills for b in batches),
         "drafts of the device": any(NO_TOKEN in drafts for b in batches for drafts in b.rows.drafts),
+        "drafts in a form": run.backend.most_masks > 1,
         "drafts and preempted": any(b.rows.drafts for b in batches) and stats.num_preemptions_total,
         "drafts and a shared prefix": any(b.rows.drafts for b in batches) and stats.num_prefix_hits_total,
         "chunked": any(not s for b in batches for s in b.rows.samples),

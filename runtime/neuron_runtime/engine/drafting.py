@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from neuron_runtime.core import NO_TOKEN
 from neuron_runtime.engine.guides import Guide
 from neuron_runtime.engine.sequence import Sequence
 
@@ -33,12 +34,33 @@ class Drafting(Protocol):
         tokens: as many as rows, or more with drafts."""
 
 
-class Unguided:
-    """Drafts of sequences without a guide."""
+MAX_IDLE_STEPS, STEPS_BETWEEN_LOOKS = 32, 8
+"""After so many steps in which no form forced a token, one step in so many waits to see whether one does."""
+
+
+class Guided:
+    """Drafts that keep to the forms of answers: what a form forces is a draft, and others are cut where they leave it,
+    before a device sees them."""
 
     def __init__(self, drafting: Drafting, guide_of: Mapping[str, Guide]) -> None:
         self._drafting, self._guide_of = drafting, guide_of
-        self.wants, self.learn, self.measure = drafting.wants, drafting.learn, drafting.measure
+        self.learn, self.measure = drafting.learn, drafting.measure
+        self._num_idle = 0
+        """Steps with guides since one was found to force a token."""
+
+    def wants(self, sequences: Collection[Sequence]) -> bool:
+        wanted = self._drafting.wants(sequences)
+        if not self._guide_of or not any(one.request.request_id in self._guide_of for one in sequences):
+            return wanted
+        self._num_idle += 1
+        return wanted or self._num_idle < MAX_IDLE_STEPS or not self._num_idle % STEPS_BETWEEN_LOOKS
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        return () if sequence.request.request_id in self._guide_of else self._drafting.propose(sequence, most)
+        guide = self._guide_of.get(sequence.request.request_id)
+        if guide is None:
+            return self._drafting.propose(sequence, most)
+        if forced := guide.forced(most):
+            self._num_idle = 0
+            return forced
+        drafts = self._drafting.propose(sequence, most)
+        return () if NO_TOKEN in drafts else drafts[: guide.num_kept(drafts)]

@@ -323,7 +323,8 @@ class Drafts:
     def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """What became of the drafts of a row."""
         self._num_accepted += num_accepted
-        self._proposer.learn(sequence.tokens, sequence.drafting, num_drafts, num_accepted)
+        if sequence.drafting is not None:  # else a form forced the drafts
+            self._proposer.learn(sequence.tokens, sequence.drafting, num_drafts, num_accepted)
 
     def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """The time of a decode step, from the end of the step before to its own; it fed `num_tokens` tokens: as many as

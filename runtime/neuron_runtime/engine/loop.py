@@ -32,7 +32,7 @@ from neuron_runtime.core import (
 )
 from neuron_runtime.engine.adapters import LoadedAdapters
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
-from neuron_runtime.engine.drafting import Drafting, Unguided
+from neuron_runtime.engine.drafting import Drafting, Guided
 from neuron_runtime.engine.guides import Guide, Guides
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.engine.sequence import Phase
@@ -76,7 +76,7 @@ class Engine:
         """Guides of live requests that have a form."""
         self._drafting = drafting
         self._scheduler = Scheduler(
-            self._limits, max_consecutive_prefills, drafting and Unguided(drafting, self._guide_of)
+            self._limits, max_consecutive_prefills, drafting and Guided(drafting, self._guide_of)
         )
         self._masked: Late | None = None
         """The masks of the step sampled last, until it is applied."""
@@ -408,11 +408,12 @@ class Engine:
         further ends as one that has all its tokens."""
         assert self._guides is not None
         guided = [(row, guide) for row, guide in enumerate(self._guides_of_rows()) if guide is not None]
-        masks = self._guides.masks([guide for _, guide in guided])
+        drafts = [batch.rows.drafts[row] for row, _ in guided] if batch.rows.drafts else ()
+        masks = self._guides.masks([guide for _, guide in guided], drafts)
         failed = [guided[at][0] for at in masks.failed]
         began = self._clock()
         rows = tuple(row for row, _ in guided)
-        self._masked = Late(rows, masks.bits) if rows else None
+        self._masked = Late(rows, masks.bits, masks.num_positions) if rows else None
         self._backend.sample(batch.step, self._masked)
         self._stats.backend_seconds_total += self._clock() - began
         for row in failed:
