@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 from neuron_runtime.backend_protocol import AdapterBackend
 from neuron_runtime.engine.sequence import Sequence
 from neuron_runtime.errors import AdapterNotReady, InvalidRequest
+from neuron_runtime.reading_threads import ReadingThreads
 
 
 class Places:
@@ -140,7 +141,7 @@ class LoadedAdapters:
         self._untold: set[str] = set()
         """Adapters that are to be loaded, or were and cannot be again, and whose outcome is news."""
         self._news: list[tuple[str, str]] = []
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
+        self._thread = ReadingThreads(1, "adapters")
 
     @property
     def is_reading(self) -> bool:
@@ -208,7 +209,7 @@ class LoadedAdapters:
             self._leaving = ""
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     def _read(self, digest: str) -> None:
         if digest not in self._reads and (digest not in self._loaded or digest == self._leaving):

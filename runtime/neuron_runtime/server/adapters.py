@@ -11,7 +11,6 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +19,7 @@ from neuron_runtime.arguments import model_uri
 from neuron_runtime.config import AdapterOptions
 from neuron_runtime.console import say
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, InvalidRequest, ServingError
+from neuron_runtime.reading_threads import ReadingThreads
 from neuron_runtime.record import AdapterFacts
 from neuron_runtime.requests.targets import Target, Targets
 from neuron_runtime.requests.texts import Text
@@ -126,7 +126,7 @@ class Adapters:
         """Folders of the adapters that the engine knows, by digest."""
         self._leaving: set[str] = set()
         """Digests that nobody could ask for at the last look."""
-        self._threads = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="adapters")
+        self._threads = ReadingThreads(NUM_AT_ONCE, "adapters")
         """Of their own: a thread goes on after its adapter has left, and the text of a model must not wait for it."""
         self._model_dir: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._first: list[_Version] | None = None
@@ -144,7 +144,7 @@ class Adapters:
         for task in (self._looking, *(version.task for version in self._versions.values())):
             if task is not None:
                 task.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     # What the engine says
 
