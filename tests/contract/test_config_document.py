@@ -187,7 +187,7 @@ def test_the_runtime_parses_the_commands_that_check_and_fetch_an_adapter(claim: 
     inspect = build_parser().parse_args(command_of(job["spec"]["template"]))
     folder = f"file://{names.WEIGHTS_DIR}/{'m' * 40}"
     assert (inspect.uri, inspect.adapter_of) == ("s3://bucket/sql", folder if claim else "hf://acme/tiny")
-    assert (inspect.max_rank, inspect.targets) == (32, ("q_proj",))
+    assert (inspect.backend, inspect.max_rank, inspect.targets) == (base.spec.backend, 32, ("q_proj",))
     if claim is not None:
         job = fetch_adapter_job(adapter, SETTINGS, claim, "c" * 40)
         fetch = build_parser().parse_args(command_of(job["spec"]["template"]))

@@ -188,7 +188,8 @@ def test_a_job_compares_the_adapter_with_its_model_and_its_limits() -> None:
     _, decision = settled(world())
     job = find(decision.desired, "Job")
     inspect = ["neuron-runtime", "inspect", "hf://acme/support-de", "--adapter-of", "hf://acme/tiny"]
-    assert command_of(job)[:-2] == [*inspect, "--max-rank", "32", "--targets", "q_proj"]
+    limits = ["--backend", "torch", "--max-rank", "32", "--targets", "q_proj"]
+    assert command_of(job)[:-2] == [*inspect, *limits]
     (owner,) = job["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["name"]) == ("NeuronAdapter", "support-de")
     assert reason_of(decision) == ("False", "Resolving")

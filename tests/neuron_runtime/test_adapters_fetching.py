@@ -338,6 +338,24 @@ def test_inspect_takes_what_the_graphs_can_hold(tmp_path: Path, flags: list[str]
     assert outcome.message.startswith(URI)
 
 
+@pytest.mark.parametrize(
+    ("backend", "reason", "words"),
+    [
+        ("nxdi", "AdapterNotSupported", "this backend computes ranks from 2 on"),
+        ("torch", "", ""),
+        ("optimum", "InvalidEngineConfig", "optimum serves no adapters"),
+        ("vllm", "InvalidEngineConfig", "vllm serves no adapters"),
+    ],
+)
+def test_inspect_refuses_what_replicas_of_the_backend_would(
+    adapter: Path, tmp_path: Path, backend: str, reason: str, words: str
+) -> None:
+    write_adapter(adapter, rank=1)
+    _, outcome = called(tmp_path, "inspect", URI, "--adapter-of", "hf://acme/tiny", "--backend", backend)
+    assert outcome.reason == reason
+    assert words in outcome.message
+
+
 def test_inspect_refuses_projections_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["inspect", URI, "--adapter-of", "hf://acme/tiny", "--targets", "q_proj,lm_head"])

@@ -155,6 +155,18 @@ def check_answers(fleet: Fleet, document: dict[str, Any], tmp_path: Path) -> Non
     [
         ({"adapters": {"maxActive": 2, "maxRank": 1}}, "$.adapters.maxRank", "at least 2"),
         ({**ADAPTERS, "overrideNeuronConfig": {"fused_qkv": True}}, "$.overrideNeuronConfig.fused_qkv", "adapters"),
+        *[
+            (
+                {**ADAPTERS, "overrideNeuronConfig": {name: True}},
+                f"$.overrideNeuronConfig.{name}",
+                f"computes no adapters of {targets}: leave it out",
+            )
+            for name, targets in {
+                "mlp_kernel_enabled": "gate_proj, up_proj, down_proj",
+                "out_proj_kernel_enabled": "o_proj",
+                "attn_block_tkg_nki_kernel_enabled": "q_proj, k_proj, v_proj, o_proj",
+            }.items()
+        ],
         (
             {**ADAPTERS, "overrideNeuronConfig": {"save_sharded_checkpoint": True}},
             "$.overrideNeuronConfig.save_sharded_checkpoint",
@@ -183,6 +195,14 @@ def test_what_the_library_cannot_combine_with_adapters_is_refused(
     found = refusals(dict(document))
     assert list(found) == [path]
     assert message in found[path]
+
+
+def test_a_kernel_of_other_projections_than_the_adapters_is_not_refused() -> None:
+    adapters = {"maxActive": 2, "targets": ["q_proj", "up_proj"]}
+    kernels = {"mlp_kernel_enabled": True, "out_proj_kernel_enabled": True}
+    (refused,) = refusals({"adapters": adapters, "overrideNeuronConfig": kernels}).items()
+    assert refused[0] == "$.overrideNeuronConfig.mlp_kernel_enabled"
+    assert "computes no adapters of up_proj:" in refused[1]
 
 
 @pytest.mark.parametrize("version", ["0.7", "0.8"])

@@ -110,7 +110,7 @@ def resolve_adapter_job(
     """
     of = f"file://{storage.WEIGHTS.folder}/{digest}" if claim else base.spec.model.uri
     limits = base.spec.serving.adapters
-    command = ["neuron-runtime", "inspect", adapter.spec.model.uri, "--adapter-of", of]
+    command = ["neuron-runtime", "inspect", adapter.spec.model.uri, "--adapter-of", of, "--backend", base.spec.backend]
     command += ["--max-rank", str(limits.max_rank)] if limits.max_rank else []
     command += ["--targets", ",".join(limits.targets)] if limits.targets else []
     command += ["--record", names.TERMINATION_LOG]

@@ -11,7 +11,8 @@ from neuron_runtime import record
 from neuron_runtime.adapters.peft import TARGETS, AdapterRules
 from neuron_runtime.arguments import model_uri
 from neuron_runtime.config import AdapterOptions
-from neuron_runtime.engine.backends import PACKAGES
+from neuron_runtime.engine.backends import PACKAGES, package_of
+from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.uris import FORMS
 
 DEFAULT_MAX_RANK = AdapterOptions().max_rank
@@ -56,11 +57,21 @@ def _targets(text: str) -> tuple[str, ...]:
     return names
 
 
+def _min_rank(backend: str) -> int:
+    """The smallest rank that a backend computes; empty: any. Raises InvalidConfig if it serves no adapters."""
+    if not backend:
+        return 1
+    smallest = package_of(backend).MIN_ADAPTER_RANK if backend in PACKAGES else 0
+    if not smallest:
+        raise InvalidConfig("--backend", f"{backend} serves no adapters: name another one, or leave it out")
+    return smallest
+
+
 def run(options: argparse.Namespace) -> record.ModelFacts | record.AdapterFacts:
     from neuron_runtime import inspection  # noqa: PLC0415 - brings the backends
 
     if options.adapter_of:
-        rules = AdapterRules(options.max_rank, options.targets)
+        rules = AdapterRules(options.max_rank, options.targets, _min_rank(options.backend))
         adapter = inspection.inspect_adapter(model_uri(options.uri), model_uri(options.adapter_of), rules)
         print(inspection.facts_as_json(adapter) if options.json else inspection.adapter_as_text(options.uri, adapter))
         return adapter

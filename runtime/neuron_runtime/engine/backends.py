@@ -174,4 +174,9 @@ def backend_package(config: RuntimeConfig) -> BackendPackage:
     if config.backend not in PACKAGES:
         known = ", ".join(PACKAGES)
         raise InvalidConfig("$.backend", f"`{config.backend}` is not supported yet; supported backends: {known}")
-    return cast(BackendPackage, importlib.import_module(PACKAGES[config.backend]))
+    return package_of(config.backend)
+
+
+def package_of(backend: str) -> BackendPackage:
+    """That of one of `PACKAGES`."""
+    return cast(BackendPackage, importlib.import_module(PACKAGES[backend]))

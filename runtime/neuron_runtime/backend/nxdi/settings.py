@@ -28,6 +28,12 @@ from neuron_runtime.errors import ConfigProblems
 
 WITH_ADAPTERS = {**dict.fromkeys(("llama", "qwen2", "qwen3"), TARGETS), "mistral": TARGETS[:4]}
 """By application, the projections that are told whose adapter a row has. Mistral's layers do not tell their MLP."""
+KERNELS = {
+    "mlp_kernel_enabled": TARGETS[4:],
+    "out_proj_kernel_enabled": ("o_proj",),
+    "attn_block_tkg_nki_kernel_enabled": TARGETS[:4],
+}
+"""Kernels that take the weights of layers themselves, and so know nothing of the adapters of these projections."""
 MIN_ADAPTER_RANK = 2
 """NxD Inference takes an axis of one for none."""
 WITH_DRAFTS = ("llama", "mistral", "qwen2", "qwen3")
@@ -240,6 +246,11 @@ class _Derivation:
         for name in ("fused_qkv", SHARDED):
             if self._override.get(name):
                 self._refuse(f"{PATH}.{name}", "cannot be combined with adapters: leave out one of them")
+        for name, unadapted in KERNELS.items():
+            wrong = [one for one in unadapted if one in (adapters.targets or TARGETS)]
+            if wrong and self._override.get(name):
+                message = f"computes no adapters of {', '.join(wrong)}: leave it out, or these of adapters.targets"
+                self._refuse(f"{PATH}.{name}", message)
 
     def _check_drafts(
         self, blocks: bool, *, window_ends: bool, context: tuple[int, ...], row_buckets: tuple[int, ...]
