@@ -16,13 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.apiserver import ApiServer
-from helpers.manifests import REFUSED, spec_with
+from helpers.manifests import ADAPTERS, KINDS, MODELS, REFUSED, Manifests, spec_with
 from helpers.operator_rights import ensure_namespace
 from helpers.operator_worlds import body, condition, resolved_world
 from helpers.operators import CRDS, served
 from helpers.rendered_cases import FILES, render
 from neuron_operator.api.fields import Rule, SpecPart, broken_rules, fields_of, unwrapped
-from neuron_operator.api.model import Spec
 from neuron_operator.api.names import MAX_MODEL_NAME
 from neuron_operator.cluster.client import NEURON_MODELS, resource_of
 
@@ -40,39 +39,39 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
 
 
-def create(server: ApiServer, spec: dict[str, Any], name: str = "chat", query: str = "?dryRun=All") -> Any:
-    model = {
-        "apiVersion": NEURON_MODELS.api_version,
-        "kind": NEURON_MODELS.kind,
+def create(
+    server: ApiServer, spec: dict[str, Any], name: str = "chat", query: str = "?dryRun=All", of: Manifests = MODELS
+) -> Any:
+    body = {
+        "apiVersion": of.resource.api_version,
+        "kind": of.resource.kind,
         "metadata": {"name": name, "namespace": NAMESPACE},
         "spec": spec,
     }
-    return server.call("POST", NEURON_MODELS.path(NAMESPACE) + query, model)
+    return server.call("POST", of.resource.path(NAMESPACE) + query, body)
 
 
-def refusal(server: ApiServer, spec: dict[str, Any], name: str = "chat") -> list[tuple[str, str]]:
+def refusal(
+    server: ApiServer, spec: dict[str, Any], name: str = "chat", of: Manifests = MODELS
+) -> list[tuple[str, str]]:
     """Field and message of each cause in the response (the server adds one without a field if it skipped CEL rules)."""
     with pytest.raises(urllib.error.HTTPError) as error:
-        create(server, spec, name)
+        create(server, spec, name, of=of)
     assert error.value.code == 422, error.value.__notes__
     causes = json.loads(error.value.__notes__[0])["details"]["causes"]
     return [(cause["field"].lstrip("."), cause["message"]) for cause in causes if cause["field"] != "<nil>"]
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in REFUSED["cases"] if c["by"] == "schema"], ids=lambda case: str(case["name"])
-)
-def test_an_invalid_manifest_is_refused_naming_the_field(server: ApiServer, case: dict[str, Any]) -> None:
-    causes = refusal(server, spec_with(case["spec"]))
+@pytest.mark.parametrize(("of", "case"), [one for of in KINDS for one in of.cases(by="schema")])
+def test_an_invalid_manifest_is_refused_naming_the_field(server: ApiServer, of: Manifests, case: Any) -> None:
+    causes = refusal(server, of.spec_with(case["spec"]), of=of)
     assert all(field.startswith(case["field"]) for field, _ in causes), causes
     assert any(case.get("says", "") in f"{field} {message}" for field, message in causes), causes
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in REFUSED["cases"] if c["by"] == "operator"], ids=lambda case: str(case["name"])
-)
-def test_the_crd_accepts_values_that_only_the_operator_refuses(server: ApiServer, case: dict[str, Any]) -> None:
-    create(server, spec_with(case["spec"]))
+@pytest.mark.parametrize(("of", "case"), MODELS.cases(by="operator"))
+def test_the_crd_accepts_values_that_only_the_operator_refuses(server: ApiServer, of: Manifests, case: Any) -> None:
+    create(server, of.spec_with(case["spec"]), of=of)
 
 
 def declared_rules(kind: Any) -> Iterator[Rule]:
@@ -84,8 +83,8 @@ def declared_rules(kind: Any) -> Iterator[Rule]:
         yield from declared_rules(below)
 
 
-def kind_at(path: str) -> Any:
-    kind: Any = Spec
+def kind_at(path: str, of: Manifests) -> Any:
+    kind: Any = of.spec
     for key in path.split("."):
         kind = next(one.kind for one in fields_of(unwrapped(kind)[0]) if one.key == key)
     return kind
@@ -109,12 +108,13 @@ STORES = {"persistentVolumeClaim": {"claimName": "c"}, "objectStore": {"uri": "s
 NAMES = ("A", "B", "HOME", "HF_TOKEN", "NEURON_SERVING_RANK", "NEURON_SERVING")
 SCHEMES = ("hf://", "s3://", "pvc://", "oci://", "file:///", "file://", "file:./", "hf:", "")
 PIECES = ("a", "B9", "/", "/", "/../", "..", ".", "-", "--", "_", "@", "#", " ", "a/b", "bucket/p")
+URIS = st.builds(
+    lambda scheme, pieces: scheme + "".join(pieces),
+    st.sampled_from(SCHEMES),
+    st.lists(st.sampled_from(PIECES), min_size=1, max_size=5),
+)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "model.uri": st.builds(
-        lambda scheme, pieces: scheme + "".join(pieces),
-        st.sampled_from(SCHEMES),
-        st.lists(st.sampled_from(PIECES), min_size=1, max_size=5),
-    ),
+    "model.uri": URIS,
     "model.servedNames": lists_of("a", "b", "c"),
     "accelerator": st.builds(
         lambda kind, sizes: {**kind, **sizes},
@@ -156,22 +156,25 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", VALUES)
-def test_api_server_and_parser_report_the_same_broken_rules(server: ApiServer, path: str) -> None:
+VALUES_OF = {MODELS: VALUES, ADAPTERS: {"uri": URIS}}
+
+
+@pytest.mark.parametrize(("of", "path"), [(of, path) for of, values in VALUES_OF.items() for path in values], ids=str)
+def test_api_server_and_parser_report_the_same_broken_rules(server: ApiServer, of: Manifests, path: str) -> None:
     broken_once: set[str] = set()
 
     @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-    @given(VALUES[path])
+    @given(VALUES_OF[of][path])
     def compare(value: Any) -> None:
         for key in reversed(path.split(".")):
             value = {key: value}
-        spec = spec_with(value)
-        broken = list(broken_rules(Spec, msgspec.convert(spec, Spec), "spec"))
+        spec = of.spec_with(value)
+        broken = list(broken_rules(of.spec, msgspec.convert(spec, of.spec), "spec"))
         broken_once.update(message for _, message in broken)
         if not broken:
-            create(server, spec)
+            create(server, spec, of=of)
             return
-        causes = refusal(server, spec)
+        causes = refusal(server, spec, of=of)
         # Duplicates are found, at the second item, before CEL runs on the list; on what holds it, it may run too.
         twice = [(place, "Duplicate value") for place, message in broken if message == "must be unique"]
         for place, message in twice or broken:
@@ -183,12 +186,13 @@ def test_api_server_and_parser_report_the_same_broken_rules(server: ApiServer, p
         assert all(any(field.startswith(place) for place in places) for field, _ in causes), causes
 
     compare()
-    assert broken_once == {rule.message for rule in declared_rules(kind_at(path))}
+    assert broken_once == {rule.message for rule in declared_rules(kind_at(path, of))}
 
 
-def test_every_cel_rule_is_compared() -> None:
-    compared = [rule for path in VALUES for rule in declared_rules(kind_at(path))]
-    assert set(map(id, declared_rules(Spec))) == set(map(id, compared))
+@pytest.mark.parametrize("of", KINDS, ids=str)
+def test_every_cel_rule_is_compared(of: Manifests) -> None:
+    compared = [rule for path in VALUES_OF[of] for rule in declared_rules(kind_at(path, of))]
+    assert set(map(id, declared_rules(of.spec))) == set(map(id, compared))
 
 
 OF_ANOTHER_TYPE = {"string": 7, "integer": "x", "boolean": "x", "object": "x", "array": "x"}
@@ -203,6 +207,8 @@ def bad_values(schema: dict[str, Any]) -> Iterator[Any]:
         yield schema["maximum"] + 1
     if "minimum" in schema:
         yield schema["minimum"] - 1
+    if "minLength" in schema:
+        yield ""
     if "maxLength" in schema:
         yield "x" * (schema["maxLength"] + 1)
     if "maxProperties" in schema:
@@ -221,28 +227,32 @@ def bad_manifests(schema: dict[str, Any], path: tuple[str, ...] = ()) -> Iterato
         yield from bad_manifests(schema["items"], (*path, "[0]"))
 
 
-def test_the_api_server_names_each_field_that_is_beyond_its_bounds(server: ApiServer) -> None:
+@pytest.mark.parametrize(("of", "least"), [(MODELS, 150), (ADAPTERS, 13)], ids=str)
+def test_the_api_server_names_each_field_that_is_beyond_its_bounds(
+    server: ApiServer, of: Manifests, least: int
+) -> None:
     """Manifests made from the schema, without an operator. Some break rules of other fields, too."""
-    (version,) = yaml.safe_load((CRDS / "neuronmodels.yaml").read_text())["spec"]["versions"]
+    (version,) = yaml.safe_load((CRDS / f"{of.crd}.yaml").read_text())["spec"]["versions"]
     found = list(bad_manifests(version["schema"]["openAPIV3Schema"]["properties"]["spec"]))
     for path, bad in found:
         changes = bad
         for step in reversed(path):
             changes = [changes] if step == "[0]" else {step: changes}
         place = "spec." + ".".join(path).replace(".[0]", "[0]")
-        named = [field for field, _ in refusal(server, {**spec_with({}), **changes})]
+        named = [field for field, _ in refusal(server, {**of.spec_with({}), **changes}, of=of)]
         assert any(field.startswith((place, place.removesuffix("[0]"))) for field in named), (place, bad, named)
-    assert len(found) >= 150
+    assert len(found) >= least
 
 
-@pytest.mark.parametrize("changes", REFUSED["accepted"], ids=str)
-def test_the_api_server_accepts_what_the_operator_accepts(server: ApiServer, changes: dict[str, Any]) -> None:
-    create(server, spec_with(changes))
+@pytest.mark.parametrize(("of", "changes"), [one for of in KINDS for one in of.cases("accepted")])
+def test_the_api_server_accepts_what_the_operator_accepts(server: ApiServer, of: Manifests, changes: Any) -> None:
+    create(server, of.spec_with(changes), of=of)
 
 
+@pytest.mark.parametrize("of", KINDS, ids=str)
 @pytest.mark.parametrize("case", REFUSED["names"], ids=lambda case: str(case["name"]))
-def test_a_name_that_is_no_dns_label_is_refused(server: ApiServer, case: dict[str, Any]) -> None:
-    assert {field for field, _ in refusal(server, spec_with({}), case["name"])} == {"metadata.name"}
+def test_a_name_that_is_no_dns_label_is_refused(server: ApiServer, of: Manifests, case: dict[str, Any]) -> None:
+    assert {field for field, _ in refusal(server, of.spec_with({}), case["name"], of)} == {"metadata.name"}
 
 
 def test_an_unknown_field_is_refused_for_strict_clients_and_pruned_for_others(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from helpers.manifests import ADAPTERS, Manifests
 from helpers.operator_worlds import (
     JSON_VALUES,
     NOW,
@@ -510,10 +511,23 @@ def test_only_a_model_with_adapters_lets_the_operator_ask_its_replicas() -> None
         assert len(rule["from"]) == peers
 
 
-def test_a_manifest_of_an_adapter_is_refused_by_its_field() -> None:
-    for spec, field in (({"model": None}, "spec.model"), ({"model": "A"}, "spec.model"), ({"x": 1}, "spec")):
-        with pytest.raises(InvalidSpec) as refusal:
-            parse_adapter(adapter(spec))
-        assert refusal.value.field == field
+@pytest.mark.parametrize(("of", "case"), ADAPTERS.cases())
+def test_an_invalid_manifest_is_refused_naming_the_field(of: Manifests, case: Any) -> None:
+    with pytest.raises(InvalidSpec) as refused:
+        parse_adapter({**adapter(), "spec": of.spec_with(case["spec"])})
+    assert refused.value.field == case["field"]
+    assert case.get("says", "") in str(refused.value)
+
+
+@pytest.mark.parametrize(("of", "changes"), ADAPTERS.cases("accepted"))
+def test_an_accepted_manifest_is_parsed(of: Manifests, changes: Any) -> None:
+    spec = of.spec_with(changes)
+    assert parse_adapter({**adapter(), "spec": spec}).spec.uri == spec["uri"]
+
+
+def test_an_unknown_field_of_an_adapter_is_refused() -> None:
+    with pytest.raises(InvalidSpec) as refused:
+        parse_adapter(adapter({"x": 1}))
+    assert refused.value.field == "spec"
     assert parse_adapter(adapter()).spec.uri == "hf://acme/support-de"
     assert parse(body(MODEL_SPEC)).spec.serves_adapters
