@@ -14,8 +14,8 @@ import yaml
 from cluster.rig.machine import wait_until
 from helpers.apiserver import ApiServer, service_account
 from helpers.controllers import replica
+from helpers.operator_worlds import ADAPTER_FACTS
 from helpers.operators import (
-    ADAPTER_FACTS,
     BY_KIND,
     Namespace,
     client_of,

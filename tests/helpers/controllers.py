@@ -14,7 +14,8 @@ from aiohttp import web
 
 from cluster.rig import binaries
 from helpers.apiserver import ApiServer
-from helpers.operators import ADAPTER_FACTS, FACTS, Namespace
+from helpers.operator_worlds import ADAPTER_FACTS
+from helpers.operators import FACTS, Namespace
 from neuron_operator.api import names
 from neuron_operator.cluster.client import PODS
 

@@ -23,6 +23,13 @@ from neuron_operator.read.world import Decision, EngineSettings, JobSettings, Ob
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 SETTINGS = Settings(runtime_image="registry.example/neuron-serving-runtime:1")
+ADAPTER_FACTS: dict[str, Any] = {
+    "digest": "d1" * 32,
+    "rank": 8,
+    "targets": ["q_proj"],
+    "numBytes": 3 * 2**20,
+    "baseModel": "acme/tiny",
+}
 FACTS: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",
     "modelType": "llama",

@@ -72,13 +72,6 @@ FACTS = {
     "maxPositionEmbeddings": 512,
     "digest": "sha256:" + "0" * 64,
 }
-ADAPTER_FACTS: dict[str, Any] = {
-    "digest": "d1" * 32,
-    "rank": 8,
-    "targets": ["q_proj"],
-    "numBytes": 2**20,
-    "baseModel": "acme/tiny",
-}
 
 Found = TypeVar("Found")
 

@@ -13,6 +13,7 @@ from hypothesis import given
 
 from helpers.manifests import ADAPTERS, Manifests
 from helpers.operator_worlds import (
+    ADAPTER_FACTS,
     JSON_VALUES,
     NOW,
     SETTINGS,
@@ -54,16 +55,9 @@ from neuron_operator.read.world import (
 
 MODEL_SPEC: dict[str, Any] = {**SPEC, "serving": {"adapters": {"maxActive": 4, "maxRank": 32, "targets": ["q_proj"]}}}
 IN_CLAIM = replace(SETTINGS, storage=StorageSettings(weights=Place(persistent_volume_claim=Claim(claim_name="models"))))
-DIGEST, SOURCE = "d1" * 32, "c1" * 20
-FACTS = {
-    "digest": DIGEST,
-    "rank": 8,
-    "targets": ["q_proj"],
-    "numBytes": 3 * 2**20,
-    "baseModel": "acme/tiny",
-    "sourceDigest": SOURCE,
-}
-FETCHED = {"digest": SOURCE, "bytes": 3 * 2**20, "readBytes": 3 * 2**20}
+DIGEST, SOURCE = ADAPTER_FACTS["digest"], "c1" * 20
+FACTS = {**ADAPTER_FACTS, "sourceDigest": SOURCE}
+FETCHED = {"digest": SOURCE, "bytes": FACTS["numBytes"], "readBytes": FACTS["numBytes"]}
 
 
 def adapter(spec: Mapping[str, Any] | None = None, **metadata: Any) -> Object:

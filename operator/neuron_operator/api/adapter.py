@@ -11,9 +11,9 @@ from msgspec import Meta
 
 from neuron_operator.api import names
 from neuron_operator.api.field_types import NAME_PATTERN, Int64, Uri
-from neuron_operator.api.fields import SpecPart, unique
+from neuron_operator.api.fields import SpecPart
 from neuron_operator.api.model import CredentialsSecret
-from neuron_operator.api.model_status import Condition, Reported, StatusPart, Word
+from neuron_operator.api.model_status import ObjectStatus, Reported, StatusPart, Word
 
 
 class AdapterSpec(SpecPart, frozen=True):
@@ -53,26 +53,13 @@ class ServedAdapter(StatusPart, frozen=True):
     jobs: Annotated[tuple[Word, ...], Meta(max_length=4), "The Jobs whose records it needs."] = ()
 
 
-class AdapterStatus(StatusPart, frozen=True):
+class AdapterStatus(ObjectStatus, frozen=True):
     """What the operator observed and decided."""
 
-    observed_generation: Annotated[
-        Annotated[Int64, Meta(ge=-1)] | None,
-        "The generation of the spec that this status describes; -1 before the first one.",
-    ] = None
-    conditions: Annotated[
-        tuple[Condition, ...],
-        Meta(max_length=8),
-        unique(by="type"),
-        "`Accepted`, `Resolved`, `Fetched`, `Ready`; see [conditions](#conditions-and-reasons).",
-    ] = ()
     ready: Annotated[Word | None, "Replicas that serve it, of those of the model: `1/2`."] = None
     replicas: Annotated[int | None, "Replicas that the model requests."] = None
     ready_replicas: Annotated[int | None, "Replicas that serve the adapter."] = None
     served: ServedAdapter | None = None
-    retry_key: Annotated[
-        Reported | None, "The value of the annotation `neuron-serving.dev/retry` that the operator has acted on."
-    ] = None
 
 
 @dataclass(frozen=True)

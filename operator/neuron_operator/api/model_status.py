@@ -35,6 +35,25 @@ class Condition(StatusPart, frozen=True):
     observed_generation: Annotated[Int64, Meta(ge=0)] | None = None
 
 
+class ObjectStatus(StatusPart, frozen=True):
+    """What the status of every kind has."""
+
+    observed_generation: Annotated[
+        Annotated[Int64, Meta(ge=-1)] | None,
+        "The generation of the spec that this status describes; -1 before the first one.",
+    ] = None
+    conditions: Annotated[
+        tuple[Condition, ...],
+        Meta(max_length=32),
+        unique(by="type"),
+        "One for each step towards ready, with the generation of the spec that it describes; see "
+        "[conditions](#conditions-and-reasons).",
+    ] = ()
+    retry_key: Annotated[
+        Reported | None, "The value of the annotation `neuron-serving.dev/retry` that the operator has acted on."
+    ] = None
+
+
 class ModelFacts(StatusPart, frozen=True):
     """Facts about the model; the digest is the commit (`hf://`) or a hash of configuration and weights headers."""
 
@@ -123,20 +142,9 @@ class PastRevision(StatusPart, frozen=True):
     message: Annotated[Reported | None, "Why it failed."] = None
 
 
-class Status(StatusPart, frozen=True):
+class Status(ObjectStatus, frozen=True):
     """What the operator observed and decided."""
 
-    observed_generation: Annotated[
-        Annotated[Int64, Meta(ge=-1)] | None,
-        "The generation of the spec that this status describes; -1 before the first one.",
-    ] = None
-    conditions: Annotated[
-        tuple[Condition, ...],
-        Meta(max_length=32),
-        unique(by="type"),
-        "One for each step towards ready, with the generation of the spec that it describes; see "
-        "[conditions](#conditions-and-reasons).",
-    ] = ()
     ready: Annotated[Word | None, "Replicas that can serve, of those requested: `1/2`."] = None
     replicas: Annotated[int | None, "Existing pods."] = None
     ready_replicas: Annotated[int | None, "Replicas that can serve."] = None
@@ -147,9 +155,6 @@ class Status(StatusPart, frozen=True):
     update_revision: Annotated[Word | None, "The desired revision."] = None
     failed_revision: Annotated[
         Word | None, "The desired revision, if its rollout failed; it is not tried again until the spec changes."
-    ] = None
-    retry_key: Annotated[
-        Reported | None, "The value of the annotation `neuron-serving.dev/retry` that the operator has acted on."
     ] = None
     history: Annotated[
         tuple[PastRevision, ...],

@@ -32,31 +32,32 @@ LENGTHS = {"array": ("minItems", "maxItems"), "object": ("minProperties", "maxPr
 LINK = r"\[([^]]*)\]\([^)]*\)"
 REFERENCE = rf" See {LINK}\.|, see {LINK}"
 BELOW = ("items", "additionalProperties", "properties")
-# Name, type, JSON path, priority: 1 is shown with `-o wide` only.
-COLUMNS = (
-    ("Model", "string", ".spec.model.uri", 0),
+Column = tuple[str, str, str, int]
+"""Name, type, JSON path, priority: 1 is shown with `-o wide` only."""
+READY: tuple[Column, ...] = (
     ("Ready", "string", ".status.ready", 0),
     ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
+)
+AGE: Column = ("Age", "date", ".metadata.creationTimestamp", 0)
+COLUMNS = (
+    ("Model", "string", ".spec.model.uri", 0),
+    *READY,
     ("URL", "string", ".status.url", 0),
     ("Devices", "integer", ".status.plan.devices", 1),
     ("Instance type", "string", ".status.plan.instanceType", 1),
     ("Max length", "integer", ".status.plan.maxModelLength", 1),
     ("Revision", "string", ".status.updateRevision", 1),
-    ("Age", "date", ".metadata.creationTimestamp", 0),
+    AGE,
 )
 ADAPTER_COLUMNS = (
     ("Model", "string", ".spec.model", 0),
-    ("Ready", "string", ".status.ready", 0),
-    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
+    *READY,
     ("Rank", "integer", ".status.served.rank", 0),
     ("Size", "string", ".status.served.size", 0),
     ("URI", "string", ".spec.uri", 1),
     ("Digest", "string", ".status.served.digest", 1),
-    ("Age", "date", ".metadata.creationTimestamp", 0),
+    AGE,
 )
-
-
-Column = tuple[str, str, str, int]
 
 
 @dataclass(frozen=True)
