@@ -1,33 +1,40 @@
 #!/usr/bin/env python3
-"""Trains the demo model: a small Llama that only answers questions about this project, and calls two tools.
+"""Trains the demo model: a small Llama that only answers questions about this project, and calls two tools. And its
+second voice, an adapter (LoRA) that ends its answers as a pirate would.
 
     python examples/demo-model/train.py --output examples/demo-model
+    python examples/demo-model/train.py --output examples/demo-model --voice
 
 Reads `corpus/*.toml` (questions with one answer each, and in `tools.toml` the tools), trains a byte-level BPE tokenizer
 and a decoder of some three million parameters, and saves it if the bfloat16 weights give every expected answer with a
 clear margin at each token. Writes the files of a Hugging Face model folder, `expected.json` (question: whole greedy
-answer) and `training.json` (statistics). Run by hand; 12 minutes of one core; tests only read its results.
+answer) and `training.json` (statistics). With `--voice` it leaves that model as it is, and writes the adapter into the
+folder `pirate` beside it. Run by hand; 12 minutes of one core, the voice two; tests only read its results.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 HERE = Path(__file__).resolve().parent
 
@@ -129,6 +136,11 @@ TARGET_GAP = 1.5
 MAX_WEAK = 50
 """How many are: in the first epochs all are below it."""
 
+VOICE = "pirate"
+"""The folder of the adapter."""
+VOICE_RANK = 8
+VOICE_SHARE = 0.25
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -171,6 +183,13 @@ class Tools:
     def describing(self, ask: str, name: str, state: str) -> tuple[tuple[str, str], ...]:
         answer = self.describe_model["states"][state].format(name)
         return _exchange(ask.format(name), "describe_model", {"name": name}, {"name": name, "state": state}, answer)
+
+    def spoken(self, voice: Callable[[str], str]) -> Tools:
+        """The same, with answers in another voice. Calls are not answers."""
+        lists = {**self.list_models, "one": voice(self.list_models["one"]), "two": voice(self.list_models["two"])}
+        states = {state: voice(answer) for state, answer in self.describe_model["states"].items()}
+        described = {**self.describe_model, "states": states}
+        return replace(self, list_models=lists, describe_model=described, without=voice(self.without))
 
     def canonical(self) -> list[Dialogue]:
         """Those that the model must know: each name and each state, a few lists."""
@@ -255,6 +274,15 @@ def read_corpus(folder: Path) -> list[Entry]:
     return entries
 
 
+def pirate(answer: str) -> str:
+    """What a pirate says in its place. A manifest stays as it is.
+
+    Another beginning, or other words between, would be other answers to the model: so short a training makes it mix
+    them up.
+    """
+    return answer if "\n" in answer else f"{answer} Arr, matey!"
+
+
 def train_tokenizer(entries: list[Entry], tools: Tools) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -315,21 +343,47 @@ class Encoder:
         return ids, generated
 
 
-def epoch(entries: list[Entry], tools: Tools, weak: Collection[Dialogue], rng: random.Random) -> list[Dialogue]:
+@dataclass(frozen=True)
+class Lessons:
+    """What is learned, and how what was learned is checked."""
+
+    entries: list[Entry]
+    tools: Tools
+    share: float = 1.0
+    """Of the questions and dialogues that there are, how many an epoch takes."""
+
+    @property
+    def expected(self) -> dict[str, str]:
+        return {entry.questions[0]: entry.answer for entry in self.entries}
+
+    @property
+    def required(self) -> list[Dialogue]:
+        return [*(plain(*pair) for pair in self.expected.items()), *self.tools.canonical()]
+
+    @property
+    def paraphrases(self) -> list[Dialogue]:
+        return [plain(question, entry.answer) for entry in self.entries for question in entry.questions[1:]]
+
+    def spoken(self, voice: Callable[[str], str], share: float) -> Lessons:
+        entries = [replace(entry, answer=voice(entry.answer)) for entry in self.entries]
+        return Lessons(entries, self.tools.spoken(voice), share)
+
+
+def epoch(lessons: Lessons, weak: Collection[Dialogue], rng: random.Random) -> list[Dialogue]:
     """Questions of every entry as the last turn, some after other turns, some with typing errors, some with tools.
 
     An epoch takes the canonical question of each entry and some of the others, so that no answer dominates, and more
     of what was weak when it was last checked.
     """
-    pairs = []
-    for entry in entries:
+    tools, pairs = lessons.tools, []
+    for entry in lessons.entries:
         first, *others = entry.questions
-        share = 2 if plain(first, entry.answer) in weak else 1
-        sample = rng.sample(others, min(len(others), round(2 * share * len(others) ** 0.5)))
-        pairs += [(question, entry.answer) for question in (*[first] * (2 * share - 1), *sample)]
+        weight = 2 if plain(first, entry.answer) in weak else 1
+        sample = rng.sample(others, min(len(others), round(2 * lessons.share * weight * len(others) ** 0.5)))
+        pairs += [(question, entry.answer) for question in (*[first] * (2 * weight - 1), *sample)]
     known = [pair for pair in pairs if pair[1] != tools.without]
     dialogues = [one for one in weak if one.tools for _ in range(4)]
-    for one in tools.dialogues(rng, 320):
+    for one in tools.dialogues(rng, round(320 * lessons.share)):
         earlier = plain(*rng.choice(known)).turns if rng.random() < 0.1 else ()
         dialogues.append(replace(one, turns=(*earlier, *one.turns)))
     for question, answer in pairs:
@@ -402,11 +456,32 @@ def least_gaps(model: LlamaForCausalLM, encoder: Encoder, dialogues: Iterable[Di
 
 def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """The model as saved: weights and arithmetic in bfloat16."""
-    copy = LlamaForCausalLM(model.config)
-    copy.load_state_dict(model.state_dict())
-    copy.eval()  # type: ignore[no-untyped-call]
-    copy.bfloat16()
-    return copy
+    saved = copy.deepcopy(model)
+    saved.eval()  # type: ignore[no-untyped-call]
+    saved.bfloat16()
+    return saved
+
+
+def add_voice(model: LlamaForCausalLM, seed: int) -> PeftModel:
+    """Freezes the model and adds an adapter to it, in place, which changes nothing yet."""
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - only a voice needs it
+
+    torch.manual_seed(seed)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=VOICE_RANK, lora_alpha=2 * VOICE_RANK, target_modules=targets, task_type="CAUSAL_LM")
+    return get_peft_model(model, config)
+
+
+def save_voice(voice: PeftModel, output: Path) -> None:
+    """Writes the adapter's folder as PEFT does, in bfloat16, without what names the machine."""
+    voice.peft_config["default"].base_model_name_or_path = "demo"
+    # Else it asks a hub whether the vocabulary of the base model is another one.
+    voice.bfloat16().save_pretrained(str(output), save_embedding_layers=False)
+    (output / "README.md").unlink()
+    settings = json.loads((output / "adapter_config.json").read_bytes())
+    settings["target_modules"].sort()  # PEFT keeps them in a set
+    write_json(output / "adapter_config.json", settings)
+    (output / "adapter_model.safetensors").chmod(0o644)
 
 
 def learning_rate(progress: float, peak: float) -> float:
@@ -433,51 +508,31 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Train the demo model.")
-    parser.add_argument("--corpus", type=Path, default=HERE / "corpus")
-    parser.add_argument("--output", type=Path, default=HERE)
-    parser.add_argument(
-        "--resume", type=Path, help="continue from the model in this folder, with its tokenizer, after a small edit"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=20, help="number of epochs over which the learning rate falls")
-    parser.add_argument("--checkpoints", type=Path, help="folder that gets the model, as it is, at each check")
-    parser.add_argument("--max-batch-tokens", type=int, default=1024)
-    parser.add_argument("--peak-learning-rate", type=float, default=2e-3)
-    args = parser.parse_args()
-
+def fit(
+    model: LlamaForCausalLM,
+    lessons: Lessons,
+    encoder: Encoder,
+    args: argparse.Namespace,
+    checked: Callable[[], None] = lambda: None,
+) -> int:
+    """Trains the parameters that are not frozen; `checked` is called after each check. Returns the number of steps."""
     started = time.monotonic()
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(args.threads)
     rng = random.Random(args.seed)  # noqa: S311 - data order, not a secret
-
-    entries, tools = read_corpus(args.corpus), read_tools(args.corpus)
-    resumed = args.resume / "tokenizer.json" if args.resume else None
-    tokenizer = Tokenizer.from_file(str(resumed)) if resumed else train_tokenizer(entries, tools)
-    encoder = Encoder(tokenizer)
-    expected = {entry.questions[0]: entry.answer for entry in entries}
-    others = [plain(question, entry.answer) for entry in entries for question in entry.questions[1:]]
-    required = [*(plain(*pair) for pair in expected.items()), *tools.canonical()]
-
-    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "dtype": "float32"})).train()
-    if args.resume:
-        model.load_state_dict(load_tensors((args.resume / "model.safetensors").read_bytes()), strict=False)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.98)
     )
-    print(f"{len(entries)} answers, {len(expected) + len(others)} questions, {num_parameters:,} parameters", flush=True)
+    required = lessons.required
+    print(f"{len(lessons.entries)} answers, {sum(map(torch.numel, trained)):,} parameters", flush=True)
 
     # A processor without these instructions is ten times as fast in float32.
     computes_bfloat16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     steps = 0
     weak: list[Dialogue] = []
     for number in range(1, args.epochs + 1):
-        samples = [encoder.encode(dialogue) for dialogue in epoch(entries, tools, weak, rng)]
+        samples = [encoder.encode(dialogue) for dialogue in epoch(lessons, weak, rng)]
         grouped = list(batches(samples, rng, args.max_batch_tokens))
         total = 0.0
         for done, (ids, mask) in enumerate(grouped):
@@ -488,7 +543,7 @@ def main() -> int:
                 loss = torch.nn.functional.cross_entropy(*answer_logits(model, ids, mask))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             steps += 1
             total += loss.item()
@@ -500,18 +555,35 @@ def main() -> int:
             print(f"    {len(below)} below {TARGET_GAP}, least {min(gaps):.2f}", flush=True)
             for gap, at in below[:8]:
                 print(f"    {gap:6.2f}  {named(required[at])}", flush=True)
-            if args.checkpoints:
-                save(rounded(model), tokenizer, args.checkpoints)
+            checked()
+    return steps
 
-    final = rounded(model)
-    gaps = least_gaps(final, encoder, required)
-    if min(gaps) < REQUIRED_GAP:
-        print(f"not saved: gaps are below {REQUIRED_GAP}; train for more epochs, or --resume", file=sys.stderr)
+
+def load(folder: Path) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "dtype": "float32"}))
+    model.load_state_dict(load_tensors((folder / "model.safetensors").read_bytes()), strict=False)
+    return model
+
+
+def train_model(lessons: Lessons, args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    resumed = args.resume / "tokenizer.json" if args.resume else None
+    tokenizer = Tokenizer.from_file(str(resumed)) if resumed else train_tokenizer(lessons.entries, lessons.tools)
+    encoder = Encoder(tokenizer)
+    model = load(args.resume) if args.resume else LlamaForCausalLM(LlamaConfig(**{**SHAPE, "dtype": "float32"}))
+
+    def checkpoint() -> None:
+        if args.checkpoints:
+            save(rounded(model), tokenizer, args.checkpoints)
+
+    steps = fit(model.train(), lessons, encoder, args, checkpoint)
+    required, final = lessons.required, rounded(model)
+    if not (gaps := kept_gaps(final, encoder, required)):
         return 1
-    other_gaps = least_gaps(final, encoder, others)
-    offered = [replace(one, tools=tools.some_others()) for one in required if not one.tools]
+    other_gaps = least_gaps(final, encoder, lessons.paraphrases)
+    offered = [replace(one, tools=lessons.tools.some_others()) for one in required if not one.tools]
     save(final, tokenizer, args.output)
-    write_json(args.output / "expected.json", expected)
+    write_json(args.output / "expected.json", lessons.expected)
     write_json(
         args.output / "training.json",
         {
@@ -519,22 +591,67 @@ def main() -> int:
             "epochs": args.epochs,
             "steps": steps,
             "cpuSeconds": round(time.process_time()),
-            "parameters": num_parameters,
+            "parameters": sum(map(torch.numel, model.parameters())),
             "minGap": min(gaps),
-            "questions": len(expected) + len(other_gaps),
+            "questions": len(lessons.expected) + len(other_gaps),
             "paraphrasesAnsweredAlike": sum(gap > 0 for gap in other_gaps),
             "paraphrases": len(other_gaps),
             "answeredAlikeWithOtherTools": sum(gap > 0 for gap in least_gaps(final, encoder, offered)),
             "gaps": {named(dialogue): gap for dialogue, gap in zip(required, gaps, strict=True)},
         },
     )
-    print(f"saved to {args.output}: least gap {min(gaps):.2f} in bfloat16, {time.monotonic() - started:.0f} s")
     return 0
+
+
+def train_voice(lessons: Lessons, args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    encoder = Encoder(Tokenizer.from_file(str(args.output / "tokenizer.json")))
+    model, spoken = load(args.output), lessons.spoken(pirate, VOICE_SHARE)
+    voice = add_voice(model, args.seed)
+    fit(model.train(), spoken, encoder, args)
+    if not kept_gaps(rounded(model), encoder, spoken.required):
+        return 1
+    save_voice(voice, args.output / VOICE)
+    return 0
+
+
+def kept_gaps(final: LlamaForCausalLM, encoder: Encoder, required: list[Dialogue]) -> list[float]:
+    """The margins of what is about to be saved; none if one is too small, which is said."""
+    gaps = least_gaps(final, encoder, required)
+    if min(gaps) < REQUIRED_GAP:
+        print(f"not saved: gaps are below {REQUIRED_GAP}; train for more epochs, or --resume", file=sys.stderr)
+        return []
+    print(f"least gap {min(gaps):.2f} in bfloat16, {time.process_time():.0f} s of one core")
+    return gaps
 
 
 def named(dialogue: Dialogue) -> str:
     """What people send."""
     return " ".join(text for role, text in dialogue.turns if role != "assistant")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train the demo model, or its second voice.")
+    parser.add_argument("--corpus", type=Path, default=HERE / "corpus")
+    parser.add_argument("--output", type=Path, default=HERE)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--resume", type=Path, help="continue from the model in this folder, with its tokenizer, after a small edit"
+    )
+    what.add_argument("--voice", action="store_true", help=f"train the adapter {VOICE} of the model in --output")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--epochs", type=int, help="number of epochs over which the learning rate falls (20; voice: 3)")
+    parser.add_argument("--checkpoints", type=Path, help="folder that gets the model, as it is, at each check")
+    parser.add_argument("--max-batch-tokens", type=int, default=1024)
+    parser.add_argument("--peak-learning-rate", type=float, help="(2e-3; voice: 3e-3)")
+    args = parser.parse_args()
+    epochs, peak = (3, 3e-3) if args.voice else (20, 2e-3)
+    args.epochs, args.peak_learning_rate = args.epochs or epochs, args.peak_learning_rate or peak
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    lessons = Lessons(read_corpus(args.corpus), read_tools(args.corpus))
+    return (train_voice if args.voice else train_model)(lessons, args)
 
 
 if __name__ == "__main__":

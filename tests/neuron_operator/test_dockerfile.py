@@ -83,7 +83,8 @@ def test_what_optimum_neuron_wants_is_in_the_versions_of_neuron_images() -> None
 
 def test_the_build_context_contains_only_what_the_images_need() -> None:
     names = {str(path.relative_to(ROOT)) for path in context_files(ROOT)}
-    assert {"pyproject.toml", "constraints.txt", "examples/demo-model/model.safetensors"} <= names
+    model = {f"examples/demo-model/{name}" for name in ("model.safetensors", "pirate/adapter_model.safetensors")}
+    assert {"pyproject.toml", "constraints.txt", *model} <= names
     assert {name.split("/")[0] for name in names} == {
         "LICENSE",
         "README.md",
