@@ -253,7 +253,7 @@ class LLM:
                 with naming_prompt(number, len(prompts)):
                     admission = self._admission(adapter)
                     params_of = one or _default_params(admission)
-                    asked.append(self._admit(admission, fields_of(prompt, admission), params_of, rank, adapter))
+                    asked.append(self._admit(fields_of(prompt, admission), params_of, rank, adapter))
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(
                 total=len(asked), desc="Processed prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm
@@ -266,14 +266,10 @@ class LLM:
         return self._admissions.of(None) if adapter is None else self._admissions.at(self._adapters.target(adapter))
 
     def _admit(
-        self,
-        admission: Admission,
-        prompt: dict[str, Any],
-        params: SamplingParams,
-        priority: int,
-        adapter: LoRARequest | None,
+        self, prompt: dict[str, Any], params: SamplingParams, priority: int, adapter: LoRARequest | None = None
     ) -> RunningPrompt:
         """Check a prompt and its parameters completely. Raises InvalidRequest."""
+        admission = self._admission(adapter)
         fields = {**prompt, "priority": priority, "return_token_ids": True}
         text = fields.pop("text", None)
         ask = admitted_completion(admission, params.body(fields, admission.limits.max_model_length))
