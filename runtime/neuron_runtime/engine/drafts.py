@@ -205,6 +205,8 @@ NUM_CALM = 3
 """Answers of no before a step without drafts is like any other: the steps before it overlap as usual."""
 FIRST_PATIENCE, MAX_PATIENCE = 32, 4096
 """Steps after which drafts that did not pay are tried again; doubled each time."""
+NUM_SKIPPED = 16
+"""Steps for which drafts that cannot pay are not thought of."""
 TRIED = 0.1
 """Probability below which no draft is made where its cost is unknown."""
 
@@ -371,6 +373,10 @@ class Drafts:
             pace.rest = NUM_CALM
             return False
         plain_speed = num_rows / pace.plain
+        most = num_rows * self._max
+        if pace.is_known and num_rows + most <= plain_speed * pace.seconds(most) and pace.num_idle < pace.patience:
+            pace.rest = NUM_SKIPPED  # it would not pay if all were right
+            return False
         self._threshold = pace.each * max(plain_speed, pace.speed) if pace.is_known else TRIED
         num_drafts, expected = self._expected(sequences)
         speed = (num_rows + expected) / pace.seconds(num_drafts) if num_drafts else 0.0
