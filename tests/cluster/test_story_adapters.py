@@ -24,7 +24,7 @@ import pytest
 from cluster.rig.commands import CommandFailed
 from cluster.rig.faults import kill_processes
 from cluster.rig.rig import WAITING, Rig
-from cluster.rig.shared_storage import STORAGE_CLASS, shared_volume
+from cluster.rig.shared_storage import STORAGE_CLASS, Volume, shared_volume
 from cluster.servers import Hub, hub_in_pod, object_store_in_pod
 from cluster.stories import (
     CLAIMS_OF_THE_CHART,
@@ -95,6 +95,8 @@ class Told:
     """The image of clients."""
     folder: Path
     """Has a folder of each adapter."""
+    weights: Volume
+    """What Jobs have fetched."""
 
     def add(self, *adapters: str) -> None:
         """Adds adapters of the hub to `chat`, or finds them there, and waits until they are ready."""
@@ -144,10 +146,13 @@ class Told:
             for pod in self.story.serving_pods()
         }
 
+    def status(self, adapter: str) -> Any:
+        return self.story.rig.read(NEURON_ADAPTERS.path(self.story.namespace, adapter)).get("status", {})
+
     def ready(self, adapter: str) -> Any:
         """Its condition."""
-        found = self.story.rig.read(NEURON_ADAPTERS.path(self.story.namespace, adapter)).get("status", {})
-        return next((one for one in found.get("conditions", ()) if one["type"] == "Ready"), {"reason": ""})
+        found = self.status(adapter).get("conditions", ())
+        return next((one for one in found if one["type"] == "Ready"), {"reason": ""})
 
     def until_reason(self, adapter: str, reason: str) -> tuple[str, float]:
         """The message, and the seconds until it was there."""
@@ -186,14 +191,13 @@ def told(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
         install(rig, images, values=values)
         rig.create_namespace(namespace)
         undo.callback(rig.kubectl, "delete", "namespace", namespace, "--wait=false")
-        undo.enter_context(shared_volume(rig, namespace, WEIGHTS_CLAIM))
+        weights = undo.enter_context(shared_volume(rig, namespace, WEIGHTS_CLAIM))
         story = Story(rig, namespace)
-        told = Told(story, hub, images.runtime, folder)
+        told = Told(story, hub, images.runtime, folder, weights)
         for name in (*NAMES, *bad):
             told.publish(name, name)
         with story.stage("a model that serves adapters"):
-            serving = {**SERVING, "adapters": {"maxActive": 3, "maxLoaded": 6, "targets": list(TARGETS)}}
-            story.apply(model_of("chat", "hf://demo/demo", replicas=2, engine=TORCH, serving=serving))
+            story.apply(chat(maxRank=16))
             story.until_ready(2)
         yield told
         print(json.dumps({name: round(seconds, 1) for name, seconds in story.seconds.items()}))
@@ -214,6 +218,13 @@ def _write_bad(folder: Path) -> tuple[str, ...]:
 def adapter(name: str, **spec: Any) -> dict[str, Any]:
     about = {"apiVersion": names.API_VERSION, "kind": names.ADAPTER_KIND, "metadata": {"name": name}}
     return {**about, "spec": {"model": "chat", "uri": f"hf://demo/{name}", **spec}}
+
+
+def chat(**adapters: Any) -> dict[str, Any]:
+    serving = {**SERVING, "adapters": {"maxActive": 3, "maxLoaded": 6, "targets": list(TARGETS), **adapters}}
+    # A busy node takes some seconds to stop sending requests to a replica that drains.
+    rollout = {"drainDelaySeconds": 5}
+    return model_of("chat", "hf://demo/demo", replicas=2, engine=TORCH, serving=serving, rollout=rollout)
 
 
 def test_eight_come_while_200_streams_run_and_each_answers_with_its_own_weights(told: Told) -> None:
@@ -318,7 +329,9 @@ def test_other_weights_under_a_name_and_replicas_that_are_killed(told: Told) -> 
         story.kubectl("delete", "na", "de")
         story.until("de is gone", lambda: all("404" in found["de"][0] for found in told.answers(["de"])))
         told.publish("de-again", "de")
-        told.add("de")
+        story.apply(adapter("de"))
+        story.kill_operator()
+        told.wait_ready("de")
     expected = told.expected(**{name: name for name in NAMES} | {"de": "de-again"})
     assert told.answers(list(expected)) == [expected] * 4
     assert told.starts() == before
@@ -336,10 +349,27 @@ def test_other_weights_under_a_name_and_replicas_that_are_killed(told: Told) -> 
     story.kubectl("delete", "na", "de")
 
 
+def test_an_adapter_that_is_lost_from_the_claim_is_fetched_again(told: Told) -> None:
+    story, good = told.story, NAMES[1:3]
+    told.add(*good)
+    lost, _ = good
+    with story.stage("an adapter is lost"):
+        pod, _ = story.ready_pods()
+        shutil.rmtree(told.weights.folder / f"{told.status(lost)['served']['sourceDigest']}-adapter")
+        story.kubectl("delete", "pod", pod["metadata"]["name"])
+        told.until_reason(lost, "WeightsMissing")
+        assert told.ready(good[1])["reason"] in ("Ready", "Loading")
+        story.kubectl("annotate", "na", lost, "neuron-serving.dev/retry=now")
+        told.wait_ready(*good)
+        story.until_ready(2)
+    expected = told.expected(**{name: name for name in good})
+    assert told.answers(list(expected)) == [expected] * 4
+
+
 def test_who_may_add_adapters_of_one_namespace_has_no_way_to_anything_else(told: Told) -> None:
     story, rig = told.story, told.story.rig
     told.add("fr")
-    theirs = Told(Story(rig, f"{story.namespace}-other"), told.hub, told.client, told.folder)
+    theirs = Told(Story(rig, f"{story.namespace}-other"), told.hub, told.client, told.folder, told.weights)
     rig.create_namespace(theirs.story.namespace)
     role = ("--clusterrole=neuron-operator-adapters", "--user=trainer")
     theirs.story.kubectl("create", "rolebinding", "trainer", *role)
@@ -360,6 +390,28 @@ def test_who_may_add_adapters_of_one_namespace_has_no_way_to_anything_else(told:
     for found in told.answers(["stranger"]):
         assert all("404" in answer and "fr" in answer for answer in found["stranger"]), found
     rig.kubectl("delete", "namespace", theirs.story.namespace, "--wait=false")
+
+
+def test_a_model_that_may_hold_more_is_replaced_once_and_takes_what_it_refused(told: Told) -> None:
+    story = told.story
+    told.add("fr")
+    story.apply(adapter("high"))
+    told.until_reason("high", "RankTooHigh")
+    before = [pod["metadata"]["name"] for pod in story.ready_pods()]
+    with (
+        story.traffic(told.client, clients=4, num_tokens=60, least=100),
+        story.stage("a higher rank, under traffic"),
+    ):
+        story.apply(chat(maxRank=32))
+        story.until_replaced(before, 2)
+        told.wait_ready("fr", "high")
+    after = told.starts()
+    expected = told.expected(fr="fr", high="high")
+    assert told.answers(list(expected)) == [expected] * 4
+    assert told.starts() == after
+    story.kubectl("delete", "na", "high")
+    story.apply(chat(maxRank=16))
+    story.until_replaced([pod["metadata"]["name"] for pod in story.ready_pods()], 2)
 
 
 def test_adapters_come_from_s3_and_from_claims_with_and_without_a_claim_for_weights(told: Told) -> None:
@@ -409,12 +461,12 @@ def test_adapters_come_from_s3_and_from_claims_with_and_without_a_claim_for_weig
             for model in ("in-claim", "in-bucket"):
                 story.until_ready(1, model)
             told.wait_ready("claimed", "stored", "by-pods")
-        for base, served, folder in (
+        for base, served, source in (
             ("chat", "stored", "stored"),
             ("in-claim", "claimed", "claimed"),
             ("in-bucket", "by-pods", "stored"),
         ):
-            expected = told.expected(base, **{served: folder})
+            expected = told.expected(base, **{served: source})
             found = told.answers(list(expected), base)
             assert found == [expected] * len(found), base
             assert found
