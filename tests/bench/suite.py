@@ -46,6 +46,9 @@ COMPILED_TARGETS = {1: 1.2, 8: 1.25, 32: 1.15}
 ADAPTERS, ADAPTER_RANK = 8, 16
 ADAPTER_TARGETS = {0: 1.02, ADAPTERS: 1.25}
 """Bounds of a step relative to one of the base model, by the number of adapters that its rows use."""
+DRAFT_TARGETS = {(1, True): 1.8, (MAX_ROWS, True): 0.98, (MAX_ROWS, False): 0.98}
+"""Bounds of tokens per second with drafts relative to those without, by number of rows and whether answers repeat their
+prompts."""
 HTTP_TARGET, HTTP_AIM = 0.90, 0.97
 HTTP_STREAMS = (8, 16, 32)
 LOADING_TARGET = 0.5
@@ -353,6 +356,38 @@ def adapters_section(effort: Effort) -> Found:
     return Found(f"adapters of rank {ADAPTER_RANK}, uncompiled decode steps, {MODEL}", rows, data)
 
 
+def drafts_section(effort: Effort) -> Found:
+    """Decoding with n-gram drafts compared with decoding without."""
+    from bench import drafts
+
+    speculation = {"method": "ngram", "num_speculative_tokens": drafts.MAX_DRAFTS}
+    points: dict[tuple[int, bool], list[drafts.Point]] = {kind: [] for kind in DRAFT_TARGETS}
+    for _ in range(effort.num_iters):
+        with _engine(max_model_len=2 * drafts.OUTPUT_LEN, speculative_config=speculation) as engine:
+            for (num_rows, repeats), some in points.items():
+                answers = (
+                    drafts.edits(engine.model_dir, num_rows)
+                    if repeats
+                    else drafts.noise(engine.backend.limits.vocabulary_size, num_rows)
+                )
+                some.append(drafts.measure(engine, answers, num_turns=2 * effort.num_turns))
+    rows = tuple(
+        Row(
+            f"with drafts : without, {num_rows} sequences, {'edited prompts' if repeats else 'noise'}",
+            (statistics.median(one.ratio for one in some),),
+            "ratio",
+            at_least(DRAFT_TARGETS[num_rows, repeats]),
+            f"{statistics.median(one.plain for one in some):.0f} to "
+            f"{statistics.median(one.drafted for one in some):.0f} tokens/s, "
+            f"{statistics.median(one.accepted for one in some):.1f} drafts accepted a row",
+            Load.together([one.load for one in some]),
+        )
+        for (num_rows, repeats), some in points.items()
+    )
+    data = {f"{kind}": [one.ratio for one in some] for kind, some in points.items()}
+    return Found(f"n-gram drafts, at most {drafts.MAX_DRAFTS} a row, {MODEL}", rows, data)
+
+
 def _milliseconds(seconds: Iterable[float]) -> str:
     return f"{1000 * statistics.median(seconds):.1f}"
 
@@ -548,6 +583,7 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "engine": engine_section,
     "compiled": compiled_section,
     "adapters": adapters_section,
+    "drafts": drafts_section,
     "http": http_section,
     "prefix": prefix_section,
     "sampling": sampling_section,

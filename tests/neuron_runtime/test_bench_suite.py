@@ -37,7 +37,7 @@ def test_sections_run_in_process_fill_every_declared_row(
 ) -> None:
     folder, page = tmp_path / "out", tmp_path / "README.md"
     page.write_text(f"before\n{suite.BEGIN}\nold\n{suite.END}\nafter\n")
-    wanted = ["engine", "adapters", "prefix", "loading"]
+    wanted = ["engine", "adapters", "drafts", "prefix", "loading"]
     assert main(["--quick", "--only", *wanted, "--folder", str(folder), "--markdown", str(page)]) == 0
     found = json.loads((folder / "figures.json").read_bytes())
     values = {one["name"]: one for table in found["tables"] for one in table["rows"]}
@@ -45,6 +45,8 @@ def test_sections_run_in_process_fill_every_declared_row(
     assert values["decode : bare step, 8 sequences"]["values"]["value"] > 0
     assert values["rows of 8 adapters : base, 32 rows"]["target"] == "<= 1.25"
     assert values["no row with an adapter : base, 32 rows"]["values"]["value"] > 0
+    assert values["with drafts : without, 1 sequences, edited prompts"]["target"] == ">= 1.8"
+    assert values["with drafts : without, 32 sequences, noise"]["values"]["value"] > 0
     assert values["memory read by all cores"]["values"]["value"] > 0
     assert "912 of 1024 tokens cached" in values["first token sooner by a hit"]["note"]
     assert values["loading : plain read"]["load"]["wall_seconds"] > 0
