@@ -125,6 +125,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "serving.tokenGenerationBuckets": lists_of(1, 2, 3),
     "serving.adapters": some_of(maxActive=2, maxRank=8, maxLoaded=1, targets=["q_proj"])
     | st.builds(lambda targets: {"maxActive": 2, "targets": targets}, lists_of("q_proj", "v_proj")),
+    "serving.speculation": some_of(method="NGram", numTokens=2, minMatch=3, maxMatch=2),
     "engine.env": st.lists(
         st.builds(
             lambda name, value, source: {"name": name, **value, **source},

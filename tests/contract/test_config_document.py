@@ -137,6 +137,18 @@ def test_operator_and_runtime_agree_on_what_a_compiled_artifact_depends_on(
     assert part == compiled_part(runtime.parse_config(operator.to_json(document).encode()))
 
 
+def test_the_runtime_reads_how_drafts_are_made() -> None:
+    drafting = {"method": "NGram", "numTokens": 16, "minMatch": 1, "maxMatch": 32}
+    spec = {**SPEC, "serving": {"speculation": drafting}}
+    assert rendered(spec).speculation == runtime.Speculation(method="NGram", num_tokens=16, min_match=1, max_match=32)
+    assert rendered(SPEC).speculation == runtime.Speculation()
+    # Where drafts are found changes no graph, but how many tokens a row feeds may.
+    document = operator.config_document(parse(body(spec)), KNOWN)
+    assert operator.compiled_part(document)["speculation"] == {"method": "NGram", "numTokens": 16}
+    part = runtime.parse_config(operator.to_json(operator.compiled_part(document)).encode())
+    assert part == compiled_part(runtime.parse_config(operator.to_json(document).encode()))
+
+
 def test_the_runtime_reads_what_a_model_holds_of_adapters() -> None:
     held = {"maxActive": 4, "maxRank": 32, "targets": ["q_proj", "v_proj"], "maxLoaded": 8}
     spec = {**SPEC, "serving": {"adapters": held}}

@@ -219,6 +219,51 @@ class Adapters(SpecPart, frozen=True):
     ] = None
 
 
+class Speculation(SpecPart, frozen=True):
+    """[Speculative decoding](speculation.md): a step verifies guesses of an answer's next tokens (drafts). Answers stay
+    the same. Without `method` there are no drafts."""
+
+    RULES = (
+        Rule(
+            "numTokens, minMatch and maxMatch require method",
+            lambda self: self.method is not None or self == Speculation(),
+            "has(self.method) || !(has(self.numTokens) || has(self.minMatch) || has(self.maxMatch))",
+        ),
+        Rule(
+            "minMatch must be at most maxMatch",
+            lambda self: self.min_match is None or self.max_match is None or self.min_match <= self.max_match,
+            "!has(self.minMatch) || !has(self.maxMatch) || self.minMatch <= self.maxMatch",
+        ),
+    )
+
+    method: Annotated[
+        Literal["NGram", "Draft", "Eagle"] | None,
+        "Where drafts come from. `NGram`: what followed the last tokens where the request had them before; this needs "
+        "no memory and no second model.",
+        ConfigKey("speculation.method", compiled=True),
+        Supported(
+            "set NGram: there are no draft models",
+            values=(None, "NGram"),
+            of=lambda spec: spec.serving.speculation.method,
+        ),
+    ] = None
+    num_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=16)] | None,
+        "Drafts of a request per step, at most; by default 4.",
+        ConfigKey("speculation.numTokens", compiled=True),
+    ] = None
+    min_match: Annotated[
+        Annotated[int, Meta(ge=1, le=32)] | None,
+        "Last tokens that must be found earlier in the request, at least; by default as `maxMatch`.",
+        ConfigKey("speculation.minMatch"),
+    ] = None
+    max_match: Annotated[
+        Annotated[int, Meta(ge=1, le=32)] | None,
+        "The same, at most; by default as `minMatch`, or 5.",
+        ConfigKey("speculation.maxMatch"),
+    ] = None
+
+
 class Serving(SpecPart, frozen=True):
     """Limits and modes of the engine, and how the model is served over HTTP."""
 
@@ -328,6 +373,10 @@ class Serving(SpecPart, frozen=True):
     ] = "Enabled"
     api_key_secret_ref: ApiKeySecret | None = None
     adapters: Annotated[Adapters, Supported("remove it: with this backend a model serves no adapters")] = Adapters()
+    speculation: Annotated[
+        Speculation,
+        Supported("remove it: this backend verifies no drafts; vllm takes --speculative-config in engine.args"),
+    ] = Speculation()
 
 
 class PodField(SpecPart, frozen=True):

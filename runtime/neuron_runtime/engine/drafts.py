@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from neuron_runtime.core import NO_TOKEN
+from neuron_runtime.config import Speculation
+from neuron_runtime.core import NO_TOKEN, BackendLimits
 from neuron_runtime.engine.sequence import Sequence
 
 # Proposers
@@ -412,3 +413,10 @@ class Drafts:
         if self._threshold <= 0 or rate >= 1:
             return self._max
         return min(int(math.log(self._threshold) / math.log(rate)), self._max)
+
+
+def drafts_of(configured: Speculation, limits: BackendLimits) -> Drafts | None:
+    """Who proposes drafts to a backend; None where no row may have any."""
+    if not configured.method or not limits.max_drafts:
+        return None
+    return Drafts(NGram(*configured.match), limits.max_drafts)

@@ -17,6 +17,7 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import StageLines
 from neuron_runtime.core import BackendLimits, Request, TokenEvent
 from neuron_runtime.engine.backends import backend_package, warn_of_limits
+from neuron_runtime.engine.drafts import drafts_of
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.grammars.guides import grammar_guides
@@ -91,7 +92,13 @@ class LocalEngine:
         guides = grammar_guides(self._model_dir, backend.limits)
         self._closing.callback(guides.close)
         # No queue limit, because the caller waits for all answers anyway.
-        self._engine = Engine(backend, max_queued_requests=sys.maxsize, guides=guides, check_adapter=check_digest)
+        self._engine = Engine(
+            backend,
+            max_queued_requests=sys.maxsize,
+            guides=guides,
+            drafting=drafts_of(self._config.speculation, backend.limits),
+            check_adapter=check_digest,
+        )
         self._closing.callback(self._engine.close)
         return backend.limits
 

@@ -28,6 +28,7 @@ from neuron_runtime.distributed.layout import Layout
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backends import warn_of_limits
 from neuron_runtime.engine.backpressure import queue_limits
+from neuron_runtime.engine.drafts import drafts_of
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import (
     Abort,
@@ -281,6 +282,7 @@ def serve(
                 max_queued_requests=queue.max_requests,
                 max_queued_tokens=queue.max_tokens,
                 guides=guides,
+                drafting=drafts_of(config.speculation, backend.limits),
                 check_adapter=check_digest,
             )
             border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded, layout.size))

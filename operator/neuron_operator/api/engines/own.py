@@ -174,7 +174,7 @@ TRANSFORMERS_NEURONX = _row(
 )
 TORCH = _row(
     does="computes on the host",
-    fields=IN_PARALLEL | IN_BLOCKS | COMPILED_IF_ASKED | {"serving.adapters"},
+    fields=IN_PARALLEL | IN_BLOCKS | COMPILED_IF_ASKED | {"serving.adapters", "serving.speculation"},
     compiles="on request",
     # AOTInductor and g++, one graph at a time: 1.2 GB measured with 4 layers, 2.3 GB with 12.
     compiler=CompilerMemory(bytes=2048 * MIB, per_layer=96 * MIB),
@@ -188,7 +188,9 @@ TORCH = _row(
 )
 SIMULATED = _row(
     does="simulates a device",
-    fields=IN_BLOCKS | COMPILED_IF_ASKED | {"serving.adapters", "serving.sampling", "engine.overrideNeuronConfig"},
+    fields=IN_BLOCKS
+    | COMPILED_IF_ASKED
+    | {"serving.adapters", "serving.speculation", "serving.sampling", "engine.overrideNeuronConfig"},
     compiles="on request",
     compiler=CompilerMemory(bytes=256 * MIB),
     sampling="Device",
