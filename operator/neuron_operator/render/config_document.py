@@ -92,7 +92,8 @@ def _put(document: dict[str, Any], path: str, value: Any) -> None:
 
 def sampling_mode(model: NeuronModel) -> str:
     """Where the runtime will sample tokens; empty: it depends on the model."""
-    return model.spec.serving.sampling or model.spec.runs.sampling
+    runs, has_drafts = model.spec.runs, model.spec.serving.speculation.method is not None
+    return model.spec.serving.sampling or (has_drafts and runs.sampling_of_drafts) or runs.sampling
 
 
 def to_json(document: Mapping[str, Any] | Struct) -> str:

@@ -175,6 +175,8 @@ class Engine:
     refuses others as it reads or compiles a model, but not when a running one moves to another default."""
     sampling: str = "Host"
     """Where it samples unless the manifest says; empty: it depends on the model."""
+    sampling_of_drafts: str = ""
+    """The same with drafts; empty: as without."""
     on_device: bool = False
     """Whether it computes on the devices of a replica, which are then planned."""
     devices: Callable[[str, Sequence[str], Mapping[str, str]], DeviceRules] = lambda *_: DeviceRules()

@@ -112,6 +112,7 @@ NXDI = _row(
         "serving.contextBuckets",
         "serving.tokenGenerationBuckets",
         "serving.sampling",
+        "serving.speculation",
         "engine.compile",
         "engine.applicationClass",
         "engine.overrideNeuronConfig",
@@ -121,6 +122,7 @@ NXDI = _row(
     # neuronx-cc: 20 to 40 GB reported with 7B, and out of memory with 8B on a host of 32 GB.
     compiler=CompilerMemory(bytes=4096 * MIB, per_weight_byte=2.5),
     sampling="Device",
+    sampling_of_drafts="Host",
     millicores=lambda _: 3 * PROCESS_MILLICORES,
     # Of an adapter it keeps the shards of all cores, and reads the whole.
     memory=lambda model: _beside(model) + model.loading + (2 * model.num_adapters_loaded + 1) * model.adapter,
