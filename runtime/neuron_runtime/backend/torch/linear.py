@@ -22,6 +22,11 @@ class Packed(NamedTuple):
         out: torch.Tensor = POINTWISE(x, self.weight, self.bias, "none", [], "")
         return out
 
+    def plus(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """The outputs plus `added` `[rows, out_features]`, which the product adds as it writes them."""
+        out: torch.Tensor = POINTWISE_PLUS(x, added, self.weight, self.bias, "add")
+        return out
+
 
 class Widened(NamedTuple):
     """`weight` `[out_features, in_features]` in half precision that this processor has no instructions for; called as
@@ -46,6 +51,10 @@ class Widened(NamedTuple):
             out[:, span] = functional.linear(wide, self.weight[span].float(), bias)
         return out
 
+    def plus(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """The outputs plus `added` `[rows, out_features]`."""
+        return self(x).add_(added)
+
 
 Linear = Packed | Widened
 
@@ -53,6 +62,7 @@ MAX_NARROW_ROWS = 4
 MAX_PART_ELEMENTS = 2**20
 
 POINTWISE = torch.ops.mkldnn._linear_pointwise.default
+POINTWISE_PLUS = torch.ops.mkldnn._linear_pointwise.binary
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:

@@ -46,15 +46,25 @@ class Lanes:
     empty: torch.Tensor | None
     position: torch.Tensor
     length: int
-    _rows: dict[int, torch.Tensor] = field(default_factory=dict)
+    _taken: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    _given: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def rows(self, num_blocks: int) -> torch.Tensor:
+    def taken(self, counts: tuple[int, ...]) -> torch.Tensor:
+        """`[places * blocks * length]`: the rows of a product `[places, length, projections]` that go into one
+        `[places, blocks, length]`. counts: the blocks of each projection."""
+        if counts not in self._taken:
+            projection = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).view(-1, 1)
+            positions = torch.arange(len(self.tokens)).view(-1, 1, self.length)
+            self._taken[counts] = (positions * len(counts) + projection).view(-1)
+        return self._taken[counts]
+
+    def given(self, num_blocks: int) -> torch.Tensor:
         """`[tokens * blocks]`: the rows of a product `[places, blocks, length]` that are the outputs of each token."""
-        if num_blocks not in self._rows:
+        if num_blocks not in self._given:
             lane, number = self.position // self.length, self.position % self.length
             blocks = lane.view(-1, 1) * num_blocks + torch.arange(num_blocks)
-            self._rows[num_blocks] = (blocks * self.length + number.view(-1, 1)).view(-1)
-        return self._rows[num_blocks]
+            self._given[num_blocks] = (blocks * self.length + number.view(-1, 1)).view(-1)
+        return self._given[num_blocks]
 
 
 class Segment(NamedTuple):
@@ -86,56 +96,69 @@ class AdaptedLinear:
     ) -> None:
         self._base, self._route, self._rank = base, route, rank
         self._block = math.gcd(*sizes)
-        self._counts = [size // self._block for size in sizes]
+        self._counts = tuple(size // self._block for size in sizes)
         self._parts = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(self._counts))
         """Of each block, the projection whose outputs it has."""
         dtype = base.weight.dtype
         # Half precision without instructions for it is computed in float32, as `Widened` does.
         self._dtype = dtype if isinstance(base, Packed) else torch.float32
-        self._a = lazy_zeros((num_places, num_inputs, len(sizes) * rank), dtype)
+        self._a = lazy_zeros((num_places, len(sizes) * rank, num_inputs), dtype)
         self._b = lazy_zeros((num_places, len(self._parts), rank, self._block), dtype)
         self._used: set[int] = set()
         """Places that add anything."""
+        self._span, self._of_span = (1, num_places), (self._a.transpose(1, 2), self._b.flatten(0, 1))
 
     def put(self, place: int, pairs: Sequence[Pair | None]) -> None:
         """What this place, from 1 on, adds to each projection from now on."""
         if not any(pairs) and place not in self._used:
             return
-        a = self._a[place - 1].view(-1, len(pairs), self._rank)
-        blocks = torch.split(self._b[place - 1], self._counts)
+        a = self._a[place - 1].view(len(pairs), self._rank, -1)
+        blocks = torch.split(self._b[place - 1], list(self._counts))
         for part, (b, pair) in enumerate(zip(blocks, pairs, strict=True)):
             rank = 0
             if pair is not None:
                 rank = len(pair.b)
-                a[:, part, :rank] = pair.a
+                a[part, :rank] = pair.a.t()
                 b[:, :rank] = pair.b.view(rank, -1, self._block).transpose(0, 1)
-            a[:, part, rank:] = 0
+            a[part, rank:] = 0
             b[:, rank:] = 0
         (self._used.add if any(pairs) else self._used.discard)(place)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        segments = [one for one in self._route.segments if not self._used.isdisjoint(range(one.first, one.last + 1))]
+        if len(segments) == 1 and segments[0].end - segments[0].begin == len(x):
+            return self._base.plus(x, self._added(x, segments[0]).reshape(len(x), -1))
         out = self._base(x)
-        x = x.to(self._dtype)
-        num_blocks = len(self._parts)
-        for begin, end, first, last, lanes in self._route.segments:
-            if self._used.isdisjoint(range(first, last + 1)):
-                continue
-            a, b = (one[first - 1 : last].to(self._dtype) for one in (self._a, self._b))
-            given, added = x[begin:end], out[begin:end]
-            laid = given if lanes is None else given.index_select(0, lanes.tokens)
-            low = torch.bmm(laid.view(len(a), -1, a.shape[1]), a)
-            if lanes is not None and lanes.empty is not None:
-                low.masked_fill_(lanes.empty, 0.0)
-            if num_blocks > 1:
-                low = (
-                    low.view(*low.shape[:2], -1, self._rank).transpose(1, 2).index_select(1, self._parts).flatten(0, 1)
-                )
-            high = torch.bmm(low, b.flatten(0, 1))
-            if lanes is None:
-                added.view(-1, num_blocks, self._block).add_(high.transpose(0, 1))
-            else:
-                added.add_(high.view(-1, self._block).index_select(0, lanes.rows(num_blocks)).view(added.shape))
+        for one in segments:
+            added = self._added(x[one.begin : one.end], one)
+            out[one.begin : one.end].view(added.shape).add_(added)
         return out
+
+    def _added(self, x: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """`[tokens, blocks, outputs of a block]`. x: the inputs of the segment."""
+        a, b = self._weights(segment.first, segment.last)
+        lanes, num_blocks = segment.lanes, len(self._parts)
+        laid = (x if lanes is None else x.index_select(0, lanes.tokens)).view(len(a), -1, a.shape[1])
+        low = torch.bmm(laid if laid.dtype == a.dtype else laid.to(a.dtype), a)
+        if lanes is None:
+            if num_blocks > 1:
+                low = low.view(len(x), -1, self._rank).transpose(0, 1).index_select(0, self._parts)
+            return torch.bmm(low, b).transpose(0, 1)
+        if lanes.empty is not None:
+            low.masked_fill_(lanes.empty, 0.0)
+        if num_blocks > 1:
+            low = low.view(-1, self._rank).index_select(0, lanes.taken(self._counts)).view(len(b), -1, self._rank)
+        high = torch.bmm(low, b).view(-1, self._block)
+        return high.index_select(0, lanes.given(num_blocks)).view(len(x), num_blocks, -1)
+
+    def _weights(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of these places: A `[places, in, projections * rank]`, B `[places * blocks, rank, outputs of a block]`."""
+        if (first, last) != self._span:
+            # Most steps have the places of the step before.
+            span = slice(first - 1, last)
+            self._span, self._of_span = (first, last), (self._a[span].transpose(1, 2), self._b[span].flatten(0, 1))
+        a, b = self._of_span
+        return (a, b) if a.dtype == self._dtype else (a.to(self._dtype), b.to(self._dtype))
 
 
 def segments_of(places: IntArray, num_tokens: IntArray) -> Iterator[Segment]:
