@@ -1,12 +1,14 @@
 """Decode steps whose rows have adapters compared with those of the base model, without the engine, in turns in one
 process.
 
-Called by the suite. All steps run over the same weights and cache, and uncompiled: so do steps with adapters.
+Called by the suite. All steps run over the same weights and cache, and uncompiled: so do steps with adapters. They are
+measured in CPU time of one thread: others on the machine change it little, and no thread waits for another.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -25,13 +27,12 @@ from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.lora import Pair
 from neuron_runtime.core import Added, BackendLimits, Batch, Rows, Sampling
 
-TURN_STEPS = 8
-"""Steps of one kind before the other has its turn: few, so that both see the same machine."""
+STEPS_PER_TURN = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Seconds per step; the ratio is the median over pairs of turns, above one: slower."""
+    """CPU seconds per step; the ratio is the median over pairs of steps, above one: slower."""
 
     base_seconds: float
     adapted_seconds: float
@@ -43,21 +44,39 @@ def measure(
     model_dir: Path, num_rows: int, num_adapters: int, rank: int, *, start: int, num_turns: int
 ) -> Mapping[int, Point]:
     """Greedy steps from position `start` on, on this thread, by how many adapters the rows use: none, and all."""
-    base = BareDecoder(model_dir, num_rows, start + 4 * TURN_STEPS)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measure(
+            BareDecoder(model_dir, num_rows, start + STEPS_PER_TURN), (num_rows, num_adapters, rank), start, num_turns
+        )
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _measure(base: BareDecoder, sizes: tuple[int, int, int], start: int, num_turns: int) -> Mapping[int, Point]:
     assert isinstance(base._decoder, Decoder)
+    num_rows, num_adapters, _ = sizes
+
+    def seconds(decoder: BareDecoder, position: int) -> float:
+        began = time.thread_time()
+        decoder.decode(num_rows, position, 1)
+        return time.thread_time() - began
+
     points = {}
     for used in (0, num_adapters):
         other = copy(base)
-        other._decoder = _Adapted(base._decoder, num_rows, num_adapters, rank, used)  # type: ignore[assignment]
+        other._decoder = _Adapted(base._decoder, *sizes, used)  # type: ignore[assignment]
         for one in (base, other):
-            one.decode(num_rows, start, 2)
+            seconds(one, start)
         meter = Meter()
-        turns = [
-            tuple(statistics.fmean(one.decode(num_rows, start, TURN_STEPS)) for one in (base, other))
+        pairs = [
+            (seconds(base, position), seconds(other, position))
             for _ in range(num_turns)
+            for position in range(start, start + STEPS_PER_TURN)
         ]
-        before, after = (statistics.median(one) for one in zip(*turns, strict=True))
-        points[used] = Point(before, after, statistics.median(two / one for one, two in turns), meter.read())
+        before, after = (statistics.median(one) for one in zip(*pairs, strict=True))
+        points[used] = Point(before, after, statistics.median(two / one for one, two in pairs), meter.read())
     return points
 
 

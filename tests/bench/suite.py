@@ -337,7 +337,7 @@ def adapters_section(effort: Effort) -> Found:
     points: dict[int, list[adapters.Point]] = {used: [] for used in ADAPTER_TARGETS}
     for _ in range(effort.num_iters):
         for used, point in adapters.measure(
-            model_dir, MAX_ROWS, ADAPTERS, ADAPTER_RANK, start=INPUT_LEN, num_turns=8 * effort.num_turns
+            model_dir, MAX_ROWS, ADAPTERS, ADAPTER_RANK, start=INPUT_LEN, num_turns=effort.num_turns
         ).items():
             points[used].append(point)
     rows = tuple(
@@ -347,13 +347,13 @@ def adapters_section(effort: Effort) -> Found:
             "ratio",
             at_most(ADAPTER_TARGETS[used]),
             f"{_milliseconds(one.base_seconds for one in some)} to "
-            f"{_milliseconds(one.adapted_seconds for one in some)} ms",
+            f"{_milliseconds(one.adapted_seconds for one in some)} ms of one CPU",
             Load.together([one.load for one in some]),
         )
         for used, some in points.items()
     )
     data = {str(used): [one.ratio for one in some] for used, some in points.items()}
-    return Found(f"adapters of rank {ADAPTER_RANK}, uncompiled decode steps, {MODEL}", rows, data)
+    return Found(f"adapters of rank {ADAPTER_RANK}, uncompiled decode steps on one thread, {MODEL}", rows, data)
 
 
 def drafts_section(effort: Effort) -> Found:
