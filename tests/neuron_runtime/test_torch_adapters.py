@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.adapters import tensor_name, write_adapter
 from helpers.engine_driver import AtOnce
@@ -45,7 +46,7 @@ from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import AdapterOptions
-from neuron_runtime.core import Added, BackendLimits, Batch, Request, Rows, Sampling
+from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch, Request, Rows, Sampling
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -322,6 +323,76 @@ def backend(model: Path) -> Iterator[TorchBackend]:
     )
     yield backend
     backend.close()
+
+
+def step(start: int, num_tokens: int, **changes: Any) -> Batch:
+    """Of one sequence, in slot 0."""
+    rows = Rows((0,), (start,), (num_tokens,), (NO_TOKEN,), (KNOWN,), (True,))
+    return Batch(0, rows, **changes)
+
+
+def run(backend: TorchBackend, *steps: Batch) -> None:
+    for one in steps:
+        backend.launch(one)
+        backend.sample(0, None)
+        backend.collect(0)
+
+
+class Operations(TorchDispatchMode):
+    """The operations of a thread with the shapes of their tensors, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, [tuple(one.shape) for one in args if isinstance(one, torch.Tensor)]))
+        return func(*args, **(kwargs or {}))
+
+
+def operations(backend: TorchBackend, place: int, **changes: Any) -> list[Any]:
+    """Of a prompt and a decode step of a sequence with this place."""
+    seen = Operations()
+    added = Added(0, (1, 2, 3), 3, Sampling(temperature=0.0), (0,), adapter=place)
+    backend.run_on_device(seen.__enter__)
+    run(backend, step(0, 3, added=(added,), **changes), step(3, 1), Batch(0, Rows(), released=(0,)))
+    backend.run_on_device(lambda: seen.__exit__(None, None, None))
+    return seen.seen
+
+
+def test_steps_without_an_adapter_compute_what_those_of_a_backend_without_adapters_do(
+    backend: TorchBackend, model: Path, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path, read_config(model), targets=("q_proj",))
+    backend.add_adapter("known", folder, backend.read_adapter(folder))
+    with_one = operations(backend, 1, adapters=((1, "known"),))
+    without = load_backend(model, **SERVED)
+    try:
+        expected = operations(without, 0)
+    finally:
+        without.close()
+    assert operations(backend, 0) == expected
+    assert len(with_one) > len(expected) > 50
+
+
+def test_the_warm_up_computes_all_products_of_adapters_and_leaves_none(
+    backend: TorchBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[int] = []
+    added = AdaptedLinear._added
+
+    def counted(self: AdaptedLinear, x: torch.Tensor, segment: Any) -> torch.Tensor:
+        products.append(len(x))
+        return added(self, x, segment)
+
+    monkeypatch.setattr(AdaptedLinear, "_added", counted)
+    backend.warm_up(lambda what, share: None)
+    # In two layers, two runs of each step.
+    assert products == [8] * 4 + [1] * 4
+    backend.launch(step(0, 1, added=(Added(0, (1,), 1, Sampling(), (0,), adapter=1),)))
+    backend.sample(0, None)
+    with pytest.raises(IllegalBatch, match="no adapter"):
+        backend.collect(0)
 
 
 def changed(folder: Path, model: Path, tensor: str, value: Any, **kind: Any) -> Path:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from neuron_runtime.backend_protocol import Backend, ProgressCallback, StepTime
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch, Rows, Sampling, StepOutput
 
@@ -25,6 +27,12 @@ def lone_step(limits: BackendLimits, slot: int, start: int, end: int, *, decodes
     )
     rows = Rows((slot,), (start,), (end - start,), (NO_TOKEN,), (KNOWN,), (True,))
     return Batch(step=-1, rows=rows, num_prefills=0 if decodes else 1, added=(added,))
+
+
+def with_adapter(step: Batch, digest: str) -> Batch:
+    """The same step, whose sequence has this adapter, at place 1."""
+    added = tuple(replace(one, adapter=1) for one in step.added)
+    return replace(step, adapters=((1, digest),), added=added)
 
 
 def timed(backend: Backend, steps: Sequence[Batch], progress: ProgressCallback) -> list[StepTime]:

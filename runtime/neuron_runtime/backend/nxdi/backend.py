@@ -83,7 +83,7 @@ class NxdiBackend(DeviceBackend):
 
 
 def warm_up_steps(settings: Settings, limits: BackendLimits) -> Iterator[Batch]:
-    """A step for each graph that a call takes."""
+    """A step for each graph that a call takes. Rows with an adapter take the same graphs: its number is an input."""
     for graph in all_graphs(settings):
         if span := span_that_takes(settings, graph):
             decodes = isinstance(graph, Decode)

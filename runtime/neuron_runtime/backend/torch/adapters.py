@@ -48,7 +48,8 @@ class Adapters:
         self._parts = parts_of(model, rank, size)
         self._dtype = decoder.weights.embedding.dtype
         self._loaded: dict[str, AdapterWeights] = {}
-        self._placed: set[int] = {0}
+        self._placed = {0: ""}
+        """The adapter of each place that has one."""
         self._place_of_slot: IntArray = np.zeros(limits.max_rows, dtype=np.int64)
         self._routed: bytes = b""
         self._route, self._layers = Route(), []
@@ -83,18 +84,31 @@ class Adapters:
                 weights[one.layer, one.module] = self._part_of(one.module, one.a, one.b, one.scaling)
         return weights
 
+    def zeros(self) -> AdapterWeights:
+        """An adapter that changes nothing, though all products are computed."""
+        weights: dict[tuple[int, str], Pair] = {}
+        for number, layer in enumerate(self._layers):
+            for name in (name for field in layer for name in LAYERS[field]):
+                shape = self._shapes[name]
+                weights[number, name] = self._part_of(
+                    name, torch.zeros(1, shape.inputs), torch.zeros(shape.outputs, 1), 1.0
+                )
+        return weights
+
     def add(self, digest: str, weights: AdapterWeights) -> None:
         self._loaded[digest] = weights
 
     def remove(self, digest: str) -> None:
+        """No sequence has it, and none gets the place that it had."""
         del self._loaded[digest]
+        self._placed = {place: placed for place, placed in self._placed.items() if placed != digest}
 
     def apply(self, batch: Batch) -> None:
         """What the batch changes, before its rows run. Raises IllegalBatch for what was not added."""
         for place, digest in batch.adapters:
             if digest not in self._loaded or not 0 < place <= self._limits.max_adapters:
                 raise IllegalBatch(f"step {batch.step} gives place {place} an adapter {digest}, which is not there")
-            self._placed.add(place)
+            self._placed[place] = digest
             weights = self._loaded[digest]
             for number, layer in enumerate(self._layers):
                 for field, linear in layer.items():
@@ -120,7 +134,7 @@ class Adapters:
         if part is not None:
             span = slice(part.begin, part.end)
             a, b = (a, b[span]) if part.dimension == 0 else (a[:, span], b)
-        pair = Pair(torch.empty(a.shape[::-1], dtype=self._dtype), torch.empty(b.shape[::-1], dtype=self._dtype))
+        pair = Pair(torch.empty(a.shape, dtype=self._dtype).t(), torch.empty(b.shape[::-1], dtype=self._dtype))
         for number, (row, column) in enumerate(zip(a, b.t(), strict=True)):
             pair.a[:, number] = row
             pair.b[number] = column.float() * scaling

@@ -24,13 +24,15 @@ from neuron_runtime.backend.torch.adapters import Adapters, AdapterWeights
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
-from neuron_runtime.backend.warming import lone_step, timed
+from neuron_runtime.backend.warming import lone_step, timed, with_adapter
 from neuron_runtime.backend_protocol import ProgressCallback, StepTime, size_of
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput, TokenLogprobs
 
 Result = TypeVar("Result")
 
+NO_CHANGE = "none"
+"""Names the adapter of the warm-up; digests are longer."""
 LOGITS_AT_ONCE = 2**23
 """Logits computed together for prompt log-probabilities: 32 MiB."""
 
@@ -87,18 +89,26 @@ class TorchBackend:
         self._finished: dict[int, Future[StepOutput]] = {}
 
     def warm_up(self, progress: ProgressCallback) -> list[StepTime]:
-        """Run a prefill and a decode step, which selects kernels and allocates scratch memory.
+        """Run a prefill and a decode step, which selects kernels and allocates scratch memory; where adapters may be
+        active, once more with one that changes nothing.
 
         Raises InvalidModel if the logits are not finite.
         """
         length = min(8, self.limits.max_model_length - 1)
         prompt = lone_step(self.limits, 0, 0, length, decodes=False)
         decode = lone_step(self.limits, 0, length, length + 1, decodes=True)
+        steps = [prompt, decode]
+        if self._adapters is not None:
+            self.add_adapter(NO_CHANGE, Path(), self._adapters.zeros())
+            steps += [with_adapter(one, NO_CHANGE) for one in steps]
         try:
-            return timed(self, (prompt, decode), progress)
+            times = timed(self, steps, progress)
         except NotFinite as error:
             # No request is involved, so every request would fail like this.
             raise InvalidModel(str(error)) from error
+        if self._adapters is not None:
+            self.remove_adapter(NO_CHANGE)
+        return times
 
     def graph(self, batch: Batch) -> str:
         return size_of(batch)
