@@ -62,6 +62,10 @@ class AtOnce(ThreadPoolExecutor):
             done.set_exception(error)
         return done
 
+    def close(self) -> None:
+        """As `ReadingThreads` do."""
+        self.shutdown()
+
 
 def even_only(asked: Request) -> Rule | None:
     """Requests whose id starts with `even` may only generate even numbers, and none twice in a row."""
