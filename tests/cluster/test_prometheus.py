@@ -36,7 +36,7 @@ from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, served
 from helpers.ports import free_ports
 from helpers.serve_command import ENGINE, ServeCommand, post, serve
 from neuron_operator.api import names
-from neuron_operator.cluster.client import NEURON_MODELS, PODS
+from neuron_operator.cluster.client import NEURON_ADAPTERS, NEURON_MODELS, PODS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -151,10 +151,10 @@ def decide_with_a_bug(world, settings):
 
 create = Client.create
 
-async def create_slowly(self, resource, desired):
+async def create_slowly(self, resource, desired, **options):
     if resource.kind == "Job" and desired["metadata"]["namespace"] == "{WRITTEN_SLOWLY}":
         await asyncio.sleep(5)
-    return await create(self, resource, desired)
+    return await create(self, resource, desired, **options)
 
 module.decide, Client.create = decide_with_a_bug, create_slowly
 from neuron_operator.__main__ import main
@@ -405,6 +405,8 @@ async def adapter_without_room(site: Site, adapter: str) -> AsyncIterator[Cure]:
         site.namespace.put_model(model, replicas=1, serving={"adapters": {"maxActive": 1}})
         site.namespace.put_adapter(adapter, model=model)
         yield cure
+        site.namespace.delete(NEURON_ADAPTERS, adapter)
+        site.namespace.delete(NEURON_MODELS, model)
 
 
 @asynccontextmanager
