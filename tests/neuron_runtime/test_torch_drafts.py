@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from helpers.adapters import write_adapter
+from helpers.chat_model import byte_level_tokenizer
 from helpers.guides import mask_of
 from helpers.told_drafts import Told, events_of, tokens_of
 from helpers.torch_models import MODELS, load_backend, random_model
@@ -19,8 +21,10 @@ from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import AdapterOptions
-from neuron_runtime.core import KNOWN, Added, Batch, Late, Request, Rows, Sampling, StepOutput, TokenEvent
+from neuron_runtime.core import KNOWN, Added, Batch, Form, Late, Request, Rows, Sampling, StepOutput, TokenEvent
 from neuron_runtime.engine.loop import Engine
+from neuron_runtime.grammars.guides import GrammarGuides
+from neuron_runtime.text.tokenizer import Tokenizer
 
 GREEDY = Sampling(temperature=0.0)
 PROMPT = tuple(range(40, 53))
@@ -95,6 +99,41 @@ def test_answers_of_adapters_with_drafts_are_those_without(tmp_path: Path) -> No
         answers.append(tokens_of(events_of(engine, asked)))
         backend.close()
     assert answers[0] == answers[1]
+
+
+def test_answers_that_keep_to_a_form_are_with_drafts_those_without(tmp_path: Path) -> None:
+    """Drafts are cut where they leave the form, the text that it forces is drafted, and each position has its mask."""
+    folder, tokenizer = random_model(tmp_path), Tokenizer(byte_level_tokenizer())
+    properties = {"a long name": {"enum": ["one value", "one other"]}, "n": {"type": "integer"}}
+    forms = [
+        Form("json_schema", json.dumps({"type": "object", "properties": properties, "required": list(properties)})),
+        Form("choice", '["the first of two", "the first of three"]'),
+        Form("regex", "([ab]{3},)*"),
+    ]
+    asked = [
+        Request(
+            f"{at} {temperature}", (5, 6, 7 + at), replace(GREEDY, temperature=temperature, form=form, max_tokens=40)
+        )
+        for at, form in enumerate(forms)
+        for temperature in (0.0, 1.0)
+    ]
+    asked = [replace(one, sampling=replace(one.sampling, stop_token_ids=frozenset((2,)))) for one in asked]
+    answers: list[dict[str, list[int]]] = []
+    for max_drafts in (0, MAX_DRAFTS):
+        backend = load_backend(folder, max_drafts=max_drafts, max_sequences=4, max_model_length=64)
+        guides, told = GrammarGuides(lambda: tokenizer, backend.limits.vocabulary_size), Told(dict(*answers))
+        engine = Engine(backend, guides=guides, drafting=told if max_drafts else None)
+        for one in asked:
+            engine.add(one)
+        events: dict[str, list[TokenEvent]] = {}
+        while engine.has_work:
+            for event in engine.step():
+                events.setdefault(event.request_id, []).append(event)
+        answers.append(tokens_of(events))
+        guides.close()
+        backend.close()
+    assert answers[1] == answers[0]
+    assert told.num_accepted > 10
 
 
 # Explicit batches

@@ -80,7 +80,8 @@ class Answer:
         """Tokens of the text that must follow, as the tokenizer writes it. Without its last one, which may go on with
         what is not forced."""
         tokens, _ = self._grammar.tokenizer.tokenize_partial(self._up_to_date().compute_ff_bytes())
-        return tokens
+        # The tokenizer may write it with tokens that the model lacks.
+        return tokens[: self.num_kept(tokens)] if tokens else tokens
 
     def restart(self) -> bool:
         """Go on with another automaton if this one is full; False if it is not, or that would not help."""
