@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from neuron_runtime import LLM
+from neuron_runtime import LLM, SamplingParams
 from neuron_runtime.arguments import FLAG_NAMES, config_of, llm_config, naming
 from neuron_runtime.commands.command_line import build_parser
 from neuron_runtime.commands.serve import configuration
 from neuron_runtime.config import RuntimeConfig, Speculation, parse_config
+from neuron_runtime.core import BackendLimits
 from neuron_runtime.engine.backends import PACKAGES, backend_package, check_backend
+from neuron_runtime.engine.drafts import drafts_of
 from neuron_runtime.errors import InvalidConfig
 
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 DOCUMENT: dict[str, Any] = {"version": 1, "model": {"uri": "hf://a/m"}, "servedNames": ["m"]}
 
 
@@ -111,3 +116,22 @@ def test_a_backend_that_verifies_no_drafts_refuses_them(backend: str, monkeypatc
         f"--speculative-config ($.speculation.method): the {backend} backend verifies no drafts: leave it out"
     )
     check_backend(config_of("hf://a/m", {"backend": backend, "speculative_config": {}}))
+
+
+@pytest.mark.parametrize("method", ["", "NGram"])
+def test_drafts_are_proposed_where_they_are_configured_and_verified(method: Any) -> None:
+    limits = BackendLimits(max_rows=2, max_model_length=64, max_step_tokens=64, block_size=64, num_blocks=2)
+    configured = Speculation(method=method, num_tokens=3)
+    assert drafts_of(configured, limits) is None
+    assert (drafts_of(configured, replace(limits, max_drafts=3)) is not None) == bool(method)
+
+
+def test_an_answer_that_repeats_an_earlier_one_is_drafted_and_stays_the_same() -> None:
+    question = {"role": "user", "content": "What is neuron-serving?"}
+    greedy = SamplingParams(temperature=0, max_tokens=80)
+    with LLM(str(DEMO), speculative_config={"method": "ngram"}) as model:
+        first = model.chat([question], greedy, use_tqdm=False)[0].outputs[0].text
+        again = [question, {"role": "assistant", "content": first}, question]
+        drafted = model.chat(again, greedy, use_tqdm=False)[0].outputs[0].text
+        assert model._engine.stats.num_accepted_drafts_total > 10
+    assert drafted == first
