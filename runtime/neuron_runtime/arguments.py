@@ -17,7 +17,7 @@ import msgspec
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
 from neuron_runtime.console import say
 from neuron_runtime.errors import ConfigProblems, FatalError, InvalidConfig
-from neuron_runtime.flags import absolute, as_flag, fields_of, plain
+from neuron_runtime.flags import as_flag, fields_of, model_uri, plain
 from neuron_runtime.host import DEV, device_nodes
 from neuron_runtime.neuronx_fields import BY_NAME as BY_FIELD
 from neuron_runtime.neuronx_fields import OTHER_VARIABLES, QUANT_VARIABLE, SEVERAL_NODES
@@ -291,18 +291,6 @@ def llm_config(
         config = config_of(_with_revision(model_uri(model), revision), values)
     problems.check()
     return config
-
-
-def model_uri(model: str) -> str:
-    """The URI of a model argument: a URI, an existing folder, or `org/name` on the hub. Raises InvalidConfig."""
-    if "://" in model:
-        return model
-    if not model.startswith(("/", ".", "~")) and not Path(model).exists():
-        return f"hf://{model}"
-    try:
-        return absolute(model).as_uri()
-    except ValueError as error:
-        raise InvalidConfig("$.model.uri", str(error)) from error
 
 
 def default_weights_dir() -> Path:

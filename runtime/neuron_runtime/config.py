@@ -145,17 +145,25 @@ class AdapterOptions(Document, frozen=True, kw_only=True):
     ] = 0
 
 
+class DraftSource(Document, frozen=True, kw_only=True):
+    uri: Annotated[str, "A smaller model with the same tokens, as `model.uri`"] = ""
+    digest: Annotated[str, "As `model.digest`"] = ""
+
+
 class Speculation(Document, frozen=True, kw_only=True):
     """Guesses of the next tokens (drafts), several of which one step verifies."""
 
     method: Annotated[
-        Literal["", "NGram"],
-        "Where drafts come from. `NGram`: what followed the last tokens where the request had them before",
+        Literal["", "NGram", "Draft"],
+        "Where drafts come from. `NGram`: what followed the last tokens where the request had them before; `Draft`: a "
+        "second model",
         COMPILED,
     ] = ""
     num_tokens: Annotated[int, Meta(ge=1, le=16), "Drafts of a request per step, at most", COMPILED] = 4
     min_match: Annotated[MatchLength, f"`NGram`: {_MATCH} at least; 0: as `maxMatch`"] = 0
     max_match: Annotated[MatchLength, f"`NGram`: {_MATCH} at most; 0: as `minMatch`, or {DEFAULT_MATCH}"] = 0
+
+    model: DraftSource = DraftSource()
 
     @property
     def max_drafts(self) -> int:
@@ -355,6 +363,7 @@ def _check(config: RuntimeConfig) -> None:
     least, most = config.speculation.match
     if least > most:
         problems.add("$.speculation.minMatch", f"must be at most maxMatch ({most}), got {least}")
+    _check_draft_model(config.speculation, problems)
     if config.server.otlp_traces_endpoint:
         with problems.collecting():
             check_url(config.server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")
@@ -367,6 +376,15 @@ def _check(config: RuntimeConfig) -> None:
         if list(sizes) != sorted({*sizes}):
             problems.add(f"$.buckets.{field.encode_name}", f"must be in ascending order, got {list(sizes)}")
     problems.check()
+
+
+def _check_draft_model(speculation: Speculation, problems: ConfigProblems) -> None:
+    path, uri = "$.speculation.model.uri", speculation.model.uri
+    if speculation.method == "Draft":
+        with problems.collecting():
+            parse_uri(uri, path)
+    elif uri:
+        problems.add(path, "is for the method Draft: leave it out, or set this method")
 
 
 def uses_blocks(config: RuntimeConfig) -> bool | None:

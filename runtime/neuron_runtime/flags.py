@@ -183,6 +183,18 @@ def absolute(text: str) -> Path:
         raise ValueError(f"{text}: there is no home directory of that user") from error
 
 
+def model_uri(model: str) -> str:
+    """The URI of a model argument: a URI, an existing folder, or `org/name` on the hub. Raises InvalidConfig."""
+    if "://" in model:
+        return model
+    if not model.startswith(("/", ".", "~")) and not Path(model).exists():
+        return f"hf://{model}"
+    try:
+        return absolute(model).as_uri()
+    except ValueError as error:
+        raise InvalidConfig("$.model.uri", str(error)) from error
+
+
 def word_or_folder(text: str) -> str:
     return text if text in ("auto", "vllm") else str(absolute(text).resolve())
 

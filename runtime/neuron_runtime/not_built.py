@@ -81,7 +81,7 @@ _BODY, _PARAMS, _MESSAGE, _FLAG = Surface.BODY, Surface.SAMPLING_PARAMS, Surface
 _LLM = Surface.LLM | _FLAG
 _MESSAGES, _RESPONSES = Surface.MESSAGES, Surface.RESPONSES
 _SPECULATIVE = Surface.SPECULATIVE
-_OF_DRAFT_MODELS = "leave it out, there are no draft models"
+_OF_DRAFT_MODELS = "leave it out: a draft model is as the model"
 
 
 def _without_effect(where: Surface, names: str, neutral: tuple[Any, ...] = ()) -> tuple[NotBuilt, ...]:
@@ -129,10 +129,9 @@ ROWS = (
     NotBuilt("max_logprobs", _LLM, (20,), cure="leave it out: the backend says how many there are at most"),
     NotBuilt("max_model_len", _SPECULATIVE, cure=_OF_DRAFT_MODELS),
     NotBuilt("mcp_servers", _MESSAGES, ([],)),
-    NotBuilt("method", _SPECULATIVE, ("ngram", "[ngram]"), cure="set ngram"),
+    NotBuilt("method", _SPECULATIVE, ("ngram", "[ngram]", "draft_model"), cure="set ngram or draft_model"),
     NotBuilt("mm_processor_kwargs", _BODY | _LLM, ({},)),
     NotBuilt("modalities", _BODY, (["text"],)),
-    NotBuilt("model", _SPECULATIVE, ("ngram", "[ngram]"), cure="set the method ngram, which needs no draft model"),
     NotBuilt("moderation", _BODY),
     NotBuilt("no_repeat_ngram_size", Surface.GENERATION_CONFIG, (0,)),
     NotBuilt("num_beams", Surface.GENERATION_CONFIG, (1,)),
@@ -158,7 +157,7 @@ ROWS = (
     NotBuilt("repetition_detection", _BODY),
     NotBuilt("response_role", _FLAG, ("assistant",)),
     NotBuilt("revision", _FLAG, cure="write it behind the model: org/name@revision"),
-    NotBuilt("revision", _SPECULATIVE, cure=_OF_DRAFT_MODELS),
+    NotBuilt("revision", _SPECULATIVE, cure="write it behind the model: org/name@revision"),
     NotBuilt("root_path", _FLAG, ("",)),
     NotBuilt("rope_scaling", _LLM, ({},)),
     NotBuilt("rope_theta", _LLM),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
-from neuron_runtime.flags import json_value
+from neuron_runtime.flags import json_value, model_uri
 from neuron_runtime.not_built import Surface, refuse
 
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -18,6 +18,8 @@ NUMBERS = {"num_speculative_tokens": "numTokens", "prompt_lookup_min": "minMatch
 """Keys of the document by vLLM's."""
 NGRAM = ("ngram", "[ngram]")
 """Words for drafts from the text itself; older versions of vLLM put them in the place of a draft model."""
+DRAFT = "draft_model"
+OF_NGRAM = ("prompt_lookup_min", "prompt_lookup_max")
 
 
 def speculation(given: Any) -> dict[str, Any]:
@@ -29,13 +31,28 @@ def speculation(given: Any) -> dict[str, Any]:
     problems = ConfigProblems()
     for key, value in values.items():
         with problems.collecting():
-            if not refuse(Surface.SPECULATIVE, key, value, at=f"`{key}`") and key not in NUMBERS:
-                problems.add(f"`{key}`", f"is no key of it: use method, {', '.join(NUMBERS)}")
+            known = refuse(Surface.SPECULATIVE, key, value, at=f"`{key}`") or key in NUMBERS or key == "model"
+            if not known:
+                problems.add(f"`{key}`", f"is no key of it: use method, model, {', '.join(NUMBERS)}")
+    model = values.get("model", "")
+    has_model = bool(model) and model not in NGRAM
+    drafts = values.get("method", DRAFT if has_model else "") == DRAFT
     if values and not {"method", "model"} & values.keys():
-        problems.add("`method`", "is missing: set ngram")
+        problems.add("`method`", "is missing: set ngram, or draft_model with a model")
+    if drafts and not (has_model and isinstance(model, str)):
+        problems.add("`model`", "is missing: name the draft model")
+    if has_model and not drafts:
+        problems.add("`model`", "is for the method draft_model: leave it out, or set this method")
+    for key in OF_NGRAM:
+        if drafts and key in values:
+            problems.add(f"`{key}`", "is for the method ngram: leave it out")
+    uri = ""
     try:
         problems.check()
+        uri = model_uri(model) if drafts else ""
     except InvalidConfig as error:
         raise ValueError(str(error)) from error
     numbers = {path: values[key] for key, path in NUMBERS.items() if key in values}
+    if drafts:
+        return {"method": "Draft", "model": {"uri": uri}, **numbers}
     return {"method": "NGram", **numbers} if values else {}

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from neuron_runtime.arguments import default_weights_dir, model_uri
+from neuron_runtime.arguments import default_weights_dir
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import model_uri
 
 PREFIX = "random:"
 

@@ -82,6 +82,7 @@ def runtime_config(
     chunked_prefill: Any = "auto",
     adapters: AdapterOptions = NO_ADAPTERS,
     max_drafts: int = 0,
+    speculation: Speculation | None = None,
     **limits: int,
 ) -> RuntimeConfig:
     return RuntimeConfig(
@@ -93,7 +94,7 @@ def runtime_config(
         prefix_caching=prefix_caching,
         chunked_prefill=chunked_prefill,
         adapters=adapters,
-        speculation=Speculation(method="NGram", num_tokens=max_drafts) if max_drafts else Speculation(),
+        speculation=speculation or Speculation(method="NGram" if max_drafts else "", num_tokens=max_drafts or 4),
         limits=EngineLimits(**limits),
     )
 

@@ -17,11 +17,12 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime import arguments
-from neuron_runtime.arguments import BY_ARGUMENT, model_uri, on_this_machine
+from neuron_runtime.arguments import BY_ARGUMENT, on_this_machine
 from neuron_runtime.commands.command_line import build_parser, main
 from neuron_runtime.commands.serve import configuration
 from neuron_runtime.config import Accelerator, Buckets, RuntimeConfig, parse_config
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import model_uri
 from neuron_runtime.not_built import NotBuilt, Surface, rows
 
 

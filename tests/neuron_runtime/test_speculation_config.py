@@ -13,8 +13,12 @@ from neuron_runtime import LLM, SamplingParams
 from neuron_runtime.arguments import FLAG_NAMES, config_of, llm_config, naming
 from neuron_runtime.commands.command_line import build_parser
 from neuron_runtime.commands.serve import configuration
+<<<<<<< HEAD
 from neuron_runtime.config import RuntimeConfig, Speculation, parse_config
 from neuron_runtime.core import BackendLimits
+=======
+from neuron_runtime.config import DraftSource, RuntimeConfig, Speculation, parse_config
+>>>>>>> bc8289ec (torch: let a second model make drafts)
 from neuron_runtime.engine.backends import PACKAGES, backend_package, check_backend
 from neuron_runtime.engine.drafts import drafts_of
 from neuron_runtime.errors import InvalidConfig
@@ -37,6 +41,11 @@ def served_with(*words: str) -> RuntimeConfig:
             {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
             Speculation(method="NGram", num_tokens=2, min_match=2, max_match=4),
         ),
+        (
+            {"method": "draft_model", "model": "org/draft", "num_speculative_tokens": 3},
+            Speculation(method="Draft", num_tokens=3, model=DraftSource(uri="hf://org/draft")),
+        ),
+        ({"model": "file:///draft"}, Speculation(method="Draft", model=DraftSource(uri="file:///draft"))),
         ({"method": "ngram", "model": None, "rejection_sample_method": "standard"}, Speculation(method="NGram")),
     ],
 )
@@ -65,11 +74,14 @@ def test_without_a_method_no_row_has_drafts() -> None:
         ("x", "($.speculation): 'x' is not JSON"),
         ([1], '($.speculation): must be an object such as {"method": "ngram", "num_speculative_tokens": 4}'),
         ({"num_speculative_tokens": 4}, "`method`: is missing: set ngram"),
-        ({"method": "eagle3"}, "`method`: 'eagle3' is not supported yet: set ngram"),
-        ({"method": "draft_model"}, "`method`: 'draft_model' is not supported yet: set ngram"),
-        ({"model": "org/draft"}, "`model`: 'org/draft' is not supported yet: set the method ngram"),
+        ({"method": "eagle3"}, "`method`: 'eagle3' is not supported yet: set ngram or draft_model"),
+        ({"method": "draft_model"}, "`model`: is missing: name the draft model"),
+        ({"method": "draft_model", "model": 7}, "`model`: is missing: name the draft model"),
+        ({"method": "ngram", "model": "org/draft"}, "`model`: is for the method draft_model: leave it out"),
+        ({"model": "org/draft", "prompt_lookup_min": 2}, "`prompt_lookup_min`: is for the method ngram: leave it out"),
+        ({"model": "ftp://draft"}, "($.speculation.model.uri): unknown scheme ftp"),
         ({"method": "ngram", "max_model_len": 9}, "`max_model_len`: 9 is not supported yet: leave it out"),
-        ({"method": "ngram", "tokens": 4}, "`tokens`: is no key of it: use method, num_speculative_tokens, prompt_"),
+        ({"method": "ngram", "tokens": 4}, "`tokens`: is no key of it: use method, model, num_speculative_tokens, pro"),
         ({"method": "ngram", "num_speculative_tokens": 17}, "($.speculation.numTokens): Expected `int` <= 16, got 17"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "($.speculation.numTokens): Expected `int` >= 1, got 0"),
         ({"method": "ngram", "prompt_lookup_max": 33}, "($.speculation.maxMatch): Expected `int` <= 32, got 33"),
@@ -96,7 +108,7 @@ def test_all_wrong_keys_are_named_at_once() -> None:
     assert all(f"`{key}`: " in str(caught.value) for key in ("method", "model", "quantization", "speed"))
 
 
-@pytest.mark.parametrize("method", ["Draft", "Eagle", "ngram"])
+@pytest.mark.parametrize("method", ["Medusa", "Eagle", "ngram"])
 def test_a_document_names_the_methods_that_there_are(method: str) -> None:
     with pytest.raises(InvalidConfig, match=f"^[$].speculation.method: Invalid enum value '{method}': .*`NGram`"):
         parse_config(json.dumps({**DOCUMENT, "speculation": {"method": method}}).encode())
@@ -107,13 +119,13 @@ def test_a_backend_that_verifies_no_drafts_refuses_them(backend: str, monkeypatc
     drafting = config_of("hf://a/m", {"backend": backend, "speculative_config": {"method": "ngram"}})
     package = backend_package(drafting)
     monkeypatch.setattr(package, "check_config", lambda _: None)  # its library may be missing
-    if package.VERIFIES_DRAFTS:
+    if "NGram" in package.DRAFT_METHODS:
         check_backend(drafting)
         return
     with pytest.raises(InvalidConfig) as caught, naming(FLAG_NAMES):
         check_backend(drafting)
     assert str(caught.value) == (
-        f"--speculative-config ($.speculation.method): the {backend} backend verifies no drafts: leave it out"
+        f"--speculative-config ($.speculation.method): the {backend} backend has no NGram: leave it out"
     )
     check_backend(config_of("hf://a/m", {"backend": backend, "speculative_config": {}}))
 

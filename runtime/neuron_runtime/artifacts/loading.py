@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from neuron_runtime.adapters.peft import AdapterRules
 from neuron_runtime.artifacts.compiling import Wanted, download, make, wanted_artifact
 from neuron_runtime.artifacts.store import (
@@ -26,7 +28,7 @@ from neuron_runtime.artifacts.store import (
 )
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.checkpoint import check_tokenizer, read_config
-from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.config import DraftSource, ModelSource, RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.engine.backends import backend_package, check_ranks, compiles
 from neuron_runtime.errors import ExitCode, FatalError, joined
@@ -107,12 +109,24 @@ def load_backend(
     Raises FatalError as `provide` and the backend do, and InvalidConfig with a field that cannot be served.
     """
     check_ranks(config, rank.size)
+    config = _with_local_draft(config, settings, progress)
     if not compiles(config):
         if given_folder() is not None:
             say(f"{ARTIFACT_VARIABLE} has no effect, because the configuration does not set `compile`")
         return backend_package(config).load_backend(model_dir, config, progress, rank=rank)
     artifact = provide(config, model_dir, settings, progress)
     return backend_package(config).load_backend(model_dir, config, progress, artifact, rank=rank)
+
+
+def _with_local_draft(config: RuntimeConfig, settings: LocalSettings, progress: ProgressCallback) -> RuntimeConfig:
+    """The configuration with the folder of its draft model, which is fetched if needed. Errors as of `fetch`."""
+    speculation = config.speculation
+    if speculation.method != "Draft":
+        return config
+    source = ModelSource(uri=speculation.model.uri, digest=speculation.model.digest)
+    store, on_miss = settings.weights_store, settings.on_weights_miss
+    folder = materialize(source, settings.weights_dir, progress, weights_store=store, on_miss=on_miss)
+    return replace(config, speculation=replace(speculation, model=DraftSource(uri=folder.as_uri())))
 
 
 def check_artifact(config: RuntimeConfig, settings: LocalSettings, progress: ProgressCallback) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from neuron_runtime import record
 from neuron_runtime.adapters.peft import reading
-from neuron_runtime.arguments import model_uri
 from neuron_runtime.console import AmountLine, bytes_text, say, seconds_text
+from neuron_runtime.flags import model_uri
 from neuron_runtime.uris import FORMS, parse_uri
 from neuron_runtime.weights.fetching import ADAPTER, MODEL, Fetched, Parts, fetch, open_remote, supply
 from neuron_runtime.weights.store import Store

@@ -9,10 +9,10 @@ import argparse
 
 from neuron_runtime import record
 from neuron_runtime.adapters.peft import TARGETS, AdapterRules
-from neuron_runtime.arguments import model_uri
 from neuron_runtime.config import AdapterOptions
 from neuron_runtime.engine.backends import PACKAGES, package_of
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import model_uri
 from neuron_runtime.uris import FORMS
 
 DEFAULT_MAX_RANK = AdapterOptions().max_rank

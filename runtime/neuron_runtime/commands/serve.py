@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from neuron_runtime import not_built, record
-from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, model_uri, naming, on_this_machine
+from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, naming, on_this_machine
 from neuron_runtime.artifacts.loading import find_model
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines, say
 from neuron_runtime.distributed.layout import layout_for
 from neuron_runtime.engine.backends import backend_package, check_backend
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
-from neuron_runtime.flags import Field, add_flags, as_flag, json_or_text, spellings
+from neuron_runtime.flags import Field, add_flags, as_flag, json_or_text, model_uri, spellings
 from neuron_runtime.local_settings import AdapterSettings, LocalSettings, add_adapter_flags, add_local_flags
 from neuron_runtime.not_built import Surface
 from neuron_runtime.processes.run_dir import made_run_dir

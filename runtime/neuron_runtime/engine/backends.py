@@ -43,8 +43,8 @@ class BackendPackage(Protocol):
     """Smallest rank of adapters, of a backend that is an `AdapterBackend` when the configuration has adapters; 0: it is
     none."""
 
-    VERIFIES_DRAFTS: bool
-    """Whether it has `BackendLimits.max_drafts` as the configuration says."""
+    DRAFT_METHODS: tuple[str, ...]
+    """Methods of `Speculation` for which it has `BackendLimits.max_drafts` as the configuration says."""
 
     def needs_weights(self, config: RuntimeConfig) -> bool:
         """Whether a model's weights are needed to serve it; otherwise its small files suffice."""
@@ -138,8 +138,9 @@ def check_backend(config: RuntimeConfig) -> None:
     package.check_config(config)
     if config.adapters.max_active and not package.MIN_ADAPTER_RANK:
         raise InvalidConfig("$.adapters.maxActive", f"the {config.backend} backend serves no adapters: leave it out")
-    if config.speculation.method and not package.VERIFIES_DRAFTS:
-        raise InvalidConfig("$.speculation.method", f"the {config.backend} backend verifies no drafts: leave it out")
+    if (method := config.speculation.method) and method not in package.DRAFT_METHODS:
+        cure = " or ".join(["leave it out", *[f"set {one}" for one in package.DRAFT_METHODS]])
+        raise InvalidConfig("$.speculation.method", f"the {config.backend} backend has no {method}: {cure}")
 
 
 def check_ranks(config: RuntimeConfig, num_ranks: int) -> None:

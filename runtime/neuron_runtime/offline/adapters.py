@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neuron_runtime.arguments import model_uri
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import FatalError, InvalidConfig, InvalidRequest
+from neuron_runtime.flags import model_uri
 from neuron_runtime.record import AdapterFacts
 from neuron_runtime.requests.targets import Target
 from neuron_runtime.requests.texts import Text

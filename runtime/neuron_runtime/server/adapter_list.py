@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from neuron_runtime.arguments import model_uri
 from neuron_runtime.console import say
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import model_uri
 
 MAX_BYTES = 2**20
 """Of a list file; a ConfigMap has no more."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from neuron_runtime.arguments import model_uri
 from neuron_runtime.config import AdapterOptions
 from neuron_runtime.console import say
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, InvalidRequest, ServingError
+from neuron_runtime.flags import model_uri
 from neuron_runtime.reading_threads import ReadingThreads
 from neuron_runtime.record import AdapterFacts
 from neuron_runtime.requests.targets import Target, Targets

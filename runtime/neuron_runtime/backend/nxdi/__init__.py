@@ -27,7 +27,7 @@ from neuron_runtime.config import RuntimeConfig
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
-VERIFIES_DRAFTS = True
+DRAFT_METHODS = ("NGram",)
 
 
 def needs_weights(config: RuntimeConfig) -> bool:

@@ -24,7 +24,7 @@ from neuron_runtime.errors import ConfigProblems, InvalidConfig
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
-VERIFIES_DRAFTS = False
+DRAFT_METHODS = ()
 MIN_ADAPTER_RANK = 0
 
 

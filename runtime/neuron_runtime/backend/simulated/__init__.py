@@ -21,7 +21,7 @@ from neuron_runtime.errors import ConfigProblems
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
 PROCESS_PER_RANK = True
-VERIFIES_DRAFTS = True
+DRAFT_METHODS = ("NGram",)
 MIN_ADAPTER_RANK = 1
 
 

@@ -24,6 +24,7 @@ from neuron_runtime.backend.torch.adapters import Adapters, AdapterWeights
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
+from neuron_runtime.backend.torch.draft_model import DraftModel
 from neuron_runtime.backend.warming import lone_step, timed, with_adapter
 from neuron_runtime.backend_protocol import ProgressCallback, StepTime, size_of
 from neuron_runtime.checkpoint import InvalidModel
@@ -65,7 +66,7 @@ def device_thread(set_up: Callable[[], None] = lambda: None) -> ThreadPoolExecut
 class TorchBackend:
     """See `backend_protocol.AdapterBackend`. `device` is the thread on which the decoder was loaded.
 
-    adapters: None if no adapters may be active.
+    adapters: None if no adapters may be active. draft: a model that makes drafts, and its cache.
     """
 
     def __init__(
@@ -74,13 +75,16 @@ class TorchBackend:
         cache: KVCache,
         limits: BackendLimits,
         device: ThreadPoolExecutor | None = None,
+        *,
         adapters: Adapters | None = None,
+        draft: tuple[Decoder, KVCache] | None = None,
     ) -> None:
         self._decoder = decoder
         self._adapters = adapters
         self._cache = cache
         self.limits = limits
         self._mirror = SlotMirror(limits)
+        self._draft = None if draft is None else DraftModel(*draft, self._mirror)
         self._prompts: dict[int, tuple[IntArray, int]] = {}
         """By slot, a prompt whose tokens get log-probabilities, and how many alternatives each."""
         self._sampler = HostSampler(self._mirror.tokens, limits.vocabulary_size)
@@ -164,6 +168,9 @@ class TorchBackend:
         sampled = np.flatnonzero(rows.samples)
         if not len(batch.rows):
             return _TorchStep(batch, rows, sampled, None, (), begin)
+        if self._draft is not None:
+            self._draft.follow(batch, rows)
+            rows = self._draft.fill(rows)
         num_tokens = rows.ends - rows.start
         plan = self._cache.plan(StepRows(rows.start, num_tokens, self._mirror.blocks[rows.slots]))
         adapted = None if self._adapters is None else self._adapters.decoder_for(rows.slots, num_tokens)

@@ -25,11 +25,13 @@ from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.backend.torch.weights import WeightReader
 from neuron_runtime.backend_protocol import ONE_RANK, ProgressCallback, Rank
 from neuron_runtime.checkpoint import Checkpoint, check_tensors, check_tied_head, read_whole_checkpoint
-from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.config import RuntimeConfig, Speculation
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.dtypes import COMPUTED
+from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.host import FreeMemory, free_memory, usable_cpus
+from neuron_runtime.uris import FolderModel, parse_uri
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in COMPUTED}
 
@@ -49,12 +51,13 @@ def load(
     check_tensors(checkpoint, tensor_shapes(model))
     check_tied_head(checkpoint)
     dtype = DTYPES[dtype_of(config, checkpoint)]
+    draft = _draft_checkpoint(config.speculation, model)
     ranks = Gloo(place) if place.size > 1 else ALONE
     part = part_of_model(model, ranks.size)
     free = measure()
     # The ranks of a node share its memory, and all ranks must come to the same limits.
     share = replace(free, available=ranks.least(free.available // place.per_node))
-    limits = derive_limits(config, part, dtype.itemsize, share)
+    limits = derive_limits(config, part, dtype.itemsize, share, draft and draft[1])
     device = device_thread(partial(_limit_threads, place.per_node))
     decoder = _load_on(device, progress, lambda report: load_decoder(checkpoint, model, dtype, report, ranks))
     shape = (limits.num_blocks, part.num_kv_heads, limits.block_size, model.head_dim)
@@ -64,7 +67,44 @@ def load(
         limits=limits,
         device=device,
         adapters=Adapters(decoder, model, limits, ranks.rank, ranks.size) if limits.max_adapters else None,
+        draft=None if draft is None else _load_draft(draft, dtype, limits, device, progress),
     )
+
+
+def _draft_checkpoint(speculation: Speculation, model: DecoderConfig) -> tuple[Checkpoint, DecoderConfig] | None:
+    """The model that makes drafts, which is on this machine, if the configuration has one. Raises InvalidConfig unless
+    it has the tokens of the model."""
+    if speculation.method != "Draft":
+        return None
+    found = parse_uri(speculation.model.uri)
+    if not isinstance(found, FolderModel):
+        raise ValueError(f"{speculation.model.uri} is not on this machine")
+    checkpoint = read_whole_checkpoint(found.folder)
+    draft = decoder_config(checkpoint.config)
+    check_tensors(checkpoint, tensor_shapes(draft))
+    check_tied_head(checkpoint)
+    if draft.vocabulary_size != model.vocabulary_size:
+        message = f"it has {draft.vocabulary_size} tokens, and the model {model.vocabulary_size}: they must be the same"
+        raise InvalidConfig("$.speculation.model.uri", message)
+    return checkpoint, draft
+
+
+def _load_draft(
+    found: tuple[Checkpoint, DecoderConfig],
+    dtype: torch.dtype,
+    limits: BackendLimits,
+    device: ThreadPoolExecutor,
+    progress: ProgressCallback,
+) -> tuple[Decoder, KVCache]:
+    """Each rank has all of it: it is small, and so nothing is exchanged for a draft."""
+    checkpoint, draft = found
+
+    def report(stage: str, share: float) -> None:
+        progress(f"{stage} of the draft model", share)
+
+    decoder = _load_on(device, report, lambda shown: load_decoder(checkpoint, draft, dtype, shown))
+    shape = (limits.num_blocks, draft.num_kv_heads, limits.block_size, draft.head_dim)
+    return decoder, KVCache.empty(draft.windows, shape, dtype)
 
 
 def _load_on(

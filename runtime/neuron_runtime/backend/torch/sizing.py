@@ -7,7 +7,7 @@ model's maximum with room for all sequences at that length, or less if memory is
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.backend.host_sampling.likeliest import ROWS_AT_ONCE
@@ -61,8 +61,14 @@ class Memory:
         )
 
 
-def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int, free: FreeMemory) -> BackendLimits:
-    """Derive every limit.
+def derive_limits(
+    config: RuntimeConfig,
+    model: DecoderConfig,
+    dtype_bytes: int,
+    free: FreeMemory,
+    draft: DecoderConfig | None = None,
+) -> BackendLimits:
+    """Derive every limit. draft: the model that makes drafts.
 
     Raises:
         InvalidConfig: a configured limit is impossible; names the field and the numbers.
@@ -89,6 +95,12 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
     max_drafts = config.speculation.max_drafts
     places = min(rows * (1 + max_drafts), step_tokens)
     memory = _memory(model, dtype_bytes, free, rows=rows, places=places, step_tokens=step_tokens, adapters=of_adapters)
+    if draft is not None:
+        memory = replace(
+            memory,
+            weights=memory.weights + _weight_bytes(draft, dtype_bytes),
+            per_token=memory.per_token + draft.kv_elements_per_token * dtype_bytes,
+        )
     if memory.cache < MIN_DEFAULT_LENGTH * memory.per_token:
         cure = memory.cure(MIN_DEFAULT_LENGTH)
         raise FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, f"not enough memory for this model: {memory}; {cure}")
@@ -163,6 +175,13 @@ def _blocks(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: i
     return size, num_blocks, length
 
 
+def _weight_bytes(model: DecoderConfig, dtype_bytes: int) -> int:
+    num_parameters = sum(map(math.prod, tensor_shapes(model).values()))
+    embedding = model.vocabulary_size * model.hidden_size
+    # A tied head is a second, packed copy. A weight exists twice while it is packed; the largest is an embedding.
+    return (num_parameters + embedding * (1 + model.tied_embeddings)) * dtype_bytes
+
+
 def _memory(
     model: DecoderConfig,
     dtype_bytes: int,
@@ -174,17 +193,13 @@ def _memory(
     adapters: int = 0,
 ) -> Memory:
     """places: tokens whose logits a step computes at most. adapters: bytes."""
-    num_parameters = sum(map(math.prod, tensor_shapes(model).values()))
-    embedding = model.vocabulary_size * model.hidden_size
-    # A tied head is a second, packed copy. A weight exists twice while it is packed; the largest is an embedding.
-    weights = (num_parameters + embedding * (1 + model.tied_embeddings)) * dtype_bytes
     activations = step_tokens * (8 * model.hidden_size + 3 * model.intermediate_size) * 4
     # Logits from the head, as float32, and a copy where they are both adjusted and reported; plus scratch for a few
     # rows at a time.
     scores = model.vocabulary_size * (places * 3 * 4 + ROWS_AT_ONCE * 8 * 8)
     return Memory(
         free=free,
-        weights=weights,
+        weights=_weight_bytes(model, dtype_bytes),
         adapters=adapters,
         scratch=activations + scores + grammar_bytes(rows),
         per_token=model.kv_elements_per_token * dtype_bytes,

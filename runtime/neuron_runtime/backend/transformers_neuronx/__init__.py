@@ -22,7 +22,7 @@ from neuron_runtime.flags import plain
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
-VERIFIES_DRAFTS = False
+DRAFT_METHODS = ()
 MIN_ADAPTER_RANK = 0
 
 

@@ -1,0 +1,101 @@
+"""A draft model on the torch backend: answers are as without it, and a model that drafts for itself is always right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from helpers.told_drafts import events_of, tokens_of
+from helpers.torch_models import load_backend, random_model
+from neuron_runtime.config import DraftSource, Speculation
+from neuron_runtime.core import Request, Sampling
+from neuron_runtime.engine.drafting import Drafting
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.sequence import Sequence
+from neuron_runtime.errors import InvalidConfig
+
+MAX_DRAFTS = 3
+BLOCKS: dict[str, Any] = {
+    "layout": "blocks",
+    "block_size": 8,
+    "num_blocks": 40,
+    "max_sequences": 4,
+    "max_model_length": 120,
+    "max_step_tokens": 32,
+}
+
+
+class EverySecond(Drafting):
+    """As many drafts of the device as fit, in every second step of a row, so that the draft model falls behind."""
+
+    def __init__(self, period: int = 2) -> None:
+        self.learned: list[tuple[int, int]] = []
+        self._period, self._num_steps = period, 0
+
+    def wants(self, sequences: Any) -> bool:
+        return bool(sequences)
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        self._num_steps += 1
+        return (-1,) * most if self._num_steps % self._period == 0 else ()
+
+    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        if sequence.request.sampling.greedy:
+            self.learned.append((num_drafts, num_accepted))
+
+    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        pass
+
+
+def some_requests() -> list[Request]:
+    """With shared beginnings, longer than a step, and drawn ones."""
+    random, found = Random(2), []
+    text = tuple(random.randrange(256) for _ in range(80))
+    for number, length in enumerate((3, 40, 70, 41, 66, 1, 24)):
+        prompt = (*text[: length // 2], *(random.randrange(256) for _ in range(length - length // 2)))
+        sampling = Sampling(temperature=0.7 * (number == 3), seed=number, max_tokens=min(30, 120 - length))
+        found.append(Request(f"{number}", prompt, sampling))
+    return found
+
+
+def with_draft(folder: Path) -> Speculation:
+    return Speculation(method="Draft", num_tokens=MAX_DRAFTS, model=DraftSource(uri=folder.as_uri()))
+
+
+@pytest.mark.parametrize("period", [1, 2, 5])
+@pytest.mark.parametrize("layout", [BLOCKS, {**BLOCKS, "layout": "slots", "block_size": 0, "num_blocks": 0}])
+def test_a_model_that_drafts_for_itself_is_always_right(layout: dict[str, Any], period: int, tmp_path: Path) -> None:
+    folder = random_model(tmp_path / "model")
+    backend = load_backend(folder, **layout)
+    expected = tokens_of(events_of(Engine(backend), some_requests()))
+    backend.close()
+    backend = load_backend(folder, speculation=with_draft(folder), **layout)
+    drafting = EverySecond(period)
+    found = tokens_of(events_of(engine := Engine(backend, drafting=drafting), some_requests()))
+    backend.close()
+    assert found == expected
+    assert sum(count for count, _ in drafting.learned) > 20
+    assert all(count == accepted for count, accepted in drafting.learned), drafting.learned
+    assert layout["layout"] == "slots" or engine.stats.num_prefix_hits_total > 0
+
+
+def test_another_model_drafts_and_changes_no_answer(tmp_path: Path) -> None:
+    folder, other = random_model(tmp_path / "model"), random_model(tmp_path / "other", num_hidden_layers=1)
+    backend = load_backend(folder, **BLOCKS)
+    expected = tokens_of(events_of(Engine(backend), some_requests()))
+    backend.close()
+    backend = load_backend(folder, speculation=with_draft(other), **BLOCKS)
+    drafting = EverySecond(1)
+    assert tokens_of(events_of(Engine(backend, drafting=drafting), some_requests())) == expected
+    backend.close()
+    assert any(accepted < count for count, accepted in drafting.learned)
+
+
+def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    folder, other = random_model(tmp_path / "model"), random_model(tmp_path / "other", vocab_size=300)
+    with pytest.raises(InvalidConfig, match="300 tokens, and the model 256") as refused:
+        load_backend(folder, speculation=with_draft(other), **BLOCKS)
+    assert refused.value.field == "$.speculation.model.uri"
