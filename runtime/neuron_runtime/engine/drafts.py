@@ -419,4 +419,5 @@ def drafts_of(configured: Speculation, limits: BackendLimits) -> Drafts | None:
     """Who proposes drafts to a backend; None where no row may have any."""
     if not configured.method or not limits.max_drafts:
         return None
-    return Drafts(NGram(*configured.match), limits.max_drafts)
+    proposer: Proposer = OnDevice() if configured.method == "Draft" else NGram(*configured.match)
+    return Drafts(proposer, limits.max_drafts)
