@@ -148,6 +148,15 @@ CHECKS: dict[str, Check] = {
     "vllm:cache_config_info": info(block_size=str(BLOCK_SIZE), num_gpu_blocks=str(NUM_BLOCKS)),
     "vllm:lora_requests_info": info(max_lora="0", waiting_lora_adapters="", running_lora_adapters=""),
     "vllm:num_preemptions_total": is_(lambda load: load.expected.preemptions),
+    **dict.fromkeys(
+        (
+            "vllm:spec_decode_num_drafts_total",
+            "vllm:spec_decode_num_draft_tokens_total",
+            "vllm:spec_decode_num_accepted_tokens_total",
+        ),
+        is_(lambda load: 0),  # no drafts are configured
+    ),
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": by("position", lambda load: {}),
     "vllm:prefix_cache_queries_total": is_(lambda load: sum(load.expected.prompts)),
     "vllm:prefix_cache_hits_total": is_(lambda load: load.expected.prefix_hits),
     "vllm:prompt_tokens_total": is_(lambda load: sum(load.expected.prompts)),
