@@ -36,7 +36,8 @@ from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.backend.torch.ranks import Ranks
 from neuron_runtime.backend_protocol import Rank
 from neuron_runtime.checkpoint import read_checkpoint
-from neuron_runtime.core import Request, Sampling
+from neuron_runtime.config import DraftSource, Speculation
+from neuron_runtime.core import NO_TOKEN, Request, Sampling
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.host import FreeMemory
@@ -178,6 +179,45 @@ def test_a_group_verifies_drafts_as_one_rank_does(tmp_path: Path) -> None:
     differing = [name for name in tokens if tokens[name] != expected[name]]
     assert len(differing) <= 1, differing
     assert 20 < told.num_accepted < told.num_drafts
+
+
+def test_ranks_whose_draft_models_disagree_have_the_drafts_of_the_first(tmp_path: Path) -> None:
+    """As nodes with other processors round otherwise. On rank 0 the model drafts for itself, so it is right."""
+    folder = random_model(tmp_path / "model")
+    drafts = [folder, random_model(tmp_path / "other", num_hidden_layers=1)]
+    config: dict[str, Any] = {"block_size": 8, "num_blocks": 40, "max_sequences": 3, "max_step_tokens": 24}
+    requests = some_requests()
+    (alone,) = backends_of(folder, 1, tmp_path, **config)
+    expected = tokens_of(events_of(Engine(alone), requests))
+    alone.close()
+
+    def one(rank: int) -> TorchBackend:
+        speculation = Speculation(method="Draft", num_tokens=3, model=DraftSource(uri=drafts[rank].as_uri()))
+        found = runtime_config(speculation=speculation, **config)
+        at = place(tmp_path, rank, 2)
+        return load(folder, found, lambda stage, share: None, lambda: FreeMemory(2**30), place=at)
+
+    with ThreadPoolExecutor(2) as threads:
+        backends = list(threads.map(one, range(2)))
+    remaining, told = iter(backends), OnDeviceAlways()
+    with group_of(lambda: next(remaining), 2) as group:
+        tokens = tokens_of(events_of(Engine(group.leader, drafting=told), requests))
+        group.finish()
+    for backend in backends:
+        backend.close()
+    differing = [name for name in tokens if tokens[name] != expected[name]]
+    assert len(differing) <= 1, differing
+    assert told.num_accepted > 20
+
+
+class OnDeviceAlways(Told):
+    """As many drafts of the device as fit."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def propose(self, sequence: Any, most: int) -> tuple[int, ...]:
+        return (NO_TOKEN,) * most
 
 
 def test_a_lost_rank_is_reported_without_the_source_of_the_transport(tmp_path: Path) -> None:

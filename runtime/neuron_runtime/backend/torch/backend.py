@@ -25,6 +25,7 @@ from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.draft_model import DraftModel
+from neuron_runtime.backend.torch.ranks import Ranks
 from neuron_runtime.backend.warming import lone_step, timed, with_adapter
 from neuron_runtime.backend_protocol import ProgressCallback, StepTime, size_of
 from neuron_runtime.checkpoint import InvalidModel
@@ -66,7 +67,8 @@ def device_thread(set_up: Callable[[], None] = lambda: None) -> ThreadPoolExecut
 class TorchBackend:
     """See `backend_protocol.AdapterBackend`. `device` is the thread on which the decoder was loaded.
 
-    adapters: None if no adapters may be active. draft: a model that makes drafts, and its cache.
+    adapters: None if no adapters may be active. draft: a model that makes drafts, its cache, and the ranks that must
+        have the same drafts.
     """
 
     def __init__(
@@ -77,14 +79,17 @@ class TorchBackend:
         device: ThreadPoolExecutor | None = None,
         *,
         adapters: Adapters | None = None,
-        draft: tuple[Decoder, KVCache] | None = None,
+        draft: tuple[Decoder, KVCache, Ranks] | None = None,
     ) -> None:
         self._decoder = decoder
         self._adapters = adapters
         self._cache = cache
         self.limits = limits
         self._mirror = SlotMirror(limits)
-        self._draft = None if draft is None else DraftModel(*draft, self._mirror)
+        self._draft = None
+        if draft is not None:
+            of_draft, draft_cache, ranks = draft
+            self._draft = DraftModel(of_draft, draft_cache, self._mirror, ranks)
         self._prompts: dict[int, tuple[IntArray, int]] = {}
         """By slot, a prompt whose tokens get log-probabilities, and how many alternatives each."""
         self._sampler = HostSampler(self._mirror.tokens, limits.vocabulary_size)

@@ -12,6 +12,7 @@ import torch
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.decoder import Decoder
+from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 from neuron_runtime.core import NO_TOKEN, Batch
 
 MAX_CAUGHT_UP = 512
@@ -21,8 +22,9 @@ MAX_IDLE_STEPS = 256
 
 
 class DraftModel:
-    def __init__(self, decoder: Decoder, cache: KVCache, mirror: SlotMirror) -> None:
-        self._decoder, self._cache, self._mirror = decoder, cache, mirror
+    def __init__(self, decoder: Decoder, cache: KVCache, mirror: SlotMirror, ranks: Ranks = ALONE) -> None:
+        """ranks: those of the model. Each has all of this one, but processors that differ may round to other drafts."""
+        self._decoder, self._cache, self._mirror, self._ranks = decoder, cache, mirror, ranks
         self._computed: IntArray = np.zeros(len(mirror.live), dtype=np.int64)
         """Of each slot, how many of its tokens are in the cache. A shared prefix counts: its blocks are those of the
         sequence that computed it."""
@@ -66,7 +68,7 @@ class DraftModel:
             going = num_left > place + 1
             ready, slots, num_left, tokens = ready[going], slots[going], num_left[going], tokens[going]
             start, num_tokens, fed = (start + num_tokens)[going], np.ones(len(ready), dtype=np.int64), tokens
-        return rows._replace(drafts=drafts)
+        return rows._replace(drafts=self._ranks.first(torch.from_numpy(drafts)).numpy())
 
     def _caught_up(self, rows: FedRows, wanted: IntArray) -> IntArray:
         """Those of the rows that this step can draft for. The others are brought nearer, the first ones first."""

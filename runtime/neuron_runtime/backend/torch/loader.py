@@ -67,7 +67,7 @@ def load(
         limits=limits,
         device=device,
         adapters=Adapters(decoder, model, limits, ranks.rank, ranks.size) if limits.max_adapters else None,
-        draft=None if draft is None else _load_draft(draft, dtype, limits, device, progress),
+        draft=None if draft is None else (*_load_draft(draft, dtype, limits, device, progress), ranks),
     )
 
 
@@ -96,7 +96,7 @@ def _load_draft(
     device: ThreadPoolExecutor,
     progress: ProgressCallback,
 ) -> tuple[Decoder, KVCache]:
-    """Each rank has all of it: it is small, and so nothing is exchanged for a draft."""
+    """Each rank has all of it: it is small, and so no more than the drafts is exchanged."""
     checkpoint, draft = found
 
     def report(stage: str, share: float) -> None:

@@ -40,6 +40,10 @@ class Ranks:
         """The smallest of all ranks' values."""
         return value
 
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """What rank 0 has, where all have a tensor of the same shape."""
+        return x
+
 
 ALONE = Ranks()
 
@@ -69,6 +73,11 @@ class Gloo(Ranks):
         values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._do("allgather", [values], [torch.tensor([value])])
         return min(int(one) for one in values)
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._do("allgather", [parts], [x.contiguous()])
+        return parts[0]
 
     def _do(self, name: str, *tensors: Any) -> None:
         try:
