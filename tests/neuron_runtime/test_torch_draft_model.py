@@ -33,14 +33,14 @@ class EverySecond(Drafting):
 
     def __init__(self, period: int = 2) -> None:
         self.learned: list[tuple[int, int]] = []
-        self._period, self._num_steps = period, 0
+        self.period, self._num_steps = period, 0
 
     def wants(self, sequences: Any) -> bool:
         return bool(sequences)
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         self._num_steps += 1
-        return (-1,) * most if self._num_steps % self._period == 0 else ()
+        return (-1,) * most if self._num_steps % self.period == 0 else ()
 
     def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         if sequence.request.sampling.greedy:
@@ -80,6 +80,26 @@ def test_a_model_that_drafts_for_itself_is_always_right(layout: dict[str, Any], 
     assert sum(count for count, _ in drafting.learned) > 20
     assert all(count == accepted for count, accepted in drafting.learned), drafting.learned
     assert layout["layout"] == "slots" or engine.stats.num_prefix_hits_total > 0
+
+
+@pytest.mark.parametrize("period", [1, 2, 10**9])
+def test_a_prefix_whose_answer_had_few_drafts_or_none_is_computed_before_it_is_used(
+    period: int, tmp_path: Path
+) -> None:
+    """As the next question of a chat, whose prefix is the prompt and the answer before."""
+    folder = random_model(tmp_path)
+    backend = load_backend(folder, speculation=with_draft(folder), **BLOCKS)
+    drafting = EverySecond(period)
+    engine = Engine(backend, drafting=drafting)
+    prompt, greedy = tuple(range(20)), Sampling(temperature=0.0, max_tokens=40)
+    answer = tokens_of(events_of(engine, [Request("first", prompt, greedy)]))["first"]
+    drafting.learned.clear()
+    drafting.period = 1
+    events_of(engine, [Request(f"next {last}", (*prompt, *answer, last), greedy) for last in (7, 8)])
+    backend.close()
+    assert engine.stats.num_prefix_hits_total >= 2 * 56
+    assert len(drafting.learned) > 10
+    assert all(count == accepted for count, accepted in drafting.learned), drafting.learned
 
 
 def test_another_model_drafts_and_changes_no_answer(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
-from neuron_runtime.core import NO_TOKEN, Batch
+from neuron_runtime.core import NO_TOKEN, Added, Batch
 
 MAX_CAUGHT_UP = 512
 """Tokens at most that a step computes of what the model has seen and this one has not, so that no step takes long."""
@@ -26,24 +26,30 @@ class DraftModel:
         """ranks: those of the model. Each has all of this one, but processors that differ may round to other drafts."""
         self._decoder, self._cache, self._mirror, self._ranks = decoder, cache, mirror, ranks
         self._computed: IntArray = np.zeros(len(mirror.live), dtype=np.int64)
-        """Of each slot, how many of its tokens are in the cache. A shared prefix counts: its blocks are those of the
-        sequence that computed it."""
+        """Of each slot, how many of its tokens are in the cache."""
+        self._filled: IntArray = np.zeros(len(cache.keys[0]), dtype=np.int64)
+        """Of each block, how many of its tokens are, from the first on: a prefix may be shared whose answer had no
+        drafts."""
         self._num_idle = 0
         """Steps without drafts."""
 
     def follow(self, batch: Batch, rows: FedRows) -> None:
         """Compute the prompts of a step, as the model does."""
-        if len(rows.slots) > rows.num_decodes or batch.added:
+        if batch.added:
             starts = dict(zip(rows.slots.tolist(), rows.start.tolist(), strict=True))
             for added in batch.added:
-                self._computed[added.slot] = starts.get(added.slot, 0)
+                self._enter(added, starts.get(added.slot, 0))
+        for _, block in batch.appended_blocks:
+            self._filled[block] = 0
         self._num_idle += 1
         prompts = np.arange(rows.num_decodes, len(rows.slots))
-        prompts = prompts[self._computed[rows.slots[prompts]] == rows.start[prompts]]
+        behind = rows.start[prompts] - self._computed[rows.slots[prompts]]
+        prompts = prompts[(behind == 0) | (np.cumsum(behind) <= MAX_CAUGHT_UP)]
         if self._num_idle <= MAX_IDLE_STEPS and len(prompts):
-            slots, start, ends = rows.slots[prompts], rows.start[prompts], rows.ends[prompts]
+            slots, ends = rows.slots[prompts], rows.ends[prompts]
+            start = self._computed[slots]
             self._forward(self._tokens(slots, start, ends), slots, start, ends - start)
-            self._computed[slots] = ends
+            self._keep(slots, start, ends)
 
     def fill(self, rows: FedRows) -> FedRows:
         """The rows with drafts in place of those that the device is to make. Only known tokens count as computed, so
@@ -61,7 +67,7 @@ class DraftModel:
         slots, ends = rows.slots[ready], rows.start[ready] + 1
         start = self._computed[slots]
         fed, num_tokens = self._tokens(slots, start, ends), ends - start
-        self._computed[slots] = ends
+        self._keep(slots, start, ends)
         for place in range(int(num_left.max(initial=0))):
             tokens = self._likeliest(fed, slots, start, num_tokens)
             drafts[ready, place] = tokens
@@ -69,6 +75,24 @@ class DraftModel:
             ready, slots, num_left, tokens = ready[going], slots[going], num_left[going], tokens[going]
             start, num_tokens, fed = (start + num_tokens)[going], np.ones(len(ready), dtype=np.int64), tokens
         return rows._replace(drafts=self._ranks.first(torch.from_numpy(drafts)).numpy())
+
+    def _enter(self, added: Added, num_shared: int) -> None:
+        """A sequence whose first `num_shared` tokens are in blocks that others computed."""
+        size, blocks = self._cache.line_length, np.array(added.blocks, dtype=np.int64)
+        shared, own = np.split(blocks, [num_shared // size])
+        self._filled[own] = 0
+        filled = self._filled[shared]
+        full = int(np.cumprod(filled == size).sum())
+        self._computed[added.slot] = full * size + int(filled[full : full + 1].sum())
+
+    def _keep(self, slots: IntArray, start: IntArray, ends: IntArray) -> None:
+        """The tokens from `start` to `ends` of these slots are in the cache, as are those before."""
+        self._computed[slots] = ends
+        size = self._cache.line_length
+        for slot, begin, end in zip(slots, start // size, ends, strict=True):
+            places = np.arange(begin, -(-end // size))
+            blocks = self._mirror.blocks[slot, places]
+            self._filled[blocks] = np.maximum(self._filled[blocks], np.minimum(end - places * size, size))
 
     def _caught_up(self, rows: FedRows, wanted: IntArray) -> IntArray:
         """Those of the rows that this step can draft for. The others are brought nearer, the first ones first."""
@@ -82,7 +106,7 @@ class DraftModel:
                 start = int(self._computed[slot])
                 one, begin, end = (np.array([value]) for value in (slot, start, start + budget))
                 self._forward(self._tokens(one, begin, end), one, begin, end - begin)
-                self._computed[slot] += budget
+                self._keep(one, begin, end)
             budget = max(budget - missing, 0)
         return np.array(ready, dtype=np.int64)
 
