@@ -148,6 +148,13 @@ def test_the_device_makes_drafts_itself_and_a_sequence_whose_drafts_are_wrong_ha
     assert good.rate > 0.9
 
 
+def test_a_new_sequence_may_have_drafts_of_the_device_however_bad_those_of_others_were() -> None:
+    proposer = OnDevice()
+    for _ in range(1000):
+        proposer.learn([1], proposer.look([1], None), 1, 0)
+    assert proposer.look([1], None).rate > TRIED
+
+
 # Whether they pay
 
 
@@ -341,6 +348,21 @@ def test_a_proposer_that_is_always_wrong_and_sure_of_itself_costs_two_percent_at
     seconds = DEVICES["a graph for drafts"]
     without = Device(seconds).speed(num_rows, 50, no_text)
     assert Device(seconds).speed(num_rows, 3000, no_text, Drafts(Boaster(), 4)) >= 0.98 * without
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_drafts_that_did_not_pay_are_tried_again_and_made_as_soon_as_they_pay(num_rows: int) -> None:
+    """Though each step asks twice: while the one before runs, and when its tokens are known."""
+
+    def seconds(rows: int, num_drafts: int) -> float:
+        return 1 + 0.02 * num_drafts + 0.4 * (num_drafts > 0)
+
+    drafts = Drafts(OnDevice(), 4)
+    bad = Device(seconds, waits=0.05)
+    assert bad.speed(num_rows, 1500, no_text, drafts) >= 0.98 * num_rows
+    assert 3 <= bad.num_drafted < 50
+    good = Device(seconds, waits=0.05, right=0.85)
+    assert good.speed(num_rows, 2500, no_text, drafts) >= 1.2 * num_rows
 
 
 def test_rows_are_not_looked_at_where_drafts_cannot_pay() -> None:

@@ -177,9 +177,11 @@ class OnDevice:
         self._rate = FIRST_RATE
 
     def look(self, tokens: list[int], state: _Guessed | None) -> _Guessed:
-        guessed = _Guessed(self._rate) if state is None else state
+        # However bad others were, it is worth a try: otherwise nobody would notice that drafts are better now.
+        tried = max(self._rate, 1.5 * TRIED)
+        guessed = _Guessed(tried) if state is None else state
         if guessed.retry and len(tokens) >= guessed.retry:
-            guessed.rate, guessed.retry = max(self._rate, 1.5 * TRIED), 0
+            guessed.rate, guessed.retry = tried, 0
         return guessed
 
     def propose(self, tokens: list[int], state: _Guessed, most: int) -> tuple[int, ...]:
@@ -228,6 +230,8 @@ class _Pace:
         self.patience = FIRST_PATIENCE
         self.num_idle = 0
         """Steps since the last one with drafts."""
+        self.is_trying = False
+        """Whether a try has begun: the next answer is the same, as one step asks twice."""
         self.num_drafted = 0
         """Steps with drafts since the last measured one without."""
         self.renewal = 64
@@ -336,7 +340,7 @@ class Drafts:
             return
         pace, num_drafts = self._pace(num_rows), num_tokens - num_rows
         if num_drafts and pace.is_ready:
-            pace.num_idle = 0
+            pace.num_idle, pace.is_trying = 0, False
             pace.num_drafted += 1
             pace.add_drafted(num_drafts, seconds)
             self._charge(pace, seconds - (num_rows + self._num_accepted) / num_rows * pace.plain, num_drafts / num_rows)
@@ -375,7 +379,8 @@ class Drafts:
             return False
         plain_speed = num_rows / pace.plain
         most = num_rows * self._max
-        if pace.is_known and num_rows + most <= plain_speed * pace.seconds(most) and pace.num_idle < pace.patience:
+        tries = pace.is_trying or not pace.is_known or pace.num_idle >= pace.patience
+        if not tries and num_rows + most <= plain_speed * pace.seconds(most):
             pace.rest = NUM_SKIPPED  # it would not pay if all were right
             return False
         self._threshold = pace.each * max(plain_speed, pace.speed) if pace.is_known else TRIED
@@ -385,12 +390,15 @@ class Drafts:
             pace.speed = speed
             return True
         pace.speed = 0.0
-        if pace.debt <= 0 and (not pace.is_known or pace.num_idle >= pace.patience):
+        if pace.debt <= 0 and tries:
             self._threshold = min(self._threshold, TRIED)
             num_drafts, expected = self._expected(sequences)
             if num_drafts:
-                pace.patience = min(2 * pace.patience, MAX_PATIENCE)
+                if not pace.is_trying:
+                    pace.patience = min(2 * pace.patience, MAX_PATIENCE)
+                pace.is_trying = not pace.is_trying
                 return True
+        pace.is_trying = False
         pace.rest = min(num_rows // 8, 8)
         return False
 
