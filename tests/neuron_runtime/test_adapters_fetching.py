@@ -245,6 +245,23 @@ def test_an_adapter_in_s3_has_the_digest_of_its_files(server: S3Server, adapter:
 
 
 @pytest.mark.slow
+def test_a_version_in_s3_that_was_pinned_without_its_text_is_still_found(server: S3Server, tmp_path: Path) -> None:
+    """Earlier versions pinned the configuration and the tensors alone, and a NeuronAdapter keeps what it has pinned."""
+    folder, uri = write_adapter(tmp_path / "plain"), f"s3://{BUCKET}/pinned/support"
+    server.upload(folder, "pinned/support")
+    before = brought(Store(tmp_path / "first"), uri)[0].digest
+    for name in FILES - set(contents(folder)):
+        (folder / name).write_text("{}")
+    server.upload(folder, "pinned/support")
+    assert brought(Store(tmp_path / "second"), uri)[0].digest != before
+    found, _ = brought(Store(tmp_path / "third"), uri, digest=before)
+    assert (found.digest, set(contents(found.folder))) == (before, FILES)
+    write_adapter(folder, seed=1)
+    server.upload(folder, "pinned/support")
+    assert refusal(Store(tmp_path / "fourth"), uri, digest=before).exit_code is ExitCode.CHECKSUM_MISMATCH
+
+
+@pytest.mark.slow
 def test_a_store_in_s3_has_adapters_beside_models(
     server: S3Server, shelf: Shelf, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,7 @@ class Parts:
         is_small: whether a file is copied first.
         is_part: whether it may be copied at all.
         is_pinned: whether the digest of a source without commits is over it.
+        was_pinned: the same of digests that earlier versions of this program have pinned.
         large: what is copied last, of all names at the source, when the small files are in a folder.
         max_header_bytes: of a file of tensors.
         check_small, check: what reads a folder with the small files, with all; what is wrong is a FatalError.
@@ -110,6 +111,7 @@ class Parts:
     check: Callable[[Path], object]
     measure: Callable[[Path], tuple[str, int]]
     suffixes: tuple[str, ...]
+    was_pinned: Callable[[str], bool] = lambda name: False
 
 
 def _model_files(folder: Path, names: Collection[str]) -> list[str]:
@@ -163,6 +165,7 @@ ADAPTER = Parts(
     is_small=is_small_adapter_part,
     is_part=is_adapter_part,
     is_pinned=is_adapter_part,
+    was_pinned=lambda name: name in (adapters.CONFIG_FILE, adapters.WEIGHTS_FILE),
     large=_adapter_files,
     max_header_bytes=adapters.MAX_HEADER_BYTES,
     check_small=adapters.read_config,
@@ -424,7 +427,7 @@ def open_source(model: HubModel | S3Model, parts: Parts = MODEL) -> Source:
         return HubSource.from_environment(model)
     from neuron_runtime.weights.s3 import S3Source  # noqa: PLC0415
 
-    return S3Source(model, is_pinned=parts.is_pinned)
+    return S3Source(model, is_pinned=parts.is_pinned, was_pinned=parts.was_pinned)
 
 
 def folder_of(model: ModelInPlace, config: str = CONFIG_FILE) -> Path:

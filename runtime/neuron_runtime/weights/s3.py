@@ -177,14 +177,23 @@ class S3Place:
 class S3Source(S3Place):
     """The objects below one prefix.
 
-    is_pinned: the digest is a hash of the names, sizes and ETags of these files.
+    Args:
+        is_pinned: the digest is a hash of the names, sizes and ETags of these files.
+        was_pinned: the same of digests that an earlier version of this program has pinned.
     """
 
     def __init__(
-        self, model: S3Model, client: Any = None, *, is_pinned: Callable[[str], bool] = is_part, **more: Any
+        self,
+        model: S3Model,
+        client: Any = None,
+        *,
+        is_pinned: Callable[[str], bool] = is_part,
+        was_pinned: Callable[[str], bool] = lambda name: False,
+        **more: Any,
     ) -> None:
         super().__init__(model, client, **more)
         self._is_pinned = is_pinned
+        self._was_pinned = was_pinned
 
     def listing(self, digest: str = "") -> Listing:
         prefix = self.model.key("")
@@ -202,8 +211,11 @@ class S3Source(S3Place):
             raise FatalError(
                 ExitCode.MODEL_NOT_FOUND, f"{self.uri} at {self.place}: no object is below this prefix; check the URI"
             )
-        pinned = sorted(filter(self._is_pinned, files))
-        return Listing(_digest(files[name] for name in pinned), files)
+        now, before = (
+            _digest(files[name] for name in sorted(filter(pinned, files)))
+            for pinned in (self._is_pinned, self._was_pinned)
+        )
+        return Listing(before if digest == before else now, files)
 
     def _pages(self, prefix: str) -> Iterable[Mapping[str, Any]]:
         """What is directly below a prefix."""
