@@ -255,6 +255,15 @@ def test_what_a_replica_misses_in_the_claim_is_fetched_again(reason: str) -> Non
     assert reason_of(decide_adapter(aged(start, 7), IN_CLAIM), "Fetched") == ("False", "Fetching")
 
 
+def test_what_a_job_found_in_the_claim_is_looked_for_again_at_long_intervals() -> None:
+    lost = entry("Failed", digest="", reason="WeightsMissing")
+    start = told(in_claim(), a=lost)
+    start = carried_out(start, decide_adapter(start, IN_CLAIM))
+    start, _ = after_job(start, IN_CLAIM, weights={**FETCHED, "readBytes": 0})
+    for minutes, expected in ((7, "True"), (59, "True"), (61, "False")):
+        assert reason_of(decide_adapter(aged(start, minutes), IN_CLAIM), "Fetched")[0] == expected, minutes
+
+
 def test_who_sets_the_annotation_has_a_lost_adapter_fetched_at_once() -> None:
     start, _ = after_job(world(), IN_CLAIM, adapter=FACTS)
     start, _ = after_job(start, IN_CLAIM, weights=FETCHED)

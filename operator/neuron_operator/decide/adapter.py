@@ -47,6 +47,9 @@ LOOK_SECONDS = 300.0
 BELIEVED_SECONDS = 360.0
 """So long after a Job has fetched an adapter, a replica may still say what it saw before: it tries again within five
 minutes."""
+FOUND_SECONDS = 3600.0
+"""The same after a Job that found the adapter in the claim: replica and claim may disagree for ever, as where a replica
+of an earlier revision reads another claim. Each of hundreds of adapters would have a Job every few minutes."""
 MAX_REPLICAS_SHOWN = 8
 _REVISION = "ControllerRevision"
 
@@ -196,7 +199,8 @@ def _pins_nothing(facts: Facts) -> Revision:
 
 def _is_lost(replicas: _Replicas, observed: Observed, kept: KeeperView) -> bool:
     """Whether replicas miss in the claim what a Job has fetched."""
-    is_told = observed.age(kept.created).total_seconds() > BELIEVED_SECONDS or observed.model.wants_retry
+    believed = FOUND_SECONDS if kept.record is not None and kept.record.found_all else BELIEVED_SECONDS
+    is_told = observed.age(kept.created).total_seconds() > believed or observed.model.wants_retry
     return is_told and replicas.miss_it
 
 
