@@ -394,6 +394,23 @@ def test_fetch_stores_an_adapter_by_its_commit(
     assert f"{digest}-adapter" in capsys.readouterr().out
 
 
+def test_fetch_replaces_an_adapter_whose_contents_have_changed(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A replica reads all of it and refuses it, so that a Job is to bring it again."""
+    found, facts = brought(store)
+    path = found.folder / "adapter_model.safetensors"
+    raw = path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    command = ["fetch", URI, str(store.folder), "--digest", found.digest, "--adapter"]
+    assert main(command) == 0
+    assert "adapter_model.safetensors: its sha256 is" in capsys.readouterr().err
+    assert brought(store, digest=found.digest)[1] == facts
+    assert main(command) == 0
+    assert "nothing to fetch" in capsys.readouterr().err
+
+
 def test_fetch_of_what_is_no_adapter_ends_with_its_reason(store: Store, tmp_path: Path) -> None:
     code, outcome = called(tmp_path, "fetch", "hf://acme/tiny", str(store.folder), "--adapter")
     assert (code, outcome.reason) == (64, "InvalidAdapter")

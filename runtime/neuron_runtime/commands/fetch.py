@@ -63,12 +63,29 @@ def run(options: argparse.Namespace) -> record.StoredWeights:
 
 def _fetched(uri: str, options: argparse.Namespace, parts: Parts) -> Fetched:
     if "://" not in options.store:
-        return fetch(uri, Store(Path(options.store)), _shown(uri), options.digest, parts=parts)
+        store = Store(Path(options.store))
+        found = fetch(uri, store, _shown(uri), options.digest, parts=parts)
+        if parts is ADAPTER and not found.read_bytes and _is_damaged(found.folder, store):
+            store.prepare()
+            with store.lock(found.folder.name, uri):
+                if found.folder.exists():
+                    store.discard(found.folder.name)
+            found = fetch(uri, store, _shown(uri), options.digest, parts=parts)
+        return found
     remote = open_remote(options.store, "DIR")
     with ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(TemporaryDirectory(prefix="neuron-fetch-")))
         upload = _shown(f"{uri} to {remote.address}")
         return supply(uri, remote, Store(scratch), _shown(uri), upload, digest=options.digest, parts=parts)
+
+
+def _is_damaged(folder: Path, store: Store) -> bool:
+    """Whether an entry has other contents than were fetched: who serves adapters reads them all, and refuses it."""
+    entry = store.read(folder.name) if folder.parent == store.folder else None
+    wrong = entry.verify(lambda num_bytes: None) if entry is not None else []
+    for one in wrong:
+        say(f"{folder}: {one}: fetching it again")
+    return bool(wrong)
 
 
 def _shown(title: str) -> Callable[[Amount], None]:
