@@ -142,6 +142,8 @@ def test_adapters_come_from_the_file_of_the_model_or_from_a_folder(tmp_path: Pat
     (tmp_path / "later.yaml").write_text(ADAPTER.replace("v1alpha1", "v9") % ("c", "third"))
     with pytest.raises(CannotRunHere, match="apiVersion must be"):
         read_manifests(tmp_path)
+    with pytest.raises(CannotRunHere, match="File name too long"):
+        read_manifests(tmp_path / ("x" * 300))
 
 
 @pytest.mark.long

@@ -137,7 +137,10 @@ def read_manifests(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _documents(path: Path) -> list[Any]:
-    files = sorted(one for one in path.iterdir() if one.suffix in MANIFESTS) if path.is_dir() else [path]
+    try:
+        files = sorted(one for one in path.iterdir() if one.suffix in MANIFESTS) if path.is_dir() else [path]
+    except OSError as error:
+        raise CannotRunHere(f"cannot read {path}: {error.strerror}") from error
     documents: list[Any] = []
     for file in files:
         try:
