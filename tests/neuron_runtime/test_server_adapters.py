@@ -29,6 +29,7 @@ from neuron_runtime.processes.control import EngineStarted
 from neuron_runtime.processes.front_end import FrontEnd
 from neuron_runtime.server import adapters, fetched_adapters
 from neuron_runtime.server.adapter_list import ListFile, Wanted, keep, kept, modules
+from neuron_runtime.server.fetched_adapters import FetchedAdapters
 from neuron_runtime.server.generation import LiveGeneration
 from neuron_runtime.weights.fetching import ADAPTER, fetch
 from neuron_runtime.weights.store import Store
@@ -526,8 +527,6 @@ async def test_what_was_fetched_is_deleted_when_nothing_needs_it_and_only_that(
 ) -> None:
     for name in "abc":
         shutil.copytree(folders / name, tmp_path / "hub" / "acme" / name / "main")
-    monkeypatch.setattr(adapters, "PRUNE_SECONDS", 0.0)
-    monkeypatch.setattr(fetched_adapters, "UNUSED_SECONDS", 0.0)
     store = Store(tmp_path / "weights")
     settings = LocalSettings(store.folder, tmp_path / "artifacts")
     with hub.serving(hub.Shelf(tmp_path / "hub")) as address:
@@ -537,6 +536,9 @@ async def test_what_was_fetched_is_deleted_when_nothing_needs_it_and_only_that(
             for name in "abc":
                 assert (await load(served, name, Path("acme") / name)).status_code == 200
             assert len(store.all_keys()) == 3
+            # Not before: what has just been fetched counts as used for an hour, even if nothing has noted it yet.
+            monkeypatch.setattr(fetched_adapters, "UNUSED_SECONDS", 0.0)
+            monkeypatch.setattr(adapters, "PRUNE_SECONDS", 0.0)
             served.backend.paced = True
             running = asyncio.create_task(text(served, "a", max_tokens=20))
             await served.until(lambda: served.backend.waiting)
@@ -553,6 +555,18 @@ async def test_what_was_fetched_is_deleted_when_nothing_needs_it_and_only_that(
             monkeypatch.undo()
             monkeypatch.setenv("HF_ENDPOINT", address)
             assert (await load(served, "a", Path("acme/a"))).status_code == 200
+
+
+async def test_what_was_fetched_and_refused_is_deleted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetched_adapters, "UNUSED_SECONDS", 0.0)
+    fetched, key = FetchedAdapters(tmp_path), f"{'0' * 40}-adapter"
+    with contextlib.suppress(ValueError), fetched.noting():
+        (tmp_path / key).mkdir()
+        raise ValueError("another digest")
+    fetched.prune([tmp_path / key])
+    assert (tmp_path / key).exists()
+    fetched.prune([])
+    assert not (tmp_path / key).exists()
 
 
 async def test_weights_that_the_engine_cannot_read_are_tried_again_and_the_old_ones_served_meanwhile(

@@ -26,10 +26,13 @@ class FetchedAdapters:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """What appears in the store within the body was fetched. Other threads may do the same meanwhile."""
+        """What appears in the store within the body was fetched, also if it is refused then. Other threads may do the
+        same meanwhile."""
         before = self._present()
-        yield
-        self._keys |= self._present() - before
+        try:
+            yield
+        finally:
+            self._keys |= self._present() - before
 
     def prune(self, in_use: Iterable[Path]) -> None:
         """Delete what was fetched and is in none of these folders, nor was for a while. Never raises."""
