@@ -106,6 +106,22 @@ def test_tokens_that_an_adapter_adds_are_left_out_unless_its_chats_need_them(bas
         write(tmp_path, tokenizer_config=added, chat_template=TEMPLATE)
 
 
+@pytest.mark.parametrize("name", ["pad_token", "eos_token"])
+def test_an_empty_token_stands_for_none(name: str, base: Text, tmp_path: Path) -> None:
+    text = adapted_text(base, write(tmp_path, tokenizer_config={name: ""}, chat_template=TEMPLATE), AUTO)
+    assert text.tokenizer.special_tokens == base.tokenizer.special_tokens
+
+
+def test_a_token_that_is_no_text_is_none_of_the_model(base: Text, tmp_path: Path) -> None:
+    error = refusal(base, write(tmp_path, tokenizer_config={"eos_token": "\ud800"}))
+    assert error.exit_code is ExitCode.ADAPTER_NOT_SUPPORTED
+
+
+def test_a_file_that_is_nested_deeply_is_an_error_of_the_adapter(base: Text, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("[" * 100_000)
+    assert refusal(base, tmp_path).exit_code is ExitCode.INVALID_ADAPTER
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [

@@ -77,7 +77,8 @@ class Tokenizer:
         lacking = {one.content for number, one in files.added if str(self._fast.token_to_id(one.content)) != number}
         lacking |= {one for one in files.special_tokens.values() if self._fast.token_to_id(one) is None}
         needed = [files.special_tokens.get("eos_token", ""), *sources.values()]
-        if missing := sorted(token for token in lacking if any(token in one for one in needed)):
+        # An empty one stands for none.
+        if missing := sorted(token for token in lacking if token and any(token in one for one in needed)):
             raise FatalError(
                 ExitCode.ADAPTER_NOT_SUPPORTED,
                 f"{folder}: an adapter whose chats need {missing[0][:MAX_SHOWN]!r}, which is no token of the model, is "
@@ -275,7 +276,7 @@ class _Files:
             value = settings.get(name)
             value = value.get("content") if isinstance(value, dict) else value
             if isinstance(value, str):
-                special_tokens[name] = value
+                special_tokens[name] = value.encode(errors="backslashreplace").decode()
         self.added: list[tuple[str, AddedToken]]
         """With their ids as they are written."""
         try:
@@ -325,7 +326,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FatalError(ExitCode.INVALID_MODEL, f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise FatalError(ExitCode.INVALID_MODEL, f"{path} must be a JSON object")
