@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -406,6 +407,15 @@ async def test_errors_that_anybody_may_read_have_no_paths_of_the_server_and_no_c
     message: str, shown: str
 ) -> None:
     assert adapters._public(message) == shown
+
+
+@pytest.mark.parametrize(
+    "word", ["a://" * 50_000, "a://x?" + ")" * 200_000, "https://user:" + "secret" * 50_000 + "@host"]
+)
+async def test_an_error_of_any_length_is_shown_at_once_and_without_the_word_that_does_not_fit(word: str) -> None:
+    began = time.monotonic()
+    assert adapters._public(f"no adapter: {word}") == "no adapter: ..."
+    assert time.monotonic() - began < 1
 
 
 async def test_a_pinned_adapter_must_be_the_one_that_was_seen(model_dir: Path, folders: Path, tmp_path: Path) -> None:

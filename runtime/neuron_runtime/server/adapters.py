@@ -20,7 +20,7 @@ from neuron_runtime.console import say
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, InvalidRequest, ServingError
 from neuron_runtime.flags import model_uri
 from neuron_runtime.reading_threads import ReadingThreads
-from neuron_runtime.record import AdapterFacts
+from neuron_runtime.record import MAX_MESSAGE_CHARACTERS, AdapterFacts
 from neuron_runtime.requests.targets import Target, Targets
 from neuron_runtime.requests.texts import Text
 from neuron_runtime.server.adapter_list import NAME_RULE, ListFile, Wanted, is_name, keep, kept
@@ -423,5 +423,7 @@ _QUERY = re.compile(r"(\w://[^\s?]*)\?[^\s'\"]*?(?=[):;,.]*(?:[\s'\"]|$))")
 
 def _public(message: str) -> str:
     """An error for whoever may ask, without a key: files by their names alone, no paths of this machine, and addresses
-    without what may be secret in them. The log has it whole."""
+    without what may be secret in them. The log has it whole, this has whole words of its beginning."""
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = f"{message[:MAX_MESSAGE_CHARACTERS].rpartition(' ')[0]} ..."
     return _PATH.sub(r"\1", _QUERY.sub(r"\1", _USER.sub("", message)))
