@@ -146,7 +146,8 @@ class AdapterOptions(Document, frozen=True, kw_only=True):
 
 
 class DraftSource(Document, frozen=True, kw_only=True):
-    uri: Annotated[str, "A smaller model with the same tokens, as `model.uri`"] = ""
+    # Compiled graphs do not depend on it, but a document with the method is not valid without.
+    uri: Annotated[str, "A smaller model with the same tokens, as `model.uri`", COMPILED] = ""
     digest: Annotated[str, "As `model.digest`"] = ""
 
 

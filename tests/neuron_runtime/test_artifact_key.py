@@ -13,7 +13,16 @@ import pytest
 
 from neuron_runtime.artifacts.key import compiled_part, covered, differences, key_of
 from neuron_runtime.backend_protocol import Needs
-from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig, ServerOptions, TextOptions, parse_config
+from neuron_runtime.config import (
+    DraftSource,
+    EngineLimits,
+    ModelSource,
+    RuntimeConfig,
+    ServerOptions,
+    Speculation,
+    TextOptions,
+    parse_config,
+)
 
 NEEDS = Needs(
     shapes={"rows": [1, 8], "length": 4096},
@@ -49,6 +58,8 @@ def test_the_compiled_part_is_a_valid_document() -> None:
     part = compiled_part(config(override_neuron_config={"a": [1, {"b": 2}]}, layout="blocks"))
     assert parse_config(msgspec.json.encode(part)) == part
     assert compiled_part(part) == part
+    drafting = compiled_part(config(speculation=Speculation(method="Draft", model=DraftSource(uri="file:///d"))))
+    assert parse_config(msgspec.json.encode(drafting)) == drafting
 
 
 @pytest.mark.parametrize("part", ["shapes", "settings", "libraries", "target"])
