@@ -12,6 +12,8 @@ from helpers.engine_driver import Guesses
 from helpers.nxdi import Mode
 from helpers.nxdi_engine import BLOCKS, SLOTS, Model, backend_for, library, refusals, settings_for
 from neuron_runtime.backend.nxdi.buckets import all_graphs, limits_of
+from neuron_runtime.backend.nxdi.foreign import differences
+from neuron_runtime.backend.nxdi.library import application
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.core import BackendLimits, Request, Sampling
 from neuron_runtime.engine.loop import Engine
@@ -115,7 +117,28 @@ def test_the_promised_length_is_reached_because_graphs_are_longer(models: dict[s
 
 
 def test_without_drafts_nothing_is_compiled_anew(models: dict[str, Model]) -> None:
-    assert "speculation_length" not in settings_for(models["Llama"], **SLOTS).neuron_config
+    plain = settings_for(models["Llama"], **SLOTS)
+    assert "speculation_length" not in plain.neuron_config
+    for off in (0, None, False):
+        assert settings_for(models["Llama"], **SLOTS, overrideNeuronConfig={"speculation_length": off}) == plain
+
+
+def test_graphs_with_drafts_that_others_compiled_are_not_those_of_a_model_without(
+    models: dict[str, Model], tmp_path: Path
+) -> None:
+    model, document = models["Llama"], {"sampling": "Host", "buckets": SLOTS["buckets"]}
+    limits = SLOTS["limits"]
+    with library():
+        settings = settings_for(model, **document, limits=limits, **DRAFTS)
+        application(settings, model.folder).compile(str(tmp_path / "theirs"))
+    plain = settings_for(
+        model,
+        sampling="Host",
+        limits={**limits, "maxModelLength": settings.compiled_length},
+        buckets={"context": list(settings.context_buckets), "tokenGeneration": list(settings.token_buckets)},
+    )
+    assert differences(settings, model.config, tmp_path / "theirs") == []
+    assert differences(plain, model.config, tmp_path / "theirs") == ["speculation_length: 4 instead of 0"]
 
 
 @pytest.mark.parametrize(

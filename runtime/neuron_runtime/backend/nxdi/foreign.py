@@ -36,6 +36,9 @@ NOT_NEUTRAL_BY_DEFAULT = frozenset({"quantization_type", "quantization_dtype", "
 NOT_NEUTRAL_BY_DEFAULT |= {"quantize_clamp_bound", "spec_batch_size"}
 """Fields of features that have a value although the feature is off."""
 
+OF_DRAFTS = {"speculation_length": 0, "enable_fused_speculation": False}
+"""Graphs with drafts lack those for single tokens, so they are others than those of settings that name none."""
+
 OF_BLOCKS = ("pa_num_blocks", "pa_block_size")
 """They have a value without blocks too."""
 
@@ -114,7 +117,7 @@ def differences(settings: Settings, model: Mapping[str, Any], folder: Path) -> l
     """
     document = _read(folder)
     theirs, differing = document["neuron_config"] | _default_buckets(document["neuron_config"]), []
-    for name, ours in settings.neuron_config.items():
+    for name, ours in {**OF_DRAFTS, **settings.neuron_config}.items():
         # Without bucketing it compiles one size, which is a list of one. Weights are no part of the graphs.
         if name in theirs and name not in ("enable_bucketing", SHARDED) and not _agrees(ours, theirs[name]):
             differing.append(f"{name}: {_shown(theirs[name])} instead of {_shown(ours)}")

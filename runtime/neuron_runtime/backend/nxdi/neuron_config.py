@@ -242,6 +242,8 @@ def _read(name: str, value: Any, at: str, application: str) -> Any:
         if not is_neutral(value, field.neutral):
             raise InvalidConfig(at, f"{value!r}: {field.feature} is not supported yet: leave it out")
         return value
+    if name == "speculation_length" and is_neutral(value, field.neutral):
+        return 0
     return _of_kind(field, value, at)
 
 
