@@ -105,6 +105,25 @@ def test_an_answer_has_the_same_tokens_with_and_without_drafts(
     assert len(fewer) < 0.7 * len(steps)
 
 
+@pytest.mark.parametrize("version", ["0.7", "0.9"])
+def test_a_single_row_has_drafts_up_to_the_models_length(
+    version: str, models: dict[str, Model], tmp_path: Path
+) -> None:
+    """Also a prompt of one token behind a sequence that ended with its first one."""
+    model, document = models["Llama"], {"limits": {"maxSequences": 1, "maxModelLength": 96}, "sampling": "Host"}
+    prompts = {tuple(range(3, 63)): 1, (5,): 8, tuple(range(3, 80)): 96 - 77}
+    requests = [
+        Request(f"{number}", prompt, Sampling(max_tokens=most, temperature=0.0))
+        for number, (prompt, most) in enumerate(prompts.items())
+    ]
+    with library(version=version):
+        plain, drafting = (settings_for(model, **document, **given) for given in ({}, DRAFTS))
+        expected, _, steps, _ = served(model, plain, requests, tmp_path / "plain")
+        found, _, fewer, _ = served(model, drafting, requests, tmp_path / "drafts", expected)
+    assert found == expected
+    assert len(fewer) < len(steps)
+
+
 def test_the_promised_length_is_reached_because_graphs_are_longer(models: dict[str, Model]) -> None:
     settings = settings_for(models["Llama"], **SLOTS, **DRAFTS)
     length = settings.max_model_length

@@ -163,6 +163,7 @@ class Program:
             if ends[row] > notes.given:
                 fake_nxdi.refuse("20-4", "a prompt of one token: the last token is looked for in NxDI's own padding")
             tokens = ids[row, : ends[row]].tolist()
+            self._prompt_ends.pop(line, None)  # of a sequence that ended with its first token
             if len(set(tokens)) == 1:
                 # One token over and over is a call that only wants to run the graph.
                 self.ledger.spoil(places, WARM)
