@@ -222,7 +222,7 @@ async def test_an_internal_error_is_logged_as_one(logged: Logged, monkeypatch: p
         raise RuntimeError(SECRET)
 
     async with logged() as (served, log):
-        monkeypatch.setattr(served.front_end, "admission", broken)
+        monkeypatch.setattr(served.front_end, "admissions", broken)
         answer = await served.http.post("/tokenize", json={"prompt": "x"})
         (line,) = await log.lines(1)
     assert (answer.status_code, line["status"]) == (500, 500)
