@@ -38,8 +38,8 @@ def some_settings(random: Random) -> Settings:
     choice = random.choice
     max_rows, sampling = choice((1, 2, 3, 4, 7)), choice(("Device", "Device", "DeviceWithLogits", "Host"))
     length = choice((24, 40, 64))
-    if choice((True, False, False, False)):
-        drafts = choice((1, 2, 4))
+    if choice((True, False)):
+        drafts = choice((0, 1, 2, 4))
         return settings_of(
             max_rows=max_rows,
             num_blocks=max_rows,
@@ -48,20 +48,9 @@ def some_settings(random: Random) -> Settings:
             block_size=length,
             context_buckets=(*choice(((), (8,), (8, 16))), length),
             token_buckets=(*choice(((), (8,), (8, 16))), length + drafts),
-            sampling="Host",
+            row_buckets=choice(((), (), (1, 2))) if max_rows > 2 and not drafts else (),
+            sampling="Host" if drafts else sampling,
             max_drafts=drafts,
-        )
-    if choice((True, False)):
-        return settings_of(
-            max_rows=max_rows,
-            num_blocks=max_rows,
-            max_model_length=length,
-            max_context_length=length,
-            block_size=length,
-            context_buckets=(*choice(((), (8,), (8, 16))), length),
-            token_buckets=(*choice(((), (8,), (8, 16))), length),
-            row_buckets=choice(((), (), (1, 2))) if max_rows > 2 else (),
-            sampling=sampling,
         )
     block_size, segments = choice((2, 4, 8)), choice((True, True, False))
     context = (*choice(((), (8,), (8, 12))), 16 if segments else length)
