@@ -82,7 +82,7 @@ def test_a_rule_that_ends_with_itself_allows_the_same_texts_as_a_loop(seed: int)
         'start: x\nx: "a" y\ny: x | "b"\n',
         'start: "a" | %json {\n  "enum": ["b", "| start"]\n}\n',
         '%ignore /\\s+/\nstart: "a" "b"\n',
-        "start: " + "(" * 5000 + '"a" start' + ")" * 5000 + ' | "b"\n',
+        "start: " + "(" * 51 + '"a" start' + ")" * 51 + ' | "b"\n',
     ],
 )
 def test_other_rules_stay_as_they_are(grammar: str) -> None:

@@ -23,6 +23,10 @@ _TOKEN = re.compile(
 )
 
 
+_MAX_DEPTH = 50
+"""Brackets within brackets. A rule that is deeper stays as it is, however deep this process may recurse."""
+
+
 class _NotUnderstood(Exception):
     """The rule stays as it is."""
 
@@ -51,7 +55,7 @@ def with_loops(grammar: str) -> str:
         if len(statement) > 2 and statement[0].kind == "name" and statement[1].text == ":" and name[0] not in "@%":
             try:
                 loop = _loop(name, _Parser(statement[2:]).alternatives(""))
-            except (_NotUnderstood, RecursionError):
+            except _NotUnderstood:
                 continue
             if loop:
                 parts += [grammar[end:start], f"{statement[0].text}: {loop}"]
@@ -81,6 +85,7 @@ def _statements(grammar: str) -> Iterator[list[_Token]]:
 class _Parser:
     def __init__(self, tokens: Sequence[_Token]) -> None:
         self._tokens = list(reversed(tokens))
+        self._depth = 0
 
     def alternatives(self, closing: str) -> Sequence[Sequence[_Item]]:
         """Up to the bracket, which is taken, or to the end. Raises _NotUnderstood."""
@@ -100,7 +105,11 @@ class _Parser:
     def _item(self) -> _Item:
         token = self._tokens.pop()
         if token.text in ("(", "["):
+            self._depth += 1
+            if self._depth > _MAX_DEPTH:
+                raise _NotUnderstood
             group = self.alternatives({"(": ")", "[": "]"}[token.text])
+            self._depth -= 1
             item = _Item(f"({_written(group)})", group)
             item = _Item(f"{item.text}?", group, is_optional=True) if token.text == "[" else item
         elif token.kind in ("text", "name"):
