@@ -40,6 +40,7 @@ MAX_BUCKETS = 32
 DEFAULT_MATCH = 5
 """As in vLLM."""
 _MATCH = "last tokens that must be found earlier in the request,"
+METHODS_WITH_MODEL = ("Draft", "Eagle")
 QueueFlag = partial(Flag, default="chosen at startup")
 LimitFlag = partial(QueueFlag, llm=True)
 DeviceFlag = partial(Flag, default="chosen by the backend")
@@ -147,7 +148,9 @@ class AdapterOptions(Document, frozen=True, kw_only=True):
 
 class DraftSource(Document, frozen=True, kw_only=True):
     # Compiled graphs do not depend on it, but a document with the method is not valid without.
-    uri: Annotated[str, "A smaller model with the same tokens, as `model.uri`", COMPILED] = ""
+    uri: Annotated[
+        str, "`Draft`: a smaller model with the same tokens; `Eagle`: a head for this model; as `model.uri`", COMPILED
+    ] = ""
     digest: Annotated[str, "As `model.digest`"] = ""
 
 
@@ -155,9 +158,9 @@ class Speculation(Document, frozen=True, kw_only=True):
     """Guesses of the next tokens (drafts), several of which one step verifies."""
 
     method: Annotated[
-        Literal["", "NGram", "Draft"],
+        Literal["", "NGram", "Draft", "Eagle"],
         "Where drafts come from. `NGram`: what followed the last tokens where the request had them before; `Draft`: a "
-        "second model",
+        "second model; `Eagle`: an EAGLE head, which reads the model's hidden states",
         COMPILED,
     ] = ""
     num_tokens: Annotated[int, Meta(ge=1, le=16), "Drafts of a request per step, at most", COMPILED] = 4
@@ -289,8 +292,8 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     adapters: AdapterOptions = AdapterOptions()
     speculation: Annotated[
         Speculation,
-        "Speculative decoding. The flag has vLLM's keys: `method` (`ngram`), `num_speculative_tokens`, "
-        "`prompt_lookup_min`, `prompt_lookup_max`",
+        "Speculative decoding. The flag has vLLM's keys: `method` (`ngram`, `draft_model`, `eagle` or "
+        "`eagle3`), `model`, `num_speculative_tokens`, `prompt_lookup_min`, `prompt_lookup_max`",
         Flag("speculative_config", llm=True, metavar="JSON", default="no drafts", read=speculation),
     ] = Speculation()
     application_class: Annotated[
@@ -381,11 +384,11 @@ def _check(config: RuntimeConfig) -> None:
 
 def _check_draft_model(speculation: Speculation, problems: ConfigProblems) -> None:
     path, uri = "$.speculation.model.uri", speculation.model.uri
-    if speculation.method == "Draft":
+    if speculation.method in METHODS_WITH_MODEL:
         with problems.collecting():
             parse_uri(uri, path)
     elif uri:
-        problems.add(path, "is for the method Draft: leave it out, or set this method")
+        problems.add(path, f"is for the methods {' and '.join(METHODS_WITH_MODEL)}: leave it out, or set one of them")
 
 
 def uses_blocks(config: RuntimeConfig) -> bool | None:

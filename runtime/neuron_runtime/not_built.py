@@ -129,7 +129,12 @@ ROWS = (
     NotBuilt("max_logprobs", _LLM, (20,), cure="leave it out: the backend says how many there are at most"),
     NotBuilt("max_model_len", _SPECULATIVE, cure=_OF_DRAFT_MODELS),
     NotBuilt("mcp_servers", _MESSAGES, ([],)),
-    NotBuilt("method", _SPECULATIVE, ("ngram", "[ngram]", "draft_model"), cure="set ngram or draft_model"),
+    NotBuilt(
+        "method",
+        _SPECULATIVE,
+        ("ngram", "[ngram]", "draft_model", "eagle", "eagle3"),
+        cure="set ngram, draft_model, eagle or eagle3",
+    ),
     NotBuilt("mm_processor_kwargs", _BODY | _LLM, ({},)),
     NotBuilt("modalities", _BODY, (["text"],)),
     NotBuilt("moderation", _BODY),

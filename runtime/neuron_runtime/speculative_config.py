@@ -18,7 +18,8 @@ NUMBERS = {"num_speculative_tokens": "numTokens", "prompt_lookup_min": "minMatch
 """Keys of the document by vLLM's."""
 NGRAM = ("ngram", "[ngram]")
 """Words for drafts from the text itself; older versions of vLLM put them in the place of a draft model."""
-DRAFT = "draft_model"
+WITH_MODEL = {"draft_model": "Draft", "eagle": "Eagle", "eagle3": "Eagle"}
+"""Methods of the document by vLLM's words, of those that have a second model. Which EAGLE it is says its checkpoint."""
 OF_NGRAM = ("prompt_lookup_min", "prompt_lookup_max")
 
 
@@ -36,23 +37,23 @@ def speculation(given: Any) -> dict[str, Any]:
                 problems.add(f"`{key}`", f"is no key of it: use method, model, {', '.join(NUMBERS)}")
     model = values.get("model", "")
     has_model = bool(model) and model not in NGRAM
-    drafts = values.get("method", DRAFT if has_model else "") == DRAFT
+    method = WITH_MODEL.get(str(values.get("method", "draft_model" if has_model else "")))
     if values and not {"method", "model"} & values.keys():
         problems.add("`method`", "is missing: set ngram, or draft_model with a model")
-    if drafts and not (has_model and isinstance(model, str)):
+    if method and not (has_model and isinstance(model, str)):
         problems.add("`model`", "is missing: name the draft model")
-    if has_model and not drafts:
-        problems.add("`model`", "is for the method draft_model: leave it out, or set this method")
+    if has_model and not method:
+        problems.add("`model`", f"is for the methods {', '.join(WITH_MODEL)}: leave it out, or set one of them")
     for key in OF_NGRAM:
-        if drafts and key in values:
+        if method and key in values:
             problems.add(f"`{key}`", "is for the method ngram: leave it out")
     uri = ""
     try:
         problems.check()
-        uri = model_uri(model) if drafts else ""
+        uri = model_uri(model) if method else ""
     except InvalidConfig as error:
         raise ValueError(str(error)) from error
     numbers = {path: values[key] for key, path in NUMBERS.items() if key in values}
-    if drafts:
-        return {"method": "Draft", "model": {"uri": uri}, **numbers}
+    if method:
+        return {"method": method, "model": {"uri": uri}, **numbers}
     return {"method": "NGram", **numbers} if values else {}

@@ -51,6 +51,13 @@ def test_drafts_are_configured_with_the_keys_of_vllm(given: dict[str, Any], read
     assert llm_config("org/name", {"speculative_config": given}).speculation == read
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_both_names_of_eagle_are_one_method(method: str) -> None:
+    given = {"method": method, "model": "org/head@main", "num_speculative_tokens": 2}
+    read = Speculation(method="Eagle", num_tokens=2, model=DraftSource(uri="hf://org/head@main"))
+    assert config_of("hf://a/m", {"speculative_config": given}).speculation == read
+
+
 @pytest.mark.parametrize(
     ("given", "match"), [({}, (5, 5)), ({"max": 3}, (3, 3)), ({"min": 2}, (2, 2)), ({"min": 1, "max": 4}, (1, 4))]
 )
@@ -70,10 +77,11 @@ def test_without_a_method_no_row_has_drafts() -> None:
         ("x", "($.speculation): 'x' is not JSON"),
         ([1], '($.speculation): must be an object such as {"method": "ngram", "num_speculative_tokens": 4}'),
         ({"num_speculative_tokens": 4}, "`method`: is missing: set ngram"),
-        ({"method": "eagle3"}, "`method`: 'eagle3' is not supported yet: set ngram or draft_model"),
+        ({"method": "medusa"}, "`method`: 'medusa' is not supported yet: set ngram, draft_model, eagle or eagle3"),
+        ({"method": "eagle3"}, "`model`: is missing: name the draft model"),
         ({"method": "draft_model"}, "`model`: is missing: name the draft model"),
         ({"method": "draft_model", "model": 7}, "`model`: is missing: name the draft model"),
-        ({"method": "ngram", "model": "org/draft"}, "`model`: is for the method draft_model: leave it out"),
+        ({"method": "ngram", "model": "org/draft"}, "`model`: is for the methods draft_model, eagle, eagle3: leav"),
         ({"model": "org/draft", "prompt_lookup_min": 2}, "`prompt_lookup_min`: is for the method ngram: leave it out"),
         ({"model": "ftp://draft"}, "($.speculation.model.uri): unknown scheme ftp"),
         ({"method": "ngram", "max_model_len": 9}, "`max_model_len`: 9 is not supported yet: leave it out"),
@@ -104,24 +112,32 @@ def test_all_wrong_keys_are_named_at_once() -> None:
     assert all(f"`{key}`: " in str(caught.value) for key in ("method", "model", "quantization", "speed"))
 
 
-@pytest.mark.parametrize("method", ["Medusa", "Eagle", "ngram"])
+@pytest.mark.parametrize("method", ["Medusa", "eagle3", "ngram"])
 def test_a_document_names_the_methods_that_there_are(method: str) -> None:
     with pytest.raises(InvalidConfig, match=f"^[$].speculation.method: Invalid enum value '{method}': .*`NGram`"):
         parse_config(json.dumps({**DOCUMENT, "speculation": {"method": method}}).encode())
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
 @pytest.mark.parametrize("backend", PACKAGES)
-def test_a_backend_that_verifies_no_drafts_refuses_them(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafting = config_of("hf://a/m", {"backend": backend, "speculative_config": {"method": "ngram"}})
+def test_a_backend_refuses_the_drafts_that_it_does_not_have(
+    backend: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"method": method, **({"model": "org/draft"} if method != "ngram" else {})}
+    drafting = config_of("hf://a/m", {"backend": backend, "speculative_config": config})
     package = backend_package(drafting)
+    name = drafting.speculation.method
     monkeypatch.setattr(package, "check_config", lambda _: None)  # its library may be missing
-    if "NGram" in package.DRAFT_METHODS:
+    if name in package.DRAFT_METHODS:
         check_backend(drafting)
         return
     with pytest.raises(InvalidConfig) as caught, naming(FLAG_NAMES):
         check_backend(drafting)
-    assert str(caught.value) == (
-        f"--speculative-config ($.speculation.method): the {backend} backend has no NGram: leave it out"
+    assert str(caught.value) == " or set ".join(
+        [
+            f"--speculative-config ($.speculation.method): the {backend} backend has no {name}: leave it out",
+            *package.DRAFT_METHODS,
+        ]
     )
     check_backend(config_of("hf://a/m", {"backend": backend, "speculative_config": {}}))
 

@@ -121,7 +121,7 @@ def load_backend(
 def _with_local_draft(config: RuntimeConfig, settings: LocalSettings, progress: ProgressCallback) -> RuntimeConfig:
     """The configuration with the folder of its draft model, which is fetched if needed. Errors as of `fetch`."""
     speculation = config.speculation
-    if speculation.method != "Draft":
+    if not speculation.model.uri:
         return config
     source = ModelSource(uri=speculation.model.uri, digest=speculation.model.digest)
     store, on_miss = settings.weights_store, settings.on_weights_miss
