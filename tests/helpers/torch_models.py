@@ -39,9 +39,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "head_dim": 16,
     },
+    "Llama with dynamic positions": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
     "Mistral": {"architecture": "MistralForCausalLM", "sliding_window": 24},
     "Mistral without a window": {"architecture": "MistralForCausalLM", "sliding_window": None, "head_dim": 32},
     "Qwen2": {"architecture": "Qwen2ForCausalLM", "rope_theta": 1000000.0},
+    "Qwen2 with YaRN": {
+        "architecture": "Qwen2ForCausalLM",
+        "rope_theta": 1000.0,
+        "head_dim": 32,
+        "rope_scaling": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32},
+    },
     "Qwen2.5, tied": {"architecture": "Qwen2ForCausalLM", "tie_word_embeddings": True, "sliding_window": 40},
     "Qwen2, window in the upper layers": {
         "architecture": "Qwen2ForCausalLM",

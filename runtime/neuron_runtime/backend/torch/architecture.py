@@ -7,9 +7,11 @@ knows names and shapes of tensors but reads no weights.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from neuron_runtime.checkpoint import InvalidModel
@@ -20,7 +22,7 @@ MAX_LAYERS = 10_000
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-RopeKind = Literal["default", "linear", "llama3"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    scale: float = 1.0
+    """Of cosines and sines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +156,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         rms_norm_epsilon=_number(config, "rms_norm_eps", 1e-6),
-        rope=_rope(config),
+        rope=_rope(config, max_position_embeddings),
         tied_embeddings=_boolean(config, "tie_word_embeddings", False),
         qkv_bias=attention_bias,
         output_bias=attention_bias and family.output_bias,
@@ -260,7 +267,7 @@ def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> t
     return by_kind
 
 
-def _rope(config: Mapping[str, Any]) -> Rope:
+def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
     # transformers 5 writes one object, rope_parameters; transformers 4 writes rope_theta beside rope_scaling.
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(name) or {}, Mapping):
@@ -278,16 +285,30 @@ def _rope(config: Mapping[str, Any]) -> Rope:
         if value is not None and (name, value) != ("partial_rotary_factor", 1):
             parameters[name] = value
     theta = _number(parameters, "rope_theta", 10_000.0)
+    if theta <= 1:
+        raise InvalidModel(f"config.json: rope_theta must be above 1, got {theta}")
     kind: Any = str(parameters.pop("rope_type", parameters.pop("type", "default")))
     if kind not in ROPE_FIELDS:
         raise _unsupported(f"rope type {kind!r}", ", ".join(ROPE_FIELDS))
     for name in sorted(parameters.keys() - ROPE_FIELDS[kind].keys() - {"rope_theta", "type"}):
         raise _unsupported(f"{name} of rope type {kind!r}", ", ".join(sorted(ROPE_FIELDS[kind])) or "rope_theta alone")
-    rope = Rope(theta, kind, **{name: read(parameters, name) for name, read in ROPE_FIELDS[kind].items()})
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    if low >= high:
-        raise InvalidModel(f"config.json: low_freq_factor ({low}) must be below high_freq_factor ({high})")
+    if "original_max_position_embeddings" in ROPE_FIELDS[kind]:
+        parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
+    values = {name: read(parameters, name) for name, read in ROPE_FIELDS[kind].items()}
+    rope = Rope(theta, kind, **(_yarn(values) if kind == "yarn" else values))
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        least, most = getattr(rope, low), getattr(rope, high)
+        if least >= most:
+            raise InvalidModel(f"config.json: {low} ({least}) must be below {high} ({most})")
     return rope
+
+
+def _yarn(values: dict[str, Any]) -> dict[str, Any]:
+    """Its fields of `Rope`: the scale is given, or follows from the factor as in transformers."""
+    scale, *weights = (values.pop(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    over, under = weights if all(weights) else (1.0, 0.0)
+    growth = 0.1 * math.log(max(1.0, values["factor"]))
+    return {**values, "scale": scale or (1 + over * growth) / (1 + under * growth)}
 
 
 def _unsupported(what: str, supported: str) -> FatalError:
@@ -312,6 +333,11 @@ def _number(config: Mapping[str, Any], name: str, default: float | None = None) 
     return float(value)
 
 
+def _number_if_any(config: Mapping[str, Any], name: str) -> float:
+    """0 where there is none, as some files write it."""
+    return _number(config, name) if config.get(name) else 0.0
+
+
 def _boolean(config: Mapping[str, Any], name: str, default: bool) -> bool:
     value = config.get(name)
     value = default if value is None else value
@@ -323,9 +349,18 @@ def _boolean(config: Mapping[str, Any], name: str, default: bool) -> bool:
 ROPE_FIELDS: Mapping[RopeKind, Mapping[str, Callable[[Mapping[str, Any], str], Any]]] = {
     "default": {},
     "linear": {"factor": _number},
+    "dynamic": {"factor": _number},
     "llama3": {
         **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _number),
         "original_max_position_embeddings": _positive,
+    },
+    "yarn": {
+        "factor": _number,
+        "original_max_position_embeddings": _positive,
+        **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), _number_if_any),
+        "beta_fast": partial(_number, default=32.0),
+        "beta_slow": partial(_number, default=1.0),
+        "truncate": partial(_boolean, default=True),
     },
 }
 """Fields of each rope type besides its name and `rope_theta`, and what reads them."""

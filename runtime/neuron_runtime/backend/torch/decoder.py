@@ -78,7 +78,7 @@ class Decoder:
         config, weights, ranks = self.config, self.weights, self._ranks
         num_rotated = config.num_heads + config.num_kv_heads
         x = self._embed(token_ids)
-        cosine, sine = rotary.turns(plan.positions, weights.frequencies, x.dtype)
+        cosine, sine = rotary.turns(plan.positions, weights.frequencies, config.rope.scale, x.dtype)
         for index, layer in enumerate(weights.layers):
             heads = layer.qkv(self._normalise(x, layer.attention_norm)).view(x.shape[0], -1, config.head_dim)
             turning = heads[:, :num_rotated]

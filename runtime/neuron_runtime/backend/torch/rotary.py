@@ -1,40 +1,41 @@
 """Rotary position embedding, for the decoder.
 
-Formulas: https://arxiv.org/abs/2104.09864. Scaling `llama3` as published with Llama 3.1 and implemented in transformers
-(`modeling_rope_utils`): frequencies of long wavelengths are divided by `factor`, short wavelengths are unchanged, and
-those between are interpolated linearly.
+Formulas: https://arxiv.org/abs/2104.09864. The kinds of scaling are those of transformers (`modeling_rope_utils`).
+`llama3` and `yarn` (https://arxiv.org/abs/2309.00071) divide frequencies of long wavelengths by `factor`, leave short
+wavelengths unchanged and interpolate linearly between them. `dynamic` changes nothing up to the model's length.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 
-from neuron_runtime.backend.torch.architecture import Rope
+from neuron_runtime.backend.torch.architecture import Rope, RopeKind
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     """Angle per position of each pair of dimensions: float32 `[head_dim / 2]`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (rope.theta**exponents)
-    match rope.kind:
-        case "default":
-            return plain
-        case "linear":
-            return plain / rope.factor
-        case "llama3":
-            return _llama3(plain, rope)
+    return _SCALED[rope.kind](plain, rope)
 
 
-def turns(positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine of each position `[tokens]`, both `[tokens, 1, head_dim]`; computed in float32.
+def turns(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and signed sine of each position `[tokens]`, times `scale`, both `[tokens, 1, head_dim]`; computed in
+    float32.
 
     With `swap` exchanging the halves of the last dimension, the rotation is `x * cosine + swap(x) * sine`; the first
     half of the sines is negated.
     """
     angles = torch.outer(positions.float(), frequencies).unsqueeze(1)
-    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    cosine, sine = angles.cos(), angles.sin()
+    if scale != 1:
+        cosine, sine = cosine * scale, sine * scale
+    cosine, sine = cosine.to(dtype), sine.to(dtype)
     return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
 
 
@@ -51,3 +52,27 @@ def _llama3(plain: torch.Tensor, rope: Rope) -> torch.Tensor:
     share = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     share = share.clamp(0.0, 1.0)
     return (1 - share) * plain / rope.factor + share * plain
+
+
+def _yarn(plain: torch.Tensor, rope: Rope) -> torch.Tensor:
+    def pair_that_turns(times: float) -> float:
+        """The number of the pair of dimensions that turns so often in the original length."""
+        length = rope.original_max_position_embeddings
+        return len(plain) * math.log(length / (times * 2 * math.pi)) / math.log(rope.theta)
+
+    first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(plain) - 1)
+    ramp = (torch.arange(len(plain), dtype=torch.float32) - first) / (last - first or 0.001)
+    share = 1 - ramp.clamp(0.0, 1.0)
+    return (1 - share) * (plain / rope.factor) + share * plain
+
+
+_SCALED: Mapping[RopeKind, Callable[[torch.Tensor, Rope], torch.Tensor]] = {
+    "default": lambda plain, rope: plain,
+    "linear": lambda plain, rope: plain / rope.factor,
+    "dynamic": lambda plain, rope: plain,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
