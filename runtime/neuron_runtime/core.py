@@ -265,8 +265,8 @@ class Late(msgspec.Struct, frozen=True, gc=False):
     """`[rows, num_positions, bytes]`: bit `t % 8` of byte `t // 8` is 1 if token t is allowed; at least one is. Tokens
     beyond the mask are not allowed."""
     num_positions: int = 1
-    """Masks per row: one for the next token, then one behind each draft, as if all before were right. Rows with fewer
-    drafts than others have masks that nobody reads."""
+    """Masks per row: one for the next token, then one behind each draft, as if all before were right. A row may
+    produce at most so many tokens, also if it has more drafts; one with fewer has masks that nobody reads."""
 
     def allows(self, at: int, token_ids: Sequence[int]) -> bool:
         """Whether row `rows[at]` may produce these tokens."""

@@ -68,16 +68,18 @@ class RuleGuides:
         return guide
 
     def masks(self, guides: Sequence[Guide], drafts: Sequence[Sequence[int]] = ()) -> Masks:
-        most, bits, failed = max(map(len, drafts), default=0), bytearray(), []
-        every = range(self._vocabulary_size)
+        every, most, bits = range(self._vocabulary_size), max(map(len, drafts), default=0), bytearray()
+        failed, rows = [], []
         for at, guide in enumerate(guides):
             assert isinstance(guide, RuleGuide)
             of_guide = drafts[at] if drafts else ()
-            for place in range(1 + most):
-                there = place <= len(of_guide)
-                allowed = guide._behind(of_guide[:place]) if there else every
-                if not allowed and at not in failed:
-                    failed.append(at)
+            rows.append([guide._behind(of_guide[:place]) for place in range(1 + len(of_guide))])
+            if not rows[-1][0]:
+                failed.append(at)
+            elif () in rows[-1]:
+                most = min(most, rows[-1].index(()) - 1)
+        for row in rows:
+            for allowed in (*row, *[every] * most)[: 1 + most]:
                 bits += mask_of(allowed or every, self._vocabulary_size)
         return Masks(memoryview(bits), failed, 1 + most)
 

@@ -285,7 +285,7 @@ class StrictBackend:
             )
         most = 1 + max((len(rows.drafts[row]) for row in late.rows if rows.drafts), default=0)
         self._demand(
-            late.num_positions == most,
+            1 <= late.num_positions <= most,
             f"late has {late.num_positions} positions per row, its rows have up to {most}",
         )
         num_bytes, num_masks = len(late.masks), num_rows * late.num_positions
@@ -604,7 +604,7 @@ class StrictBackend:
             drafts = self._own_drafts(self._read(table, end, adapter), len(drafts), following)
         self._write(table, end, [*drafts, *[BEYOND] * limits.num_lookahead_tokens], adapter)
         sampled: list[int] = []
-        for at in range(1 + len(drafts)):
+        for at in range(1 + len(drafts) if masks is None or step.late is None else step.late.num_positions):
             token = following(self._read(table, end + at, adapter))
             sampled.append(token)
             if drafts[at : at + 1] != (token,):

@@ -28,6 +28,7 @@ from helpers.engine_driver import (
 from helpers.guides import Rule, RuleGuide, RuleGuides
 from helpers.step_counts import StepCounts
 from helpers.strict_backend import neuron_limits
+from helpers.told_drafts import Told
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, PrefillBucket, Request, StepKind, StepOutput
 from neuron_runtime.engine.guides import Guide
 from neuron_runtime.engine.loop import Engine, stream_gap_bound
@@ -518,15 +519,20 @@ def test_a_request_may_be_aborted_while_its_guide_is_made() -> None:
     assert not run.engine.has_work
 
 
+@pytest.mark.parametrize("max_drafts", [0, 3])
 @pytest.mark.parametrize("limits", [DEVICE, HOST])
-def test_a_request_whose_guide_fails_is_cut_and_others_go_on(limits: BackendLimits) -> None:
+def test_a_request_whose_guide_fails_is_cut_and_others_go_on(limits: BackendLimits, max_drafts: int) -> None:
+    """At the same token if it fails behind a draft."""
     asked = [request("even", 5, 12), request("even too", 5, 12), request("free", 5, 30)]
 
     def failing(asker: Request) -> Rule | None:
         rule = even_only(asker)
         return (lambda output: () if len(output) == 3 else rule(output)) if rule and asker is asked[0] else rule
 
-    engine = Engine(RecordingBackend(limits), guides=RuleGuides(failing, VOCABULARY_SIZE))
+    limits = replace(limits, max_drafts=max_drafts)
+    drafting = Told({one.request_id: list(alone(one, even_only)[0]) for one in asked}, wrong=0.0)
+    backend = RecordingBackend(limits)
+    engine = Engine(backend, guides=RuleGuides(failing, VOCABULARY_SIZE), drafting=drafting)
     for one in asked:
         engine.add(one)
     reasons: dict[str, FinishReason | None] = {}
@@ -539,6 +545,7 @@ def test_a_request_whose_guide_fails_is_cut_and_others_go_on(limits: BackendLimi
     assert len(tokens["even"]) == 3
     for one in asked[1:]:
         assert tuple(tokens[one.request_id]) == alone(one, even_only)[0]
+    assert backend.most_masks == (4 if max_drafts else 1)
 
 
 class UnmaskedBackend(RecordingBackend):

@@ -20,7 +20,7 @@ from neuron_runtime.engine.guides import Guide
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.grammars.answers import FULL, Answer, Grammar
 from neuron_runtime.grammars.checker import Checker, allocated
-from neuron_runtime.grammars.guides import ENTRY_BYTES, NUM_THREADS, GrammarGuides
+from neuron_runtime.grammars.guides import ENTRY_BYTES, NUM_THREADS, GrammarGuide, GrammarGuides
 from neuron_runtime.requests.forms import MAX_FORM_CHOICES
 from neuron_runtime.text.tokenizer import Tokenizer
 
@@ -350,8 +350,9 @@ def test_a_guide_that_has_failed_keeps_no_drafts(guides: GrammarGuides, tokenize
     lost, kept = (guide_of(guides, Form("choice", '["ab"]')) for _ in range(2))
     lost.advance(encoded(tokenizer, "x"))
     assert (lost.num_kept(encoded(tokenizer, "a")), lost.forced(9)) == (0, ())
-    masks = guides.masks([lost, kept], [(), encoded(tokenizer, "a")])
-    assert list(masks.failed) == [0]
+    for drafts in ([(), encoded(tokenizer, "a")], [encoded(tokenizer, "a"), ()]):
+        masks = guides.masks([lost, kept], drafts)
+        assert list(masks.failed) == [0]
 
 
 def test_masks_behind_drafts_go_on_where_the_automaton_of_a_form_is_full(
@@ -366,6 +367,31 @@ def test_masks_behind_drafts_go_on_where_the_automaton_of_a_form_is_full(
             kept = drafts[: answer.num_kept(drafts)]  # none behind the place where it is full
             assert not guides.masks([answer], [kept]).failed
             answer.advance(drafts)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_states"), [("(a|b)*a(a|b){20}", 200), ("(a|b)*a(a|b){20}", 300), ("[ab]{150}", 5000)]
+)
+def test_an_answer_that_cannot_go_on_is_as_long_with_drafts_as_without(
+    guides: GrammarGuides, tokenizer: Tokenizer, pattern: str, num_states: int
+) -> None:
+    """At the limit of its work, and where it is complete but the model has no token for its end."""
+    text = random.Random(0).choices(encoded(tokenizer, "ab"), k=400)
+    made = guide_of(guides, Form("regex", pattern))
+    assert isinstance(made, GrammarGuide)
+    of_model = made.answer.grammar
+    lengths, num_right = [], 0
+    for most in (0, 1, 4):
+        guide = GrammarGuide(Answer(Grammar(of_model.text, of_model.tokenizer, num_states)), end_token_ids=())
+        known, ahead = 0, text[:0]
+        while not (masks := guides.masks([guide], [ahead])).failed:
+            guide.advance(text[known : known + masks.num_positions])
+            known, num_right = known + masks.num_positions, num_right + masks.num_positions - 1
+            ahead = text[known : known + most]
+            ahead = ahead[: guide.num_kept(ahead)]
+        lengths.append(known)
+    assert len(set(lengths)) == 1
+    assert num_right > 50
 
 
 def test_no_guides_have_no_masks(guides: GrammarGuides) -> None:

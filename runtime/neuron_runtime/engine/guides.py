@@ -34,7 +34,8 @@ class Masks(NamedTuple):
     failed: Sequence[int]
     """Indexes of guides that cannot go on: a limit of work was reached."""
     num_positions: int = 1
-    """One more than the most drafts of a guide."""
+    """One more than the most drafts of a guide, or fewer if one cannot go on behind a draft: whether it fails there is
+    found when its tokens are known, as without drafts."""
 
 
 class Guides(Protocol):
@@ -51,7 +52,7 @@ class Guides(Protocol):
 
         drafts: of each guide, cut by `num_kept`; empty without any. A guide has a mask for the next token, and one
             behind each of its drafts; those at further positions allow every token, and nobody reads them. Guides do
-            not advance. One that could not go on behind a draft has failed too.
+            not advance.
         """
 
     def close(self) -> None:

@@ -32,12 +32,12 @@ class Grammar:
         """Raises ValueError: llguidance does not take the form; says why."""
         self.answers: WeakSet[Answer] = WeakSet()
         """Those that there are."""
-        self._text, self.tokenizer, self._max_states = text, tokenizer, max_states
+        self.text, self.tokenizer, self._max_states = text, tokenizer, max_states
         self.renew()
 
     def renew(self) -> None:
         """Take a new automaton."""
-        self.start = compiled(self._text, self.tokenizer, self._max_states)
+        self.start = compiled(self.text, self.tokenizer, self._max_states)
         """At the beginning of an answer."""
 
 
@@ -48,7 +48,7 @@ class Answer:
         self.tokens = array("I")
         self.num_followed = 0
         """Tokens that the matcher knows."""
-        self._grammar = grammar
+        self.grammar = grammar
         self._renewed_at = -1
         """How many tokens there were when it asked for a new automaton."""
         grammar.answers.add(self)
@@ -65,21 +65,25 @@ class Answer:
             return
         del self.tokens[-count:]
         self.num_followed -= count
+        self._renewed_at = min(self._renewed_at, len(self.tokens))
         if self.matcher.is_error() or not self.matcher.rollback(count):
             self._begin()
 
     def num_kept(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, may follow; the end of the answer is none of them."""
-        known = [*takewhile(range(self._grammar.tokenizer.vocab_size).__contains__, token_ids)]
+        """How many of these tokens, from the first on, may follow; the end of the answer is none of them. None if it
+        has asked for an automaton or has to: its work is limited, and looks ahead take no part of it."""
+        if self._renewed_at >= 0:
+            return 0
+        known = [*takewhile(range(self.grammar.tokenizer.vocab_size).__contains__, token_ids)]
         count = self._up_to_date().validate_tokens(known)
-        while self.restart():
-            count = self.matcher.validate_tokens(known)
-        return count
+        return 0 if self.matcher.is_error() else count
 
     def forced(self) -> list[int]:
         """Tokens of the text that must follow, as the tokenizer writes it. Without its last one, which may go on with
         what is not forced."""
-        tokens, _ = self._grammar.tokenizer.tokenize_partial(self._up_to_date().compute_ff_bytes())
+        if self._renewed_at >= 0:
+            return []  # see `num_kept`
+        tokens, _ = self.grammar.tokenizer.tokenize_partial(self._up_to_date().compute_ff_bytes())
         # The tokenizer may write it with tokens that the model lacks.
         return tokens[: self.num_kept(tokens)] if tokens else tokens
 
@@ -87,11 +91,11 @@ class Answer:
         """Go on with another automaton if this one is full; False if it is not, or that would not help."""
         if FULL not in self.matcher.get_error():
             return False
-        if self._start is self._grammar.start:
+        if self._start is self.grammar.start:
             if len(self.tokens) - self._renewed_at <= len(self.tokens) // MAX_REPLAYED:
                 return False
             self._renewed_at = len(self.tokens)
-            self._grammar.renew()
+            self.grammar.renew()
         self._begin()
         return True
 
@@ -104,7 +108,7 @@ class Answer:
         return self.matcher
 
     def _begin(self) -> None:
-        self._start = self._grammar.start
+        self._start = self.grammar.start
         self.matcher = self._start.deep_copy()  # the library's deep copy shares the automaton
         if self.num_followed:
             self.matcher.consume_tokens(self.tokens[: self.num_followed].tolist())

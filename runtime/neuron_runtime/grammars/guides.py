@@ -43,7 +43,7 @@ def grammar_guides(model_dir: Path, limits: BackendLimits) -> GrammarGuides:
 
 
 @dataclass(slots=True)
-class _GrammarGuide:
+class GrammarGuide:
     answer: Answer
     end_token_ids: tuple[int, ...]
 
@@ -107,7 +107,7 @@ class GrammarGuides:
             elif error is not None:
                 guide.set_exception(error)
             else:
-                guide.set_result(_GrammarGuide(Answer(done.result()), ends))
+                guide.set_result(GrammarGuide(Answer(done.result()), ends))
 
         grammar.add_done_callback(made)
         return guide
@@ -116,25 +116,29 @@ class GrammarGuides:
         vocabulary = self._vocabulary
         if not guides or vocabulary is None:
             return Masks(memoryview(b""), ())
-        ours = [guide for guide in guides if isinstance(guide, _GrammarGuide)]
+        ours = [guide for guide in guides if isinstance(guide, GrammarGuide)]
         most = max(map(len, drafts), default=0)
         if not most:
             bits, failed = self._masks(ours, vocabulary)
             return Masks(bits.reshape(-1).data, failed)
         all_bits = np.full((len(ours), 1 + most, vocabulary.mask_bytes), 0xFF, dtype=np.uint8)
-        all_failed = set[int]()
-        for place in range(1 + most):
-            here = [at for at, of_guide in enumerate(drafts) if place <= len(of_guide)]
-            for at in here if place else ():
-                ours[at].advance((drafts[at][place - 1],))
-            all_bits[here, place], failed = self._masks([ours[at] for at in here], vocabulary)
-            all_failed.update(here[at] for at in failed)
-        for guide, of_guide in zip(ours, drafts, strict=True):
-            guide.answer.retract(len(of_guide))
-        return Masks(all_bits.reshape(-1).data, sorted(all_failed), 1 + most)
+        all_bits[:, 0], failed = self._masks(ours, vocabulary)
+        num_positions = 1
+        while num_positions <= most:
+            here = [at for at, one in enumerate(drafts) if num_positions <= len(one) and at not in failed]
+            for at in here:
+                ours[at].advance((drafts[at][num_positions - 1],))
+            bits, stuck = self._masks([ours[at] for at in here], vocabulary)
+            if stuck:
+                break
+            all_bits[here, num_positions] = bits
+            num_positions += 1
+        for at, guide in enumerate(ours):
+            guide.answer.retract(0 if at in failed else min(len(drafts[at]), num_positions))
+        return Masks(all_bits[:, :num_positions].reshape(-1).data, failed, num_positions)
 
     def _masks(
-        self, guides: Sequence[_GrammarGuide], vocabulary: Vocabulary
+        self, guides: Sequence[GrammarGuide], vocabulary: Vocabulary
     ) -> tuple[npt.NDArray[np.uint8], Sequence[int]]:
         """`[guides, bytes]`, and the guides that have failed; see `Masks`."""
         size, end = vocabulary.mask_bytes, vocabulary.end_token_id

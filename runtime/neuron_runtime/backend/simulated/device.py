@@ -378,6 +378,7 @@ class SimulatedBackend:
     ) -> tuple[int, ...]:
         """The tokens of a row that feeds these drafts behind its token at `end - 1`."""
         size, tokens = 0 if masks is None else len(masks) // num_masks, []
+        drafts = drafts if masks is None else drafts[: num_masks - 1]
         for at in range(len(drafts) + 1):
             mask = None if masks is None else masks[at * size : (at + 1) * size]
             tokens.append(_restricted(slot, end + at, self.limits.vocabulary_size, mask))
