@@ -22,6 +22,7 @@ from neuron_runtime.host import DEV, device_nodes
 from neuron_runtime.neuronx_fields import BY_NAME as BY_FIELD
 from neuron_runtime.neuronx_fields import OTHER_VARIABLES, QUANT_VARIABLE, SEVERAL_NODES
 from neuron_runtime.not_built import Surface, is_neutral, refuse
+from neuron_runtime.speculative_config import OLDER_NAMES, with_older_names
 
 DEFAULT_BACKEND = "torch"
 NEURON_BACKEND = "nxdi"
@@ -102,15 +103,16 @@ def on_this_machine(
     What the environment and the devices decide is logged. Raises InvalidConfig with the argument or variable.
 
     Args:
-        arguments: values by the names in `BY_ARGUMENT`.
+        arguments: values by the names in `BY_ARGUMENT` and in `OLDER_NAMES`.
         device: "cpu", "neuron" or "auto"; None: as "auto".
         additional_config: settings of the backend, below the key that newer versions of vLLM have for them.
         enable_lora: vLLM's switch for adapters, one at a time unless `max_loras` says more; None: `max_loras` decides.
         written: how errors write the name of an argument.
         dev: folder of device nodes.
     """
-    values = dict(arguments)
-    problems = ConfigProblems()
+    values, problems = dict(arguments), ConfigProblems()
+    with problems.collecting():
+        values = with_older_names(values, written)
     if enable_lora:
         values.setdefault("max_loras", 1)
     elif enable_lora is False:
@@ -277,7 +279,7 @@ def llm_config(
             is_known = refuse(Surface.LLM, name, value)
         if is_known or value is None or name == SWITCH_OF_ADAPTERS:
             continue
-        if name not in LLM_ARGUMENTS:
+        if name not in LLM_ARGUMENTS and name not in OLDER_NAMES:
             raise TypeError(f"LLM() has no argument {name!r}")
         values[name] = value
     if "dtype" in values:

@@ -141,7 +141,6 @@ ROWS = (
     NotBuilt("no_repeat_ngram_size", Surface.GENERATION_CONFIG, (0,)),
     NotBuilt("num_beams", Surface.GENERATION_CONFIG, (1,)),
     NotBuilt("num_scheduler_steps", _LLM, (1,)),
-    NotBuilt("num_speculative_tokens", _LLM, cure="set it in speculative_config"),
     NotBuilt(
         "num_speculative_tokens_per_batch_size",
         _SPECULATIVE,
@@ -171,12 +170,6 @@ ROWS = (
     NotBuilt("skip_tokenizer_init", _LLM, (False,)),
     NotBuilt("spaces_between_special_tokens", _BODY | _PARAMS, (True,)),
     NotBuilt("speculative_draft_tensor_parallel_size", _LLM),
-    NotBuilt("speculative_max_model_len", _LLM),
-    NotBuilt(
-        "speculative_model",
-        _LLM,
-        cure='leave it out, it does not change answers; for drafts set speculative_config to {"method": "ngram"}',
-    ),
     NotBuilt("ssl_certfile", _FLAG, cure="put a proxy in front that ends TLS"),
     NotBuilt("ssl_keyfile", _FLAG, cure="put a proxy in front that ends TLS"),
     NotBuilt("store", _RESPONSES, (False,), cure="leave it out: nothing is stored"),

@@ -1,12 +1,12 @@
 """Reads the JSON of vLLM's `--speculative-config` as the part `speculation` of the configuration.
 
-`config.py` declares it as the reader of that flag and argument. It knows vLLM's keys only: bounds are checked with the
-document.
+`config.py` declares it as the reader of that flag and argument; `arguments.py` brings the separate flags of older
+versions into its form. It knows vLLM's keys only: bounds are checked with the document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
@@ -21,6 +21,16 @@ NGRAM = ("ngram", "[ngram]")
 WITH_MODEL = {"draft_model": "Draft", "eagle": "Eagle", "eagle3": "Eagle"}
 """Methods of the document by vLLM's words, of those that have a second model. Which EAGLE it is says its checkpoint."""
 OF_NGRAM = ("prompt_lookup_min", "prompt_lookup_max")
+OLDER_MODEL, OLDER_LENGTH = "speculative_model", "speculative_max_model_len"
+OLDER = {
+    OLDER_MODEL: "model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+}
+"""Keys by the arguments that older versions of vLLM have instead. A method there is none: n-grams are a model."""
+OLDER_NUMBERS = (*[name for name in OLDER if name != OLDER_MODEL], OLDER_LENGTH)
+OLDER_NAMES = (OLDER_MODEL, *OLDER_NUMBERS)
 
 
 def speculation(given: Any) -> dict[str, Any]:
@@ -57,3 +67,24 @@ def speculation(given: Any) -> dict[str, Any]:
     if method:
         return {"method": method, "model": {"uri": uri}, **numbers}
     return {"method": "NGram", **numbers} if values else {}
+
+
+def with_older_names(arguments: Mapping[str, Any], written: Callable[[str], str]) -> dict[str, Any]:
+    """The arguments with `speculative_config` instead of the older ones. Raises InvalidConfig.
+
+    written: how errors write the name of an argument.
+    """
+    values, problems = dict(arguments), ConfigProblems()
+    older = {name: value for name in OLDER_NAMES if (value := values.pop(name, None)) is not None}
+    if not older:
+        return values
+    config, model, length = written("speculative_config"), written(OLDER_MODEL), written("max_model_len")
+    for name in older:
+        if "speculative_config" in values:
+            problems.add(written(name), f"is an older form of {config}: leave it out")
+        elif OLDER_MODEL not in older:
+            problems.add(written(name), f"needs {model}")
+    if older.pop(OLDER_LENGTH, wanted := values.get("max_model_len")) != wanted:
+        problems.add(written(OLDER_LENGTH), f"must be as {length}: drafts reach as far as the model")
+    problems.check()
+    return {**values, "speculative_config": {OLDER[name]: value for name, value in older.items()}}

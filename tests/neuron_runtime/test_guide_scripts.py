@@ -282,13 +282,16 @@ def test_a_script_with_adapters_runs_unchanged_on_the_cpu(model: Path, tmp_path:
     assert all(adapted != base for adapted, base in zip(printed[:4], printed[4:], strict=True))
 
 
-def test_a_script_with_a_draft_model_is_refused_by_name(model: Path) -> None:
-    ended = python(VLLM + PROMPTS + localized(SPECULATIVE, model), CPU)
+def test_a_script_with_a_draft_model_runs_unchanged_on_the_cpu(model: Path) -> None:
+    ended = python(VLLM + PROMPTS + localized(SPECULATIVE, model) + PRINTS, CPU)
+    check_printed(ended, "drafts")
+
+
+def test_a_script_with_a_draft_model_is_refused_by_name_where_none_can_draft(model: Path, tmp_path: Path) -> None:
+    source = VLLM + DEVICE_NODE + PROMPTS + localized(SPECULATIVE, model)
+    ended = python(source, environment_of("transformers-neuronx", tmp_path))
     assert ended.returncode == 1
-    last = ended.stderr.splitlines()[-1]
-    assert "speculative_model: " in last
-    assert "leave it out, it does not change answers" in last
-    assert "num_speculative_tokens: 4 is not supported yet" in last
+    assert "the transformers-neuronx backend has no Draft: leave it out" in ended.stderr.splitlines()[-1]
 
 
 def flags_of(command: str, model: Path) -> list[str]:

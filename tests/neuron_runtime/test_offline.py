@@ -570,7 +570,6 @@ def test_arguments_from_the_guides_produce_a_configuration(tmp_path: Path) -> No
             "tensor_parallel_size ($.parallelism.tensor): each of 2 ranks of the torch backend is a process: use "
             "`neuron-runtime serve`",
         ),
-        ({"speculative_model": "org/draft"}, "speculative_model: 'org/draft' is not supported yet"),
         ({"override_neuron_config": {"a": 1}}, "override_neuron_config ($.overrideNeuronConfig.a): the torch backend"),
         ({"override_neuron_config": {"a": 1}, "additional_config": {"override_neuron_config": {"b": 1}}}, "twice"),
         ({"additional_config": {"a": 1}}, "additional_config['a']: is not supported"),

@@ -18,6 +18,7 @@ from neuron_runtime.core import BackendLimits
 from neuron_runtime.engine.backends import PACKAGES, backend_package, check_backend
 from neuron_runtime.engine.drafts import Drafts, drafts_of
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import as_flag
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 DOCUMENT: dict[str, Any] = {"version": 1, "model": {"uri": "hf://a/m"}, "servedNames": ["m"]}
@@ -25,6 +26,10 @@ DOCUMENT: dict[str, Any] = {"version": 1, "model": {"uri": "hf://a/m"}, "servedN
 
 def served_with(*words: str) -> RuntimeConfig:
     return configuration(build_parser().parse_args(["serve", "a/m", *words]))
+
+
+def as_flags(arguments: dict[str, Any]) -> list[str]:
+    return [word for name, value in arguments.items() for word in (as_flag(name), str(value))]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +109,57 @@ def test_a_wrong_key_is_named_with_its_cure(given: Any, says: str) -> None:
         LLM("/nowhere", speculative_config=given)
     assert str(caught.value).startswith("speculative_config ($.speculation")
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("older", "read"),
+    [
+        ({"speculative_model": "[ngram]"}, Speculation(method="NGram")),
+        (
+            {
+                "speculative_model": "[ngram]",
+                "num_speculative_tokens": 3,
+                "ngram_prompt_lookup_min": 2,
+                "ngram_prompt_lookup_max": 4,
+            },
+            Speculation(method="NGram", num_tokens=3, min_match=2, max_match=4),
+        ),
+        (
+            {"speculative_model": "org/d", "max_model_len": 256, "speculative_max_model_len": 256},
+            Speculation(method="Draft", model=DraftSource(uri="hf://org/d")),
+        ),
+    ],
+)
+def test_arguments_of_older_versions_mean_the_same(older: dict[str, Any], read: Speculation) -> None:
+    assert served_with(*as_flags(older)).speculation == read
+    assert llm_config("org/name", older).speculation == read
+
+
+@pytest.mark.parametrize(
+    ("older", "says"),
+    [
+        ({"num_speculative_tokens": 4}, "num_speculative_tokens: needs speculative_model"),
+        (
+            {"speculative_model": "org/d", "speculative_max_model_len": 64, "max_model_len": 128},
+            "speculative_max_model_len: must be as max_model_len: drafts reach as far as the model",
+        ),
+        (
+            {"speculative_model": "org/d", "speculative_config": '{"method": "ngram"}'},
+            "speculative_model: is an older form of speculative_config: leave it out",
+        ),
+        (
+            {"speculative_model": "org/d", "ngram_prompt_lookup_max": 4},
+            "speculative_config ($.speculation): `prompt_lookup_max`: is for the method ngram: leave it out",
+        ),
+    ],
+)
+def test_wrong_arguments_of_older_versions_are_named(older: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        llm_config("org/name", older)
+    assert str(caught.value) == says
+    with pytest.raises(InvalidConfig) as caught:
+        served_with(*as_flags(older))
+    assert caught.value.field.startswith(as_flag(says.partition(":")[0].partition(" ")[0]))
 
 
 def test_all_wrong_keys_are_named_at_once() -> None:

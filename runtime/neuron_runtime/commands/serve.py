@@ -21,13 +21,14 @@ from neuron_runtime.console import StageLines, say
 from neuron_runtime.distributed.layout import layout_for
 from neuron_runtime.engine.backends import backend_package, check_backend
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
-from neuron_runtime.flags import Field, add_flags, as_flag, json_or_text, model_uri, spellings
+from neuron_runtime.flags import Field, add_flags, as_flag, json_or_text, model_uri, spellings, whole_number
 from neuron_runtime.local_settings import AdapterSettings, LocalSettings, add_adapter_flags, add_local_flags
 from neuron_runtime.not_built import Surface
 from neuron_runtime.processes.run_dir import made_run_dir
 from neuron_runtime.processes.supervisor import Signals, Supervisor, listen, url_of
 from neuron_runtime.server.adapter_list import Wanted, keep, modules
 from neuron_runtime.server.auth import api_key_file, check_keys
+from neuron_runtime.speculative_config import OLDER_MODEL, OLDER_NAMES, OLDER_NUMBERS
 from neuron_runtime.uris import FORMS
 
 DEFAULT_PORT = 8000
@@ -116,6 +117,9 @@ def add_model_flags(parser: argparse.ArgumentParser, wanted: Callable[[Field], b
         default=None,
         help="Serve adapters, as many at a time as --max-loras says (default: if that is set; 1)",
     )
+    model.add_argument(as_flag(OLDER_MODEL), help=argparse.SUPPRESS)
+    for name in OLDER_NUMBERS:
+        model.add_argument(as_flag(name), type=whole_number, help=argparse.SUPPRESS)
     for row in not_built.rows(Surface.FLAG):
         form: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if row.is_switch else {"type": json_or_text}
         model.add_argument(*spellings(row.name), help=argparse.SUPPRESS, **form)
@@ -194,7 +198,8 @@ def configuration(
         if value is not None and not row.has_effect:
             say(f"{flag} has no effect here: leave it out")
     # A command may have only some of the flags.
-    arguments = {name: value for name in BY_ARGUMENT if (value := getattr(options, name, None)) is not None}
+    names = (*BY_ARGUMENT, *OLDER_NAMES)
+    arguments = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     vllm = {name: getattr(options, name) for name in ("device", "additional_config", "enable_lora")}
     with problems.collecting():
         if options.config is not None:
