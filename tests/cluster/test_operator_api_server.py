@@ -72,7 +72,7 @@ from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import MAX_OWNERS, is_shared, owners_of
 from neuron_operator.read.world import Decision, Settings, World
 from neuron_operator.run import handlers
-from neuron_operator.run.process import Operator, check_installed, serving
+from neuron_operator.run.process import Operator, refused_namespaces, serving
 from neuron_operator.run.settings import RunSettings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -992,7 +992,7 @@ async def test_a_start_waits_for_a_role_that_the_api_server_learns_of_late(serve
     answers = [web.json_response(denied, status=403)]
     async with proxying(server) as proxy, client_of(server, via=proxy.url) as client:
         proxy.answer = lambda request: answers.pop() if answers else None
-        await check_installed(client, ())
+        assert not await refused_namespaces(client, ())
     assert answers == []
 
 

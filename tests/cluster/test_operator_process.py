@@ -37,7 +37,7 @@ IMPATIENT = """
 import sys
 from neuron_operator.__main__ import main
 from neuron_operator.run import process
-process.REGRANT_SECONDS = 1.0
+process.GRANT_SECONDS, process.REGRANT_SECONDS = 3.0, 1.0
 sys.exit(main())
 """
 """Looks more often than each half minute for a namespace that was left out."""
@@ -189,6 +189,25 @@ async def test_a_deleted_namespace_is_left_out_until_it_can_be_watched_again(ser
         assert "namespace gone can be watched now" in process.log.read_text().splitlines()[-1]
     finally:
         grant(server)
+
+
+async def test_a_start_without_any_right_waits_unready_and_begins_when_it_may(server: ApiServer, start: Start) -> None:
+    grant(server, namespaces=[Namespace(server).name])
+    try:
+        await eventually(lambda: not may_write_services(server))
+        everywhere = start("everywhere", program=("-c", IMPATIENT))
+        gone = start("gone", "--watch-namespaces", "lost-1,lost-2", program=("-c", IMPATIENT))
+        for process, count in ((everywhere, 1), (gone, 2)):
+            told = f"neuron_operator_refused_namespaces {count}.0"
+            await eventually(lambda: told in process.get("/metrics")[1], about=process.log.read_text)  # noqa: B023
+            assert not process.is_leading()
+            assert (process.get("/healthz")[0], process.get("/readyz")[0]) == (200, 503)
+            assert "grant it with" in process.log.read_text() or "run helm upgrade" in process.log.read_text()
+        assert gone.end() == 0
+    finally:
+        grant(server)
+    assert everywhere.process.wait(WAIT_SECONDS) == 1
+    assert "the cluster can be watched now" in everywhere.log.read_text().splitlines()[-1]
 
 
 async def test_more_watches_than_the_soft_limit_of_open_files_are_opened(server: ApiServer, start: Start) -> None:

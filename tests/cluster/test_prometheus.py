@@ -31,7 +31,7 @@ from cluster.rig.machine import WAIT_SECONDS, wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers.apiserver import ApiServer
 from helpers.controllers import Status, controlling, ended_twice, finished_or_ready, kubelet, replica
-from helpers.operator_rights import OPERATOR_NAMESPACE
+from helpers.operator_rights import OPERATOR_NAMESPACE, grant
 from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, served
 from helpers.ports import free_ports
 from helpers.serve_command import ENGINE, ServeCommand, post, serve
@@ -157,6 +157,9 @@ async def create_slowly(self, resource, desired, **options):
     return await create(self, resource, desired, **options)
 
 module.decide, Client.create = decide_with_a_bug, create_slowly
+from neuron_operator.run import process
+
+process.REGRANT_SECONDS = 1.0
 from neuron_operator.__main__ import main
 
 raise SystemExit(main())
@@ -191,6 +194,10 @@ class Operator:
     async def change_to(self, image: str) -> None:
         """It ends cleanly, and one with another runtime image comes."""
         self._process.terminate()
+        await self.restart(image)
+
+    async def restart(self, image: str = "1") -> None:
+        """Once it has ended."""
         await asyncio.to_thread(self._process.wait)
         self.start(image)
 
@@ -444,6 +451,19 @@ async def killed_operator(site: Site, _: str) -> AsyncIterator[Cure]:
 
 
 @asynccontextmanager
+async def start_without_rights(site: Site, _: str) -> AsyncIterator[Cure]:
+    """An operator for all namespaces, with a Role in one, until it has its ClusterRole. Then it begins again."""
+
+    async def cure() -> None:
+        grant(site.namespace.server)
+        await site.operator.restart()
+
+    grant(site.namespace.server, namespaces=[site.namespace.name])
+    await site.operator.change_to("1")
+    yield cure
+
+
+@asynccontextmanager
 async def broken_image(site: Site, _: str) -> AsyncIterator[Cure]:
     """An operator with a runtime image that does not start, until one with a better image comes."""
 
@@ -462,7 +482,7 @@ async def broken_image(site: Site, _: str) -> AsyncIterator[Cure]:
     yield cure
 
 
-ENDS_OPERATOR = (killed_operator, broken_image)
+ENDS_OPERATOR = (killed_operator, start_without_rights, broken_image)
 """These come one after another, when no other fault needs the operator."""
 BROKEN = "broken"
 REPLICA = "127.7.7.3"
@@ -497,6 +517,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "NeuronOperatorAbsent": ("", killed_operator),
     "NeuronOperatorFails": ("", bug),
     "NeuronOperatorLags": ("", many_models),
+    "NeuronNamespaceNotWatched": ("", start_without_rights),
     "NeuronUpgradeBlocked": ("", broken_image),
     "NeuronModelNotReady": ("pods-fail", failing_pods),
     "NeuronAdapterMissing": ("support-de", adapter_without_room),

@@ -10,7 +10,7 @@ import pytest
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.cluster.client import NEURON_ADAPTERS, Client, Forbidden, Page, Resource
 from neuron_operator.run import process
-from neuron_operator.run.process import check_installed
+from neuron_operator.run.process import refused_namespaces
 
 
 class Rights:
@@ -31,7 +31,7 @@ async def test_a_namespace_without_one_right_is_left_out_until_it_has_all(monkey
     monkeypatch.setattr(process, "REGRANT_SECONDS", 0.01)
     rights = Rights((NEURON_ADAPTERS, "old"))
     cluster = cast(Client, rights)
-    assert await check_installed(cluster, ("new", "old")) == ("new",)
+    assert await refused_namespaces(cluster, ("new", "old")) == {"old"}
     waiting = asyncio.create_task(process.until_one_is_granted(cluster, {"old"}))
     await asyncio.sleep(0.1)
     assert not waiting.done()

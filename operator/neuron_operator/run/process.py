@@ -214,41 +214,44 @@ def _installed(*, makes_sets: bool) -> tuple[Resource, ...]:
     return (NEURON_MODELS, NEURON_ADAPTERS, *((LEADER_WORKER_SETS,) if makes_sets else ()))
 
 
-async def check_installed(cluster: Client, namespaces: Sequence[str], *, makes_sets: bool = False) -> tuple[str, ...]:
-    """Those of the namespaces that may be watched: where one was deleted, its Role is gone, and the models of the
-    others are looked after all the same.
+async def refused_namespaces(cluster: Client, namespaces: Sequence[str], *, makes_sets: bool = False) -> frozenset[str]:
+    """Those of the namespaces that may not be watched; empty text: the cluster, if there are no namespaces. Where one
+    was deleted, its Role is gone, and the models of the others are looked after all the same.
 
-    Raises ClusterFault, with the cure, if a CRD is missing, none may be watched or the API server is unreachable.
+    Raises ClusterFault, with the cure, if a CRD is missing or the API server is unreachable.
     """
     last_wait = asyncio.get_running_loop().time() + GRANT_SECONDS
-    granted, refusal = list[str](), None
+    refused = set[str]()
     for namespace in namespaces or ("",):
         try:
             for kind in _installed(makes_sets=makes_sets):
                 await _until_granted(cluster, kind, namespace or None, last_wait)
-            granted.append(namespace)
         except Forbidden as fault:
-            refusal = fault
-            logger.warning("namespace %s is left out: %s; if it exists, run helm upgrade", namespace, fault)
-    if refusal is not None and not granted:
-        raise refusal
-    return tuple(filter(None, granted))
+            refused.add(namespace)
+            cure = "if it exists, run helm upgrade" if namespace else "grant it with the chart (helm upgrade)"
+            logger.warning("%s is left out: %s; %s", _place(namespace), fault, cure)
+    return frozenset(refused)
 
 
 async def until_one_is_granted(cluster: Client, namespaces: Collection[str], *, makes_sets: bool = False) -> None:
-    """Raises ClusterFault once `check_installed` would leave out one of these namespaces no more: the process begins
-    again."""
+    """Raises ClusterFault once `refused_namespaces` would leave out one of these no more: the process begins again."""
     while True:
         await asyncio.sleep(REGRANT_SECONDS)
         for namespace in namespaces:
             try:
                 for kind in _installed(makes_sets=makes_sets):
-                    await cluster.list(kind, namespace, field_selector=_NONE)
+                    await cluster.list(kind, namespace or None, field_selector=_NONE)
+            except NotFound:
+                pass  # the next start says what to install
             except ClusterFault as fault:
-                logger.debug("namespace %s: %s", namespace, fault)
-            else:
-                text = f"namespace {namespace} can be watched now: the operator begins again with it"
-                raise ClusterFault(text, retriable=True)
+                logger.debug("%s: %s", _place(namespace), fault)
+                continue
+            text = f"{_place(namespace)} can be watched now: the operator begins again with it"
+            raise ClusterFault(text, retriable=True)
+
+
+def _place(namespace: str) -> str:
+    return f"namespace {namespace}" if namespace else "the cluster"
 
 
 async def _until_granted(cluster: Client, kind: Resource, namespace: str | None, last_wait: float) -> None:
@@ -327,16 +330,21 @@ async def run(settings: RunSettings) -> None:
     metrics = Metrics()
     connected = partial(connect, settings.kubeconfig, observe=lambda *key: metrics.api_requests.labels(*key).inc())
     async with connected() as cluster:
-        watched = await check_installed(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
-        refused = frozenset(settings.watch_namespaces) - set(watched)
-        settings = replace(settings, watch_namespaces=watched)
+        refused = await refused_namespaces(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
+        is_idle = refused.issuperset(settings.watch_namespaces or ("",))
+        if is_idle:
+            logger.error("nothing may be watched: this replica is not ready, and begins once it has the rights")
+        else:
+            watched = tuple(one for one in settings.watch_namespaces if one not in refused)
+            settings = replace(settings, watch_namespaces=watched)
         poster = Poster()
         operator = Operator(cluster, settings, metrics, post=poster.post, connect_lease=connected, left_out=refused)
 
         async def work() -> None:
             ports = settings.http_port, settings.health_port
             async with serving(operator, metrics, settings.http_host, *ports), asyncio.TaskGroup() as tasks:
-                tasks.create_task(operator.run(), name="replica")
+                if not is_idle:
+                    tasks.create_task(operator.run(), name="replica")
                 if refused:
                     waiting = until_one_is_granted(cluster, refused, makes_sets=_makes_sets(settings))
                     tasks.create_task(waiting, name="namespaces left out")
