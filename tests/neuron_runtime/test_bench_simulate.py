@@ -592,6 +592,25 @@ def test_drafts_that_are_right_are_compared_with_none(tmp_path: Path, capsys: py
     assert plot.read_text().count('<g id="axes_') == 4
 
 
+def test_a_model_that_makes_drafts_takes_its_time(tmp_path: Path) -> None:
+    """Four steps of a tenth beside a verification of 15 ms, and none of a model that is as slow as the one it helps."""
+    times = ("--prefill-milliseconds", "32:10", "40:15", "1000:90")
+    shares, costs = ("--acceptance", "0.9", "0.9", "0.9"), ("--draft-cost", "0", "0.1", "1")
+    document = written(tmp_path, *times, "--drafts", "4", *shares, *costs)
+    (speeds,) = [table for table in document["tables"] if table["title"] == "Speed by requests at a time"]
+    for row in speeds["rows"]:
+        without, free, cheap, dear = row["values"].values()
+        assert cheap / free == pytest.approx(15 / (15 + 4), rel=0.05)
+        assert 0.97 * without < dear < 1.01 * without
+    (run,) = document["data"]["runs"]
+    names = ["drafts, 90% right", "drafts, 90% right, cost 0.1", "drafts, 90% right, cost 1"]
+    assert [one["name"] for one in run["policies"]][1:-1] == names
+    (first,) = [table for table in document["tables"] if table["title"].startswith("Simulated traffic")]
+    (waits,) = [row for row in first["rows"] if row["name"] == "time to first token, p50"]
+    _, free, cheap, *_ = waits["values"].values()
+    assert cheap > free, "it computes prompts, too"
+
+
 def test_groups_of_several_sizes_are_compared_under_the_same_traffic(tmp_path: Path) -> None:
     """64 ranks cost the host a millisecond or two, which shows where a step waits for the tokens of the one before."""
     flags = ("--policy", "prefill-first", "--ranks", "1", "64", "--token-feedback", "host")
@@ -613,6 +632,10 @@ def test_groups_of_several_sizes_are_compared_under_the_same_traffic(tmp_path: P
         (["--warm-up-seconds", "-1"], "--warm-up-seconds: must be at least 0"),
         (["--long-share", "2"], "--long-share: must be from 0 to 1"),
         (["--acceptance", "0.5", "1.5"], "--acceptance: must be from 0 to 1, got 1.5"),
+        (
+            ["--acceptance", "0.5", "0.7", "0.9", "--draft-cost", "0", "0.1"],
+            "--draft-cost: must be one number, or as many as --acceptance has (3), got 2",
+        ),
         (["--drafts", "4", "--plan", "plan.json"], "--drafts: no graph of --plan verifies drafts"),
         (["--drafts", "-1"], "--drafts: must be at least 0"),
         (["--answer", "9", "3"], "--answer: must be MIN MAX with 1 <= MIN <= MAX, got 9 3"),

@@ -77,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(policy, "--drafts", 0, "N", meaning, least=0)
     meaning = "share of draft tokens that are right, behind right ones; several are compared"
     add_number(policy, "--acceptance", [0.7], "X", meaning, least=0)
+    meaning = "time of a model that makes drafts, relative to the model's; one number, or one for each --acceptance"
+    add_number(policy, "--draft-cost", [0.0], "X", meaning, least=0)
     policy.add_argument(
         "--policy",
         nargs="+",
@@ -164,15 +166,21 @@ def group_seconds(num_ranks: int) -> float:
 
 
 def drafting_policies(options: argparse.Namespace) -> list[Policy]:
-    """Ours with drafts, for each share of right ones."""
+    """Ours with drafts, for each share of right ones and what their model costs."""
     from neuron_runtime.bench.simulation import Policy  # noqa: PLC0415 - brings the engine
 
     if not options.drafts:
         return []
-    most = options.max_consecutive_prefills
+    most, shares, costs = options.max_consecutive_prefills, options.acceptance, options.draft_cost
     return [
-        Policy(f"drafts, {share:.0%} right", most, num_drafts=options.drafts, acceptance=share)
-        for share in options.acceptance
+        Policy(
+            f"drafts, {share:.0%} right{f', cost {cost:g}' if cost else ''}",
+            most,
+            num_drafts=options.drafts,
+            acceptance=share,
+            draft_cost=cost,
+        )
+        for share, cost in zip(shares, costs * len(shares) if len(costs) == 1 else costs, strict=True)
     ]
 
 
@@ -255,6 +263,9 @@ def _check(options: argparse.Namespace) -> None:
     for share in options.acceptance:
         if share > 1:
             raise InvalidConfig("--acceptance", f"must be from 0 to 1, got {share:g}")
+    if len(options.draft_cost) not in (1, len(options.acceptance)):
+        message = f"must be one number, or as many as --acceptance has ({len(options.acceptance)})"
+        raise InvalidConfig("--draft-cost", f"{message}, got {len(options.draft_cost)}")
     if not 0 <= options.long_share <= 1:
         raise InvalidConfig("--long-share", f"must be from 0 to 1, got {options.long_share:g}")
     for flag in SPANS:

@@ -42,6 +42,8 @@ class Policy:
     """Drafts of a row at most, where they pay."""
     acceptance: float = 0.0
     """Share of them that are right."""
+    draft_cost: float = 0.0
+    """Time of the model that makes them relative to that of the model; 0: they come from the text."""
 
     @property
     def prefills_first(self) -> bool:
@@ -197,7 +199,14 @@ class Simulation:
         self._clock = VirtualClock()
         applied, host = policy.applied_to(limits), host_seconds_per_step
         self._backend = (
-            SimulatedBackend(applied, times, self._clock, host_seconds_per_step=host, acceptance=policy.acceptance)
+            SimulatedBackend(
+                applied,
+                times,
+                self._clock,
+                host_seconds_per_step=host,
+                acceptance=policy.acceptance,
+                draft_cost=policy.draft_cost,
+            )
             if plan is None
             else PlannedBackend(plan, applied, times, self._clock, host_seconds_per_step=host)
         )

@@ -11,7 +11,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -230,15 +230,18 @@ class SimulatedBackend:
         *,
         host_seconds_per_step: float = 0.0,
         acceptance: float = 0.0,
+        draft_cost: float = 0.0,
     ) -> None:
         """Uses the limits as given. Raises ValueError if they have no vocabulary.
 
         host_seconds_per_step: time that passes before each launch, to simulate host work.
         acceptance: probability that a draft which the device makes is right, if those before it are.
+        draft_cost: time of the model that makes them relative to that of this one, for a token of each row and for a
+            prompt.
         """
         if not limits.vocabulary_size:
             raise ValueError("a simulated backend draws tokens from a vocabulary of known size")
-        self._acceptance = acceptance
+        self._acceptance, self._draft_cost = acceptance, draft_cost
         self.timeline = Timeline()
         self.limits = limits
         self._times = times
@@ -361,15 +364,21 @@ class SimulatedBackend:
         times, fed = self._times, batch.rows.num_tokens[batch.num_decodes :]
         decode = [_call("decode", times.decode, batch.num_decodes)] if batch.num_decodes else []
         if batch.rows.drafts:
-            decode = [self._verification(decode[0], sum(batch.rows.num_tokens[: batch.num_decodes]))]
+            decode = [self._verification(decode[0], sum(batch.rows.num_tokens[: batch.num_decodes]), batch.rows.drafts)]
         prompts = fed if self.limits.prefill_buckets else [sum(fed)] if fed else []
-        return decode + [_call("prefill", times.prefill, num_tokens) for num_tokens in prompts]
+        prefills = [_call("prefill", times.prefill, num_tokens) for num_tokens in prompts]
+        return decode + [one._replace(seconds=one.seconds * (1 + self._draft_cost)) for one in prefills]
 
-    def _verification(self, decode: SimulatedCall, num_fed: int) -> SimulatedCall:
+    def _verification(self, decode: SimulatedCall, num_fed: int, drafts: Sequence[tuple[int, ...]]) -> SimulatedCall:
         """In place of a decode step, if a row has drafts. Its tokens are computed at once, as those of a prompt; a
-        compiled graph has room for all drafts of all its rows."""
-        num_tokens = decode.bucket * (1 + self.limits.max_drafts) if decode.is_compiled else num_fed
+        compiled graph has room for all drafts of all its rows. Before it, a model that makes drafts computes one after
+        the other."""
+        most = self.limits.max_drafts
+        num_tokens, num_drafts = (
+            (decode.bucket * (1 + most), most) if decode.is_compiled else (num_fed, max(map(len, drafts)))
+        )
         seconds = max(decode.seconds, self._times.prefill.curve.seconds(num_tokens))
+        seconds += num_drafts * self._draft_cost * decode.seconds
         name, shape = decode.name.replace("decode", "verify"), ("verify", decode.bucket)
         return decode._replace(name=name, shape=shape, seconds=seconds)
 
