@@ -72,7 +72,8 @@ from neuron_operator.decide.course import decide
 from neuron_operator.read.objects import MAX_OWNERS, is_shared, owners_of
 from neuron_operator.read.world import Decision, Settings, World
 from neuron_operator.run import handlers
-from neuron_operator.run.process import Operator, refused_namespaces, serving
+from neuron_operator.run.installed import refused_namespaces
+from neuron_operator.run.process import Operator, serving
 from neuron_operator.run.settings import RunSettings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

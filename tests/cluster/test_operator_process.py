@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
+import yaml
 
 from cluster.rig.machine import WAIT_SECONDS
 from helpers.apiserver import ApiServer
@@ -19,6 +21,7 @@ from helpers.operator_process import Process
 from helpers.operator_rights import CLUSTER_RULES, OPERATOR_NAMESPACE, ensure_namespace, grant
 from helpers.operators import (
     BY_KIND,
+    CRDS,
     OPERATOR_USER,
     Namespace,
     eventually,
@@ -36,8 +39,8 @@ LEASE_SECONDS = 15
 IMPATIENT = """
 import sys
 from neuron_operator.__main__ import main
-from neuron_operator.run import process
-process.GRANT_SECONDS, process.REGRANT_SECONDS = 3.0, 1.0
+from neuron_operator.run import installed
+installed.GRANT_SECONDS, installed.REGRANT_SECONDS = 3.0, 1.0
 sys.exit(main())
 """
 """Looks more often than each half minute for a namespace that was left out."""
@@ -171,6 +174,23 @@ async def test_groups_of_a_kind_that_the_cluster_lacks_stop_the_start_with_a_rem
         grant(server)
     (line,) = process.log.read_text().splitlines()
     assert "the cluster has no leaderworkersets of leaderworkerset.x-k8s.io/v1; install LeaderWorkerSet, or set" in line
+
+
+async def test_a_crd_of_an_earlier_version_stops_the_start_with_a_remedy(server: ApiServer, start: Start) -> None:
+    """Where somebody else installs CRDs. A Deployment keeps the operator of that version until the new one is ready."""
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/neuronmodels.neuron-serving.dev"
+    crd = yaml.safe_load((CRDS / "neuronmodels.yaml").read_text())
+    earlier = copy.deepcopy(crd)
+    (version,) = earlier["spec"]["versions"]
+    del version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["history"]
+    server.apply(path, earlier)
+    try:
+        process = start("log", program=("-c", IMPATIENT))
+        assert process.process.wait(WAIT_SECONDS) == 1
+    finally:
+        server.apply(path, crd)
+    last = process.log.read_text().splitlines()[-1]
+    assert "the CRD neuronmodels is older than this operator and lacks status.history; install the CRD with" in last
 
 
 async def test_a_deleted_namespace_is_left_out_until_it_can_be_watched_again(server: ApiServer, start: Start) -> None:

@@ -157,9 +157,9 @@ async def create_slowly(self, resource, desired, **options):
     return await create(self, resource, desired, **options)
 
 module.decide, Client.create = decide_with_a_bug, create_slowly
-from neuron_operator.run import process
+from neuron_operator.run import installed
 
-process.REGRANT_SECONDS = 1.0
+installed.REGRANT_SECONDS = 1.0
 from neuron_operator.__main__ import main
 
 raise SystemExit(main())

@@ -306,6 +306,13 @@ class Client:
                 items = ({**about, **msgspec.json.decode(one)} for one in encoded)
                 return Page(items, page.metadata["resourceVersion"])
 
+    async def schema(self, resource: Resource) -> Object:
+        """As the API server publishes it, some time after a CRD was made or changed; empty if it does not."""
+        async with self._answer("get", resource, f"/openapi/v3/apis/{resource.api_version}") as response:
+            published = msgspec.json.decode(await response.read())["components"]["schemas"].values()
+        kinds = "x-kubernetes-group-version-kind"
+        return next((one for one in published if any(k["kind"] == resource.kind for k in one.get(kinds, ()))), {})
+
     async def watch(
         self,
         resource: Resource,

@@ -13,7 +13,7 @@ import logging
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime
@@ -23,19 +23,16 @@ from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 import uvloop
 from aiohttp import web
 
-from neuron_operator.api.errors import ClusterFault, OperatorError
+from neuron_operator.api.errors import OperatorError
 from neuron_operator.api.names import LEADER_WORKER_SET
 from neuron_operator.cluster.apart import Work, run_apart, run_on
 from neuron_operator.cluster.client import (
     CHILDREN,
     LEADER_WORKER_SETS,
-    NEURON_ADAPTERS,
     NEURON_MODELS,
     Client,
     Forbidden,
     NotFound,
-    Resource,
-    Throttled,
     connect,
 )
 from neuron_operator.cluster.holding import Holdings
@@ -48,6 +45,7 @@ from neuron_operator.read.objects import dig
 from neuron_operator.read.world import UPGRADES, Announcement, Object, Upgrade
 from neuron_operator.run import settings as settings_module
 from neuron_operator.run.handlers import Poster, run_kopf
+from neuron_operator.run.installed import INSTALL, check_schemas, refused_namespaces, until_one_is_granted
 from neuron_operator.run.metrics import Metrics
 from neuron_operator.run.reconcile import Decide, Reconciler, run_workers
 from neuron_operator.run.settings import InvalidSetting, RunSettings
@@ -55,17 +53,11 @@ from neuron_operator.run.upgrades import Turns
 
 logger = logging.getLogger(__name__)
 
-_NONE = "metadata.name=none"
-"""Selects nothing: the request only checks the right to list."""
 MOST_NESTED = 25_000
 """Calls within each other, such as a decoder's for nested lists. The API server takes JSON that is 10 000 deep, where a
 schema leaves fields open, and one such manifest must not end the process. A stack of 8 MiB has room for it."""
 COLLECT_AFTER = 20_000
 """New objects until the collector looks for cycles. Passes make thousands from JSON, which has none."""
-REGRANT_SECONDS = 30.0
-GRANT_SECONDS = 10.0
-"""A busy API server may learn of a new role some seconds after the operator starts."""
-
 
 Connect = Callable[[], AbstractAsyncContextManager[Client]]
 
@@ -200,83 +192,12 @@ def _is_observed(model: Object) -> bool:
     return bool(dig(model, "status", "observedGeneration") == model["metadata"].get("generation"))
 
 
-_INSTALL = {
-    NEURON_MODELS: "install the CRD with `kubectl apply --server-side -f crds/neuronmodels.yaml` or with the chart "
-    "neuron-serving",
-    NEURON_ADAPTERS: "install the CRD with `kubectl apply --server-side -f crds/neuronadapters.yaml` or with the chart "
-    "neuron-serving",
-    LEADER_WORKER_SETS: "install LeaderWorkerSet, or set the chart value groups.controller to StatefulSet",
-}
-"""What the operator cannot run without, if it is used, and the cure."""
-
-
-def _installed(*, makes_sets: bool) -> tuple[Resource, ...]:
-    return (NEURON_MODELS, NEURON_ADAPTERS, *((LEADER_WORKER_SETS,) if makes_sets else ()))
-
-
-async def refused_namespaces(cluster: Client, namespaces: Sequence[str], *, makes_sets: bool = False) -> frozenset[str]:
-    """Those of the namespaces that may not be watched; empty text: the cluster, if there are no namespaces. Where one
-    was deleted, its Role is gone, and the models of the others are looked after all the same.
-
-    Raises ClusterFault, with the cure, if a CRD is missing or the API server is unreachable.
-    """
-    last_wait = asyncio.get_running_loop().time() + GRANT_SECONDS
-    refused = set[str]()
-    for namespace in namespaces or ("",):
-        try:
-            for kind in _installed(makes_sets=makes_sets):
-                await _until_granted(cluster, kind, namespace or None, last_wait)
-        except Forbidden as fault:
-            refused.add(namespace)
-            cure = "if it exists, run helm upgrade" if namespace else "grant it with the chart (helm upgrade)"
-            logger.warning("%s is left out: %s; %s", _place(namespace), fault, cure)
-    return frozenset(refused)
-
-
-async def until_one_is_granted(cluster: Client, namespaces: Collection[str], *, makes_sets: bool = False) -> None:
-    """Raises ClusterFault once `refused_namespaces` would leave out one of these no more: the process begins again."""
-    while True:
-        await asyncio.sleep(REGRANT_SECONDS)
-        for namespace in namespaces:
-            try:
-                for kind in _installed(makes_sets=makes_sets):
-                    await cluster.list(kind, namespace or None, field_selector=_NONE)
-            except NotFound:
-                pass  # the next start says what to install
-            except ClusterFault as fault:
-                logger.debug("%s: %s", _place(namespace), fault)
-                continue
-            text = f"{_place(namespace)} can be watched now: the operator begins again with it"
-            raise ClusterFault(text, retriable=True)
-
-
-def _place(namespace: str) -> str:
-    return f"namespace {namespace}" if namespace else "the cluster"
-
-
-async def _until_granted(cluster: Client, kind: Resource, namespace: str | None, last_wait: float) -> None:
-    while True:
-        try:
-            await cluster.list(kind, namespace, field_selector=_NONE)
-            return
-        except Throttled as fault:  # also right after the CRD was created
-            logger.info("%s", fault)
-            await asyncio.sleep(fault.retry_after_seconds)
-        except NotFound as fault:
-            text = f"the cluster has no {kind.plural} of {kind.api_version}; {_INSTALL[kind]}"
-            raise ClusterFault(text, retriable=False) from fault
-        except Forbidden:
-            if asyncio.get_running_loop().time() > last_wait:
-                raise
-            await asyncio.sleep(1.0)
-
-
 def one_line(error: BaseException) -> str:
     """The first fault in `error` in one line, with its cure."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, NotFound):
-        return f"{error}; {_INSTALL[NEURON_MODELS]}"
+        return f"{error}; {INSTALL[NEURON_MODELS]}"
     if isinstance(error, Forbidden):
         return f"{error}; grant it with the chart (helm upgrade neuron-serving)"
     return str(error) or type(error).__name__
@@ -331,6 +252,7 @@ async def run(settings: RunSettings) -> None:
     connected = partial(connect, settings.kubeconfig, observe=lambda *key: metrics.api_requests.labels(*key).inc())
     async with connected() as cluster:
         refused = await refused_namespaces(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
+        await check_schemas(cluster)
         is_idle = refused.issuperset(settings.watch_namespaces or ("",))
         if is_idle:
             logger.error("nothing may be watched: this replica is not ready, and begins once it has the rights")
