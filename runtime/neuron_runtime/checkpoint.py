@@ -22,6 +22,7 @@ import msgspec
 
 from neuron_runtime.dtypes import BY_STORED, COMPUTED_STORED
 from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.quantization import UNREAD, Quantization, StoredTensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -46,8 +47,8 @@ MAX_NAMED = 5
 HEAD = "lm_head.weight"
 COMPARED_BYTES = 2**24
 
-MXFP4 = {"_blocks": 2, "_scales": 0}
-"""Parameters per byte, by the end of a tensor's name."""
+PACKED = {("U8", "_blocks"): 2, ("U8", "_scales"): 0, ("I32", ".weight_packed"): 4}
+"""Parameters in each stored number, by its dtype and the end of the tensor's name: of MXFP4 and of packed bytes."""
 
 
 class InvalidModel(FatalError):
@@ -76,9 +77,8 @@ class TensorInfo:
 
     @property
     def num_parameters(self) -> int:
-        """MXFP4 packs two into each byte of `..._blocks`, with their scales beside them."""
-        packed = next((count for end, count in MXFP4.items() if self.dtype == "U8" and self.name.endswith(end)), 1)
-        return packed * math.prod(self.shape)
+        packed = (n for (dtype, end), n in PACKED.items() if self.dtype == dtype and self.name.endswith(end))
+        return next(packed, 1) * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,25 +376,52 @@ def _json_object(raw: bytes, source: Path) -> dict[str, Any]:
     return value
 
 
-def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(
+    checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], quantization: Quantization | None = None
+) -> None:
     """Check that the checkpoint has exactly the model's tensors in the right shapes.
 
+    quantization: how it stores weights of linear layers, where it does.
     Raises InvalidModel with missing and unexpected tensors, or the first wrong shape or dtype with its file.
     """
-    missing = [name for name in shapes if name not in checkpoint.tensors]
-    unexpected = sorted(name for name in checkpoint.tensors if name not in shapes and not _ignored(name))
+    expected = {
+        one.name: one for name, shape in shapes.items() for one in stored_as(checkpoint, name, shape, quantization)
+    }
+    missing = [name for name in expected if name not in checkpoint.tensors]
+    unexpected = sorted(
+        name
+        for name in checkpoint.tensors
+        if name not in expected and not _ignored(name) and not (quantization and UNREAD.search(name))
+    )
     if missing or unexpected:
         parts = [
             f"{what}: {named(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
         raise InvalidModel(f"{checkpoint.folder}: the weights do not match config.json; tensors {'; '.join(parts)}")
-    for name, shape in shapes.items():
+    for name, (_, shape, dtypes) in expected.items():
         tensor = checkpoint.tensors[name]
         where = f"{checkpoint.folder / tensor.file}: tensor {name}"
-        if tensor.shape != shape:
+        is_scale = quantization is not None and name.endswith(quantization.scale)
+        if tensor.shape != shape and not (is_scale and _squeezed(tensor.shape) == _squeezed(shape)):
             raise InvalidModel(f"{where} has shape {list(tensor.shape)}, config.json requires {list(shape)}")
-        if tensor.dtype not in COMPUTED_STORED:
-            raise InvalidModel(f"{where} has dtype {tensor.dtype}; supported dtypes are {', '.join(COMPUTED_STORED)}")
+        if tensor.dtype not in dtypes:
+            also = f", or {quantization.stored} where quantization_config says so" if quantization else ""
+            raise InvalidModel(f"{where} has dtype {tensor.dtype}; supported dtypes are {', '.join(dtypes)}{also}")
+
+
+def stored_as(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], quantization: Quantization | None
+) -> tuple[StoredTensor, ...]:
+    """The tensors that a model's tensor is stored as: a weight and its scale, where it is quantized, else itself."""
+    if quantization and len(shape) == 2:
+        stored = checkpoint.tensors.get(quantization.weight_name(name))
+        if stored is not None and stored.dtype == quantization.stored:
+            return quantization.tensors(name, shape)
+    return (StoredTensor(name, shape, COMPUTED_STORED),)
+
+
+def _squeezed(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def check_tied_head(checkpoint: Checkpoint) -> None:

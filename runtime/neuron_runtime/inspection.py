@@ -150,7 +150,7 @@ def _runs_on_device(checkpoint: Checkpoint, backend: str, application_class: str
 def _checked_shape(checkpoint: Checkpoint) -> dict[str, Any]:
     """The shape of an architecture of ours, whose tensors are known."""
     config = decoder_config(checkpoint.config)
-    check_tensors(checkpoint, tensor_shapes(config))
+    check_tensors(checkpoint, tensor_shapes(config), config.quantization)
     return {"architecture": config.architecture, **{name: getattr(config, name) for name in SHAPE}}
 
 

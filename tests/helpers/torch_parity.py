@@ -40,7 +40,7 @@ def load_decoder_and_cache(
     """Decoder, cache and cache lines of each row, scattered if the layout allows; or one rank's part of them."""
     checkpoint = read_checkpoint(folder)
     model = decoder_config(checkpoint.config)
-    check_tensors(checkpoint, tensor_shapes(model))
+    check_tensors(checkpoint, tensor_shapes(model), model.quantization)
     decoder = load_decoder(checkpoint, model, torch.float32, lambda what, share: None, ranks)
     line_length = max_length if layout == "slots" else 8
     lines = np.random.default_rng(3).permutation(rows * max_length // line_length).reshape(rows, -1)

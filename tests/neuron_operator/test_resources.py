@@ -89,6 +89,12 @@ def test_a_simulated_device_needs_neither_weights_nor_torch() -> None:
     assert requested(EIGHT_B, engine={"backend": "simulated"}) == (0.2, 0.3125)
 
 
+def test_quantized_weights_are_computed_in_bfloat16_and_need_its_memory() -> None:
+    _, unquantized = requested({**EIGHT_B, "dtype": "bfloat16"})
+    _, quantized = requested({**EIGHT_B, "dtype": "float8_e4m3fn", "weightsBytes": 9_090_000_000})
+    assert quantized >= unquantized
+
+
 @pytest.mark.parametrize("length", [0, 1, 10**12])
 def test_odd_facts_give_a_valid_quantity(length: int) -> None:
     odd = {**dict.fromkeys(EIGHT_B, length), "dtype": "unheard-of"}

@@ -109,9 +109,11 @@ def _requested(resources: Mapping[str, Any]) -> Mapping[str, Any]:
 def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostBytes:
     """The weights are as stored, or in `serving.dtype`."""
     width = DTYPE_BYTES.get(model.spec.serving.dtype or "")
+    is_quantized = not width and facts.dtype not in DTYPE_BYTES
     cached = cached_numbers(facts, ranks_of(model)) * _width(model, facts)
     return HostBytes(
         weights=facts.parameters * width if width else facts.weights_bytes,
+        widened=max(0, facts.parameters * DTYPE_BYTES["bfloat16"] - facts.weights_bytes) if is_quantized else 0,
         embedding=facts.vocabulary_size * facts.hidden_size * _width(model, facts),
         cache=_cached_tokens(model, facts) * cached,
         block=_block_size(model) * cached,

@@ -85,7 +85,9 @@ class HostBytes:
     """Bytes of a model in the memory of a pod's host."""
 
     weights: int
-    """In the number type that they are computed in."""
+    """As they are stored, or in the number type that the manifest names."""
+    widened: int
+    """How much larger weights are that are quantized, and computed in bfloat16."""
     embedding: int
     """One copy of it."""
     cache: int

@@ -184,7 +184,7 @@ TORCH = _row(
     memory=lambda model: (
         _beside(model)
         + TORCH_BYTES
-        + int((packed(model) + model.cache) * (1 + SCRATCH_SHARE))
+        + int((packed(model) + model.widened + model.cache) * (1 + SCRATCH_SHARE))
         + (model.num_adapter_places + model.num_adapters_loaded + 1) * model.adapter
     ),
 )

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.quantization import Quantization, quantization_of
 
 MAX_LAYERS = 10_000
 """A config.json with more is a mistake, and listing its tensors would never end."""
@@ -65,6 +66,8 @@ class DecoderConfig:
     """RMSNorm over each head of queries and of keys, before rotation."""
     windows: tuple[int | None, ...]
     """Sliding window per layer: how many positions a token sees, including its own; None for all of them."""
+    quantization: Quantization | None = None
+    """How weights of linear layers are stored."""
 
     @property
     def attention_scale(self) -> float:
@@ -127,8 +130,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     """
     architecture = _architecture(config)
     family = FAMILIES[architecture]
-    if config.get("quantization_config"):
-        raise _unsupported(f"quantization_config of {architecture}", "weights in float32, bfloat16 or float16")
+    quantization = quantization_of(config)
     config = _filled_in(config, architecture)
     attention_bias = _boolean(config, "attention_bias", False)
     num_layers = _positive(config, "num_hidden_layers")
@@ -167,6 +169,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             None if window is None or window >= max_position_embeddings else window
             for window in _windows(config, architecture, num_layers)
         ),
+        quantization=quantization,
     )
 
 

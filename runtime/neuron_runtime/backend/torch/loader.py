@@ -48,7 +48,7 @@ def load(
     """See `load_backend`."""
     checkpoint = read_whole_checkpoint(model_dir)
     model = decoder_config(checkpoint.config)
-    check_tensors(checkpoint, tensor_shapes(model))
+    check_tensors(checkpoint, tensor_shapes(model), model.quantization)
     check_tied_head(checkpoint)
     dtype = DTYPES[dtype_of(config, checkpoint)]
     draft = _draft_checkpoint(config.speculation, model)
@@ -81,7 +81,7 @@ def _draft_checkpoint(speculation: Speculation, model: DecoderConfig) -> tuple[C
         raise ValueError(f"{speculation.model.uri} is not on this machine")
     checkpoint = read_whole_checkpoint(found.folder)
     draft = decoder_config(checkpoint.config)
-    check_tensors(checkpoint, tensor_shapes(draft))
+    check_tensors(checkpoint, tensor_shapes(draft), draft.quantization)
     check_tied_head(checkpoint)
     if draft.vocabulary_size != model.vocabulary_size:
         message = f"it has {draft.vocabulary_size} tokens, and the model {model.vocabulary_size}: they must be the same"
@@ -130,7 +130,7 @@ def load_decoder(
     checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: ProgressCallback, ranks: Ranks = ALONE
 ) -> Decoder:
     """Read the weights of a checked checkpoint in `dtype`, or what one rank needs of them."""
-    reader = WeightReader(checkpoint, dtype, progress, parts_of(model, ranks.rank, ranks.size))
+    reader = WeightReader(checkpoint, model, dtype, progress, parts_of(model, ranks.rank, ranks.size))
     with torch.inference_mode():
         return Decoder(model, read_weights(part_of_model(model, ranks.size), reader), ranks)
 

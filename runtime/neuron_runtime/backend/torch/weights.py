@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
+from neuron_runtime.backend.torch.dequantizing import Quantized, dequantize
 from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, TensorPart
 from neuron_runtime.backend.torch.read_ahead import LOADING
 from neuron_runtime.backend_protocol import ProgressCallback
-from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo
+from neuron_runtime.checkpoint import Checkpoint, InvalidModel, stored_as
 
 
 class WeightReader:
@@ -23,12 +25,17 @@ class WeightReader:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        model: DecoderConfig,
         dtype: torch.dtype,
         progress: ProgressCallback,
         parts: Mapping[str, TensorPart | None],
     ) -> None:
-        """parts: by the last words of a tensor's name, what of it is read; see `parts.parts_of`."""
-        self._checkpoint = checkpoint
+        """model: the whole one. parts: what of a tensor is read, by its last words; see `parts.parts_of`."""
+        self._checkpoint, self._quantization = checkpoint, model.quantization
+        self._shapes = tensor_shapes(model)
+        self._stored = {
+            name: stored_as(checkpoint, name, shape, model.quantization) for name, shape in self._shapes.items()
+        }
         self._parts = parts
         self._dtype = dtype
         self._progress = progress
@@ -37,14 +44,13 @@ class WeightReader:
 
     def take(self, *names: str) -> torch.Tensor:
         """The named tensors, or their parts, concatenated along the first dimension as a new contiguous tensor."""
-        infos = [self._checkpoint.tensors[name] for name in names]
-        shapes = [self._shape(info) for info in infos]
+        shapes = [self._shape(name) for name in names]
         out = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self._dtype)
         begin = 0
-        for info, shape in zip(infos, shapes, strict=True):
-            self._read(info, out[begin : begin + shape[0]])
+        for name, shape in zip(names, shapes, strict=True):
+            self._read(name, out[begin : begin + shape[0]])
             begin += shape[0]
-            self._num_bytes_done += info.num_bytes
+            self._num_bytes_done += sum(self._checkpoint.tensors[one.name].num_bytes for one in self._stored[name])
         self._progress(LOADING, min(1.0, self._num_bytes_done / self._checkpoint.num_bytes))
         return out
 
@@ -55,23 +61,33 @@ class WeightReader:
     def _part(self, name: str) -> TensorPart | None:
         return self._parts.get(".".join(name.rsplit(".", 2)[-2:]))
 
-    def _shape(self, info: TensorInfo) -> tuple[int, ...]:
-        part = self._part(info.name)
+    def _shape(self, name: str) -> tuple[int, ...]:
+        part, shape = self._part(name), self._shapes[name]
         if part is WHOLE:
-            return info.shape
-        return (*info.shape[: part.dimension], part.end - part.begin, *info.shape[part.dimension + 1 :])
+            return shape
+        return (*shape[: part.dimension], part.end - part.begin, *shape[part.dimension + 1 :])
 
-    def _read(self, info: TensorInfo, out: torch.Tensor) -> None:
-        file, part = self._files[info.file], self._part(info.name)
-        if part is WHOLE:
-            out.copy_(file.get_tensor(info.name))  # type: ignore[no-untyped-call]
-        elif part.dimension == 1:
-            out.copy_(file.get_slice(info.name)[:, part.begin : part.end])  # type: ignore[no-untyped-call]
+    def _read(self, name: str, out: torch.Tensor) -> None:
+        """The part of a tensor; rows beyond its end are zeros."""
+        part, (num_rows, *_) = self._part(name), self._shapes[name]
+        rows, columns = slice(0, num_rows), slice(None)
+        if part is not WHOLE and part.dimension == 1:
+            columns = slice(part.begin, part.end)
+        elif part is not WHOLE:
+            rows = slice(min(part.begin, num_rows), min(part.end, num_rows))
+        numbers, *scales = (self._tensor(one.name) for one in self._stored[name])
+        num_filled = rows.stop - rows.start
+        if self._quantization is None or not scales:
+            out[:num_filled] = numbers[rows] if out.ndim == 1 else numbers[rows, columns]
         else:
-            begin, end = min(part.begin, info.shape[0]), min(part.end, info.shape[0])
-            if begin < end:
-                out[: end - begin] = file.get_slice(info.name)[begin:end]  # type: ignore[no-untyped-call]
-            out[end - begin :] = 0
+            scale = scales[0].view(self._quantization.scale_shape(self._shapes[name]))
+            dequantize(Quantized(self._quantization, numbers, scale), rows, columns, out[:num_filled])
+        out[num_filled:] = 0
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """It is mapped: reading a part of it reads no more from the file."""
+        file = self._files[self._checkpoint.tensors[name].file]
+        return file.get_tensor(name)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _open(path: Path) -> safe_open:

@@ -1,0 +1,75 @@
+"""Weights from quantized ones: the stored numbers times their scales, computed in float32.
+
+Called by the reader, for all weights of a layer or for the part of one rank. `quantization.Quantization` says where
+numbers lie, and which share a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from neuron_runtime.quantization import WHOLE, Quantization
+
+PART_ELEMENTS = 2**20
+"""Numbers that are converted at a time, so that what is in between stays in the processor's cache."""
+
+
+class Quantized(NamedTuple):
+    """A weight as it is stored: all its numbers `[rows, columns]`, several in each where they are packed, and scales
+    `[blocks of rows, blocks of columns]`."""
+
+    how: Quantization
+    numbers: torch.Tensor
+    scale: torch.Tensor
+
+
+def dequantize(weight: Quantized, rows: slice, columns: slice, out: torch.Tensor) -> None:
+    """Write a part `[rows, columns]` of a weight to `out`. columns: may be all."""
+    packed = weight.how.packed
+    begin, end, _ = columns.indices(weight.numbers.shape[1] * packed)
+    of_row = _block_of(rows.start, rows.stop, weight.how.block[0])
+    of_column = _block_of(begin, begin + out.shape[1], weight.how.block[1])
+    used = slice(begin // packed, -(-end // packed))
+    numbers = NUMBERS[weight.how.stored]
+    step = max(1, PART_ELEMENTS // out.shape[1])
+    for at in range(0, len(out), step):
+        part = slice(rows.start + at, min(rows.start + at + step, rows.stop))
+        skipped = begin - used.start * packed
+        plain = numbers(weight.numbers[part, used])[:, skipped : skipped + out.shape[1]]
+        factors = weight.scale.index_select(0, of_row[at : at + step]).float()
+        out[at : at + step] = plain.mul_(factors if factors.shape[1] == 1 else factors.index_select(1, of_column))
+
+
+def _block_of(begin: int, end: int, size: int) -> torch.Tensor:
+    """The block that each of these rows or columns is in."""
+    return torch.zeros(end - begin, dtype=torch.int64) if size == WHOLE else torch.arange(begin, end) // size
+
+
+def _float8(stored: torch.Tensor) -> torch.Tensor:
+    """float8_e4m3fn, by its bits: 6 times as fast as torch's own conversion. What is not a number becomes 480.
+
+    Exponent and fraction have the same places in bfloat16 once they are shifted by 4; the exponent is 120 too small.
+    """
+    wide = stored.contiguous().view(torch.int8).to(torch.int16)
+    return wide.bitwise_left_shift_(4).bitwise_and_(_FLOAT8_BITS).view(torch.bfloat16).float().mul_(2.0**120)
+
+
+_FLOAT8_BITS = 0x87F0 - 2**16
+"""Of bfloat16: the sign, and what float8_e4m3fn has of exponent and fraction."""
+
+
+def _bytes(stored: torch.Tensor) -> torch.Tensor:
+    """Four numbers in each stored one, the first one in the lowest bits, each with 128 added."""
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32)
+    return ((stored.unsqueeze(-1) >> shifts) & 0xFF).flatten(1).float().sub_(128)
+
+
+NUMBERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "I8": lambda stored: stored.float(),
+    "F8_E4M3": _float8,
+    "I32": _bytes,
+}
+"""The numbers as float32, by the dtype in which they are stored."""

@@ -1,0 +1,158 @@
+"""How a checkpoint stores quantized weights, read from its config.json as one value.
+
+Called by what checks and reads tensors; it knows names, shapes and dtypes, and reads no weights. Weights alone count:
+scales of activations and of the cache are left out, because both are computed in the model's dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from neuron_runtime.dtypes import COMPUTED_STORED
+from neuron_runtime.errors import ExitCode, FatalError
+
+WHOLE = 0
+"""Of `Quantization.block`: the whole dimension."""
+
+UNREAD = re.compile(r"\.(input|output|q|k|v|kv)_scale$|\.(activation_scale_ub|weight_shape)$")
+"""Tensors that a quantized checkpoint may have and that nobody needs."""
+
+
+class StoredTensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    """Those that it may have, as safetensors names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """A weight `[rows, columns]` is stored as numbers of another type, times a scale for each block of them.
+
+    block: rows and columns that share a scale.
+    weight, scale: the last words of the tensors' names.
+    packed: numbers in each stored one, along the columns; each is stored with half of its range added.
+    """
+
+    method: str
+    stored: str
+    block: tuple[int, int]
+    scale: str = "weight_scale"
+    weight: str = "weight"
+    packed: int = 1
+
+    def weight_name(self, name: str) -> str:
+        """Of the tensor that stores this weight. name: as an unquantized model has it."""
+        return name.removesuffix("weight") + self.weight
+
+    def scale_name(self, name: str) -> str:
+        return name.removesuffix("weight") + self.scale
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """`[blocks of rows, blocks of columns]` of a weight of this shape. The last ones may be cut short."""
+        rows, columns = (
+            1 if size == WHOLE else -(-total // size) for total, size in zip(shape, self.block, strict=True)
+        )
+        return rows, columns
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, StoredTensor]:
+        """The tensors that store a weight, and their shapes; that of the scale may lack or add dimensions of size 1."""
+        rows, columns = shape
+        return (
+            StoredTensor(self.weight_name(name), (rows, -(-columns // self.packed)), (self.stored,)),
+            StoredTensor(self.scale_name(name), self.scale_shape(shape), COMPUTED_STORED),
+        )
+
+
+def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
+    """How the weights are quantized; None: they are not. Raises FatalError (UNSUPPORTED_ARCHITECTURE)."""
+    given = config.get("quantization_config") or config.get("compression_config")
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    if not isinstance(method, str) or method not in METHODS:
+        raise _unsupported(f"quant_method {method!r}", ", ".join(sorted(METHODS)))
+    return METHODS[method](given)
+
+
+def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
+    """Of llm-compressor: https://github.com/vllm-project/compressed-tensors."""
+    for name in ("sparsity_config", "transform_config"):
+        value = given.get(name)
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise _unsupported(f"{name} of compressed-tensors", "none")
+    groups = given.get("config_groups")
+    schemes = [
+        group.get("weights") if isinstance(group, Mapping) else None
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+    ]
+    scheme = schemes[0] if schemes else None
+    if not isinstance(scheme, Mapping) or any(other != scheme for other in schemes):
+        raise _unsupported("config_groups of compressed-tensors", "one scheme for the weights of all layers")
+    kind = (scheme.get("type"), scheme.get("num_bits"))
+    if kind not in (("int", 8), ("float", 8)):
+        raise _unsupported(f"weights of type {kind[0]} with {kind[1]} bits", "int and float with 8 bits")
+    if scheme.get("symmetric", True) is not True:
+        raise _unsupported("asymmetric weights (weight_zero_point)", "symmetric ones")
+    if scheme.get("actorder") not in (None, "static", "weight"):
+        raise _unsupported(f"actorder {scheme.get('actorder')!r}", "null, static, weight")
+    block = _block(scheme)
+    if given.get("format") == "pack-quantized":
+        return Quantization("compressed-tensors", "I32", block, weight="weight_packed", packed=4)
+    return Quantization("compressed-tensors", "I8" if kind[0] == "int" else "F8_E4M3", block)
+
+
+def _block(scheme: Mapping[str, Any]) -> tuple[int, int]:
+    """The numbers that share a scale, by the strategy of compressed-tensors."""
+    strategy, size = scheme.get("strategy"), scheme.get("group_size")
+    match strategy, size, scheme.get("block_structure"):
+        case "tensor", _, _:
+            return WHOLE, WHOLE
+        case "channel", _, _:
+            return 1, WHOLE
+        case "group", int(size), _ if size > 0:
+            return 1, size
+        case "block", _, [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    raise _unsupported(f"strategy {strategy!r} of weights", "tensor, channel, group with group_size, block")
+
+
+def _fp8(given: Mapping[str, Any]) -> Quantization:
+    """Of transformers (blocks of DeepSeek and Qwen) and of AutoFP8 (a scale for each tensor)."""
+    if given.get("fmt", "e4m3") != "e4m3":
+        raise _unsupported(f"fmt {given['fmt']!r} of fp8", "e4m3")
+    match given.get("weight_block_size"):
+        case None:
+            return Quantization("fp8", "F8_E4M3", (WHOLE, WHOLE))
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return Quantization("fp8", "F8_E4M3", (rows, columns), scale="weight_scale_inv")
+    raise _unsupported(f"weight_block_size {given['weight_block_size']!r}", "two numbers above 0")
+
+
+def _fbgemm(given: Mapping[str, Any]) -> Quantization:
+    return Quantization("fbgemm_fp8", "F8_E4M3", (1, WHOLE))
+
+
+def _modelopt(given: Mapping[str, Any]) -> Quantization:
+    if given.get("quant_algo") != "FP8":
+        raise _unsupported(f"quant_algo {given.get('quant_algo')!r} of modelopt", "FP8")
+    return Quantization("modelopt", "F8_E4M3", (WHOLE, WHOLE))
+
+
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fbgemm_fp8": _fbgemm,
+    "fp8": _fp8,
+    "modelopt": _modelopt,
+}
+"""By `quant_method`."""
+
+
+def _unsupported(what: str, supported: str) -> FatalError:
+    return FatalError(
+        ExitCode.UNSUPPORTED_ARCHITECTURE,
+        f"config.json: quantization_config: {what}: not supported by the torch backend; supported: {supported}",
+    )

@@ -1,0 +1,118 @@
+"""Quantized copies of small checkpoints, as llm-compressor, transformers and ModelOpt write them, and the same weights
+unquantized. Of our own, so that tests do not read what they judge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from neuron_runtime.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+
+BLOCK = (48, 24)
+GROUP = 16
+
+
+def compressed(kind: str, strategy: str, file_format: str, **others: Any) -> dict[str, Any]:
+    scheme = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "group_size": None, **others}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": file_format,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+FORMATS: Mapping[str, dict[str, Any]] = {
+    "int8 per channel": compressed("int", "channel", "int-quantized"),
+    "int8 per tensor": compressed("int", "tensor", "int-quantized"),
+    "int8 in groups, packed": compressed("int", "group", "pack-quantized", group_size=GROUP),
+    "fp8 per channel": compressed("float", "channel", "float-quantized"),
+    "fp8 per tensor": compressed("float", "tensor", "float-quantized"),
+    "fp8 in blocks of compressed-tensors": compressed("float", "block", "float-quantized", block_structure=list(BLOCK)),
+    "fp8 in blocks": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)},
+    "fp8 of AutoFP8": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8 of FBGEMM": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+    "fp8 of ModelOpt": {"quant_method": "modelopt", "quant_algo": "FP8"},
+}
+
+
+def quantize(source: Path, target: Path, method: Mapping[str, Any], *, head: bool = False) -> Path:
+    """A copy of a model with one weights file, whose projections (and head) are quantized. Returns a folder with the
+    weights that those stand for, in float32."""
+    config = json.loads((source / CONFIG_FILE).read_text())
+    tensors, plain = load_file(source / WEIGHTS_FILE), {}
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight") or (head and name == "lm_head.weight"):
+            numbers, scale, of_number = _quantized(tensor.float(), method)
+            plain[name] = numbers.float() * of_number
+            stored |= _stored(name.removesuffix(".weight"), numbers, scale, method)
+        else:
+            stored[name], plain[name] = tensor, tensor.float()
+    folders = target, target.with_name(f"{target.name}-plain")
+    for folder, content, fields in zip(folders, (stored, plain), ({"quantization_config": method}, {}), strict=True):
+        folder.mkdir(parents=True)
+        (folder / CONFIG_FILE).write_text(json.dumps({**config, **fields}))
+        save_file(content, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    return folders[1]
+
+
+def _weights(method: Mapping[str, Any]) -> dict[str, Any]:
+    """The scheme of the weights, in compressed-tensors' words."""
+    match method["quant_method"]:
+        case "compressed-tensors":
+            scheme: dict[str, Any] = method["config_groups"]["group_0"]["weights"]
+            return scheme
+        case "fbgemm_fp8":
+            return {"type": "float", "strategy": "channel"}
+    block = method.get("weight_block_size")
+    return {"type": "float", "strategy": "block" if block else "tensor", "block_structure": block}
+
+
+def _quantized(weight: torch.Tensor, method: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers of the stored type, scales `[blocks of rows, blocks of columns]`, and the scale of each number."""
+    scheme, (rows, columns) = _weights(method), weight.shape
+    block = {
+        "tensor": (rows, columns),
+        "channel": (1, columns),
+        "group": (1, scheme.get("group_size")),
+        "block": scheme.get("block_structure"),
+    }[scheme["strategy"]]
+    padded = torch.nn.functional.pad(weight, (0, -columns % block[1], 0, -rows % block[0]))
+    tiles = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
+    is_float = scheme["type"] == "float"
+    scale = tiles.abs().amax(dim=(1, 3)) / (448 if is_float else 127)
+    if method.get("format") == "pack-quantized":
+        scale = scale.bfloat16().float()
+    of_number = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    numbers = weight / of_number
+    return (
+        numbers.to(torch.float8_e4m3fn) if is_float else numbers.round().clamp(-127, 127).to(torch.int8),
+        scale,
+        of_number,
+    )
+
+
+def _stored(
+    module: str, numbers: torch.Tensor, scale: torch.Tensor, method: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    match method["quant_method"], method.get("format"):
+        case "compressed-tensors", "pack-quantized":
+            raw = (numbers.to(torch.int32) + 128).view(len(numbers), -1, 4)
+            packed = sum(raw[..., place] << 8 * place for place in range(4))
+            assert isinstance(packed, torch.Tensor)
+            shape = torch.tensor(numbers.shape)
+            names = {"weight_packed": packed.to(torch.int32), "weight_scale": scale.bfloat16(), "weight_shape": shape}
+        case "fp8", _ if "weight_block_size" in method:
+            names = {"weight": numbers, "weight_scale_inv": scale}
+        case (("fp8" | "modelopt"), _):
+            names = {"weight": numbers, "weight_scale": scale.view(()), "input_scale": torch.tensor(0.5)}
+        case _:
+            names = {"weight": numbers, "weight_scale": scale.view(-1) if scale.numel() == 1 else scale}
+    return {f"{module}.{name}": tensor.contiguous() for name, tensor in names.items()}

@@ -1,0 +1,125 @@
+"""Quantized checkpoints give the logits of the weights that they stand for; what cannot be read is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.quantized import FORMATS, compressed, quantize
+from helpers.torch_models import random_model, reference, reference_logits
+from helpers.torch_parity import TOLERANCE, feed, load_decoder_and_cache, on_ranks, random_sequences
+from neuron_runtime.backend.torch.ranks import Ranks
+from neuron_runtime.checkpoint import CONFIG_FILE, WEIGHTS_FILE, InvalidModel, read_checkpoint
+from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.inspection import model_facts
+
+STEPS = [[(0, 0, 18), (1, 0, 24)], [(0, 18, 19), (1, 24, 31)]]
+PER_CHANNEL = FORMATS["int8 per channel"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_weights_that_are_stored(name: str, tmp_path: Path) -> None:
+    source = random_model(tmp_path / "source", mlp_bias=True)
+    plain = quantize(source, tmp_path / "model", FORMATS[name], head=True)
+    sequences = random_sequences(19, 31)
+    whole = feed(*load_decoder_and_cache(tmp_path / "model", "blocks"), STEPS, sequences)
+    model = reference(plain)
+    for logits, tokens in zip(whole, sequences, strict=True):
+        torch.testing.assert_close(logits, reference_logits(model, tokens), atol=TOLERANCE, rtol=0)
+
+    def logits_of(ranks: Ranks) -> Any:
+        return feed(*load_decoder_and_cache(tmp_path / "model", "blocks", ranks=ranks), STEPS, sequences)
+
+    for split in on_ranks(4, tmp_path, logits_of):
+        for found, expected in zip(split, whole, strict=True):
+            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_facts_of_a_quantized_model_count_its_numbers_and_name_their_type(name: str, tmp_path: Path) -> None:
+    source = random_model(tmp_path / "source")
+    quantize(source, tmp_path / "model", FORMATS[name])
+    facts, original = (model_facts(read_checkpoint(tmp_path / part)) for part in ("model", "source"))
+    assert original.parameters <= facts.parameters <= 1.1 * original.parameters
+    assert facts.weights_bytes < 0.6 * original.weights_bytes
+
+
+def refused(config: Mapping[str, Any], folder: Path) -> str:
+    random_model(folder)
+    (folder / CONFIG_FILE).write_text(json.dumps({**json.loads((folder / CONFIG_FILE).read_text()), **config}))
+    with pytest.raises(FatalError) as caught:
+        load_decoder_and_cache(folder, "blocks")
+    assert caught.value.exit_code is ExitCode.UNSUPPORTED_ARCHITECTURE
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"bits": 4}, "quant_method None: .* supported: compressed-tensors, fbgemm_fp8, fp8, modelopt"),
+        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
+        ({"quant_method": ["gptq"]}, "quant_method"),
+        ("gptq", "quant_method None"),
+        (compressed("int", "group", "pack-quantized", num_bits=4, group_size=32), "weights of type int with 4 bits"),
+        (compressed("int", "channel", "int-quantized", symmetric=False), "asymmetric weights"),
+        (compressed("int", "group", "pack-quantized", group_size=32, actorder="group"), "actorder 'group'"),
+        (compressed("int", "group", "pack-quantized", group_size=-1), "strategy 'group'"),
+        (compressed("int", "tensor_group", "int-quantized"), "strategy 'tensor_group'"),
+        ({**PER_CHANNEL, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ({**PER_CHANNEL, "config_groups": {}}, "config_groups"),
+        (
+            {**PER_CHANNEL, "config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {"weights": None}}},
+            "config_groups",
+        ),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\]"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+    ],
+)
+def test_a_method_that_is_not_read_is_named_with_those_that_are(method: Any, message: str, tmp_path: Path) -> None:
+    assert re.search(message, refused({"quantization_config": method}, tmp_path / "model"))
+
+
+PROJECTION = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{PROJECTION}.weight_scale"), f"missing: {PROJECTION}.weight_scale"),
+        (
+            lambda t: t.update({f"{PROJECTION}.weight_scale": torch.ones(127, 1)}),
+            rf"{PROJECTION}.weight_scale has shape \[127, 1\], config.json requires \[128, 1\]",
+        ),
+        (
+            lambda t: t.update({f"{PROJECTION}.weight_scale": torch.ones(128, 1, dtype=torch.int8)}),
+            "weight_scale has dtype I8",
+        ),
+        (
+            lambda t: t.update({f"{PROJECTION}.weight": t[f"{PROJECTION}.weight"].to(torch.float8_e4m3fn)}),
+            f"unexpected: {PROJECTION}.weight_scale",
+        ),
+        (
+            lambda t: t.update({f"{PROJECTION}.weight_zero_point": torch.ones(128, 1)}),
+            "unexpected: .*weight_zero_point",
+        ),
+        (
+            lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"].to(torch.int8)}),
+            "embed_tokens.weight",
+        ),
+    ],
+)
+def test_tensors_that_contradict_the_method_are_named(change: Any, message: str, tmp_path: Path) -> None:
+    quantize(random_model(tmp_path / "source"), tmp_path / "model", PER_CHANNEL)
+    tensors = load_file(tmp_path / "model" / WEIGHTS_FILE)
+    change(tensors)
+    save_file(tensors, tmp_path / "model" / WEIGHTS_FILE, metadata={"format": "pt"})
+    with pytest.raises(InvalidModel, match=message):
+        load_decoder_and_cache(tmp_path / "model", "blocks")
