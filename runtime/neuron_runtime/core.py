@@ -430,6 +430,8 @@ class BackendLimits:
     """The device draws from at most this many likeliest tokens, also for a row whose top_k is 0; 0: from all."""
     top_p_keeps_crossing: bool = True
     """On the device, top_p keeps the token that crosses the limit. Otherwise it drops it, but never the likeliest."""
+    greedy_only: bool = False
+    """The device takes the likeliest token of every row, whatever the row's temperature."""
     max_logprobs: int = 0
     """Maximum number of alternatives per token."""
     reports_prompt_logprobs: bool = False
@@ -489,6 +491,8 @@ class BackendLimits:
             yield "max_prefill_start, max_step_seconds, max_drafts, num_lookahead_tokens must be >= 0"
         if self.sampling == "Host" and (self.max_top_k > 0 or not self.top_p_keeps_crossing):
             yield "max_top_k and top_p_keeps_crossing are of a device that samples: not with Host sampling"
+        if self.greedy_only and self.sampling != "Device":
+            yield "greedy_only is of a device that samples all rows: only with Device sampling"
         if self.decodes_all_live_rows and (self.mixes_phases or self.chunks_prefill):
             yield "decodes_all_live_rows excludes partial prompts: mixes_phases and chunks_prefill must be off"
 

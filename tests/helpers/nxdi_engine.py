@@ -21,6 +21,7 @@ from neuron_runtime.backend.neuron.device import DeviceBackend
 from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import limits_of
+from neuron_runtime.backend.nxdi.draft_model import accepting, draft_config
 from neuron_runtime.backend.nxdi.library import application
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.config import parse_config
@@ -81,13 +82,20 @@ class Model:
         assert not wrong, f"{request.request_id}: token {wrong[0]} of {len(output)} after {len(prompt)} prompt tokens"
 
 
+def drafts_by(draft: Model, num_tokens: int, method: str = "Draft") -> dict[str, Any]:
+    """Of a configuration, that a second model makes drafts."""
+    return {"speculation": {"method": method, "numTokens": num_tokens, "model": {"uri": draft.folder.as_uri()}}}
+
+
 def settings_for(model: Model, **document: Any) -> Settings:
     base = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "dtype": "float32"}
-    return settings_of(parse_config(msgspec.json.encode(base | document)), model.config, TARGET)
+    config = parse_config(msgspec.json.encode(base | document))
+    return settings_of(config, model.config, TARGET, draft=draft_config(config))
 
 
 def refusals(document: dict[str, Any]) -> dict[str, str]:
-    """What is wrong with a configuration of a small Llama, by field; `config` has further keys of config.json."""
+    """What is wrong with a configuration of a small Llama, by field; `config` has further keys of config.json, `draft`
+    those of the draft model's."""
     base = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "dtype": "float32"}
     model = {
         "architectures": ["LlamaForCausalLM"],
@@ -97,18 +105,20 @@ def refusals(document: dict[str, Any]) -> dict[str, str]:
         "intermediate_size": 64,
         "hidden_size": 32,
         "num_hidden_layers": 2,
-        **document.pop("config", {}),
     }
+    draft = model | document.pop("draft", {})
+    model |= document.pop("config", {})
     with pytest.raises(InvalidConfig) as error:
-        settings_of(parse_config(json.dumps(base | document).encode()), model, TARGET)
+        settings_of(parse_config(json.dumps(base | document).encode()), model, TARGET, draft=draft)
     return dict(error.value.parts)
 
 
-def backend_for(model: Model, settings: Settings, folder: Path) -> NxdiBackend:
+def backend_for(model: Model, settings: Settings, folder: Path, draft: Model | None = None) -> NxdiBackend:
     """Compiled into `folder` and loaded."""
-    made = application(settings, model.folder)
+    made = application(settings, model.folder, draft and draft.folder)
     made.compile(str(folder))
     made.load(str(folder), skip_warmup=True)
+    made = accepting(made) if draft else made
     return NxdiBackend(made, settings, limits_of(settings, 600.0), model_config=model.config)
 
 

@@ -91,6 +91,8 @@ class TokenApplication:
             contexts = [[context] for context in self._run_blocks(given)]
         parameters = given["sampling_params"].tolist()
         given["sampling_params"].fill_(-7.0)  # NxD Inference may write to it
+        if self.settings.draft is not None:
+            return self._accepted(given, contexts, parameters)
         return self._output(contexts, parameters)
 
     def _output(self, contexts: list[list[list[int]]], parameters: list[list[float]]) -> Any:
@@ -111,6 +113,30 @@ class TokenApplication:
             logits=logits if with_logits else None,
             hidden_states=[] if on_device and with_logits else tokens if on_device else logits,
         )
+
+    def _accepted(
+        self, given: dict[str, torch.Tensor], contexts: list[list[list[int]]], parameters: list[list[float]]
+    ) -> Any:
+        """Tokens that the device drafts and verifies itself. contexts: of each row, those of its token and drafts."""
+        size, width = self.settings.vocabulary_size, 1 + self.settings.max_drafts
+        accepted = torch.full((len(contexts), width), -1, dtype=torch.int32)
+        count = torch.ones(len(contexts), 1, dtype=torch.int32)
+        for row, (of_row, of_sampling) in enumerate(zip(contexts, parameters, strict=True)):
+            tokens = [next_token(context, of_sampling, size) for context in of_row]
+            drafts = [context[-1] for context in of_row[1:]]
+            while int(count[row]) < len(of_row) and drafts[int(count[row]) - 1] == tokens[int(count[row]) - 1]:
+                count[row] += 1
+            accepted[row, : int(count[row])] = torch.tensor(tokens[: int(count[row])])
+        following = given["position_ids"][:, -1:] + count
+        return SimpleNamespace(fused_outputs=[accepted, accepted[:, :1], torch.ones(1), following.to(torch.int32)])
+
+    def _drafts(self, line: list[int], position: int) -> list[int]:
+        """What a second model thinks of these tokens: mostly right."""
+        context = line[: position + 1]
+        for _ in range(self.settings.max_drafts):
+            right = next_token(context, (1.0, 1.0, 1.0), self.settings.vocabulary_size)
+            context.append(right if sum(context) % 5 else right ^ 1)
+        return [token % self.settings.vocabulary_size for token in context[position + 1 :]]
 
     def _check_types(self, given: dict[str, torch.Tensor]) -> None:
         ids, positions = given["input_ids"], given["position_ids"]
@@ -156,6 +182,17 @@ class TokenApplication:
             self.graphs.append(f"prefill_{bucket}")
             return [[fed[: last + 1]]]
         width, starts = 1 + settings.max_drafts, positions[:, 0]
+        if settings.draft is not None:
+            assert ids.shape[1] == 1, "the device makes the drafts"
+            rows, length = settings.max_rows, strict_first_fit(settings.token_buckets, int(starts.max()) + width)
+            assert given["seq_ids"].tolist() == list(range(rows)), "row i holds line i"
+            self.graphs.append(Decode(rows, length, width).name)
+            contexts = []
+            for line, token, position in zip(self.cache, ids[:, 0].tolist(), starts.tolist(), strict=True):
+                line[position] = token
+                line[position : position + width] = [token, *self._drafts(line, position)]
+                contexts.append([line[: end + 1] for end in range(position, position + width)])
+            return contexts
         assert (positions == starts[:, None] + torch.arange(width)).all()
         furthest = int(starts.max())
         if settings.max_drafts:

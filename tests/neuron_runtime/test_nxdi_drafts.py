@@ -181,7 +181,12 @@ def test_graphs_with_drafts_that_others_compiled_are_not_those_of_a_model_withou
         (
             {"overrideNeuronConfig": {"enable_fused_speculation": True}},
             "$.overrideNeuronConfig.enable_fused_speculation",
-            "drafts of a model or of heads is not supported yet",
+            "the other settings make it False: set speculation instead",
+        ),
+        (
+            {"overrideNeuronConfig": {"flash_decoding_enabled": True}},
+            "$.overrideNeuronConfig.flash_decoding_enabled",
+            "whose graphs do not compile with it",
         ),
     ],
 )

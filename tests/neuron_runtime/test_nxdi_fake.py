@@ -125,8 +125,11 @@ def built(model: Model, folder: Path, **changes: Any) -> Any:
         "logical_nc_config": 1,
     } | changes
     fields = {name: value for name, value in fields.items() if value is not None}
+    fused = fields.pop("fused", None)
     config = config_class(
-        config_class.get_neuron_config_cls()(**fields), load_config=load_pretrained_config(str(model.folder))
+        config_class.get_neuron_config_cls()(**fields),
+        load_config=load_pretrained_config(str(model.folder)),
+        **({"fused_spec_config": fused(application, fields)} if fused else {}),
     )
     loaded = application(str(model.folder), config)
     loaded.compile(str(folder / "artifact"))
@@ -261,6 +264,8 @@ class Blocks:
 
 
 def tokens_of(outputs: Any) -> list[int]:
+    if fused := getattr(outputs, "fused_outputs", None):
+        return fused[0][:, 0].tolist()
     if outputs.tokens.dim() == 1:
         return outputs.tokens.tolist()
     return outputs.logits[:, -1].argmax(-1).tolist()
@@ -1154,7 +1159,127 @@ def test_what_a_verifying_model_cannot_do_is_the_librarys_error(
     assert type(raised.value).__name__ != "FakeRefusal"
 
 
+# Drafts of a second model
+
+
+def with_draft(model: Model, folder: Path, draft: Model | None = None, **changes: Any) -> Lines:
+    """The same with a second model, the model itself if there is no other, that makes the drafts."""
+    from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig, OnDeviceSamplingConfig
+    from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+
+    def fused(application: Any, fields: dict[str, Any]) -> Any:
+        config_class = application.get_config_cls()
+        neuron_config = config_class.get_neuron_config_cls()(**fields)
+        neuron_config.enable_fused_speculation, neuron_config.speculation_length = False, 0
+        second = (draft or model).folder
+        drafting = config_class(neuron_config, load_config=load_pretrained_config(str(second)))
+        return FusedSpecNeuronConfig(application._model_cls, drafting, str(second))
+
+    fields = {"speculation_length": 4, "enable_fused_speculation": True, "fused": fused}
+    fields["on_device_sampling_config"] = OnDeviceSamplingConfig()
+    return _one_line(model, folder, **fields | changes)
+
+
+def accepted(lines: Lines, *, back: int = 0, **changes: Any) -> list[int]:
+    """Tokens of one step behind the last token of line 0, or behind one that many tokens before it."""
+    start = len(lines.live[0]) - 1 - back
+    arguments = {
+        "input_ids": torch.tensor([[lines.live[0][start]]]),
+        "position_ids": torch.tensor([[start]]),
+        "seq_ids": torch.tensor([0]),
+        "sampling_params": torch.tensor([GREEDY]),
+    }
+    tokens, _, _, following = lines.application.forward(**arguments | changes).fused_outputs
+    return [int(token) for token in tokens[0, : int(following[0, 0]) - start]]
+
+
+@pytest.mark.parametrize(("version", "mode"), EACH)
+def test_drafts_of_a_second_model_change_no_token_and_are_taken_back(
+    model: Model, tmp_path: Path, version: str, mode: Any
+) -> None:
+    """Also where the caller keeps fewer tokens than were accepted."""
+    prompt = prompts(1)[0]
+    with library(version, mode):
+        lines = with_draft(model, tmp_path)
+        for kept in (4, 1, 2, 4, 3):
+            found = accepted(lines)
+            assert found == model.continuation(prompt, len(lines.answer(0)) + 4)[-4:]
+            lines.live[0] += found[:kept]
+
+
+@pytest.mark.parametrize("version", ["0.7", "0.8"])
+def test_what_fills_the_places_behind_accepted_tokens_differs_between_releases(
+    model: Model, tmp_path: Path, version: str
+) -> None:
+    with library(version):
+        lines = with_draft(model, tmp_path, Model(tmp_path / "draft", head_dim=16))
+        start = len(lines.live[0]) - 1
+        found = lines.application.forward(
+            input_ids=torch.tensor([[lines.live[0][-1]]]),
+            position_ids=torch.tensor([[start]]),
+            seq_ids=torch.tensor([0]),
+            sampling_params=torch.tensor([GREEDY]),
+        ).fused_outputs
+    assert int(found[3]) == start + 1
+    assert found[0].tolist() == [[*model.continuation(prompts(1)[0], 2)[1:], *[0 if version == "0.7" else -1] * 3]]
+
+
+def sampled_row_of_a_greedy_verification(model: Model, folder: Path) -> None:
+    accepted(with_draft(model, folder), sampling_params=torch.tensor([[64.0, 1.0, 1.5]]))
+
+
+def draft_that_drafts(model: Model, folder: Path) -> None:
+    def fused(application: Any, fields: dict[str, Any]) -> Any:
+        from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
+        from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+
+        config_class = application.get_config_cls()
+        neuron_config = config_class.get_neuron_config_cls()(**fields)
+        drafting = config_class(neuron_config, load_config=load_pretrained_config(str(model.folder)))
+        return FusedSpecNeuronConfig(application._model_cls, drafting, str(model.folder))
+
+    with_draft(model, folder, fused=fused)
+
+
+def drafts_beyond_the_end(model: Model, folder: Path) -> None:
+    lines = with_draft(model, folder)
+    lines.live[0] += [7] * (126 - len(lines.live[0]))
+    accepted(lines)
+
+
+def other_vocabulary(model: Model, folder: Path) -> None:
+    with_draft(model, folder, Model(folder / "draft", vocabulary_size=100))
+
+
+def sampled_drafts(model: Model, folder: Path) -> None:
+    from neuronx_distributed_inference.models.config import OnDeviceSamplingConfig
+
+    with_draft(model, folder, on_device_sampling_config=OnDeviceSamplingConfig(do_sample=True, global_topk=64))
+
+
+@pytest.mark.parametrize(
+    ("error", "careless"),
+    [
+        (ValueError, drafts_beyond_the_end),
+        (IndexError, other_vocabulary),
+        (IndexError, sampled_drafts),
+        (AttributeError, lambda model, folder: with_draft(model, folder, on_device_sampling_config=None)),
+        (AttributeError, lambda model, folder: with_draft(model, folder, fused=None)),
+        (RuntimeError, lambda model, folder: with_draft(model, folder, context_encoding_buckets=[4, 16])),
+        (RuntimeError, lambda model, folder: with_draft(model, folder, output_logits=True)),
+    ],
+)
+def test_what_a_model_with_drafts_of_a_second_one_cannot_do_is_the_librarys_error(
+    model: Model, tmp_path: Path, version: str, error: type[Exception], careless: Careless
+) -> None:
+    with library(version), pytest.raises(error) as raised:
+        careless(model, tmp_path)
+    assert type(raised.value).__name__ != "FakeRefusal"
+
+
 REFUSED: dict[str, tuple[str, Careless]] = {
+    "a sampled row where drafts are verified greedily": ("3.4", sampled_row_of_a_greedy_verification),
+    "a draft model whose own configuration drafts": ("3.1", draft_that_drafts),
     "verification of sampled rows": ("3.4", verification_of_sampled_rows),
     "positions of a verification that are no run": ("3.2", positions_that_are_no_run),
     "parameters of another type": ("0.1-19", parameters_of_another_type),
@@ -1192,7 +1317,7 @@ def test_every_rule_that_the_strict_fake_knows_is_broken_by_a_test() -> None:
     assert known - elsewhere.keys() == {rule for rule, _ in (*SILENT.values(), *REFUSED.values())}
 
 
-@pytest.mark.parametrize("field", ["enable_fused_speculation", "quantized", "is_medusa"])
+@pytest.mark.parametrize("field", ["flash_decoding_enabled", "quantized", "is_medusa"])
 def test_what_the_fake_does_not_emulate_is_an_error(model: Model, tmp_path: Path, field: str) -> None:
     with fake_nxdi(), pytest.raises(NotImplementedError, match="the fake has no"):
         built(model, tmp_path, **{field: True, "quantized_checkpoints_path": "/none"})

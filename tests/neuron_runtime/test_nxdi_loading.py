@@ -166,9 +166,16 @@ def test_a_read_only_artifact_is_loaded_from_another_folder_than_that_of_the_mod
 @on_the_fake
 @pytest.mark.parametrize(
     "document",
-    [{"buckets": {"sequences": [1]}}, {"layout": "blocks", "limits": {**LIMITS, "blockSize": 128, "numBlocks": 4}}],
+    [
+        {"buckets": {"sequences": [1]}},
+        {"layout": "blocks", "limits": {**LIMITS, "blockSize": 128, "numBlocks": 4}},
+        {"sampling": "Host", "speculation": {"method": "NGram"}},
+        {"speculation": {"method": "Draft", "model": {"uri": "its own"}}},
+    ],
 )
 def test_each_graph_is_reported_once_it_is_compiled(model: Path, tmp_path: Path, document: dict[str, Any]) -> None:
+    if document.get("speculation", {}).get("model"):
+        document = {"speculation": document["speculation"] | {"model": {"uri": model.as_uri()}}}
     with library_of() as fake, pytest.MonkeyPatch.context() as patch:
         (graph,) = nxdi.compiler(config_of(model, **document), model).graphs()
         seen: list[list[str]] = []

@@ -19,8 +19,10 @@ from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
 from neuron_runtime.backend.neuron.device import device_parameters
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import limits_of
-from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.backend.nxdi.draft_model import accepting
+from neuron_runtime.backend.nxdi.settings import DraftModel, Settings
 from neuron_runtime.core import (
+    NO_TOKEN,
     BackendLimits,
     Batch,
     Request,
@@ -40,6 +42,7 @@ def some_settings(random: Random) -> Settings:
     length = choice((24, 40, 64))
     if choice((True, False)):
         drafts = choice((0, 1, 2, 4))
+        draft = DraftModel(application="llama", config={}) if drafts and choice((True, False)) else None
         return settings_of(
             max_rows=max_rows,
             num_blocks=max_rows,
@@ -49,8 +52,10 @@ def some_settings(random: Random) -> Settings:
             context_buckets=(*choice(((), (8,), (8, 16))), length),
             token_buckets=(*choice(((), (8,), (8, 16))), length + drafts),
             row_buckets=choice(((), (), (1, 2))) if max_rows > 2 and not drafts else (),
-            sampling="Host" if drafts else sampling,
+            sampling="Device" if draft else "Host" if drafts else sampling,
+            **({"global_topk": 0} if draft else {}),
             max_drafts=drafts,
+            draft=draft,
         )
     block_size, segments = choice((2, 4, 8)), choice((True, True, False))
     context = (*choice(((), (8,), (8, 12))), 16 if segments else length)
@@ -112,7 +117,13 @@ def alone(request: Request, settings: Settings, limits: BackendLimits) -> list[i
 class TokenGuesses(Guesses):
     """Drafts of which most are right."""
 
+    def __init__(self, limits: BackendLimits, *, on_device: bool) -> None:
+        super().__init__(limits)
+        self._on_device = on_device
+
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        if self._on_device:
+            return (NO_TOKEN,) * self._random.randint(0, most)
         context = list(sequence.tokens)
         for _ in range(self._random.randint(0, most)):
             right = next_token(context, (), 997)
@@ -139,16 +150,18 @@ def run(random: Random) -> list[str]:
     settings = some_settings(random)
     limits = limits_of(settings, 600.0)
     application = TokenApplication(settings)
-    backend = CheckedBackend(application, settings, limits)
+    backend = CheckedBackend(accepting(application) if settings.draft else application, settings, limits)
     if random.random() < 0.3:
         backend.warm_up(lambda stage, share: None)
         application.graphs.clear()
-    drafting = TokenGuesses(limits)
+    drafting = TokenGuesses(limits, on_device=settings.draft is not None)
     engine = Engine(backend, max_consecutive_prefills=random.choice((1, 1, 3)), drafting=drafting)
     requests = some_requests(random, limits)
     if settings.sampling != "Device":
         all_of_them = settings.sampling == "Host"
         requests = [sampled_on_host(one, random) if all_of_them or random.random() < 0.5 else one for one in requests]
+    if limits.greedy_only:
+        requests = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests]
     logprobs = {one.request_id: one.sampling.logprobs is not None for one in requests}
     tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
     ended: set[str] = set()
@@ -189,6 +202,7 @@ def run(random: Random) -> list[str]:
             else []
         ),
         *(["accepted drafts"] if any(accepted for _, accepted in drafting.learned) else []),
+        *(["drafts of the device"] if settings.draft and any(count for count, _ in drafting.learned) else []),
         *(["rejected drafts"] if any(accepted < count for count, accepted in drafting.learned) else []),
         settings.layout,
         settings.sampling,
@@ -198,6 +212,7 @@ def run(random: Random) -> list[str]:
 HAPPENINGS = {
     "accepted drafts",
     "rejected drafts",
+    "drafts of the device",
     "preempted",
     "hit",
     "after a prefix",

@@ -142,3 +142,16 @@ async def test_an_engine_still_serves_after_many_refusals(served: Serving) -> No
     status, answer = await ask(served, "temperature", 0)
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 2
+
+
+async def test_a_device_that_is_greedy_alone_refuses_a_temperature_and_has_0_for_a_default(model_dir: Path) -> None:
+    limits = replace(LIMITS, max_model_length=1024, max_step_tokens=1024, num_blocks=256, sampling="Device")
+    async with serving(model_dir, limits=replace(limits, greedy_only=True)) as one:
+        status, body = await ask(one, "temperature", 0.7)
+        assert status == 400
+        assert "`temperature` must be 0, because the device verifies drafts" in body["error"]["message"]
+        for neutral in (0, 0.0, None):
+            status, _ = await ask(one, "temperature", neutral)
+            assert status == 200
+        status, _ = await ask(one, "top_p", 0.5)
+        assert status == 200

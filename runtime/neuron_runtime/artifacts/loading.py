@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
 
@@ -109,7 +109,7 @@ def load_backend(
     Raises FatalError as `provide` and the backend do, and InvalidConfig with a field that cannot be served.
     """
     check_ranks(config, rank.size)
-    config = _with_local_draft(config, settings, progress)
+    config = _local(config, settings, progress)
     if not compiles(config):
         if given_folder() is not None:
             say(f"{ARTIFACT_VARIABLE} has no effect, because the configuration does not set `compile`")
@@ -118,14 +118,25 @@ def load_backend(
     return backend_package(config).load_backend(model_dir, config, progress, artifact, rank=rank)
 
 
-def _with_local_draft(config: RuntimeConfig, settings: LocalSettings, progress: ProgressCallback) -> RuntimeConfig:
+def _local(config: RuntimeConfig, settings: LocalSettings, progress: ProgressCallback) -> RuntimeConfig:
+    store, on_miss = settings.weights_store, settings.on_weights_miss
+    return with_local_draft(config, progress, settings.weights_dir, store, on_miss=on_miss)
+
+
+def with_local_draft(
+    config: RuntimeConfig,
+    progress: ProgressCallback,
+    weights_dir: Path,
+    weights_store: str = "",
+    *,
+    on_miss: Literal["fetch", "fail"] = "fetch",
+) -> RuntimeConfig:
     """The configuration with the folder of its draft model, which is fetched if needed. Errors as of `fetch`."""
     speculation = config.speculation
     if not speculation.model.uri:
         return config
     source = ModelSource(uri=speculation.model.uri, digest=speculation.model.digest)
-    store, on_miss = settings.weights_store, settings.on_weights_miss
-    folder = materialize(source, settings.weights_dir, progress, weights_store=store, on_miss=on_miss)
+    folder = materialize(source, weights_dir, progress, weights_store=weights_store, on_miss=on_miss)
     return replace(config, speculation=replace(speculation, model=DraftSource(uri=folder.as_uri())))
 
 
@@ -135,6 +146,7 @@ def check_artifact(config: RuntimeConfig, settings: LocalSettings, progress: Pro
     Raises: as `provide`, and what `described` raises.
     """
     if compiles(config) and settings.on_artifact_miss == "fail":
+        config = _local(config, settings, progress)
         with_weights, store = backend_package(config).needs_weights(config), settings.weights_store
         with described(config.model, settings.weights_dir, store, with_weights=with_weights) as (folder, digest):
             provide(config, folder, settings, progress, digest)

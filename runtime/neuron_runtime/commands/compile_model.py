@@ -16,6 +16,7 @@ import msgspec
 from neuron_runtime import record
 from neuron_runtime.arguments import FLAG_NAMES, naming
 from neuron_runtime.artifacts.compiling import make, wanted_artifact
+from neuron_runtime.artifacts.loading import with_local_draft
 from neuron_runtime.artifacts.store import artifact_store, read_artifact, remote_artifacts
 from neuron_runtime.commands.serve import add_model, add_model_flags, configuration
 from neuron_runtime.config import COMPILED, RuntimeConfig
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace) -> record.StoredArtifact:
         config = msgspec.structs.replace(configuration(options), compile=True)
         check_backend(config)
         progress = StageLines()
+        config = with_local_draft(config, progress, options.weights_dir, options.weights_store)
         with _model(config, options, progress) as (folder, digest):
             wanted = wanted_artifact(config, folder, digest)
             entry, reused = make(

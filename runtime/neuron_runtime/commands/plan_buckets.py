@@ -10,8 +10,10 @@ from pathlib import Path
 
 from neuron_runtime import record
 from neuron_runtime.arguments import FLAG_NAMES, naming
+from neuron_runtime.artifacts.loading import with_local_draft
 from neuron_runtime.commands.compile_model import is_compiled
 from neuron_runtime.commands.serve import add_model, add_model_flags, configuration
+from neuron_runtime.console import StageLines
 from neuron_runtime.engine.backends import planning_package
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.flags import write_json
@@ -42,6 +44,7 @@ def run(options: argparse.Namespace) -> None:
     with naming(FLAG_NAMES if options.config is None else {}):
         config = configuration(options, check=planning_package)
         package = planning_package(config)
+        config = with_local_draft(config, StageLines(), options.weights_dir, options.weights_store)
         with described(config.model, options.weights_dir, options.weights_store, with_weights=False) as (folder, _):
             plan = package.plan(config, folder, lengths)
     for line in plan.lines():

@@ -52,7 +52,8 @@ class GenerationDefaults:
     def served(self, limits: BackendLimits) -> GenerationDefaults:
         """The defaults that the model's sampling mode serves; others are added to `not_applied`.
 
-        In mode DeviceWithLogits all are served, and those that the device cannot apply are named by `on_host`.
+        Where a device is greedy alone, the default temperature is 0. In mode DeviceWithLogits all are served, and those
+        that the device cannot apply are named by `on_host`.
         """
         if limits.sampling == "Host":
             return self
@@ -65,10 +66,14 @@ class GenerationDefaults:
         }
         if 0 < limits.max_top_k < self.value("top_k"):
             beyond_device["top_k"] = f"top_k={self.value('top_k')} (the device has {limits.max_top_k})"
+        if limits.greedy_only and self.sampling.temperature:
+            beyond_device["temperature"] = f"temperature={self.sampling.temperature}"
         settings = tuple(beyond_device.values())
         if limits.sampling == "DeviceWithLogits":
             return replace(self, on_host=settings)
         sampling = msgspec.structs.replace(self.sampling, **dict.fromkeys(beyond_device))
+        if limits.greedy_only:
+            sampling = msgspec.structs.replace(sampling, temperature=0.0)
         left_out = (f"{setting} with Device sampling" for setting in settings)
         return replace(self, sampling=sampling, not_applied=(*self.not_applied, *left_out))
 

@@ -79,6 +79,14 @@ class Sampler:
         ends = frozenset[int]() if options.ignore_eos else self.defaults.stop_token_ids
         return token_ids.stop_tokens(ids, self.vocabulary_size) | ends
 
+    def _temperature(self, temperature: float, options: Generate) -> float:
+        if temperature <= GREEDY_TEMPERATURE:
+            return 0.0
+        if self.limits.greedy_only:
+            problem = "must be 0, because the device verifies drafts by the likeliest token alone: leave it out"
+            raise InvalidRequest.at("temperature", f"{problem}, got {temperature}")
+        return temperature
+
     def _top_k(self, top_k: int, options: Generate) -> int:
         most = self.limits.max_top_k
         if self.limits.sampling == "Device" and 0 < most < top_k:
@@ -93,7 +101,7 @@ class Sampler:
 
 
 _CONVERSIONS: dict[str, Callable[[Sampler, Any, Generate], Any]] = {
-    "temperature": lambda sampler, value, options: value if value > GREEDY_TEMPERATURE else 0.0,
+    "temperature": Sampler._temperature,
     "top_p": lambda sampler, value, options: value or SMALLEST_TOP_P,
     "top_k": Sampler._top_k,
     "logit_bias": lambda sampler, value, options: token_ids.bias_entries(value, sampler.vocabulary_size),

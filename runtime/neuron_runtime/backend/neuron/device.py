@@ -42,8 +42,9 @@ FloatArray = npt.NDArray[np.float32]
 
 Application = Callable[..., Any]
 """A loaded model. A call blocks, and returns an object with the tokens or the logits `[rows, 1, vocabulary]` of its
-rows, or both; logits of each token that a row feeds with drafts. It has only keywords, because positions differ between
-versions."""
+rows, or both; logits of each token that a row feeds with drafts. Where the device makes drafts itself, the tokens are
+`[rows, 1 + drafts]`: those that it accepted and one more, then NO_TOKEN. It has only keywords, because positions differ
+between versions."""
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -350,6 +351,8 @@ class DeviceBackend:
             if self._prefills_on_host:
                 of_host[rows.num_decodes :] = rows.samples[rows.num_decodes :]
         on_device = self.limits.sampling != "Host"
+        several: list[tuple[int, ...]] = [()] * len(tokens)
+        """With drafts, the tokens of each row."""
         logits: list[torch.Tensor] = []
         logits_of: list[IntArray] = []
         for call in step.calls:
@@ -358,7 +361,14 @@ class DeviceBackend:
             output = self._application(**call.arguments)
             seconds += time.perf_counter() - began
             if on_device and output.tokens is not None:
-                tokens[call.rows] = output.tokens.numpy()[call.places]
+                of_rows = output.tokens.numpy()[call.places]
+                if rows.num_drafts is not None:
+                    for row, of_row in zip(call.rows.tolist(), of_rows.tolist(), strict=True):
+                        # It may accept more than the row has room for.
+                        kept = [token for token in of_row[: 1 + rows.num_drafts[row]] if token != NO_TOKEN]
+                        self._check(np.array(kept))
+                        several[row] = tuple(kept)
+                tokens[call.rows] = of_rows if of_rows.ndim == 1 else of_rows[:, 0]
             if of_host is not None and len(chosen := np.flatnonzero(of_host[call.rows])):
                 logits.append(_rows_of(output.logits, call.places[chosen], _num_places(rows, call.rows[chosen])))
                 logits_of.append(call.rows[chosen])
@@ -366,12 +376,13 @@ class DeviceBackend:
         if self._host is not None and rows.num_drafts is not None:
             rows_of_host = np.concatenate(logits_of)
             verified = self._host.verify(step, rows_of_host, logits, late)
-            several: list[tuple[int, ...]] = [()] * len(tokens)
             for row, of_row in zip(rows_of_host.tolist(), verified.tokens, strict=True):
                 several[row] = of_row
+            logprobs = verified.per_row(rows_of_host, len(tokens))
+        if rows.num_drafts is not None:
             # No step follows one with drafts before its tokens are known.
             self._tokens = np.full(len(tokens), NO_TOKEN, dtype=np.int64)
-            return _Done(several, verified.per_row(rows_of_host, len(tokens)), seconds, self._memory())
+            return _Done(several, logprobs, seconds, self._memory())
         if self._host is not None and logits_of:
             rows_of_host = np.concatenate(logits_of)
             sampled = self._host.choose(step, rows_of_host, logits, late)

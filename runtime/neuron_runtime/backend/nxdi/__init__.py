@@ -13,6 +13,7 @@ from pathlib import Path
 from neuron_runtime.artifacts.loading import given_folder
 from neuron_runtime.backend.neuron.devices import find_target, known_platform
 from neuron_runtime.backend.nxdi import library
+from neuron_runtime.backend.nxdi.draft_model import draft_config
 from neuron_runtime.backend.nxdi.foreign import holds_weights, within
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.graphs import NxdiCompiler
@@ -27,7 +28,7 @@ from neuron_runtime.config import RuntimeConfig
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
-DRAFT_METHODS = ("NGram",)
+DRAFT_METHODS = ("NGram", "Draft")
 
 
 def needs_weights(config: RuntimeConfig) -> bool:
@@ -50,7 +51,8 @@ def check_config(config: RuntimeConfig) -> None:
 
 def check_model(model_dir: Path, config: RuntimeConfig) -> None:
     """Raises what `settings_of` does, if this machine says for which platform. Graphs that others compiled may decide
-    what the configuration leaves open, so they are compared with it only when they are loaded."""
+    what the configuration leaves open, so they are compared with it only when they are loaded. So is a draft model,
+    which may not have been fetched yet."""
     if given_folder() is not None or within(model_dir):
         return
     if known_platform() is not None:
@@ -68,7 +70,7 @@ def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
 
 def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> GraphPlan:
     """See `PlanningPackage.plan`."""
-    return plan_of(config, read_config(model_dir), find_target(config), tuple(lengths))
+    return plan_of(config, read_config(model_dir), find_target(config), tuple(lengths), draft_config(config))
 
 
 def load_backend(

@@ -121,7 +121,8 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
         sampling=settings.sampling,
         vocabulary_size=settings.vocabulary_size,
         max_top_k=settings.global_topk,
-        top_p_keeps_crossing=settings.sampling == "Host",
+        top_p_keeps_crossing=settings.sampling == "Host" or settings.draft is not None,
+        greedy_only=settings.draft is not None,
         max_logprobs=0 if settings.sampling == "Device" else MAX_LOGPROBS,
         # A graph computes logits of the last position alone.
         reports_prompt_logprobs=False,

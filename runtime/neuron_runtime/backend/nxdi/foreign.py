@@ -69,7 +69,7 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
     Raises FatalError (ARTIFACT_MISSING) if the folder's file is no configuration of NxD Inference.
     """
     theirs = _read(folder)["neuron_config"]
-    taken = BY_NAME.keys() - NOT_NEUTRAL_BY_DEFAULT
+    taken = BY_NAME.keys() - NOT_NEUTRAL_BY_DEFAULT - {"attn_cls"}  # of the application's class
     if not theirs.get("is_block_kv_layout"):
         taken -= {*OF_BLOCKS}
     if theirs.get("is_prefix_caching"):
@@ -80,6 +80,10 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
     if isinstance(sampling, Mapping):
         known = {name: one for name, one in sampling.items() if name in SAMPLING_FIELDS and one is not None}
         values[SAMPLING] = known  # the others are decided by requests
+    if theirs.get("enable_fused_speculation"):
+        del values[SAMPLING]  # drafts of the device decide it
+    if drafts := theirs.get("speculation_length"):
+        values["seq_len"] = theirs["seq_len"] - drafts + 1  # behind the last token there is room for drafts
     values |= _default_buckets(theirs)
     if not (folder / "weights").is_dir():
         # They are made from the checkpoint when the graphs are loaded.
@@ -121,10 +125,15 @@ def differences(settings: Settings, model: Mapping[str, Any], folder: Path) -> l
         # Without bucketing it compiles one size, which is a list of one. Weights are no part of the graphs.
         if name in theirs and name not in ("enable_bucketing", SHARDED) and not _agrees(ours, theirs[name]):
             differing.append(f"{name}: {_shown(theirs[name])} instead of {_shown(ours)}")
-    for name in ARCHITECTURE:
-        ours, its = text_config(model).get(name), text_config(document).get(name)
-        if ours is not None and its is not None and not _agrees(ours, its):
-            differing.append(f"{name}: {_shown(its)} instead of {_shown(ours)}")
+    models = [(model, document, "")]
+    if settings.draft is not None:
+        fused = document.get("fused_spec_config") or {}
+        models.append((settings.draft.config, fused.get("draft_config") or {}, " of the draft model"))
+    for wanted, found, whose in models:
+        for name in ARCHITECTURE:
+            ours, its = text_config(wanted).get(name), text_config(found).get(name)
+            if ours is not None and its is not None and not _agrees(ours, its):
+                differing.append(f"{name}{whose}: {_shown(its)} instead of {_shown(ours)}")
     return differing
 
 

@@ -19,6 +19,7 @@ from neuron_runtime.backend.neuron.bucket_plan import Lengths, number
 from neuron_runtime.backend.neuron.devices import Target
 from neuron_runtime.backend.neuron.step_graphs import Graph, Prefill
 from neuron_runtime.backend.nxdi.buckets import all_graphs, prefill_graph, span_that_takes
+from neuron_runtime.backend.nxdi.models import text_config
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, seconds_text
@@ -103,25 +104,34 @@ class GraphPlan:
         return sum(graph.takes == NO_CALL for graph in self.graphs)
 
 
-def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, lengths: Lengths = ()) -> GraphPlan:
+def plan_of(
+    config: RuntimeConfig,
+    model: Mapping[str, Any],
+    target: Target,
+    lengths: Lengths = (),
+    draft: Mapping[str, Any] | None = None,
+) -> GraphPlan:
     """The plan of a configuration.
 
     Args:
-        model: config.json.
+        model: config.json. draft: that of the draft model, if the configuration has one.
         lengths: of prompts. Context buckets that the configuration leaves open are chosen for them; empty: every order
             of magnitude is equally likely.
 
     Raises: as `settings_of`.
     """
-    settings = settings_of(config, model, target, lengths)
+    settings = settings_of(config, model, target, lengths, draft)
     lengths = bucket_plan.prompts(lengths, settings.max_context_length)
     facts = _Facts.of(model, settings.tensor)
+    cached = facts.cached_numbers
+    if settings.draft is not None:
+        cached += _Facts.of(text_config(settings.draft.config), settings.tensor).cached_numbers
     num_blocks = settings.num_blocks + (settings.layout == "blocks")  # NxD Inference adds one, for what is not kept
     return GraphPlan(
         settings,
         [_planned(graph, settings, facts, lengths) for graph in all_graphs(settings)],
         _padding(lengths, settings),
-        facts.cached_numbers * num_blocks * settings.block_size * BY_NAME[settings.dtype].num_bytes,
+        cached * num_blocks * settings.block_size * BY_NAME[settings.dtype].num_bytes,
     )
 
 

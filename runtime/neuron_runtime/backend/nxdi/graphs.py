@@ -21,6 +21,7 @@ from neuron_runtime.backend.neuron.installed import platform_target
 from neuron_runtime.backend.neuron.step_graphs import Prefill
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import all_graphs
+from neuron_runtime.backend.nxdi.draft_model import draft_config, draft_folder
 from neuron_runtime.backend.nxdi.foreign import (
     adopted,
     differences,
@@ -39,6 +40,7 @@ from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, joined
 from neuron_runtime.weights.store import Damaged, read_entry
 
 PREFILLS, DECODES, VERIFIES = "context_encoding_model", "token_generation_model", "speculation_model"
+DRAFTS = "fused_speculation_model"
 """In its work folder, NxD Inference has a folder for each of these, and in it one for each bucket."""
 NEFF_FILE = "graph.neff"
 
@@ -54,6 +56,7 @@ class NxdiCompiler:
         self._work: Path | None = None
         """Where NxD Inference compiles."""
         self._identity = identity_of(model_dir) if holds_weights else ""
+        self._draft_dir = draft_folder(config)
 
     @property
     def needs(self) -> Needs:
@@ -72,6 +75,7 @@ class NxdiCompiler:
             shapes=shapes,
             settings={
                 **({"weights": self._identity} if self._identity else {}),
+                **self._draft,
                 "application": settings.application,
                 "layout": settings.layout,
                 "neuronConfig": {
@@ -87,6 +91,18 @@ class NxdiCompiler:
                 "tensor": settings.tensor,
             },
         )
+
+    @property
+    def _draft(self) -> dict[str, Any]:
+        """What the graphs, or the weights beside them, have of a draft model."""
+        draft, folder = self._settings.draft, self._draft_dir
+        if draft is None or folder is None:
+            return {}
+        facts: dict[str, Any] = {"application": draft.application, "config": dict(draft.config)}
+        facts["arguments"] = draft.arguments
+        if self._settings.neuron_config.get(SHARDED):
+            facts["weights"] = identity_of(folder) or folder.name  # an entry of a store has its digest for a name
+        return {"draft": facts}
 
     def ready_made(self, given: Path | None) -> Path | None:
         for folder in within(self._model_dir) if given is None else filter(is_foreign, [given]):
@@ -132,13 +148,13 @@ class NxdiCompiler:
             self._work = Path(scratch, "work")
             prepare_environment(self._settings, self._target, self._work)
             with all_weights_read(self._model_dir, self._settings):
-                library.application(self._settings, self._model_dir).compile(str(folder))
+                library.application(self._settings, self._model_dir, self._draft_dir).compile(str(folder))
 
     def _ready(self) -> list[str]:
         """Graphs that are compiled, in any order: NxD Inference has several compilers at work."""
         if self._work is None:
             return []
-        decodes = VERIFIES if self._settings.max_drafts else DECODES
+        decodes = DRAFTS if self._settings.draft else VERIFIES if self._settings.max_drafts else DECODES
         numbers, names = Counter[str](), []
         for graph in all_graphs(self._settings):
             submodel = PREFILLS if isinstance(graph, Prefill) else decodes
@@ -203,7 +219,7 @@ def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]
     """What to compile or to load. Raises as `settings_of` and `find_target`, and as `check_cores` on a machine with
     devices."""
     target = find_target(config, ask=platform_target)
-    settings = settings_of(config, read_config(model_dir), target)
+    settings = settings_of(config, read_config(model_dir), target, draft=draft_config(config))
     if target.granted_cores:
         check_cores(target, settings.tensor)
     return settings, target

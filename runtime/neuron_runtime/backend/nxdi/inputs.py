@@ -223,7 +223,9 @@ class Inputs:
         count = rows.num_decodes
         start, after = rows.start[:count], rows.after[:count]
         positions = start[places.source]
-        run = np.arange(graph.width)
+        verifies = graph.width > 1 and self._settings.draft is None
+        """Else the device makes the drafts of the row, if it has any."""
+        run = np.arange(graph.width if verifies else 1)
         arguments = {
             "position_ids": torch.from_numpy(positions[:, None] + run),
             "sampling_params": torch.from_numpy(places.parameters.copy()),
@@ -243,20 +245,20 @@ class Inputs:
                 "full_context_lens": column(positions + 1),
                 "computed_context_lens": column(positions.copy()),
             }
-        if graph.width > 1:
+        if verifies:
             # The mask of a verification names the tokens in the cache; one left out would name the drafts too.
             cached = np.arange(int(positions.max()))
             arguments["attention_mask"] = torch.from_numpy((cached < positions[:, None]).astype(np.int64))
         named = self._mirror.named(rows, slice(count))  # `feed` writes to it
         num_tokens = count if rows.num_drafts is None else count + int(rows.num_drafts[:count].sum())
-        drafts = _padded_drafts(rows, count, graph.width - 1)
+        drafts = _padded_drafts(rows, count, graph.width - 1 if verifies else 0)
         return Call(graph, arguments, places.rows, places.places, num_tokens, named, after, places.source, drafts)
 
 
 def _padded_drafts(rows: FedRows, count: int, width: int) -> IntArray:
     """`[decode rows, width]`: drafts, and behind them any token, whose keys and values nothing reads."""
     drafts = np.zeros((count, width), dtype=np.int64)
-    if rows.drafts is not None:
+    if rows.drafts is not None and width:
         given = rows.drafts[:count]
         drafts[:, : given.shape[1]] = np.where(given == NO_TOKEN, 0, given)
     return drafts

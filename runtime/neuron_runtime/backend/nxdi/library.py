@@ -12,6 +12,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ from neuron_runtime.backend.neuron.model_config import ROPE, completed
 from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_config
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, SAMPLING
-from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.backend.nxdi.settings import DraftModel, Settings
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
 
@@ -100,8 +101,10 @@ def versions(sys: Path = Path("/sys")) -> dict[str, str]:
     return {**installed, "driver": driver} if driver else installed
 
 
-def application(settings: Settings, model_dir: Path) -> Any:
+def application(settings: Settings, model_dir: Path, draft_dir: Path | None = None) -> Any:
     """The application of a model: an object of NxD Inference, neither compiled nor loaded.
+
+    If the settings have a draft model, its graphs have it too.
 
     Its configuration is made from the model's folder, never read from an artifact: that one names the folder from which
     it was compiled.
@@ -122,7 +125,10 @@ def application(settings: Settings, model_dir: Path) -> Any:
         raise InvalidConfig(PATH, f"NxD Inference refuses it: {_text(error)}") from error
     _check_taken(settings.neuron_config, neuron_config, config_class())
     try:
-        config = application_class.get_config_cls()(neuron_config, load_config=_load_config(model_dir))
+        drafts = dict[str, Any]()
+        if settings.draft is not None and draft_dir is not None:
+            drafts["fused_spec_config"] = _with_draft(settings, settings.draft, application_class, draft_dir)
+        config = application_class.get_config_cls()(neuron_config, load_config=_load_config(model_dir), **drafts)
         family = BY_APPLICATION.get(settings.application)
         if family is not None and family.text_class:
             config = config.text_config
@@ -135,6 +141,22 @@ def application(settings: Settings, model_dir: Path) -> Any:
         return application_class(str(model_dir), config)
     except Exception as error:
         raise InvalidConfig(PATH, f"NxD Inference refuses the model with it: {_text(error)}") from error
+
+
+def _with_draft(settings: Settings, draft: DraftModel, application_class: Any, draft_dir: Path) -> Any:
+    """What an application is told of the model that makes its drafts. Raises as `application`."""
+    draft_class = _class_of(replace(settings, application=draft.application), draft.config)
+    config_class = draft_class.get_config_cls()
+    # Another class may have another kind of NeuronConfig.
+    neuron_config = config_class.get_neuron_config_cls()(**copy.deepcopy(dict(settings.neuron_config)))
+    for name, value in draft.arguments.items():
+        setattr(neuron_config, name, value)
+    return _module("models.config").FusedSpecNeuronConfig(
+        worker_cls=application_class._model_cls,
+        draft_config=config_class(neuron_config, load_config=_load_config(draft_dir)),
+        draft_model_path=str(draft_dir),
+        draft_model_cls=None if draft_class is application_class else draft_class,
+    )
 
 
 def _load_config(model_dir: Path) -> Callable[[Any], None]:

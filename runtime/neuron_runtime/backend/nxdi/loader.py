@@ -17,6 +17,7 @@ from neuron_runtime.backend.neuron.failures import when_free
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import limits_of
+from neuron_runtime.backend.nxdi.draft_model import accepting, draft_folder
 from neuron_runtime.backend.nxdi.foreign import is_foreign
 from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weights, prepare_environment
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION
@@ -36,12 +37,14 @@ def load(
     """See `load_backend`. place: each rank is a node, with as many cores of the model as every other."""
     library.check_installed()
     settings, target = described(fitting(config, model_dir, artifact), model_dir)
+    draft_dir = draft_folder(config)
     check_cores(target, settings.tensor)
     if missing := missing_weights(settings, artifact):
         cure = "add it" if is_foreign(artifact) else "compile the model again"
         raise FatalError(ExitCode.ARTIFACT_MISSING, f"{artifact} has no {missing[0]}: {cure}")
     if not settings.neuron_config.get(SHARDED):
-        check_tied_head(read_checkpoint(model_dir))
+        for folder in filter(None, (model_dir, draft_dir)):
+            check_tied_head(read_checkpoint(folder))
     report(settings, target)
     prepare_environment(settings, target)
     share: dict[str, int] = {}
@@ -58,13 +61,14 @@ def load(
     progress("loading graphs and weights onto the device", 0.0)
 
     def attempt() -> Any:
-        made = library.application(settings, model_dir)
+        made = library.application(settings, model_dir, draft_dir)
         with all_weights_read(model_dir, settings):
             made.load(str(artifact), **share, skip_warmup=True)
         return made
 
     application = when_free(attempt)
     progress("loading graphs and weights onto the device", 1.0)
+    application = accepting(application) if settings.draft else application
     return NxdiBackend(application, settings, limits, model_config=read_config(model_dir), in_group=place.size > 1)
 
 

@@ -85,7 +85,7 @@ FIELDS = (
     # Not built.
     *_all(
         NeuronField,
-        "spec_batch_size enable_fused_speculation enable_eagle_speculation is_eagle_draft "
+        "spec_batch_size enable_eagle_speculation is_eagle_draft "
         "enable_eagle_draft_input_norm is_eagle3 is_medusa medusa_speculation_length num_medusa_heads medusa_tree "
         "token_tree_config draft_model_modules_to_not_convert eagle_rolling_buffer_kernel_enabled",
         feature=_SPECULATION,
@@ -100,6 +100,7 @@ FIELDS = (
     ),
     _Derived("lora_config", path="$.adapters.maxActive"),
     _Derived("speculation_length", path="$.speculation", kind=int),
+    _Derived("enable_fused_speculation", path="$.speculation"),
     NeuronField("skip_vision", feature="multimodal input"),
     *_all(NeuronField, "tensor_replacement_config tensor_capture_config", feature=_DEBUGGING),
     NeuronField("attention_dp_degree", feature="data-parallel attention", neutral=(1,)),
@@ -244,6 +245,8 @@ def _read(name: str, value: Any, at: str, application: str) -> Any:
         return value
     if name == "speculation_length" and is_neutral(value, field.neutral):
         return 0
+    if name == "enable_fused_speculation":
+        return not is_neutral(value, field.neutral)
     return _of_kind(field, value, at)
 
 

@@ -58,6 +58,20 @@ TILE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftModel:
+    """A second model in the same graphs, which makes the drafts that they verify."""
+
+    application: str
+    config: Mapping[str, Any]
+    """Its config.json. Its weights change no graph."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What its NeuronConfig has otherwise than the model's."""
+        return {"enable_fused_speculation": False, "speculation_length": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything that decides the graphs and the limits."""
 
@@ -102,7 +116,9 @@ class Settings:
     max_adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
     max_drafts: int = 0
-    """With drafts every decode graph computes so many tokens of a row beside its own, and returns logits of each."""
+    """With drafts every decode graph computes so many tokens of a row beside its own. It returns logits of each, or
+    makes them itself with `draft`, and returns the tokens that it accepts."""
+    draft: DraftModel | None = None
     unread_weights: tuple[str, ...] = ()
     """Patterns of names of tensors that no module needs to read. It changes no graph."""
 
@@ -113,12 +129,17 @@ class Settings:
 
 
 def settings_of(
-    config: RuntimeConfig, model: Mapping[str, Any], target: Target, lengths: bucket_plan.Lengths = ()
+    config: RuntimeConfig,
+    model: Mapping[str, Any],
+    target: Target,
+    lengths: bucket_plan.Lengths = (),
+    draft: Mapping[str, Any] | None = None,
 ) -> Settings:
     """The settings of a model.
 
     Args:
         model: config.json.
+        draft: that of the draft model, if the configuration has one.
         lengths: of prompts, for which context buckets are chosen that the configuration leaves open.
 
     Raises:
@@ -128,7 +149,7 @@ def settings_of(
     """
     family = family_of(model, config.application_class)
     override = read_override(config.override_neuron_config, family.application)
-    return _Derivation(config, text_config(model), target, override, family, lengths).settings()
+    return _Derivation(config, text_config(model), target, override, family, lengths, draft).settings()
 
 
 @dataclass
@@ -141,6 +162,7 @@ class _Derivation:
     _override: Override
     _family: NxdiFamily
     _lengths: bucket_plan.Lengths
+    _draft: Mapping[str, Any] | None
     _found: ConfigProblems = field(default_factory=ConfigProblems)
     _at: dict[str, str] = field(default_factory=dict)
     """Where the value of a field was given, if the override has it."""
@@ -192,6 +214,7 @@ class _Derivation:
             self._check_adapters(row_buckets)
         if drafts:
             self._check_drafts(blocks, window_ends=0 < window < length, context=context, row_buckets=row_buckets)
+        draft = self._draft_model(vocabulary_size, tensor, length)
         if blocks and len(prefix) > 1:
             self._check_prefix_prefill(context, "$.prefixCaching" if shares else "$.chunkedPrefill")
         problems.check()
@@ -213,12 +236,13 @@ class _Derivation:
             token_buckets=tokens,
             row_buckets=row_buckets,
             sampling=sampling,
-            global_topk=0 if sampling_config is None else sampling_config["global_topk"],
+            global_topk=(sampling_config or {}).get("global_topk", 0),
             asynchronous=asynchronous,
             vocabulary_size=vocabulary_size,
             neuron_config={},
             **_adapters(config.adapters),
             max_drafts=drafts,
+            draft=draft,
             unread_weights=self._override.unread,
         )
         ours = {
@@ -270,9 +294,31 @@ class _Derivation:
         for path, (holds, what) in against.items():
             if holds:
                 self._refuse(path, f"{what} cannot be combined with drafts: leave out one of them")
+        if self._override.get("flash_decoding_enabled"):
+            message = "cannot be combined with drafts, whose graphs do not compile with it: leave out one of them"
+            self._refuse(f"{PATH}.flash_decoding_enabled", message)
         if width in context:
             message = f"NxD Inference takes a prompt of {width} tokens for a row with its drafts: choose another size"
             self._refuse("$.buckets.context", message)
+
+    def _draft_model(self, vocabulary_size: int, tensor: int, length: int) -> DraftModel | None:
+        """The model that makes drafts, if the configuration has one. It is refused unless it fits the other one."""
+        method, path, config = self._config.speculation.method, "$.speculation.model.uri", self._draft
+        if method != "Draft" or config is None:
+            return None
+        family, text = family_of(config, ""), text_config(config)
+        if family.application not in WITH_DRAFTS:
+            message = f"is a {family.application}, which is not known to make drafts: only {', '.join(WITH_DRAFTS)} are"
+            self._refuse(path, message)
+        if (size := number_of(text, "vocab_size")) != vocabulary_size:
+            self._refuse(path, f"it has {size} tokens, and the model {vocabulary_size}: they must be the same")
+        if 0 < window_of(family, text) < length:
+            message = f"it has a sliding window, which must not end within the {length} positions of the model"
+            self._refuse(path, message)
+        for name in ("num_attention_heads", "intermediate_size"):
+            if isinstance(number := text.get(name), int) and number % tensor:
+                self._refuse(path, f"its {name} of {number} cannot be shared out to {tensor} cores")
+        return DraftModel(application=family.application, config=dict(config))
 
     def _check_capacity(self) -> None:
         """Refuses what would make experts drop tokens, which nothing reports."""
@@ -491,12 +537,20 @@ class _Derivation:
             self._refuse(f"{PATH}.{SAMPLING}", f"is off, but sampling is {mode or 'DeviceWithLogits'!r}")
         elif logits is not None and mode and logits != (mode == "DeviceWithLogits"):
             self._refuse(f"{PATH}.output_logits", f"is {_shown(logits)}, but sampling is {mode}")
-        drafts = self._config.speculation.max_drafts
-        ours: SamplingMode = "Host" if override.on_host or drafts else "Device"
+        method = self._config.speculation.method
+        ours: SamplingMode = "Host" if override.on_host or method == "NGram" else "Device"
         chosen: SamplingMode = mode or ("DeviceWithLogits" if logits else ours)
-        if drafts and chosen != "Host":
+        if method == "NGram" and chosen != "Host":
             message = f"is {chosen}, but the device keeps drafts by the likeliest token alone: set Host"
             self._refuse("$.sampling", message)
+        elif method == "Draft":
+            if chosen != "Device":
+                message = f"is {chosen}, but a device that makes drafts returns no logits: set Device, or method NGram"
+                self._refuse("$.sampling", message)
+            if override.sampling:
+                message = "has no effect, because the device keeps drafts by the likeliest token alone: leave it out"
+                self._refuse(f"{PATH}.{SAMPLING}", message)
+            return chosen, {"do_sample": False, "dynamic": False}
         if asynchronous and chosen != "Device":
             self._refuse("$.asyncMode", f"needs sampling Device, but it is {chosen}")
         if chosen == "Host":
@@ -603,6 +657,8 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         }
     if settings.max_drafts:
         arguments["speculation_length"] = 1 + settings.max_drafts
+    if settings.draft is not None:
+        arguments["enable_fused_speculation"] = True
     if settings.row_buckets:
         arguments["token_generation_batches"] = list(settings.row_buckets)
     return arguments
@@ -633,4 +689,5 @@ def _derived(settings: Settings) -> dict[str, Any]:
         "is_block_kv_layout": blocks,
         "lora_config": None,
         "speculation_length": 0,
+        "enable_fused_speculation": False,
     }

@@ -23,7 +23,7 @@ from fake_nxdi.ahead import run_ahead
 from fake_nxdi.config import InferenceConfig, NeuronConfig
 from fake_nxdi.decoder import Decoder, preprocess, read_checkpoint
 from fake_nxdi.parameters import check_parameters, inferred, prepare_sampling_params
-from fake_nxdi.plan import CONTEXT, SPECULATION, TOKEN, as_json, from_json, plan_of, trace
+from fake_nxdi.plan import CONTEXT, FUSED, SPECULATION, TOKEN, as_json, from_json, plan_of, trace
 from fake_nxdi.program import Notes, Program
 from fake_nxdi.submodel import Call, Submodel
 
@@ -131,7 +131,14 @@ class NeuronApplicationBase(torch.nn.Module):
         folder = named if named and os.path.exists(named) else self.model_path
         if not os.path.isdir(folder):
             raise OSError(f"{folder} is not a local folder and is not a valid model identifier")
-        return preprocess(self.config, read_checkpoint(Path(folder)))
+        found = preprocess(self.config, read_checkpoint(Path(folder)))
+        if not self.neuron_config.enable_fused_speculation:
+            return found
+        drafting = self.fused_spec_config.draft_config
+        others = preprocess(drafting, read_checkpoint(Path(self.fused_spec_config.draft_model_path)))
+        return {f"draft_model.{name}": tensor for name, tensor in others.items()} | {
+            f"target_model.{name}": tensor for name, tensor in found.items()
+        }
 
     # Load
 
@@ -160,14 +167,18 @@ class NeuronApplicationBase(torch.nn.Module):
             raise device.nrt_error(f"nrt_load of a NEFF for {plan.platform} on {platform.device()}", 10)
         if fake_nxdi.strict() and plan != plan_of(self.config, plan.platform):
             fake_nxdi.refuse("17", f"{file} was compiled with another configuration than the one that loads it")
-        decoder = Decoder(
-            plan.decoder, self._weights(folder, start_rank_id, local_ranks_size), getattr(torch, plan.dtype)
-        )
-        self.used_bytes = (decoder.num_bytes + plan.num_cache_bytes) // plan.world_size
+        weights, dtype = self._weights(folder, start_rank_id, local_ranks_size), getattr(torch, plan.dtype)
+        draft = None
+        if plan.draft is not None:
+            draft = Decoder(plan.draft, _of_model(weights, "draft_model."), dtype)
+            weights = _of_model(weights, "target_model.")
+        decoder = Decoder(plan.decoder, weights, dtype)
+        num_bytes = decoder.num_bytes + (0 if draft is None else draft.num_bytes)
+        self.used_bytes = (num_bytes + plan.num_cache_bytes) // plan.world_size
         first, cores = self._share(start_rank_id, local_ranks_size)
         device.DEVICE.take(cores, self.used_bytes)
         device.DEVICE.meet(first, cores, plan.world_size)
-        self.traced_model = Program(plan, graphs, decoder)
+        self.traced_model = Program(plan, graphs, decoder, draft)
         for submodel in self.models:
             submodel.model = self.traced_model
         self.is_loaded_to_neuron = True
@@ -245,7 +256,7 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         if fake_nxdi.has(8) and neuron.is_chunked_prefill:
             raise NotImplementedError("Chunked Prefill is not available in NxDI for now")
         for wanted, name in (
-            (neuron.enable_fused_speculation or neuron.is_medusa, "speculation with a draft model or heads"),
+            (neuron.enable_eagle_speculation or neuron.is_medusa, "speculation with heads"),
             (neuron.quantized or neuron.kv_cache_quant, "quantization"),
             (neuron.padding_side != "right", "padding on the left"),
             (neuron.is_chunked_prefill, "chunked prefill"),
@@ -257,19 +268,35 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             lora.check(neuron)
             self.lora_model_manager = lora.LoraModelManager(neuron.lora_config)
         self.context_encoding_model = self._submodel(CONTEXT)
-        if neuron.speculation_length:
+        if neuron.enable_fused_speculation:
+            self._check_drafts()
+            self.fused_spec_model = self._submodel(FUSED)
+        elif neuron.speculation_length:
             # It has no model for single tokens then, so such a call is an AttributeError.
             self.speculation_model = self._submodel(SPECULATION)
         else:
             self.token_generation_model = self._submodel(TOKEN)
         self.models = [self.context_encoding_model, self.get_generation_model()]
 
+    def _check_drafts(self) -> None:
+        neuron, fused = self.neuron_config, self.fused_spec_config
+        if fused is None:
+            raise AttributeError("'NoneType' object has no attribute 'draft_config'")
+        if neuron.on_device_sampling_config is None:
+            raise AttributeError("'NoneType' object has no attribute 'do_sample'")
+        drafting = fused.draft_config.neuron_config
+        if fake_nxdi.strict() and (drafting.enable_fused_speculation or drafting.speculation_length):
+            fake_nxdi.refuse("3.1", "the draft's NeuronConfig is the model's, with both kinds of speculation off")
+        if fused.draft_config.model_type == "llama" and not isinstance(drafting.attn_cls, str):
+            raise KeyError(drafting.attn_cls)  # the NeuronConfig of another class
+
     def _submodel(self, tag: str) -> Submodel:
         config = copy.deepcopy(self.config)
         neuron = config.neuron_config
         context = tag == CONTEXT
         neuron.batch_size = neuron.ctx_batch_size if context else neuron.tkg_batch_size
-        neuron.n_active_tokens = neuron.max_context_length if context else neuron.speculation_length or 1
+        fed = 1 if tag == FUSED else neuron.speculation_length or 1
+        neuron.n_active_tokens = neuron.max_context_length if context else fed
         neuron.bucket_n_active_tokens = neuron.is_prefill_stage = context
         neuron.buckets = buckets.context_buckets(neuron) if context else buckets.decode_buckets(neuron)
         return Submodel(config, tag)
@@ -336,6 +363,8 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
     def _model_for(self, call: Call, context: bool) -> Submodel:
         if context:
             return self.context_encoding_model
+        if self.neuron_config.enable_fused_speculation:
+            return self.fused_spec_model
         verifies = self.neuron_config.speculation_length == call.ids.shape[-1]
         return self.speculation_model if verifies else self.token_generation_model
 
@@ -387,6 +416,10 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
     def _check_sampling(self, parameters: torch.Tensor) -> None:
         config = self.neuron_config.on_device_sampling_config
         top_k, temperature = parameters[:, 0], parameters[:, 2]
+        if self.neuron_config.enable_fused_speculation and not config.do_sample:
+            if bool(((top_k != 1) & (temperature != 0)).any()):
+                fake_nxdi.refuse("3.4", "a verification takes the likeliest tokens and ignores sampling_params")
+            return
         if config.do_sample or config.dynamic:
             if bool(((top_k <= 0) & (temperature > 0)).any()):
                 fake_nxdi.refuse("20-11", "top_k 0 or -1 draws uniformly from the candidates")
@@ -394,6 +427,13 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             fake_nxdi.refuse("6", "the graph takes the likeliest token and ignores sampling_params")
 
     def _constructed(self, outputs: Any) -> CausalLMOutputWithPast:
+        if self.neuron_config.enable_fused_speculation:
+            found = CausalLMOutputWithPast(logits=None, hidden_states=outputs, attentions=None)
+            found.fused_outputs = outputs
+            found.async_should_stop = self.async_should_stop
+            if fake_nxdi.has(9):
+                found.captured_tensors = None
+            return found
         if self.on_device_sampling and self.neuron_config.output_logits:
             tokens, logits = outputs[:2][0], outputs[:2][1]
             found = CausalLMOutputWithPast(logits=logits, hidden_states=[], attentions=None)
@@ -408,6 +448,8 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         return found
 
     def get_generation_model(self) -> Submodel:
+        if self.neuron_config.enable_fused_speculation:
+            return self.fused_spec_model
         return self.speculation_model if self.neuron_config.speculation_length else self.token_generation_model
 
     def get_required_kwargs(self) -> list[str]:
@@ -429,6 +471,10 @@ def inferred_mask(positions: torch.Tensor) -> torch.Tensor:
         return (positions >= torch.arange(width)).to(positions.dtype)
     longest = int(positions.max())
     return (positions.expand(rows, longest) - 1 >= torch.arange(longest)).to(positions.dtype)
+
+
+def _of_model(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 def _splits(name: str, tensor: torch.Tensor, parts: list[Any]) -> bool:

@@ -18,6 +18,8 @@ CONTEXT = "context_encoding_model"
 TOKEN = "token_generation_model"
 SPECULATION = "speculation_model"
 """Computes several tokens of each row, in place of `TOKEN`."""
+FUSED = "fused_speculation_model"
+"""The same, with the model that makes the drafts in the graph."""
 MASK_PAD = 128
 """Positions that `apply_seq_ids_mask` adds to each line, for what inactive rows write."""
 
@@ -68,6 +70,8 @@ class Plan:
     """See `lora.facts_of`."""
     speculation: int = 0
     """Tokens of each row of a decode step, the last ones drafts; 0: one, and no graphs for several."""
+    draft: Shape | None = None
+    """The model that makes the drafts; None: the caller does."""
 
     @property
     def line_length(self) -> int:
@@ -94,7 +98,13 @@ class Plan:
     @property
     def num_cache_bytes(self) -> int:
         width = {"float32": 4}.get(self.dtype, 2)
-        return 2 * self.decoder.layers * math.prod(self.cache_shape) * width
+        drafts = 0 if self.draft is None else math.prod(self.draft_cache_shape) * self.draft.layers
+        return 2 * (self.decoder.layers * math.prod(self.cache_shape) + drafts) * width
+
+    @property
+    def draft_cache_shape(self) -> tuple[int, ...]:
+        assert self.draft is not None
+        return (self.lines, self.draft.kv_heads, self.line_length, self.draft.head_size)
 
 
 def as_json(plan: Plan, graphs: list[Graph]) -> dict[str, Any]:
@@ -103,7 +113,9 @@ def as_json(plan: Plan, graphs: list[Graph]) -> dict[str, Any]:
 
 def from_json(document: dict[str, Any]) -> tuple[Plan, list[Graph]]:
     plan = dict(document["plan"])
-    return Plan(**{**plan, "decoder": Shape(**plan["decoder"])}), [Graph(**graph) for graph in document["graphs"]]
+    draft = Shape(**plan["draft"]) if plan["draft"] else None
+    plan |= {"decoder": Shape(**plan["decoder"]), "draft": draft}
+    return Plan(**plan), [Graph(**graph) for graph in document["graphs"]]
 
 
 def plan_of(config: Any, platform: str) -> Plan:
@@ -149,6 +161,7 @@ def plan_of(config: Any, platform: str) -> Plan:
         platform=platform,
         lora=lora.facts_of(neuron),
         speculation=neuron.speculation_length,
+        draft=shape_of(config.fused_spec_config.draft_config) if neuron.enable_fused_speculation else None,
     )
 
 
@@ -157,7 +170,9 @@ def trace(plan: Plan, tag: str, buckets: list[Any], rows: int) -> list[Graph]:
     context = tag == CONTEXT
     if context and plan.layout == "slots" and plan.continuous and rows != 1:
         raise AssertionError("only supports single seq_id")
-    if plan.speculation and plan.layout == "blocks":
+    if plan.draft is not None:
+        _trace_drafts(plan)
+    elif plan.speculation and plan.layout == "blocks":
         raise RuntimeError("verification over blocks: the shape of slot_mapping does not fit (section 13)")
     if plan.speculation and plan.lora:
         raise AttributeError("'NoneType' object has no attribute 'shape' (adapters with speculation, 3.5)")
@@ -168,7 +183,8 @@ def trace(plan: Plan, tag: str, buckets: list[Any], rows: int) -> list[Graph]:
             width = keys if context else plan.speculation or 1
             if context and width == plan.speculation:
                 raise RuntimeError(f"a context bucket of {width} tokens is taken for a verification (3.2)")
-            found.append(Graph(tag=tag, rows=count, width=width, keys=keys, shapes=_line_shapes(count, width, keys)))
+            fed = 1 if tag == FUSED else width
+            found.append(Graph(tag=tag, rows=count, width=width, keys=keys, shapes=_line_shapes(count, fed, keys)))
             continue
         active, prefix = bucket
         if prefix % plan.block_size:
@@ -184,6 +200,20 @@ def trace(plan: Plan, tag: str, buckets: list[Any], rows: int) -> list[Graph]:
             Graph(tag=tag, rows=rows, width=width, keys=prefix, shapes=_block_shapes(plan, rows, width, prefix))
         )
     return found
+
+
+def _trace_drafts(plan: Plan) -> None:
+    """What tracing a graph with two models raises."""
+    assert plan.draft is not None
+    assert plan.sampling is not None
+    if plan.layout == "blocks":
+        raise NotImplementedError("the fake has no drafts of a device over blocks")
+    if plan.output_logits:
+        raise RuntimeError("the alias of the draft's cache points at logits (3.4)")
+    if plan.sampling["do_sample"]:
+        raise IndexError("index 1 is out of bounds for dimension 1 with size 1 (FIXME at 1162)")
+    if plan.draft.vocabulary != plan.decoder.vocabulary:
+        raise IndexError("index out of range in self (another vocabulary, 3.1)")
 
 
 def _line_shapes(rows: int, width: int, keys: int) -> Shapes:

@@ -20,7 +20,7 @@ from fake_nxdi import device, sampler
 from fake_nxdi.decoder import Decoder, Layer
 from fake_nxdi.ledger import COPY, NEVER, ROOT, RULES, TAIL, WARM, Ledger, numbers
 from fake_nxdi.lora import Seats
-from fake_nxdi.plan import CONTEXT, SPECULATION, Graph, Plan
+from fake_nxdi.plan import CONTEXT, FUSED, SPECULATION, Graph, Plan
 
 Tensors = list[torch.Tensor]
 
@@ -59,13 +59,17 @@ class Later:
 
 
 class Program:
-    def __init__(self, plan: Plan, graphs: list[Graph], decoder: Decoder) -> None:
+    def __init__(self, plan: Plan, graphs: list[Graph], decoder: Decoder, draft: Decoder | None = None) -> None:
         self.plan = plan
         self.decoder = decoder
+        self.draft = draft
         self._by_shapes = {_key(graph.shapes): graph for graph in graphs}
         dtype = getattr(torch, plan.dtype)
         # Keys at even places, values at odd ones.
         self.past = [torch.zeros(plan.cache_shape, dtype=dtype) for _ in range(2 * plan.decoder.layers)]
+        self.draft_past: Tensors = []
+        if plan.draft is not None:
+            self.draft_past = [torch.zeros(plan.draft_cache_shape, dtype=dtype) for _ in range(2 * plan.draft.layers)]
         num_places = (
             plan.lines * plan.line_length if plan.layout == "slots" else (plan.num_blocks + 1) * plan.block_size
         )
@@ -89,9 +93,13 @@ class Program:
         inputs = [*inputs[:4], _as_float32(inputs[4]), *inputs[5:]]
         try:
             with torch.inference_mode():
+                if graph.tag == FUSED:
+                    inputs = self._with_drafts(graph, inputs)
                 hidden = self._compute(graph, inputs, notes)
                 logits = self.decoder.logits(hidden)
                 result = logits
+                if graph.tag == FUSED:
+                    return Later(self._accepted(logits.argmax(-1), inputs), ready_at, inputs[0], inputs[2])
                 if self.plan.sampling is not None and graph.tag == SPECULATION:
                     result = self._likeliest(logits)
                 elif self.plan.sampling is not None:
@@ -102,6 +110,8 @@ class Program:
             self.scramble()
             raise device.nrt_error(f"nrt_execute of {graph.name} ({error})", 1006) from error
         outputs = [result, logits] if self.plan.output_logits else [result]
+        if self.draft is not None:
+            outputs = self._first(result, inputs)
         return Later(outputs, ready_at, inputs[0], inputs[2])
 
     def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
@@ -112,9 +122,56 @@ class Program:
             fake_nxdi.refuse("3.4", "a verification takes the likeliest tokens and ignores sampling_params")
         return logits.argmax(-1).to(torch.int32)
 
+    # With a model that makes drafts
+
+    def _with_drafts(self, graph: Graph, inputs: Tensors) -> Tensors:
+        """The inputs of a verification, with the drafts that the second model makes of a decode call's."""
+        assert self.draft is not None
+        ids, mask, positions, *others = inputs
+        fed, seen = [ids], mask.bool()
+        lines = torch.arange(graph.rows)
+        # The last run only fills the cache.
+        for ahead in range(graph.width):
+            at = positions + ahead
+            before = [
+                (self.draft_past[2 * layer][:, :, : graph.keys], self.draft_past[2 * layer + 1][:, :, : graph.keys])
+                for layer in range(self.draft.shape.layers)
+            ]
+            own = torch.ones(graph.rows, 1, 1, dtype=torch.bool)
+            hidden, new = self.draft.forward(fed[-1], at, before, torch.cat((seen[:, None], own), dim=2))
+            for layer, pair in enumerate(new):
+                for cache, values in zip(self.draft_past[2 * layer : 2 * layer + 2], pair, strict=True):
+                    cache[lines[:, None], :, at.long()] = values.transpose(1, 2)
+            seen = seen.clone()
+            seen[:, at.long().flatten()] = True  # each row's place is opened to all rows (3.3)
+            fed.append(self.draft.logits(hidden).argmax(-1).to(torch.int32))
+        return [torch.cat(fed[:-1], dim=1), mask, positions + torch.arange(graph.width, dtype=torch.int32), *others]
+
+    def _accepted(self, likeliest: torch.Tensor, inputs: Tensors) -> Tensors:
+        """Tokens up to the first that differs from its draft, and the token, mask and position of the next step."""
+        fed, mask, positions = inputs[0], inputs[1], inputs[2]
+        count = 1 + (fed[:, 1:] == likeliest[:, :-1]).int().cumprod(dim=1).sum(dim=1, keepdim=True)
+        place = torch.arange(likeliest.shape[1])
+        accepted = torch.where(place < count, likeliest, self._filler).to(torch.int32)
+        following = (positions[:, :1] + count).to(torch.int32)
+        seen = (torch.arange(mask.shape[1]) < following).to(torch.int32)
+        return [accepted, accepted.gather(1, count - 1), seen, following]
+
+    def _first(self, tokens: torch.Tensor, inputs: Tensors) -> Tensors:
+        """The same of prompts."""
+        accepted = torch.full((len(tokens), self.plan.speculation), self._filler, dtype=torch.int32)
+        accepted[:, 0] = tokens
+        following = inputs[1].sum(dim=1, keepdim=True).to(torch.int32)
+        seen = (torch.arange(self.plan.max_length) < following).to(torch.int32)
+        return [accepted, accepted[:, :1], seen, following]
+
+    @property
+    def _filler(self) -> int:
+        return -1 if self.plan.release >= 8 else 0
+
     def scramble(self) -> None:
         """After an error nobody knows what the device's memory holds."""
-        for tensor in self.past:
+        for tensor in (*self.past, *self.draft_past):
             tensor.copy_(torch.randn(tensor.shape))
 
     def _compute(self, graph: Graph, inputs: Tensors, notes: Notes) -> torch.Tensor:
@@ -128,7 +185,7 @@ class Program:
         else:
             prefill, decode = self._prefill_blocks, self._decode_blocks
         hidden = (prefill if graph.tag == CONTEXT else decode)(graph, inputs, notes)
-        if graph.width == 1 or graph.tag == SPECULATION:
+        if graph.width == 1 or graph.tag in (SPECULATION, FUSED):
             return hidden
         last = inputs[2].max(dim=1).indices
         return hidden[torch.arange(len(last)), last][:, None]
@@ -142,9 +199,13 @@ class Program:
         hidden, new = self.decoder.forward(ids, positions, None, causal)
         lines = seq_ids.long() if self.plan.continuous else torch.arange(graph.rows)
         self._check_prompts(ids, positions, lines.tolist(), seq_ids.tolist(), notes)
-        for (keys, values), layer in zip(new, range(self.plan.decoder.layers), strict=True):
-            self.past[2 * layer][lines, :, :width] = keys
-            self.past[2 * layer + 1][lines, :, :width] = values
+        written = [(self.past, new)]
+        if self.draft is not None:
+            written.append((self.draft_past, self.draft.forward(ids, positions, None, causal)[1]))
+        for past, of_layers in written:
+            for layer, (keys, values) in enumerate(of_layers):
+                past[2 * layer][lines, :, :width] = keys
+                past[2 * layer + 1][lines, :, :width] = values
         return hidden
 
     def _check_prompts(
@@ -352,11 +413,13 @@ class Program:
     ) -> None:
         """Each real row attends one sequence, and all of it; notes what they write. `rows`: places read, written."""
         tokens, at = [tuple(row) for row in ids.tolist()], positions[:, 0].tolist()
+        # Drafts of the device are not the caller's: in a copied row they follow what the line held.
+        given = [row[:1] for row in tokens] if self.draft is not None else tokens
         broken = [
             self.ledger.broken_at(places) if real else 0 for (places, _), real in zip(rows, notes.real, strict=True)
         ]
         good = {
-            (tokens[row], at[row])
+            (given[row], at[row])
             for row, index in enumerate(broken)
             if notes.real[row] and (index < 0 or int(self.ledger.why[rows[row][0][index]]) in (NEVER, WARM))
         }
@@ -382,7 +445,7 @@ class Program:
                 why = int(self.ledger.why[places[broken[row]]])
                 if why in (NEVER, WARM):
                     self.ledger.spoil(spot, WARM)
-                elif (tokens[row], at[row]) in good or (notes.copies and notes.copies[row]):
+                elif (given[row], at[row]) in good or (notes.copies and notes.copies[row]):
                     # A copy of another row, by which the caller fills a free line.
                     self.ledger.spoil(spot, COPY)
                 else:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import fake_nxdi
-from fake_nxdi.plan import CONTEXT, SPECULATION, TOKEN
+from fake_nxdi.plan import CONTEXT, FUSED, SPECULATION, TOKEN
 from fake_nxdi.program import Later, Notes, Program
 
 
@@ -113,7 +113,8 @@ class Submodel:
     @property
     def _lists_outputs(self) -> bool:
         neuron = self.neuron_config
-        return bool(neuron.on_device_sampling_config and neuron.output_logits and neuron.is_continuous_batching)
+        logits = neuron.on_device_sampling_config and neuron.output_logits and neuron.is_continuous_batching
+        return bool(neuron.enable_fused_speculation or logits)
 
     def _alone(self, call: Call) -> Call:
         """A row without the padding that the longest row of its call gave it."""
@@ -141,7 +142,7 @@ class Submodel:
         if neuron.async_mode:
             return outputs
         found = outputs.wait()
-        return found if neuron.output_logits else found[0]
+        return found if neuron.output_logits or neuron.enable_fused_speculation else found[0]
 
     def _inputs(self, call: Call) -> list[torch.Tensor]:
         first = [call.ids, call.mask, call.positions, call.seq_ids, call.sampling]
@@ -235,7 +236,7 @@ class Submodel:
 
     def _bucket(self, call: Call, fit: str) -> Any:
         length = int(call.mask.shape[1])
-        needed = length + (self.neuron_config.speculation_length if self.tag == SPECULATION else 0)
+        needed = length + (self.neuron_config.speculation_length if self.tag in (SPECULATION, FUSED) else 0)
         buckets = self.neuron_config.buckets
         if self.chooses_rows:
             if fit != "first_fit":

@@ -1,0 +1,257 @@
+"""Drafts that a second model makes within the graphs of NxD Inference: every answer is as without them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from helpers.engine_driver import OfTheDevice
+from helpers.nxdi import Mode
+from helpers.nxdi_engine import (
+    BLOCKS,
+    SLOTS,
+    TARGET,
+    Model,
+    backend_for,
+    drafts_by,
+    library,
+    refusals,
+    settings_for,
+)
+from neuron_runtime.backend import nxdi
+from neuron_runtime.backend.nxdi.buckets import all_graphs, limits_of
+from neuron_runtime.backend.nxdi.foreign import differences
+from neuron_runtime.backend.nxdi.graph_plan import plan_of
+from neuron_runtime.config import parse_config
+from neuron_runtime.core import Request, Sampling
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.errors import InvalidConfig
+
+DRAFT: dict[str, Any] = {"speculation": {"method": "Draft", "numTokens": 3, "model": {"uri": "file:///d"}}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    return {family: Model(tmp_path_factory.mktemp(family) / "model", family) for family in ("Llama", "Qwen3")}
+
+
+@pytest.fixture(autouse=True)
+def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BASE_COMPILE_WORK_DIR", str(tmp_path / "work"))
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "1")
+
+
+def some_requests(random: Random, model: Model, length: int, count: int) -> list[Request]:
+    """Some reach the model's length; lengths of prompts are around the number of drafts, too."""
+    size, found = model.config["vocab_size"], []
+    for number in range(count):
+        prompt = tuple(random.randrange(size) for _ in range(random.choice((1, 3, 4, 5, 33, 60))))
+        most = random.choice((1, 9, 20, length - len(prompt)))
+        found.append(Request(f"{number}", prompt, Sampling(max_tokens=most, temperature=0.0)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("version", "mode", "draft", "rows"),
+    [("0.9", "strict", "Llama", 4), ("0.7", "damage", "Llama", 1), ("0.9", "damage", "Qwen3", 4)],
+)
+def test_an_answer_is_as_without_the_drafts_of_a_second_model(
+    models: dict[str, Model], tmp_path: Path, *, version: str, mode: Mode, draft: str, rows: int
+) -> None:
+    """With itself for a draft model alone, a row has all drafts accepted."""
+    model, second = models["Llama"], models[draft]
+    document = {**SLOTS, "limits": {"maxSequences": rows, "maxModelLength": 96}, "buckets": {"context": [32, 64, 96]}}
+    with library(version, mode):
+        settings = settings_for(model, **document, **drafts_by(second, 3))
+        requests = some_requests(Random(5), model, settings.max_model_length, 9)
+        backend = backend_for(model, settings, tmp_path / "artifact", second)
+        backend.warm_up(lambda stage, share: None)
+        drafting = OfTheDevice(backend.limits)
+        engine, random, waiting = Engine(backend, drafting=drafting), Random(3), requests[:]
+        answers: dict[str, list[int]] = {one.request_id: [] for one in requests}
+        while waiting or engine.has_work:
+            if waiting and random.random() < 0.3:
+                engine.add(waiting.pop(0))
+            for event in engine.step():
+                answers[event.request_id] += event.token_ids
+        engine.close()
+        backend.close()
+    for one in requests:
+        assert len(answers[one.request_id]) == one.sampling.max_tokens
+        model.check(one, answers[one.request_id])
+    share = sum(accepted for _, accepted in drafting.learned) / sum(count for count, _ in drafting.learned)
+    # Several rows open their places to one another's drafts.
+    assert share < 0.3 if draft != "Llama" else share > 0.99 if rows == 1 else 0.3 < share < 0.99
+
+
+def config_of(model: Path, draft: Path, **document: Any) -> Any:
+    base = {"version": 1, "model": {"uri": model.as_uri()}, "servedNames": ["m"], "backend": "nxdi", "compile": True}
+    base |= {"dtype": "float32", "limits": {"maxSequences": 2, "maxModelLength": 96}}
+    base["speculation"] = {"method": "Draft", "numTokens": 2, "model": {"uri": draft.as_uri()}}
+    return parse_config(msgspec.json.encode(base | document))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_both_models_are_compiled_into_one_artifact_and_loaded(
+    sharded: bool, models: dict[str, Model], tmp_path: Path
+) -> None:
+    model, draft, folder = models["Qwen3"], models["Llama"], tmp_path / "artifact"
+    with library():
+        config = config_of(
+            model.folder, draft.folder, overrideNeuronConfig={"save_sharded_checkpoint": True} if sharded else {}
+        )
+        compiler = nxdi.compiler(config, model.folder)
+        folder.mkdir()
+        for unit in compiler.graphs():
+            unit.compile(folder)
+        compiler.check(folder)
+        backend = nxdi.load_backend(model.folder, config, lambda stage, share: None, folder)
+        engine = Engine(backend, drafting=OfTheDevice(backend.limits))
+        request = Request("r", (5, 7, 11), Sampling(max_tokens=40, temperature=0.0))
+        engine.add(request)
+        answer: list[int] = []
+        while engine.has_work:
+            answer += [token for event in engine.step() for token in event.token_ids]
+        engine.close()
+        backend.close()
+    model.check(request, answer)
+
+
+def test_the_key_has_the_draft_models_shape_but_not_its_weights(models: dict[str, Model], tmp_path: Path) -> None:
+    model, draft = models["Llama"], models["Qwen3"].folder
+    other = tmp_path / "other"
+    shutil.copytree(draft, other)
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    deeper = tmp_path / "deeper"
+    shutil.copytree(draft, deeper)
+    document = json.loads((deeper / "config.json").read_text())
+    (deeper / "config.json").write_text(json.dumps(document | {"num_hidden_layers": 7}))
+    with library():
+        first, same, another = (
+            nxdi.compiler(config_of(model.folder, one), model.folder).needs for one in (draft, other, deeper)
+        )
+        shards = {"overrideNeuronConfig": {"save_sharded_checkpoint": True}}
+        held, not_same = (
+            nxdi.compiler(config_of(model.folder, one, **shards), model.folder).needs for one in (draft, other)
+        )
+    assert first == same != another
+    assert held != not_same
+
+
+def test_graphs_are_longer_than_the_promised_length_and_the_device_is_greedy(models: dict[str, Model]) -> None:
+    settings = settings_for(models["Llama"], **SLOTS, **drafts_by(models["Qwen3"], 3))
+    length = settings.max_model_length
+    assert settings.neuron_config["seq_len"] == settings.token_buckets[-1] == length + 3
+    assert settings.neuron_config["speculation_length"] == 4
+    assert settings.neuron_config["enable_fused_speculation"] is True
+    assert settings.neuron_config["on_device_sampling_config"] == {"do_sample": False, "dynamic": False}
+    limits = limits_of(settings, 600.0)
+    assert (limits.max_model_length, limits.max_drafts, limits.sampling) == (length, 3, "Device")
+    assert limits.greedy_only
+    assert not limits_of(replace(settings, draft=None), 600.0).greedy_only
+    decodes = [graph.name for graph in all_graphs(settings) if graph.name.startswith("decode")]
+    assert all(name.endswith("_of_4") for name in decodes)
+
+
+def test_a_plan_counts_the_cache_of_the_draft_model(models: dict[str, Model]) -> None:
+    model, draft = models["Llama"], models["Qwen3"]
+    with_draft = config_of(model.folder, draft.folder, layout="slots")
+    plain = msgspec.structs.replace(with_draft, speculation=type(with_draft.speculation)())
+    alone = plan_of(plain, model.config, TARGET).cache_bytes
+    other = plan_of(plain, draft.config, TARGET).cache_bytes
+    assert plan_of(with_draft, model.config, TARGET, draft=draft.config).cache_bytes == alone + other
+
+
+def test_graphs_with_another_draft_model_that_others_compiled_do_not_fit(
+    models: dict[str, Model], tmp_path: Path
+) -> None:
+    model = models["Llama"]
+    deep = {**models["Qwen3"].config, "num_hidden_layers": 7}
+    with library():
+        settings = settings_for(model, **SLOTS, **drafts_by(models["Qwen3"], 3))
+        backend_for(model, settings, tmp_path / "theirs", models["Qwen3"]).close()
+    assert differences(settings, model.config, tmp_path / "theirs") == []
+    assert settings.draft is not None
+    deeper = replace(settings, draft=replace(settings.draft, config=deep))
+    assert differences(deeper, model.config, tmp_path / "theirs") == [
+        f"num_hidden_layers of the draft model: {models['Qwen3'].config['num_hidden_layers']} instead of 7"
+    ]
+    plain = settings_for(model, **SLOTS)
+    assert "enable_fused_speculation: true instead of false" in differences(plain, model.config, tmp_path / "theirs")
+
+
+def test_a_draft_model_that_is_elsewhere_is_named(models: dict[str, Model]) -> None:
+    config = config_of(models["Llama"].folder, Path("/d"))
+    elsewhere = replace_uri(config, "hf://org/draft")
+    with library(), pytest.raises(InvalidConfig, match="is not on this machine: fetch it"):
+        nxdi.compiler(elsewhere, models["Llama"].folder)
+
+
+def replace_uri(config: Any, uri: str) -> Any:
+    source = msgspec.structs.replace(config.speculation.model, uri=uri)
+    return msgspec.structs.replace(config, speculation=msgspec.structs.replace(config.speculation, model=source))
+
+
+@pytest.mark.parametrize(
+    ("document", "path", "message"),
+    [
+        ({**BLOCKS}, "$.layout", "blocks cannot be combined with drafts"),
+        ({"sampling": "Host"}, "$.sampling", "returns no logits: set Device, or method NGram"),
+        ({"sampling": "DeviceWithLogits"}, "$.sampling", "returns no logits: set Device, or method NGram"),
+        (
+            {"overrideNeuronConfig": {"output_logits": True}},
+            "$.sampling",
+            "returns no logits: set Device, or method NGram",
+        ),
+        (
+            {"overrideNeuronConfig": {"on_device_sampling_config": {"do_sample": True}}},
+            "$.overrideNeuronConfig.on_device_sampling_config",
+            "keeps drafts by the likeliest token alone",
+        ),
+        ({"asyncMode": True}, "$.asyncMode", "asyncMode cannot be combined with drafts"),
+        ({"adapters": {"maxActive": 2}}, "$.adapters.maxActive", "adapters cannot be combined with drafts"),
+        ({"limits": {"maxSequences": 4}, "buckets": {"sequences": [1, 2]}}, "$.buckets.sequences", "with drafts"),
+        ({"buckets": {"context": [4, 128]}}, "$.buckets.context", "takes a prompt of 4 tokens for a row"),
+        ({"draft": {"vocab_size": 90}}, "$.speculation.model.uri", "it has 90 tokens, and the model 100"),
+        ({"draft": {"intermediate_size": 63}, "parallelism": {"tensor": 2}}, "$.speculation.model.uri", "to 2 cores"),
+        (
+            {"draft": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}},
+            "$.speculation.model.uri",
+            "is a mixtral, which is not known to make drafts",
+        ),
+        (
+            {"draft": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}},
+            "$.speculation.model.uri",
+            "must not end within the 512 positions",
+        ),
+        (
+            {"overrideNeuronConfig": {"is_chunked_prefill": True}},
+            "$.overrideNeuronConfig.is_chunked_prefill",
+            "chunked prefill of NxD Inference, which does not work",
+        ),
+        (
+            {"overrideNeuronConfig": {"enable_fused_speculation": False}},
+            "$.overrideNeuronConfig.enable_fused_speculation",
+            "the other settings make it True",
+        ),
+        (
+            {"overrideNeuronConfig": {"token_tree_config": {"0": [1]}}},
+            "$.overrideNeuronConfig.token_tree_config",
+            "is not supported yet",
+        ),
+    ],
+)
+def test_what_the_library_cannot_combine_with_a_draft_model_is_refused(
+    document: dict[str, Any], path: str, message: str
+) -> None:
+    found = refusals({**DRAFT, **document})
+    assert list(found) == [path]
+    assert message in found[path]
