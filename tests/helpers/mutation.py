@@ -27,6 +27,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, where: str, operator: Operator) -> N
     function: Any = module
     for name in qualified.split("."):
         function = inspect.getattr_static(function, name)
+    function = inspect.unwrap(function)
     assert isinstance(function, FunctionType), where
     tree = ast.parse(inspect.getsource(module))
     operator(_definition(tree, qualified.split(".")))

@@ -151,13 +151,17 @@ def test_tokens_verified_at_once_are_those_chosen_one_at_a_time(seed: int) -> No
     assert num_verified > 0
 
 
-def test_tokens_of_a_row_with_drafts_have_the_distribution_of_the_model() -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "temperature"),
+    [(5000, 1.0), *(pytest.param(100_000, one, marks=pytest.mark.long) for one in (0.7, 1.0, 1.5))],
+)
+def test_tokens_of_a_row_with_drafts_have_the_distribution_of_the_model(num_rows: int, temperature: float) -> None:
     """Its first token, and the second one behind an accepted draft, by chi-square."""
-    num_rows, size = 5000, 6
+    size = 6
     logits = torch.tensor([[1.0, 0.5, 0.0, -0.5, 1.5, -1.0], [0.0, 2.0, 1.0, -1.0, 0.5, 0.0]])
     sampler = HostSampler(np.zeros((num_rows, 4), dtype=np.int32), size)
     for seed in range(num_rows):
-        sampler.add(Added(seed, (1,), 1, Sampling(temperature=1.0, seed=seed), (seed,)))
+        sampler.add(Added(seed, (1,), 1, Sampling(temperature=temperature, seed=seed), (seed,)))
     ones = np.ones(num_rows, dtype=int)
     found = sampler.verify(
         logits.repeat(num_rows, 1), np.arange(num_rows), ones, np.full((num_rows, 1), 4), ones
@@ -165,7 +169,7 @@ def test_tokens_of_a_row_with_drafts_have_the_distribution_of_the_model() -> Non
     first = np.bincount([tokens[0] for tokens in found], minlength=size)
     second = np.bincount([tokens[1] for tokens in found if tokens[0] == 4], minlength=size)
     assert sum(map(len, found)) == first.sum() + second.sum()
-    for counts, share in zip((first, second), logits.double().softmax(-1).numpy(), strict=True):
+    for counts, share in zip((first, second), (logits.double() / temperature).softmax(-1).numpy(), strict=True):
         expected = share * counts.sum()
         assert ((counts - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom: one in a thousand
 
