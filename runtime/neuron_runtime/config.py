@@ -151,7 +151,7 @@ class DraftSource(Document, frozen=True, kw_only=True):
     uri: Annotated[
         str, "`Draft`: a smaller model with the same tokens; `Eagle`: a head for this model; as `model.uri`", COMPILED
     ] = ""
-    digest: Annotated[str, "As `model.digest`"] = ""
+    digest: Annotated[str, "As `model.digest`", COMPILED] = ""
 
 
 class Speculation(Document, frozen=True, kw_only=True):

@@ -125,7 +125,13 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "serving.tokenGenerationBuckets": lists_of(1, 2, 3),
     "serving.adapters": some_of(maxActive=2, maxRank=8, maxLoaded=1, targets=["q_proj"])
     | st.builds(lambda targets: {"maxActive": 2, "targets": targets}, lists_of("q_proj", "v_proj")),
-    "serving.speculation": some_of(method="NGram", numTokens=2, minMatch=3, maxMatch=2),
+    "serving.speculation": some_of(method="NGram", numTokens=2, minMatch=3, maxMatch=2)
+    | st.builds(
+        lambda method, drafts, uri: {**method, **drafts, "model": {"uri": uri}},
+        st.sampled_from([{"method": "Draft"}, {"method": "NGram"}]),
+        some_of(numTokens=2, minMatch=3),
+        st.sampled_from(["hf://a/b", "file:./a", "hf:a", "s3://bucket/../a", "hf://a/b--c"]),
+    ),
     "engine.env": st.lists(
         st.builds(
             lambda name, value, source: {"name": name, **value, **source},

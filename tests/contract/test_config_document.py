@@ -40,6 +40,7 @@ from neuron_runtime.backend.optimum.settings import COMPILE_TARGETS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
 from neuron_runtime.backend.transformers_neuronx import settings as transformers_neuronx
 from neuron_runtime.commands.command_line import build_parser
+from neuron_runtime.engine.backends import PACKAGES, package_of
 from neuron_runtime.server.adapter_list import MAX_ENTRIES, ListFile, Wanted
 from neuron_runtime.server.exchange import OPEN_PATHS
 from neuron_runtime.server.objects import AdapterState, AdapterStates, StateName
@@ -135,6 +136,25 @@ def test_operator_and_runtime_agree_on_what_a_compiled_artifact_depends_on(
     document = operator.config_document(model, KNOWN, TRN2 if backend == "nxdi" else None)
     part = runtime.parse_config(operator.to_json(operator.compiled_part(document)).encode())
     assert part == compiled_part(runtime.parse_config(operator.to_json(document).encode()))
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_the_operator_knows_the_drafts_of_a_backend(backend: str) -> None:
+    assert {*ENGINES[backend].drafts} == {*package_of(backend).DRAFT_METHODS}
+    assert ENGINES[backend].honours("serving.speculation") == bool(ENGINES[backend].drafts)
+
+
+def test_the_runtime_reads_which_model_makes_drafts() -> None:
+    drafting = {"method": "Draft", "model": {"uri": "hf://org/small"}}
+    spec = {**SPEC, "serving": {"speculation": drafting}}
+    facts = msgspec.structs.replace(KNOWN, draft=msgspec.structs.replace(KNOWN, digest="sha256:small"))
+    document = operator.config_document(parse(body(spec)), facts)
+    read = runtime.parse_config(operator.to_json(document).encode())
+    source = runtime.DraftSource(uri="hf://org/small", digest="sha256:small")
+    assert read.speculation == runtime.Speculation(method="Draft", model=source)
+    assert operator.compiled_part(document)["speculation"]["model"] == drafting["model"] | {"digest": "sha256:small"}
+    part = runtime.parse_config(operator.to_json(operator.compiled_part(document)).encode())
+    assert part == compiled_part(read)
 
 
 def test_the_runtime_reads_how_drafts_are_made() -> None:

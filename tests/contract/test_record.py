@@ -110,7 +110,8 @@ def test_the_operator_recognises_the_progress_lines_of_the_runtime(capsys: pytes
 
 def test_operator_and_runtime_use_the_same_record_fields_and_version() -> None:
     assert Record.__struct_encode_fields__ == runtime.Record.__struct_encode_fields__
-    assert Facts.__struct_encode_fields__ == runtime.ModelFacts.__struct_encode_fields__
+    # The operator adds the facts of the draft model, which another Job reports.
+    assert Facts.__struct_encode_fields__ == (*runtime.ModelFacts.__struct_encode_fields__, "draft")
     assert StoredWeights.__struct_encode_fields__ == runtime.StoredWeights.__struct_encode_fields__
     assert StoredArtifact.__struct_encode_fields__ == runtime.StoredArtifact.__struct_encode_fields__
     assert AdapterFacts.__struct_encode_fields__ == runtime.AdapterFacts.__struct_encode_fields__

@@ -36,6 +36,7 @@ FAILURES = {one.name: one for one in msgspec.convert(yaml.safe_load(CASES.read_t
 
 OTHER_REASONS = {
     "AdapterMismatch": "neuron_runtime/test_adapters.py",
+    "DraftMismatch": "neuron_operator/test_draft_models.py",
     "TooManyAdapters": "neuron_operator/test_neuronadapter.py",
     "AdapterNotLoaded": "neuron_operator/test_neuronadapter.py",
     "AdapterNotSupported": "neuron_runtime/test_adapters.py",

@@ -219,15 +219,45 @@ class Adapters(SpecPart, frozen=True):
     ] = None
 
 
+class DraftModel(SpecPart, frozen=True):
+    """The model that makes drafts. It is resolved and fetched as the model is."""
+
+    uri: Annotated[
+        Uri,
+        "A smaller model with the tokens of the model, from any source that `model.uri` may have; in an image only if "
+        "that is the model's.",
+        ConfigKey("speculation.model.uri", compiled=True),
+    ]
+    credentials_secret_ref: Annotated[
+        CredentialsSecret | None,
+        "As that of `model`, which is the default. Another one needs a place of weights that pods share "
+        "(`storage.weights`), because each pod has one Secret.",
+    ] = None
+
+
+METHODS_WITH_MODEL = ("Draft", "Eagle")
+
+
 class Speculation(SpecPart, frozen=True):
     """[Speculative decoding](speculation.md): a step verifies guesses of an answer's next tokens (drafts). Answers stay
     the same. Without `method` there are no drafts."""
 
     RULES = (
         Rule(
-            "numTokens, minMatch and maxMatch require method",
+            "numTokens, minMatch, maxMatch and model require method",
             lambda self: self.method is not None or self == Speculation(),
-            "has(self.method) || !(has(self.numTokens) || has(self.minMatch) || has(self.maxMatch))",
+            "has(self.method) || !(has(self.numTokens) || has(self.minMatch) || has(self.maxMatch) || has(self.model))",
+        ),
+        Rule(
+            "model is required with Draft and Eagle, and only allowed with them",
+            lambda self: self.method is None or (self.method in METHODS_WITH_MODEL) == (self.model is not None),
+            f"!has(self.method) || (self.method in {[*METHODS_WITH_MODEL]}) == has(self.model)",
+        ),
+        Rule(
+            "minMatch and maxMatch are for the method NGram",
+            lambda self: self.method not in METHODS_WITH_MODEL or self.min_match is self.max_match is None,
+            f"!has(self.method) || !(self.method in {[*METHODS_WITH_MODEL]}) || "
+            "!(has(self.minMatch) || has(self.maxMatch))",
         ),
         Rule(
             "minMatch must be at most maxMatch",
@@ -239,12 +269,14 @@ class Speculation(SpecPart, frozen=True):
     method: Annotated[
         Literal["NGram", "Draft", "Eagle"] | None,
         "Where drafts come from. `NGram`: what followed the last tokens where the request had them before; this needs "
-        "no memory and no second model.",
+        "no memory and no second model. `Draft`: a smaller model, which runs on the devices of the replica, too "
+        f"(backends: {engines.with_drafts('Draft')}). `Eagle`: an EAGLE head of the model (backends: "
+        f"{engines.with_drafts('Eagle')}).",
         ConfigKey("speculation.method", compiled=True),
         Supported(
-            "set NGram: there are no draft models",
-            values=(None, "NGram"),
-            of=lambda spec: spec.serving.speculation.method,
+            "set NGram, or a backend that has the method, see docs/speculation.md",
+            values=(None,),
+            of=lambda spec: spec.drafts_not_honoured,
         ),
     ] = None
     num_tokens: Annotated[
@@ -262,6 +294,7 @@ class Speculation(SpecPart, frozen=True):
         "The same, at most; by default as `minMatch`, or 5.",
         ConfigKey("speculation.maxMatch"),
     ] = None
+    model: DraftModel | None = None
 
 
 class Serving(SpecPart, frozen=True):
@@ -779,6 +812,12 @@ class Spec(SpecPart, frozen=True):
         return self.serving.adapters.max_active is not None
 
     @property
+    def drafts_not_honoured(self) -> str | None:
+        """The method of drafts, if the engine has drafts but not this one."""
+        method, runs = self.serving.speculation.method, self.runs
+        return method if runs.drafts and method not in runs.drafts else None
+
+    @property
     def names_artifact(self) -> bool:
         """Whether replicas load a folder that a variable of the manifest names, or refuse to start."""
         return any(own.name == names.ARTIFACT_VARIABLE and own.value != "" for own in self.engine.env)
@@ -818,6 +857,22 @@ class NeuronModel:
     @cached_property
     def uri(self) -> ParsedUri:
         return ParsedUri.parse(self.spec.model.uri)
+
+    @cached_property
+    def draft(self) -> "NeuronModel | None":
+        """The manifest with the source of its draft model, which is resolved and fetched as a model; None: none."""
+        source = self.spec.serving.speculation.model
+        if source is None:
+            return None
+        secret = source.credentials_secret_ref or self.spec.model.credentials_secret_ref
+        change = msgspec.structs.replace
+        spec = change(
+            self.spec,
+            model=ModelSource(uri=source.uri, credentials_secret_ref=secret),
+            serving=change(self.spec.serving, speculation=Speculation()),
+            engine=change(self.spec.engine, application_class=None),
+        )
+        return dataclasses.replace(self, spec=spec)
 
 
 Others = TypeVarTuple("Others")

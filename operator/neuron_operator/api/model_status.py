@@ -75,6 +75,7 @@ class MemoryPlan(StatusPart, frozen=True):
     runtime_bytes: Int64 | None = None
     available_bytes: Int64 | None = None
     adapters_bytes: Int64 | None = None
+    draft_bytes: Annotated[Int64 | None, "Weights, cache and graphs of the draft model."] = None
 
 
 class Plan(StatusPart, frozen=True):
@@ -162,6 +163,7 @@ class Status(ObjectStatus, frozen=True):
         "The revisions that were wanted, the last one first.",
     ] = ()
     model: ModelFacts | None = None
+    draft: Annotated[ModelFacts | None, "The same of the draft model."] = None
     plan: Plan | None = None
     artifacts: Annotated[
         tuple[ArtifactStatus, ...],

@@ -53,10 +53,12 @@ class Row:
     """A retry with the same input would fail the same way, so the model is `Stalled`."""
     of_adapters: bool = False
     """Only a NeuronAdapter has it."""
+    of_models: bool = False
+    """None has it."""
 
     def is_of(self, condition: Condition) -> bool:
         """Whether the condition can have this reason."""
-        return condition in self.conditions or _ALIKE.get(condition) in self.conditions
+        return condition in self.conditions or (_ALIKE.get(condition) in self.conditions and not self.of_models)
 
     @property
     def of_pods(self) -> Condition:
@@ -340,6 +342,15 @@ class Reason(StrEnum):
         conditions=("ModelResolved",),
         exit_codes=(12,),
         final=True,
+    )
+    DRAFT_MISMATCH = Row(
+        "DraftMismatch",
+        "The draft model has not the tokens of the model, or is no model of the kind that `serving.speculation.method` "
+        "needs; the message has both sizes, or names what it is",
+        "Choose a draft model of the same family. Or set `method: NGram`, which needs none",
+        conditions=("ModelResolved",),
+        final=True,
+        of_models=True,
     )
     INVALID_MODEL = Row(
         "InvalidModel",

@@ -33,7 +33,7 @@ from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.groups import group_owner, rest_of
 from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.serving import Pace
-from neuron_operator.render.storage import check_source, own_claims
+from neuron_operator.render.storage import check_sources, own_claims
 from neuron_operator.why import status
 from neuron_operator.why.pods import (
     UNEXPLAINED_POD_SECONDS,
@@ -146,7 +146,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     revisions = observed.revisions.values()
     has_defaults = bool(settings.engine_defaults) or any(known.default_for for known in revisions)
     written = manifest.parse(world.body, has_defaults=has_defaults)
-    check_source(written, settings)
+    check_sources(written, settings)
     wanted = pin.wanted(written, revisions)
     newer, stays = pin.upgraded(written, wanted, settings, observed.free)
     is_behind = _is_behind(newer, observed, settings, wanted)
@@ -166,13 +166,15 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     model = newer if moves else pin.as_pinned(written, wanted)
     if has_defaults and written.spec.leaves_engine_open and (wanted is not None or moves):
         manifest.check_engine(model)
+    facts, draft = pin.known_facts(model, settings, revisions)
     known = Known(
         model,
         settings,
         partial(pin.pin, model, settings=settings, number=next_number, upgrade=because, free=world.free, before=held),
         tried=frozenset((*observed.tried, observed.model.failed_revision)),
         answers=not observed.model.is_paused and any(pod.is_answering for pod in observed.live),
-        facts=wanted.pinned.facts if wanted else pin.known_facts(model, settings, revisions),
+        facts=wanted.pinned.facts if wanted else facts,
+        draft=wanted.pinned.facts.draft if wanted else draft,
         revision=wanted,
     )
     done = walk(steps, known, observed)
@@ -583,6 +585,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], pag
             retry_key=(model.retry_key if is_held else model.retry) or None,
             history=history,
             model=status.facts_of(shown.pinned.facts) if shown else None,
+            draft=status.facts_of(shown.pinned.facts.draft) if shown and shown.pinned.facts.draft else None,
             plan=shown.pinned.plan if shown else None,
             artifacts=tuple({artifact.key: artifact for artifact in _artifacts(observed, course)}.values()),
             groups=course.groups.records if course.groups else (),
@@ -611,7 +614,7 @@ def _requeue_after(
     world: World, observed: Observed, course: Course, findings: Sequence[Finding], steps: Sequence[Step]
 ) -> float | None:
     """When to run again although no watch event may come; None: watch events suffice."""
-    silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}
+    silent = {Reason.LOADING, *(task.waiting.reason for step in steps for task in step.tasks)}
     is_silent = any(finding.reason in silent and finding.status == "False" for finding in findings)
     is_reporting = any(isinstance(need, LogOf) for finding in findings for need in finding.needs)
     owns_job = any(is_owned(job.live, observed.model.uid) for job in observed.jobs.values())

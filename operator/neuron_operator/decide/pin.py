@@ -6,7 +6,7 @@ replicas, pause, the pace of rollouts, Jobs or the Service.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from neuron_operator.render.config_document import compiled_part, config_documen
 from neuron_operator.render.objects import child
 from neuron_operator.render.pods import compile_image, launch_of, runtime_image, serving_image, serving_pod_template
 from neuron_operator.render.resources import in_host_memory, serving_memory, serving_requests
-from neuron_operator.render.storage import artifacts_place, is_fetched_before, is_fetched_by_job, weights_place
+from neuron_operator.render.storage import artifacts_place, is_fetched_before, is_fetched_by_job, sources, weights_place
 
 DEFAULT = DEFAULTS["Neuron"]
 """The engine on families for which the installation names none."""
@@ -232,17 +232,28 @@ def next_number(revisions: Iterable[Revision]) -> int:
     return max((revision.number for revision in revisions), default=0) + 1
 
 
-def known_facts(model: NeuronModel, settings: Settings, revisions: Iterable[Revision]) -> Facts | None:
-    """Facts that an earlier revision pinned for the same resolve key."""
-    key = resolve_key(model, settings)
-    same = (revision for revision in revisions if revision.pinned.resolve_key == key)
-    latest = max(same, key=lambda revision: revision.number, default=None)
-    return latest.pinned.facts if latest else None
+def known_facts(
+    model: NeuronModel, settings: Settings, revisions: Collection[Revision]
+) -> tuple[Facts | None, Facts | None]:
+    """Facts of the model, and of its draft model, that an earlier revision pinned for the same resolve key."""
+    key, draft_key = resolve_key(model, settings), _draft_key(model, settings)
+    of_model = _latest(one for one in revisions if one.pinned.resolve_key == key)
+    of_draft = _latest(one for one in revisions if draft_key and one.pinned.draft_key == draft_key)
+    facts = msgspec.structs.replace(of_model.pinned.facts, draft=None) if of_model else None
+    return facts, of_draft.pinned.facts.draft if of_draft else None
+
+
+def _draft_key(model: NeuronModel, settings: Settings) -> str:
+    return resolve_key(model.draft, settings) if model.draft else ""
+
+
+def _latest(revisions: Iterable[Revision]) -> Revision | None:
+    return max(revisions, key=lambda revision: revision.number, default=None)
 
 
 def held(revisions: Iterable[Revision], settings: Settings) -> Held | None:
     """The place of the latest revision, if it is on devices."""
-    latest = max(revisions, key=lambda revision: revision.number, default=None)
+    latest = _latest(revisions)
     family = _family(latest, settings) if latest else ""
     if latest is None or not family:
         return None
@@ -318,13 +329,14 @@ def pin(
         upgrade=upgrade,
         defaults=defaults_key(model, settings),
         resolve_key=resolve_key(model, settings),
+        draft_key=_draft_key(model, settings),
         facts=facts,
         devices=placement.devices,
         cores=placement.cores,
         instance_type=placement.instance_type,
         nodes=placement.nodes,
         plan=_plan(model, facts, placement, choice, minutes),
-        weights=weights if is_fetched_by_job(model, weights) else None,
+        weights=weights if any(is_fetched_by_job(one, weights) for one in sources(model)) else None,
         compiling=compiling,
         config=config,
         files=dict(model.spec.runs.files),
@@ -478,9 +490,14 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         compile_minutes=minutes,
         summary=f"each replica holds {placement.words}{where} and {model.spec.runs.does} "
         f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
+        + (f"; {_words_of_draft(facts.draft)}" if facts.draft else "")
         + (f"; {choice.arithmetic}" if choice else "")
         + (f"; {compiling_words(minutes)}" if minutes else ""),
     )
+
+
+def _words_of_draft(draft: Facts) -> str:
+    return f"draft model of {draft.weights_bytes} bytes ({draft.parameters} parameters)"
 
 
 def compiling_words(minutes: int | None) -> str:

@@ -23,7 +23,7 @@ from neuron_operator.read.objects import instant, name_of, rendered_hash
 from neuron_operator.read.records import AdapterFacts, Facts, Record, StoredArtifact, StoredWeights
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import JobView, KeeperView, Observed, PodView
-from neuron_operator.read.world import Object, Settings
+from neuron_operator.read.world import Object, Place, Settings
 from neuron_operator.render.jobs import (
     MAX_RETRY_SECONDS,
     MIN_RETRY_SECONDS,
@@ -36,7 +36,7 @@ from neuron_operator.render.jobs import (
     with_owners,
 )
 from neuron_operator.render.pods import runtime_image
-from neuron_operator.render.storage import source, words
+from neuron_operator.render.storage import is_fetched_by_job, source, words
 from neuron_operator.why.jobs import explain_job, has_run_out_of_memory, ran_out_of_memory
 from neuron_operator.why.pods import MAX_LINE, awaited, last_words
 
@@ -60,9 +60,12 @@ class Known:
     answers: bool = False
     """Whether a replica does, which a rollout could take away."""
     facts: Facts | None = None
+    draft: Facts | None = None
+    """Of the draft model."""
     revision: Revision | None = None
     weights: StoredWeights | None = None
     """What the fetch Job brought to the place of the weights."""
+    draft_weights: StoredWeights | None = None
     artifact: StoredArtifact | None = None
     adapter: AdapterFacts | None = None
     """Of an adapter, of which `model` has the source."""
@@ -71,10 +74,10 @@ class Known:
 
     @property
     def resolved(self) -> Facts:
-        """The facts. Raises LookupError in a step before Resolve."""
+        """The facts, with those of the draft model. Raises LookupError in a step before Resolve."""
         if self.facts is None:
             raise LookupError("this step needs facts: place it after Resolve")
-        return self.facts
+        return msgspec.structs.replace(self.facts, draft=self.draft) if self.draft else self.facts
 
     @property
     def pinned(self) -> Revision:
@@ -113,6 +116,12 @@ class Step:
     """Called once the task is done. No finding: the rollout that follows sets the condition. Raises InvalidSpec or
     Unplaceable if the model cannot be served."""
     task: Task | None = None
+    of_draft: Task | None = None
+    """The same for the draft model, after that."""
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        return tuple(task for task in (self.task, self.of_draft) if task)
 
 
 @dataclass(frozen=True)
@@ -142,18 +151,19 @@ def walk(steps: Sequence[Step], known: Known, observed: Observed) -> Walk:
     """Take the steps in order, up to the first that waits for its Job or refuses the manifest."""
     so_far = Walk(known, ())
     for step in steps:
-        known = so_far.known
-        jobs = step.task.jobs(known) if step.task else ()
-        if step.task is not None and jobs:
-            is_known = step.task.knows is not None and step.task.knows(known)
-            used, after = (frozenset[str](), known) if is_known else _kept(step.task, jobs, known, observed)
+        for task in step.tasks:
+            known, jobs = so_far.known, task.jobs(so_far.known)
+            if not jobs:
+                continue
+            is_known = task.knows is not None and task.knows(known)
+            used, after = (frozenset[str](), known) if is_known else _kept(task, jobs, known, observed)
             if after is None:
-                return _wait(step.task, jobs, so_far, observed)
-            known, done = after, so_far.done | used | set(map(name_of, jobs))
-            lasts = step.task.is_lasting and step.task.knows is None
-            so_far = replace(so_far, done=done, used=so_far.used | used if lasts else so_far.used)
-            if dispute := _dispute(step.task, used, known, observed):
-                return replace(so_far, known=known, findings=(*so_far.findings, dispute))
+                return _wait(task, jobs, so_far, observed)
+            done, lasts = so_far.done | used | set(map(name_of, jobs)), task.is_lasting and task.knows is None
+            so_far = replace(so_far, known=after, done=done, used=so_far.used | used if lasts else so_far.used)
+            if dispute := _dispute(task, used, after, observed):
+                return replace(so_far, findings=(*so_far.findings, dispute))
+        known = so_far.known
         try:
             known, finding = step.finish(known)
         except (InvalidSpec, Unplaceable) as refusal:
@@ -313,7 +323,24 @@ def _finish_resolve(known: Known) -> tuple[Known, Finding]:
     facts = known.resolved
     message = f"{facts.architecture}, {facts.parameters} parameters, at {facts.digest}"
     graphs = f"; its graphs: {facts.graphs}" if facts.graphs and known.model.spec.runs.asks_cache else ""
+    if facts.draft is not None:
+        check_draft(known.model, facts, facts.draft)
+        graphs += f"; draft model: {facts.draft.architecture}, {facts.draft.parameters} parameters"
+        graphs += f", at {facts.draft.digest}"
     return known, met("ModelResolved", message + graphs)
+
+
+def check_draft(model: NeuronModel, facts: Facts, draft: Facts) -> None:
+    """Raises InvalidSpec if it cannot make drafts for the model."""
+    path = "spec.serving.speculation.model.uri"
+    if draft.vocabulary_size != facts.vocabulary_size:
+        sizes = f"its vocabulary has {draft.vocabulary_size} tokens, that of the model {facts.vocabulary_size}"
+        raise InvalidSpec(path, f"{sizes}: choose a draft model of the model's family", Reason.DRAFT_MISMATCH)
+    known = model.spec.runs.architectures
+    if known and draft.architecture not in known:
+        has = f"which has {', '.join(sorted(known))}"
+        text = f"{draft.architecture} has no implementation in this engine, {has}"
+        raise InvalidSpec(path, text, Reason.DRAFT_MISMATCH)
 
 
 def _finish_place(known: Known) -> tuple[Known, Finding]:
@@ -322,11 +349,35 @@ def _finish_place(known: Known) -> tuple[Known, Finding]:
     return replace(known, model=as_pinned(known.model, pinned), revision=pinned), met("Placed", str(summary))
 
 
+def _learn_facts(known: Known, record: Record) -> Known | None:
+    return replace(known, facts=msgspec.structs.replace(record.facts, draft=None)) if record.facts else None
+
+
+def _resolve_draft_jobs(known: Known) -> tuple[Object, ...]:
+    return (resolve_job(known.model.draft, known.settings),) if known.model.draft else ()
+
+
+def _learn_draft(known: Known, record: Record) -> Known | None:
+    return replace(known, draft=msgspec.structs.replace(record.facts, draft=None)) if record.facts else None
+
+
 def _fetch_jobs(known: Known) -> tuple[Object, ...]:
+    return _fetching(known, known.model, known.pinned.pinned.facts)
+
+
+def _fetch_draft_jobs(known: Known) -> tuple[Object, ...]:
+    draft, facts = known.model.draft, known.pinned.pinned.facts.draft
+    return _fetching(known, draft, facts) if draft and facts else ()
+
+
+def _fetching(known: Known, model: NeuronModel, facts: Facts) -> tuple[Object, ...]:
+    """The Job of one source. Sources that several models have are fetched once."""
     pinned = known.pinned
-    place, facts = pinned.pinned.weights, pinned.pinned.facts
-    image = pinned.image if known.model.spec.runs.is_ours else runtime_image(known.model, known.settings)
-    return (fetch_job(known.model, known.settings, place, facts, image),) if place else ()
+    place = pinned.pinned.weights
+    if place is None or not is_fetched_by_job(model, place):
+        return ()
+    image = pinned.image if model.spec.runs.is_ours else runtime_image(model, known.settings)
+    return (fetch_job(model, known.settings, place, facts, image),)
 
 
 def _learn_weights(known: Known, record: Record) -> Known | None:
@@ -334,14 +385,28 @@ def _learn_weights(known: Known, record: Record) -> Known | None:
     return replace(known, weights=weights) if weights and weights.digest == known.resolved.digest else None
 
 
+def _learn_draft_weights(known: Known, record: Record) -> Known | None:
+    weights, draft = record.weights, known.resolved.draft
+    return replace(known, draft_weights=weights) if weights and draft and weights.digest == draft.digest else None
+
+
 def _finish_fetch(known: Known) -> tuple[Known, Finding]:
-    place = known.pinned.pinned.weights
-    if place is not None:
-        size = f"{known.weights.bytes} bytes" if known.weights else "the weights"
-        return known, met("WeightsReady", f"{size} at {known.resolved.digest} are in {words(place)}")
-    if source(known.model).remotes:
-        return known, met("WeightsReady", "serving pods download the weights themselves", "FetchedByPods")
-    return known, met("WeightsReady", f"serving pods read the weights from {known.model.spec.model.uri}")
+    facts, place = known.resolved, known.pinned.pinned.weights
+    said, reason = _where(known.model, facts, place, known.weights)
+    if known.model.draft and facts.draft:
+        of_draft, _ = _where(known.model.draft, facts.draft, place, known.draft_weights)
+        said += f"; draft model: {of_draft}"
+    return known, met("WeightsReady", said, reason)
+
+
+def _where(model: NeuronModel, facts: Facts, place: Place | None, weights: StoredWeights | None) -> tuple[str, str]:
+    """From where pods have the weights of one source, and the reason, if that is another than usual."""
+    if place is not None and is_fetched_by_job(model, place):
+        size = f"{weights.bytes} bytes" if weights else "the weights"
+        return f"{size} at {facts.digest} are in {words(place)}", ""
+    if source(model).remotes:
+        return "serving pods download the weights themselves", "FetchedByPods"
+    return f"serving pods read the weights from {model.spec.model.uri}", ""
 
 
 def _compile_jobs(known: Known) -> tuple[Object, ...]:
@@ -384,14 +449,22 @@ def _check_jobs(known: Known) -> tuple[Object, ...]:
     return (check_job(known.model, known.settings, known.pinned),) if is_needed else ()
 
 
+_LOST = frozenset((*Reason.CHECKSUM_MISMATCH.row.exit_codes, *Reason.WEIGHTS_MISSING.row.exit_codes))
+
 STEPS = (
     Step(
         _finish_resolve,
         Task(
             waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the model's configuration"),
             jobs=lambda known: (resolve_job(known.model, known.settings),),
-            learn=lambda known, record: replace(known, facts=record.facts) if record.facts else None,
+            learn=_learn_facts,
             knows=lambda known: known.facts is not None,
+        ),
+        of_draft=Task(
+            waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the draft model's configuration"),
+            jobs=_resolve_draft_jobs,
+            learn=_learn_draft,
+            knows=lambda known: known.draft is not None,
         ),
     ),
     Step(_finish_place),
@@ -401,7 +474,13 @@ STEPS = (
             waiting=unmet("WeightsReady", Reason.FETCHING, "fetching the weights"),
             jobs=_fetch_jobs,
             learn=_learn_weights,
-            void_after=frozenset((*Reason.CHECKSUM_MISMATCH.row.exit_codes, *Reason.WEIGHTS_MISSING.row.exit_codes)),
+            void_after=_LOST,
+        ),
+        of_draft=Task(
+            waiting=unmet("WeightsReady", Reason.FETCHING, "fetching the weights of the draft model"),
+            jobs=_fetch_draft_jobs,
+            learn=_learn_draft_weights,
+            void_after=_LOST,
         ),
     ),
     Step(

@@ -28,6 +28,7 @@ from neuron_operator.api.manifest import parse
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.decide import pin
 from neuron_operator.decide.course import decide
+from neuron_operator.decide.steps import check_draft
 from neuron_operator.local.command import read_manifest
 from neuron_operator.local.pods import CannotRunHere
 from neuron_operator.place.catalog import INSTANCE_TYPES, family_of, wrong_default
@@ -141,6 +142,10 @@ def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None
         model = pin.as_pinned(parse(body, has_defaults=has_defaults), kept)
         known = before.pinned.facts if before else None
         facts = read_facts(options.facts) if options.facts else known or inspected(model, settings)
+        if model.draft is not None:
+            draft = facts.draft or inspected(model.draft, settings)
+            check_draft(model, facts, draft)
+            facts = msgspec.structs.replace(facts, draft=draft)
         pinned = pin.pin(model, facts, settings, 1, free=free)
         model, choice = pin.chosen(pin.as_pinned(model, pinned), facts, settings, free)
     except (InvalidSpec, Unplaceable) as refusal:

@@ -534,7 +534,7 @@ class _Case:
             return (wished,) if wished <= cores and wished % nodes == 0 else ()
         each = {*family.degrees, *(d * family.logical_core // logical_core for d in family.degrees)}
         documented = {nodes * degree for degree in each}
-        divided = (self.facts.num_heads, self.facts.intermediate_size)
+        divided = [size for one in self.facts.loaded for size in (one.num_heads, one.intermediate_size)]
         legal = (d for d in documented if d <= cores and self.has(d) and not any(size % d for size in divided))
         return tuple(sorted(legal, reverse=True))
 

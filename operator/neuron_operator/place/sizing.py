@@ -144,6 +144,8 @@ class Memory:
     limit: int
     """What may be used of the core's memory."""
     adapters: int = 0
+    draft: int = 0
+    """Weights, cache and graphs of a draft model."""
     cache_limit: int | None = None
     """What the engine leaves to the cache; None: all that is free."""
     least_cache: int = 0
@@ -163,8 +165,9 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        names = ("weights", *(("adapters",) if self.adapters else ()), "cache", "graphs", "scratch", "runtime")
-        return {name: getattr(self, name) for name in names}
+        names = ("weights", "adapters", "draft", "cache", "graphs", "scratch", "runtime")
+        parts = {name: getattr(self, name) for name in names}
+        return {name: part for name, part in parts.items() if part or name not in ("adapters", "draft")}
 
 
 def memory_of(
@@ -194,9 +197,18 @@ def memory_of(
         runtime=logical_core * MICROCODE_BYTES + (COLLECTIVES_BYTES if tensor > 1 else 0),
         limit=int(USABLE_SHARE * memory),
         adapters=core_adapter_bytes(facts, widths, load, tensor),
+        draft=draft_bytes(facts.draft, widths, load, tensor) if facts.draft else 0,
         cache_limit=max(0, min(shared - weights, int(budget.share * shared))) if budget else None,
         least_cache=budget.min_bytes if budget else 0,
     )
+
+
+def draft_bytes(draft: Facts, widths: Widths, load: Load, tensor: int) -> int:
+    """Per core: its weights, a cache for as many tokens as the model's, and its part of each graph. It is computed in
+    the model's types."""
+    cache = _up(cached_numbers(draft, tensor) * load.cached_tokens * widths.cache, tensor)
+    graphs = load.num_graphs * draft.num_layers * GRAPH_BYTES_PER_LAYER
+    return weights_bytes(draft, widths, tensor) + cache + graphs
 
 
 def cached_heads(facts: Facts, tensor: int) -> int:
@@ -272,8 +284,9 @@ def activation_bytes(facts: Facts, widths: Widths, load: Load, tensor: int) -> i
 
 def host_bytes(facts: Facts, widths: Widths, nodes: int = 1) -> int:
     """Memory of the engine on a node's host while it loads weights onto devices: the whole checkpoint, and
-    the shards that are made from it for the cores of this node."""
-    return TORCH_BYTES + facts.weights_bytes + _up(facts.parameters * widths.weights, nodes)
+    the shards that are made from it for the cores of this node; of the draft model, too."""
+    each = (one.weights_bytes + _up(one.parameters * widths.weights, nodes) for one in facts.loaded)
+    return TORCH_BYTES + sum(each)
 
 
 def compile_minutes(facts: Facts, load: Load) -> int:

@@ -40,6 +40,13 @@ class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tru
     graphs: Annotated[str, Meta(max_length=1000)] = ""
     """Which graphs need not be compiled, in words; empty: unknown."""
     digest: str
+    draft: Facts | None = None
+    """Of its draft model, which the operator adds: another Job reports them."""
+
+    @property
+    def loaded(self) -> tuple[Facts, ...]:
+        """Of all models that a replica loads."""
+        return (self, self.draft) if self.draft else (self,)
 
 
 class StoredWeights(Struct, frozen=True, kw_only=True, rename="camel"):

@@ -59,6 +59,8 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
     """Hash of the settings of the installation that it was decided with."""
     resolve_key: str
     """Hash of what the facts depend on: other edits keep facts and digest."""
+    draft_key: str = ""
+    """The same of the draft model; empty: there is none."""
     facts: Facts
     devices: int
     cores: int
@@ -66,7 +68,7 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
     nodes: int = 1
     plan: Plan
     weights: Place | None = None
-    """Where a Job puts the weights for all pods; None: it does not."""
+    """Where Jobs put the weights, or those of the draft model, for all pods; None: they do not."""
     compiling: Compiling | None = None
     """None: replicas need no artifact."""
     config: dict[str, Any]

@@ -15,21 +15,18 @@ import msgspec
 from msgspec import Struct
 
 from neuron_operator.api.fields import ConfigKey, as_json, walk
-from neuron_operator.api.model import ModelSource, NeuronModel, Spec
+from neuron_operator.api.model import DraftModel, ModelSource, NeuronModel, Serving, Spec, Speculation
 from neuron_operator.place.planner import Option
 from neuron_operator.read.objects import dig
 from neuron_operator.read.records import Facts
 
 VERSION = 1
 
+WHOLE = Spec(model=ModelSource(uri=""), serving=Serving(speculation=Speculation(model=DraftModel(uri=""))))
+"""With every part that may be left out."""
 COMPILED_PATHS = (
-    *("version", "model.digest"),
-    *(
-        to.path
-        for _, one, _ in walk(Spec(model=ModelSource(uri="")), "spec")
-        for to in one.annotations(ConfigKey)
-        if to.compiled
-    ),
+    *("version", "model.digest", "speculation.model.digest"),
+    *(to.path for _, one, _ in walk(WHOLE, "spec") for to in one.annotations(ConfigKey) if to.compiled),
 )
 """What a compiled artifact depends on; the runtime marks the same fields with `COMPILED`."""
 
@@ -61,6 +58,8 @@ def config_document(model: NeuronModel, facts: Facts, option: Option | None = No
             written = to.words.get(value, value) if to.words else value
             if written not in (None, {}) and not one.is_idle(path, model.spec.runs.honours):
                 _put(document, to.path, as_json(written))
+    if facts.draft is not None:
+        _put(document, "speculation.model.digest", facts.draft.digest)
     return document
 
 
@@ -92,8 +91,8 @@ def _put(document: dict[str, Any], path: str, value: Any) -> None:
 
 def sampling_mode(model: NeuronModel) -> str:
     """Where the runtime will sample tokens; empty: it depends on the model."""
-    runs, has_drafts = model.spec.runs, model.spec.serving.speculation.method is not None
-    return model.spec.serving.sampling or (has_drafts and runs.sampling_of_drafts) or runs.sampling
+    runs, serving = model.spec.runs, model.spec.serving
+    return serving.sampling or runs.sampling_of_drafts.get(serving.speculation.method or "", runs.sampling)
 
 
 def to_json(document: Mapping[str, Any] | Struct) -> str:

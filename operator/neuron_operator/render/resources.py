@@ -69,7 +69,8 @@ COMPILER_MILLICORES = 1000
 def compile_requests(model: NeuronModel, facts: Facts, times: int = 1) -> Requests:
     """What the Job requests that compiles a model: `times` as much memory as estimated."""
     needs = model.spec.runs.compiler
-    memory = needs.bytes + needs.per_layer * facts.num_layers + int(needs.per_weight_byte * facts.weights_bytes)
+    layers, weights = (sum(getattr(one, name) for one in facts.loaded) for name in ("num_layers", "weights_bytes"))
+    memory = needs.bytes + needs.per_layer * layers + int(needs.per_weight_byte * weights)
     return {"cpu": f"{COMPILER_MILLICORES}m", "memory": f"{times * _up(memory, 64 * MIB) // MIB}Mi"}
 
 
@@ -108,13 +109,19 @@ def _requested(resources: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostBytes:
     """The weights are as stored, or in `serving.dtype`."""
-    width = DTYPE_BYTES.get(model.spec.serving.dtype or "")
-    is_quantized = not width and facts.dtype not in DTYPE_BYTES
-    cached = cached_numbers(facts, ranks_of(model)) * _width(model, facts)
+    width, computed = DTYPE_BYTES.get(model.spec.serving.dtype or ""), _width(model, facts)
+    # A draft model is computed in the model's type, and has a cache as long.
+    loaded = facts.loaded
+    cached = sum(cached_numbers(one, ranks_of(model)) for one in loaded) * computed
+    widened = (
+        max(0, one.parameters * DTYPE_BYTES["bfloat16"] - one.weights_bytes)
+        for one in loaded
+        if not width and one.dtype not in DTYPE_BYTES
+    )
     return HostBytes(
-        weights=facts.parameters * width if width else facts.weights_bytes,
-        widened=max(0, facts.parameters * DTYPE_BYTES["bfloat16"] - facts.weights_bytes) if is_quantized else 0,
-        embedding=facts.vocabulary_size * facts.hidden_size * _width(model, facts),
+        weights=sum(one.parameters * width if width else one.weights_bytes for one in loaded),
+        widened=sum(widened),
+        embedding=sum(one.vocabulary_size * one.hidden_size for one in loaded) * computed,
         cache=_cached_tokens(model, facts) * cached,
         block=_block_size(model) * cached,
         loading=host_bytes(facts, Widths(weights=width_of(_dtype(model, facts))), nodes),

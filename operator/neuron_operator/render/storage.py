@@ -74,33 +74,69 @@ def _resolved(kept: Kept, own: SpecPart | None, chosen: Place) -> Place:
     return Place(persistent_volume_claim=Claim(claim_name=kept.claim)) if place.pvc_template else place
 
 
-def check_source(model: NeuronModel, settings: Settings) -> None:
-    """Raises InvalidSpec if pods of this installation cannot read the URI."""
+def check_sources(model: NeuronModel, settings: Settings) -> None:
+    """Raises InvalidSpec if pods of this installation cannot read the model, or its draft model."""
+    _check_source(model, settings, "spec.model.uri")
+    draft, path = model.draft, "spec.serving.speculation.model"
+    if draft is None:
+        return
+    _check_source(draft, settings, f"{path}.uri")
+    if draft.uri.scheme == "oci" and (model.uri.scheme, model.uri.place) != ("oci", draft.uri.place):
+        text = "a pod mounts one image with models, that of model.uri; copy the draft model to a volume"
+        raise InvalidSpec(f"{path}.uri", text, Reason.FIELD_NOT_SUPPORTED)
+    is_own = draft.spec.model.credentials_secret_ref != model.spec.model.credentials_secret_ref
+    place = weights_place(model, settings)
+    if is_own and source(draft).remotes and not is_fetched_by_job(draft, place):
+        text = (
+            "replicas fetch the draft model themselves, with the Secret of the model: put the keys into that one "
+            "(spec.model.credentialsSecretRef), or set spec.storage.weights or the chart value storage.weights to a "
+            "place that pods share"
+        )
+        raise InvalidSpec(f"{path}.credentialsSecretRef", text, Reason.FIELD_NOT_SUPPORTED)
+
+
+def _check_source(model: NeuronModel, settings: Settings, path: str) -> None:
     if model.uri.scheme == "oci" and not settings.storage.image_volumes:
         text = (
             "a model in an image is not enabled in this installation; copy it to a volume and use pvc://claim/path, or "
             "set the chart value storage.imageVolumes: true, if the cluster can mount images (Kubernetes' feature "
             "ImageVolume)"
         )
-        raise InvalidSpec("spec.model.uri", text, Reason.FIELD_NOT_SUPPORTED)
+        raise InvalidSpec(path, text, Reason.FIELD_NOT_SUPPORTED)
 
 
-def source(model: NeuronModel) -> Access:
+def source(model: NeuronModel, volume: str = names.MODEL_VOLUME) -> Access:
     """To read the model where its URI says."""
     if model.uri.scheme == "oci":
         image = {"image": {"reference": model.uri.place}}
-        return Access((Mount(names.MODEL_VOLUME, names.IMAGE_DIR, image, read_only=True),))
+        return Access((Mount(volume, names.IMAGE_DIR, image, read_only=True),))
     if model.uri.scheme == "pvc":
         claim = {"persistentVolumeClaim": {"claimName": model.uri.place}}
-        return Access((Mount(names.MODEL_VOLUME, f"{names.CLAIMS_DIR}/{model.uri.place}", claim, read_only=True),))
+        return Access((Mount(volume, f"{names.CLAIMS_DIR}/{model.uri.place}", claim, read_only=True),))
     return Access(remotes=frozenset({model.uri.scheme} & names.CREDENTIALS.keys()))
 
 
+def sources(model: NeuronModel) -> tuple[NeuronModel, ...]:
+    """What a replica loads: the model, and its draft model."""
+    return (model, model.draft) if model.draft else (model,)
+
+
+def _with_draft(own: Access, model: NeuronModel, place: Place) -> Access:
+    """The same, to read the draft model, too, where its URI says, unless a Job fetches it."""
+    draft = model.draft
+    if draft is None or is_fetched_by_job(draft, place):
+        return own
+    beside = source(draft, names.DRAFT_VOLUME)
+    paths = {mount.path for mount in own.mounts}
+    return own + replace(beside, mounts=tuple(mount for mount in beside.mounts if mount.path not in paths))
+
+
 def loading(model: NeuronModel, place: Place) -> Access:
-    """To load the weights: from where the fetch Job put them, or else from where the URI says."""
-    if is_fetched_by_job(model, place):
-        return reading(WEIGHTS, place)
-    own = Access() if is_fetched_before(model, place) else source(model)
+    """To load the weights: from where fetch Jobs put them, or else from where the URIs say."""
+    own = Access() if is_fetched_by_job(model, place) or is_fetched_before(model, place) else source(model)
+    own = _with_draft(own, model, place)
+    if any(is_fetched_by_job(one, place) for one in sources(model)):
+        return own + reading(WEIGHTS, place)
     return replace(own, arguments=(WEIGHTS.folder_flag, WEIGHTS.folder)) + Access((_in_pod(place),))
 
 
@@ -190,8 +226,9 @@ def compiling(model: NeuronModel, weights: Place | None, artifacts: Place) -> Ac
     """To compile a model into a shared place. Weights that a Job put into a claim are at hand; otherwise the URI has
     what the compiler reads."""
     if weights and weights.persistent_volume_claim:
-        return access_to(WEIGHTS, weights, read_only=True) + access_to(ARTIFACTS, artifacts)
-    return source(model) + access_to(ARTIFACTS, artifacts)
+        own = _with_draft(Access() if is_fetched_by_job(model, weights) else source(model), model, weights)
+        return own + access_to(WEIGHTS, weights, read_only=True) + access_to(ARTIFACTS, artifacts)
+    return _with_draft(source(model), model, Place()) + access_to(ARTIFACTS, artifacts)
 
 
 def loading_artifact(model: NeuronModel, place: Place | None) -> Access:

@@ -304,6 +304,7 @@ _NAMED_BY = {
     names.API_KEY_VOLUME: "the Secret in serving.apiKeySecretRef",
     names.CA_VOLUME: "the chart value caBundle in this namespace",
     names.MODEL_VOLUME: "the volume of model.uri",
+    names.DRAFT_VOLUME: "the volume of serving.speculation.model.uri",
     names.WEIGHTS_VOLUME: "the claim of storage.weights",
     names.ARTIFACTS_VOLUME: "the claim of storage.artifacts",
 }

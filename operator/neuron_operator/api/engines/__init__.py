@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from neuron_operator.api.engines import own, vllm
 from neuron_operator.api.engines.engine import Engine
 
-__all__ = ["ASSUMED", "DEFAULTS", "ENGINES", "SETTINGS", "Engine"]
+__all__ = ["ASSUMED", "DEFAULTS", "ENGINES", "SETTINGS", "Engine", "with_drafts"]
 
 ENGINES: Mapping[str, Engine] = {
     "nxdi": own.NXDI,
@@ -23,3 +23,8 @@ SETTINGS: Mapping[str, Engine] = {
     row.setting or name: row for name, engine in ENGINES.items() for row in (engine, engine.on_host) if row
 }
 """By the key of the installation's settings for it."""
+
+
+def with_drafts(method: str) -> str:
+    """The names of those that have a method of drafts, for people."""
+    return ", ".join(name for name, row in ENGINES.items() if method in row.drafts) or "none yet"

@@ -170,6 +170,8 @@ class Engine:
     """CPU to load the model and to answer at about a token per second."""
     memory: Callable[[HostBytes], int]
     """Bytes, likewise."""
+    drafts: tuple[str, ...] = ()
+    """Methods of drafts that it has; a contract test compares them with those of the runtime's backend."""
     block_size: int = 16
     """Tokens of a block of its cache on a host, unless the manifest says."""
     architectures: frozenset[str] = frozenset()
@@ -177,8 +179,8 @@ class Engine:
     refuses others as it reads or compiles a model, but not when a running one moves to another default."""
     sampling: str = "Host"
     """Where it samples unless the manifest says; empty: it depends on the model."""
-    sampling_of_drafts: str = ""
-    """The same with drafts; empty: as without."""
+    sampling_of_drafts: Mapping[str, str] = field(default_factory=dict)
+    """The same with drafts, by method, where that is another."""
     on_device: bool = False
     """Whether it computes on the devices of a replica, which are then planned."""
     devices: Callable[[str, Sequence[str], Mapping[str, str]], DeviceRules] = lambda *_: DeviceRules()

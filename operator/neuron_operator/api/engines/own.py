@@ -117,12 +117,13 @@ NXDI = _row(
         "engine.applicationClass",
         "engine.overrideNeuronConfig",
     },
+    drafts=("NGram", "Draft"),
     on_device=True,
     compiles="always",
     # neuronx-cc: 20 to 40 GB reported with 7B, and out of memory with 8B on a host of 32 GB.
     compiler=CompilerMemory(bytes=4096 * MIB, per_weight_byte=2.5),
     sampling="Device",
-    sampling_of_drafts="Host",
+    sampling_of_drafts={"NGram": "Host"},
     millicores=lambda _: 3 * PROCESS_MILLICORES,
     # Of an adapter it keeps the shards of all cores, and reads the whole.
     memory=lambda model: _beside(model) + model.loading + (2 * model.num_adapters_loaded + 1) * model.adapter,
@@ -177,6 +178,7 @@ TRANSFORMERS_NEURONX = _row(
 TORCH = _row(
     does="computes on the host",
     fields=IN_PARALLEL | IN_BLOCKS | COMPILED_IF_ASKED | {"serving.adapters", "serving.speculation"},
+    drafts=("NGram", "Draft"),
     compiles="on request",
     # AOTInductor and g++, one graph at a time: 1.2 GB measured with 4 layers, 2.3 GB with 12.
     compiler=CompilerMemory(bytes=2048 * MIB, per_layer=96 * MIB),
@@ -193,6 +195,7 @@ SIMULATED = _row(
     fields=IN_BLOCKS
     | COMPILED_IF_ASKED
     | {"serving.adapters", "serving.speculation", "serving.sampling", "engine.overrideNeuronConfig"},
+    drafts=("NGram",),
     compiles="on request",
     compiler=CompilerMemory(bytes=256 * MIB),
     sampling="Device",
