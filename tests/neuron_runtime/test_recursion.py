@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -19,6 +20,8 @@ LISTS = {
     "optional": ('start: item ("," start)?\nitem: /[a-z]+/\n', b"abc,"),
     "gbnf": ('root ::= item ("," root)?\nitem ::= [a-z]+', b"abc,"),
     "spaces of gbnf": ('root ::= ws "x"\nws ::= ([ \\t\\n] ws)?', b" \n"),
+    "by way of another": ('start: item tail\ntail: "," start | ""\nitem: /[a-z]+/\n', b"abc,"),
+    "gbnf, by way of others": ('root ::= item rest\nrest ::= ("," more)?\nmore ::= root\nitem ::= [a-z]+', b"abc,"),
     "several": ('start: "a" start | "b" ["c" start | "d" [start]]  // comment | start\n   | "e"\n', b"abcbda"),
 }
 
@@ -68,6 +71,30 @@ def test_a_rule_that_ends_with_itself_allows_the_same_texts_as_a_loop(seed: int)
     assert same_texts(matcher(grammar), matcher(looped), 4) >= 3, looped
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_rules_that_end_with_each_other_allow_the_same_texts_as_loops(seed: int) -> None:
+    dice = random.Random(seed)
+
+    def rule(names: Sequence[str]) -> str:
+        ends = ("{}", "{}?", "({})", "[{}]")
+        tails = [f"{parts(dice, 1)} {dice.choice(ends).format(name)}" for name in dice.sample(names, 2)]
+        return " | ".join([*tails, sequence(dice, 1), '"d"'])
+
+    rules = "\n".join(f"{name}: {rule(('s', 'u', 'v'))}" for name in ("s", "u", "v"))
+    grammar = f'{rules}\nt: "b" | "a" t\nstart: "c" s | u "c" v\n'
+    looped = with_loops(grammar)
+    assert ")*" in looped
+    assert same_texts(matcher(grammar), matcher(looped), 4) >= 3, looped
+
+
+def test_a_circle_whose_loops_would_be_long_stays_and_so_does_one_of_many_rules() -> None:
+    names = [f"r{number}" for number in range(12)]
+    dense = "\n".join(f"{name}: " + " | ".join(f'"{name}{of}" {of}' for of in names) + ' | "x"' for name in names)
+    assert len(with_loops(f"start: r0\n{dense}\n")) < 40 * len(dense)
+    ring = "".join(f's{number}: "a" s{(number + 1) % 40} | "b"\n' for number in range(40))
+    assert with_loops(f"start: s0\n{ring}") == f"start: s0\n{ring}"
+
+
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -79,7 +106,7 @@ def test_a_rule_that_ends_with_itself_allows_the_same_texts_as_a_loop(seed: int)
         'start: start "a" | "a"\n',
         'start: ("a" start)+ | "b"\n',
         'start: "a start" | /b|start/ // start: "a" start | "b"\n',
-        'start: x\nx: "a" y\ny: x | "b"\n',
+        'start: x\nx: "a" y\ny: "b" z\nz: "c" | "(" x ")"\n',
         'start: "a" | %json {\n  "enum": ["b", "| start"]\n}\n',
         '%ignore /\\s+/\nstart: "a" "b"\n',
         "start: " + "(" * 51 + '"a" start' + ")" * 51 + ' | "b"\n',

@@ -1,16 +1,18 @@
-"""Rules of a Lark grammar that end with themselves, written as loops.
+"""Rules of a Lark grammar that end with themselves or with each other, written as loops.
 
 Called by `language`, in the process of the checker. llguidance keeps an item of its parser for each rule that is open,
 so `list: item list | item` grows with every item, its masks become slower, and then it gives up; `list: item* item`
-allows the same texts and does not grow. Rules that end with themselves by way of another one stay, as does what is not
-understood here.
+allows the same texts and does not grow. What is not understood here stays, as do circles of rules whose loops would be
+long.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\r]+ | //[^\n]* | \#[^\n]*)
@@ -25,6 +27,14 @@ _TOKEN = re.compile(
 
 _MAX_DEPTH = 50
 """Brackets within brackets. A rule that is deeper stays as it is, however deep this process may recurse."""
+
+
+_MAX_CIRCLE = 8
+"""Rules that are followed from one, from end to end. A circle through more stays."""
+_MAX_TEXT = 5_000
+"""Characters of a loop through several rules, which may double with each of them."""
+_MAX_ADDED = 100_000
+"""Characters of all loops through several rules, so that a large grammar takes no longer to compile."""
 
 
 class _NotUnderstood(Exception):
@@ -47,20 +57,59 @@ class _Item:
     is_optional: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    start: int
+    """Of its text, behind the colon."""
+    end: int
+    alternatives: Sequence[Sequence[_Item]]
+
+
+Tails = dict[str, list[str]]
+"""By rule at the end of a sequence: what comes before it. Empty texts: nothing."""
+
+
 def with_loops(grammar: str) -> str:
     """The grammar, which allows the same texts as before."""
-    parts, end = [], 0
+    rules = dict[str, _Rule]()
     for statement in _statements(grammar):
-        name, start, stop = statement[0].text.lstrip("!?"), statement[0].start, statement[-1]
+        name, last = statement[0].text.lstrip("!?"), statement[-1]
         if len(statement) > 2 and statement[0].kind == "name" and statement[1].text == ":" and name[0] not in "@%":
-            try:
-                loop = _loop(name, _Parser(statement[2:]).alternatives(""))
-            except _NotUnderstood:
-                continue
-            if loop:
-                parts += [grammar[end:start], f"{statement[0].text}: {loop}"]
-                end = stop.start + len(stop.text)
+            with contextlib.suppress(_NotUnderstood):
+                alternatives = _Parser(statement[2:]).alternatives("")
+                rules[name] = _Rule(statement[1].start + 1, last.start + len(last.text), alternatives)
+    tails = {name: set(_last(rule.alternatives)) & rules.keys() for name, rule in rules.items()}
+    followed = {name: _followed(name, tails) for name in rules}
+    parts, end, room, too_long = [], 0, _MAX_ADDED, set[frozenset[str]]()
+    for name, rule in rules.items():
+        circle = frozenset((name, *(one for one in followed[name] if name in followed[one])))
+        if circle in too_long or name not in followed[name]:
+            continue
+        loop = _loop(name, {one: _split(circle, rules[one].alternatives) for one in circle})
+        room -= len(loop) if len(circle) > 1 else 0
+        if loop and (room > 0 or len(circle) == 1):
+            parts += [grammar[end : rule.start], f" {loop}"]
+            end = rule.end
+        else:
+            too_long.add(circle)
     return "".join((*parts, grammar[end:]))
+
+
+def _last(alternatives: Sequence[Sequence[_Item]]) -> Iterator[str]:
+    for sequence in alternatives:
+        if sequence:
+            yield sequence[-1].text
+            yield from _last(sequence[-1].group)
+
+
+def _followed(name: str, tails: Mapping[str, set[str]]) -> Sequence[str]:
+    """The rules with which this one may end, and with which these may; only so many."""
+    found = sorted(tails[name], key=lambda one: (one != name, one))
+    for one in found:
+        if len(found) >= _MAX_CIRCLE:
+            break
+        found += sorted(tails[one] - {*found})
+    return found[:_MAX_CIRCLE]
 
 
 def _statements(grammar: str) -> Iterator[list[_Token]]:
@@ -129,31 +178,57 @@ def _written(alternatives: Sequence[Sequence[_Item]]) -> str:
     return _either([" ".join(item.text for item in sequence) for sequence in alternatives])
 
 
-def _loop(name: str, alternatives: Sequence[Sequence[_Item]]) -> str:
-    """The rule's text, if it ends with itself and can end otherwise; else empty."""
-    again, ends = _split(name, alternatives)
-    again = [one for one in again if one]
-    return f"({_either(again)})* ({_either(ends)})" if again and ends else ""
+def _loop(name: str, circle: dict[str, tuple[Tails, list[str]]]) -> str:
+    """The text of a rule that ends with itself and can end otherwise; else empty. The other rules of the circle are
+    put in where something ends with them, one after another."""
+    for other in sorted(circle.keys() - {name}):
+        tails, ends = circle.pop(other)
+        again = _repeated(tails.pop(other, []))
+        for of_tails, of_ends in circle.values():
+            if before := of_tails.pop(other, None):
+                head = _joined(_grouped(before), again)
+                for target, texts in tails.items():
+                    of_tails.setdefault(target, []).append(_joined(head, _grouped(texts)))
+                if ends:
+                    of_ends.append(_joined(head, _grouped(ends)))
+        if sum(len(text) for of, ends in circle.values() for text in chain(ends, *of.values())) > _MAX_TEXT:
+            return ""
+    tails, ends = circle[name]
+    again = _repeated(tails.get(name, []))
+    return f"{again} ({_either(ends)})" if again and ends else ""
 
 
-def _split(name: str, alternatives: Sequence[Sequence[_Item]]) -> tuple[list[str], list[str]]:
-    """What comes before the rule itself at the end, and the alternatives that end otherwise. Empty texts: nothing."""
-    again, ends = list[str](), list[str]()
+def _repeated(texts: Sequence[str]) -> str:
+    texts = [one for one in texts if one]
+    return f"({_either(texts)})*" if texts else ""
+
+
+def _grouped(texts: Sequence[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"({_either(texts)})"
+
+
+def _joined(*texts: str) -> str:
+    return " ".join(filter(None, texts))
+
+
+def _split(names: Set[str], alternatives: Sequence[Sequence[_Item]]) -> tuple[Tails, list[str]]:
+    """What comes before each of these rules at the end, and the alternatives that end otherwise."""
+    tails, ends = Tails(), list[str]()
     for sequence in alternatives:
         last = sequence[-1] if sequence else _Item("")
-        if last.text == name:
-            more, others = [""], list[str]()
-        elif last.group and (split := _split(name, last.group))[0]:
+        if last.text in names:
+            more, others = {last.text: [""]}, list[str]()
+        elif last.group and (split := _split(names, last.group))[0]:
             more, others = split[0], [*split[1], *([""] if last.is_optional else [])]
         else:
-            more, others = [], [last.text]
+            more, others = {}, [last.text]
         before = " ".join(item.text for item in sequence[:-1])
-        for found, texts in ((again, more), (ends, others)):
+        for found, texts in (*((tails.setdefault(name, []), of) for name, of in more.items()), (ends, others)):
             if len(texts) == 1 or not before:
                 found += [f"{before} {text}".strip() for text in texts]
             elif texts:
                 found.append(f"{before} ({_either(texts)})")
-    return again, ends
+    return tails, ends
 
 
 def _either(texts: Sequence[str]) -> str:
