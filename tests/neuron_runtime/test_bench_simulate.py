@@ -349,6 +349,11 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+DRAFTED: dict[str, Any] = {
+    "layout": "slots", "sampling": "Host", "speculation": {"method": "NGram", "numTokens": 3}, **SIZES["slots"]
+}  # fmt: skip
+
+
 def planned(**more: Any) -> GraphPlan:
     document = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "compile": True}
     limits = {"maxSequences": 8, "maxModelLength": 1024}
@@ -430,9 +435,20 @@ def test_positions_without_a_token_are_those_that_rows_read_beyond_their_own() -
     assert both.padded_share == 6 / 8
 
 
+def test_every_step_of_graphs_that_verify_drafts_takes_the_time_of_a_verification(tmp_path: Path) -> None:
+    path = plan_file(tmp_path, **DRAFTED)
+    flags = [*TRAFFIC_FLAGS, "--prefill-milliseconds", "32:25", "1000:90"]
+    document = written(tmp_path, "--plan", str(path), "--drafts", "3", "--acceptance", "0.9", flags=flags)
+    (speeds,) = [table for table in document["tables"] if table["title"] == "Speed by requests at a time"]
+    without, with_drafts = (speeds["rows"][0]["values"][name] for name in ("no drafts", "drafts, 90% right"))
+    assert without == pytest.approx(1 / 0.025, rel=0.02)
+    assert with_drafts / without == pytest.approx(1 + 0.9 + 0.9**2 + 0.9**3, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--drafts", "3"], "--drafts: is 3, but the graphs of --plan {path} verify 0"),
         (["--max-num-seqs", "4"], "--max-num-seqs: is 4, but --plan {path} has 8: leave out one of them"),
         (["--prefill-buckets", "64"], "--prefill-buckets: is 64, but --plan {path} has 128 512 1024: leave out"),
         (["--layout", "blocks"], "--layout: is blocks, but --plan {path} has slots"),
@@ -636,7 +652,6 @@ def test_groups_of_several_sizes_are_compared_under_the_same_traffic(tmp_path: P
             ["--acceptance", "0.5", "0.7", "0.9", "--draft-cost", "0", "0.1"],
             "--draft-cost: must be one number, or as many as --acceptance has (3), got 2",
         ),
-        (["--drafts", "4", "--plan", "plan.json"], "--drafts: no graph of --plan verifies drafts"),
         (["--drafts", "-1"], "--drafts: must be at least 0"),
         (["--answer", "9", "3"], "--answer: must be MIN MAX with 1 <= MIN <= MAX, got 9 3"),
         (["--answer", "0", "3"], "--answer: must be MIN MAX"),

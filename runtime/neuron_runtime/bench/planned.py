@@ -69,10 +69,10 @@ class PlannedBackend(SimulatedBackend):
         limits: BackendLimits,
         times: StepTimes,
         clock: Clock,
-        *,
-        host_seconds_per_step: float = 0.0,
+        **more: float,
     ) -> None:
-        super().__init__(limits, times, clock, host_seconds_per_step=host_seconds_per_step)
+        """more: see `SimulatedBackend`."""
+        super().__init__(limits, times, clock, **more)
         self._settings, self._curves = settings, (times.prefill.curve, times.decode.curve)
 
     def calls(self, batch: Batch) -> list[SimulatedCall]:
@@ -86,8 +86,11 @@ class PlannedBackend(SimulatedBackend):
             slots = rows.slot[:num_decodes]
             num_rows = max(slots) + 1 if settings.layout == "slots" else len(slots)
             step = decode_graph(settings, num_rows, max(positions))
-            filled, read = sum(positions) + len(positions), step.length * len(positions)
-            seconds = decode.seconds(step.rows)
+            filled, read = sum(positions) + sum(rows.num_tokens[:num_decodes]), step.length * len(positions)
+            # A graph with drafts computes all of them, and makes them itself if it can, whether a row has some or not.
+            seconds = decode.seconds(step.rows) * (1 + (step.width - 1) * self._draft_cost)
+            if step.width > 1:
+                seconds += max(prefill.seconds(step.num_computed_tokens) - decode.seconds(step.rows), 0.0)
             call = SimulatedCall(step.name, _shape(step), len(slots), seconds, num_positions=read, num_filled=filled)
             calls.insert(0, call)
         return calls

@@ -195,7 +195,10 @@ def speeds_of(options: argparse.Namespace, device: Device) -> Speeds | None:
     most = device.limits.max_rows
     rows = [*(2**n for n in range(most.bit_length()) if 2**n < most), most]
     host = options.host_milliseconds / 1000 + group_seconds(options.ranks[0])
-    speeds = [[busy_speed(device.limits, device.times, one, number, host) for one in policies] for number in rows]
+    speeds = [
+        [busy_speed(device.limits, device.times, one, number, host_seconds=host, plan=device.plan) for one in policies]
+        for number in rows
+    ]
     return Speeds([one.name for one in policies], rows, speeds)
 
 
@@ -245,6 +248,12 @@ def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> lis
 
 
 def _check_policies(options: argparse.Namespace, device: Device) -> None:
+    if device.plan is not None and options.drafts > device.plan.max_drafts:
+        most = device.plan.max_drafts
+        message = (
+            f"is {options.drafts}, but the graphs of --plan {options.plan} verify {most}: plan --speculative-config"
+        )
+        raise InvalidConfig("--drafts", message)
     longest, length = device.limits.longest_prefill, device.limits.longest_sequence - 1
     if device.plan is not None and "vllm-neuron" in options.policy and longest < length:
         message = (
@@ -258,8 +267,6 @@ def _check(options: argparse.Namespace) -> None:
     for flag, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise InvalidConfig(flag, f"folder {path.parent} does not exist: create it first")
-    if options.drafts and options.plan is not None:
-        raise InvalidConfig("--drafts", "no graph of --plan verifies drafts: leave out one of them")
     for share in options.acceptance:
         if share > 1:
             raise InvalidConfig("--acceptance", f"must be from 0 to 1, got {share:g}")

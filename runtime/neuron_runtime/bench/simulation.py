@@ -140,7 +140,15 @@ class Outcome:
 MAX_BUSY_STEPS, BUSY_PROMPT = 600, 32
 
 
-def busy_speed(limits: BackendLimits, times: StepTimes, policy: Policy, num_rows: int, host_seconds: float) -> float:
+def busy_speed(
+    limits: BackendLimits,
+    times: StepTimes,
+    policy: Policy,
+    num_rows: int,
+    *,
+    host_seconds: float,
+    plan: Settings | None = None,
+) -> float:
     """Tokens per second while so many requests are answered all the time."""
     num_tokens = limits.max_model_length - BUSY_PROMPT
     num_steps = min(num_tokens // (1 + policy.num_drafts), MAX_BUSY_STEPS)
@@ -157,6 +165,7 @@ def busy_speed(limits: BackendLimits, times: StepTimes, policy: Policy, num_rows
         warm_up_seconds=begins + num_steps // 3 * step,
         seconds=num_steps // 3 * step,
         host_seconds_per_step=host_seconds,
+        plan=plan,
     )
     outcome = simulation.run()
     return outcome.num_tokens / outcome.seconds
@@ -197,18 +206,16 @@ class Simulation:
         self._policy = policy
         self._begin, self._end = warm_up_seconds, warm_up_seconds + seconds
         self._clock = VirtualClock()
-        applied, host = policy.applied_to(limits), host_seconds_per_step
+        applied = policy.applied_to(limits)
+        more = {
+            "host_seconds_per_step": host_seconds_per_step,
+            "acceptance": policy.acceptance,
+            "draft_cost": policy.draft_cost,
+        }
         self._backend = (
-            SimulatedBackend(
-                applied,
-                times,
-                self._clock,
-                host_seconds_per_step=host,
-                acceptance=policy.acceptance,
-                draft_cost=policy.draft_cost,
-            )
+            SimulatedBackend(applied, times, self._clock, **more)
             if plan is None
-            else PlannedBackend(plan, applied, times, self._clock, host_seconds_per_step=host)
+            else PlannedBackend(plan, applied, times, self._clock, **more)
         )
         self._engine = Engine(
             self._backend,
