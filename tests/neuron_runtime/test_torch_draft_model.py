@@ -3,62 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
+from helpers.device_drafts import BLOCKS, MAX_DRAFTS, SLOTS, EverySecond, some_requests
 from helpers.told_drafts import events_of, tokens_of
 from helpers.torch_models import load_backend, random_model
 from neuron_runtime.config import DraftSource, Speculation
 from neuron_runtime.core import Request, Sampling
-from neuron_runtime.engine.drafting import Drafting
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.engine.sequence import Sequence
 from neuron_runtime.errors import InvalidConfig
-
-MAX_DRAFTS = 3
-BLOCKS: dict[str, Any] = {
-    "layout": "blocks",
-    "block_size": 8,
-    "num_blocks": 40,
-    "max_sequences": 4,
-    "max_model_length": 120,
-    "max_step_tokens": 32,
-}
-
-
-class EverySecond(Drafting):
-    """As many drafts of the device as fit, in every second step of a row, so that the draft model falls behind."""
-
-    def __init__(self, period: int = 2) -> None:
-        self.learned: list[tuple[int, int]] = []
-        self.period, self._num_steps = period, 0
-
-    def wants(self, sequences: Any) -> bool:
-        return bool(sequences)
-
-    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        self._num_steps += 1
-        return (-1,) * most if self._num_steps % self.period == 0 else ()
-
-    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        if sequence.request.sampling.greedy:
-            self.learned.append((num_drafts, num_accepted))
-
-    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        pass
-
-
-def some_requests() -> list[Request]:
-    """With shared beginnings, longer than a step, and drawn ones."""
-    random, found = Random(2), []
-    text = tuple(random.randrange(256) for _ in range(80))
-    for number, length in enumerate((3, 40, 70, 41, 66, 1, 24)):
-        prompt = (*text[: length // 2], *(random.randrange(256) for _ in range(length - length // 2)))
-        sampling = Sampling(temperature=0.7 * (number == 3), seed=number, max_tokens=min(30, 120 - length))
-        found.append(Request(f"{number}", prompt, sampling))
-    return found
 
 
 def with_draft(folder: Path) -> Speculation:
@@ -66,7 +21,7 @@ def with_draft(folder: Path) -> Speculation:
 
 
 @pytest.mark.parametrize("period", [1, 2, 5])
-@pytest.mark.parametrize("layout", [BLOCKS, {**BLOCKS, "layout": "slots", "block_size": 0, "num_blocks": 0}])
+@pytest.mark.parametrize("layout", [BLOCKS, SLOTS])
 def test_a_model_that_drafts_for_itself_is_always_right(layout: dict[str, Any], period: int, tmp_path: Path) -> None:
     folder = random_model(tmp_path / "model")
     backend = load_backend(folder, **layout)

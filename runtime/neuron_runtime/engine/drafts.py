@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from neuron_runtime.config import Speculation
+from neuron_runtime.config import METHODS_WITH_MODEL, Speculation
 from neuron_runtime.core import NO_TOKEN, BackendLimits
 from neuron_runtime.engine.sequence import Sequence
 
@@ -427,5 +427,5 @@ def drafts_of(configured: Speculation, limits: BackendLimits) -> Drafts | None:
     """Who proposes drafts to a backend; None where no row may have any."""
     if not configured.method or not limits.max_drafts:
         return None
-    proposer: Proposer = OnDevice() if configured.method == "Draft" else NGram(*configured.match)
+    proposer: Proposer = OnDevice() if configured.method in METHODS_WITH_MODEL else NGram(*configured.match)
     return Drafts(proposer, limits.max_drafts)

@@ -24,7 +24,7 @@ from neuron_runtime.host import FreeMemory
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
 PROCESS_PER_RANK = True
-DRAFT_METHODS = ("NGram", "Draft")
+DRAFT_METHODS = ("NGram", "Draft", "Eagle")
 MIN_ADAPTER_RANK = 1
 UNLIMITED = 2**62
 """Bytes."""

@@ -132,26 +132,26 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     family = FAMILIES[architecture]
     quantization = quantization_of(config)
     config = _filled_in(config, architecture)
-    attention_bias = _boolean(config, "attention_bias", False)
-    num_layers = _positive(config, "num_hidden_layers")
+    attention_bias = boolean(config, "attention_bias", False)
+    num_layers = positive(config, "num_hidden_layers")
     if num_layers > MAX_LAYERS:
         raise InvalidModel(f"config.json: num_hidden_layers must be at most {MAX_LAYERS}, got {num_layers}")
-    hidden_size = _positive(config, "hidden_size")
-    num_heads = _positive(config, "num_attention_heads")
-    num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
-    head_dim = _positive(config, "head_dim", hidden_size // num_heads)
+    hidden_size = positive(config, "hidden_size")
+    num_heads = positive(config, "num_attention_heads")
+    num_kv_heads = positive(config, "num_key_value_heads", num_heads)
+    head_dim = positive(config, "head_dim", hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise InvalidModel(
             f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
     if head_dim % 2:
         raise InvalidModel(f"config.json: head_dim must be even for rotary positions, got {head_dim}")
-    max_position_embeddings = _positive(config, "max_position_embeddings")
+    max_position_embeddings = positive(config, "max_position_embeddings")
     return DecoderConfig(
         architecture=architecture,
-        vocabulary_size=_positive(config, "vocab_size"),
+        vocabulary_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(config, "intermediate_size"),
+        intermediate_size=positive(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -159,10 +159,10 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         max_position_embeddings=max_position_embeddings,
         rms_norm_epsilon=_number(config, "rms_norm_eps", 1e-6),
         rope=_rope(config, max_position_embeddings),
-        tied_embeddings=_boolean(config, "tie_word_embeddings", False),
+        tied_embeddings=boolean(config, "tie_word_embeddings", False),
         qkv_bias=attention_bias,
         output_bias=attention_bias and family.output_bias,
-        mlp_bias=_boolean(config, "mlp_bias", False),
+        mlp_bias=boolean(config, "mlp_bias", False),
         query_key_norm=family.query_key_norm,
         # A window as long as the longest sequence has no effect.
         windows=tuple(
@@ -247,8 +247,8 @@ def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> t
     """Sliding window of each layer, None where a layer sees everything."""
     window: int | None = None
     first: Any = 0
-    if _boolean(config, "use_sliding_window", False) and config.get("sliding_window") is not None:
-        window, first = _positive(config, "sliding_window"), config.get("max_window_layers")
+    if boolean(config, "use_sliding_window", False) and config.get("sliding_window") is not None:
+        window, first = positive(config, "sliding_window"), config.get("max_window_layers")
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise InvalidModel(f"config.json: max_window_layers must be an integer of at least 0, got {first!r}")
     by_number = tuple(window if layer >= first else None for layer in range(num_layers))
@@ -320,7 +320,7 @@ def _unsupported(what: str, supported: str) -> FatalError:
     )
 
 
-def _positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -341,7 +341,7 @@ def _number_if_any(config: Mapping[str, Any], name: str) -> float:
     return _number(config, name) if config.get(name) else 0.0
 
 
-def _boolean(config: Mapping[str, Any], name: str, default: bool) -> bool:
+def boolean(config: Mapping[str, Any], name: str, default: bool) -> bool:
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -355,15 +355,15 @@ ROPE_FIELDS: Mapping[RopeKind, Mapping[str, Callable[[Mapping[str, Any], str], A
     "dynamic": {"factor": _number},
     "llama3": {
         **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _number),
-        "original_max_position_embeddings": _positive,
+        "original_max_position_embeddings": positive,
     },
     "yarn": {
         "factor": _number,
-        "original_max_position_embeddings": _positive,
+        "original_max_position_embeddings": positive,
         **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), _number_if_any),
         "beta_fast": partial(_number, default=32.0),
         "beta_slow": partial(_number, default=1.0),
-        "truncate": partial(_boolean, default=True),
+        "truncate": partial(boolean, default=True),
     },
 }
 """Fields of each rope type besides its name and `rope_theta`, and what reads them."""

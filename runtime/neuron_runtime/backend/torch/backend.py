@@ -24,7 +24,7 @@ from neuron_runtime.backend.torch.adapters import Adapters, AdapterWeights
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
-from neuron_runtime.backend.torch.draft_model import DraftModel
+from neuron_runtime.backend.torch.draft_model import DraftModel, Network
 from neuron_runtime.backend.torch.ranks import Ranks
 from neuron_runtime.backend.warming import lone_step, timed, with_adapter
 from neuron_runtime.backend_protocol import ProgressCallback, StepTime, size_of
@@ -67,8 +67,7 @@ def device_thread(set_up: Callable[[], None] = lambda: None) -> ThreadPoolExecut
 class TorchBackend:
     """See `backend_protocol.AdapterBackend`. `device` is the thread on which the decoder was loaded.
 
-    adapters: None if no adapters may be active. draft: a model that makes drafts, its cache, and the ranks that must
-        have the same drafts.
+    adapters: None if no adapters may be active. draft: what makes drafts, and the ranks that must have the same ones.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class TorchBackend:
         device: ThreadPoolExecutor | None = None,
         *,
         adapters: Adapters | None = None,
-        draft: tuple[Decoder, KVCache, Ranks] | None = None,
+        draft: tuple[Network, Ranks] | None = None,
     ) -> None:
         self._decoder = decoder
         self._adapters = adapters
@@ -88,8 +87,8 @@ class TorchBackend:
         self._mirror = SlotMirror(limits)
         self._draft = None
         if draft is not None:
-            of_draft, draft_cache, ranks = draft
-            self._draft = DraftModel(of_draft, draft_cache, self._mirror, ranks)
+            network, ranks = draft
+            self._draft = DraftModel(network, self._mirror, ranks)
         self._prompts: dict[int, tuple[IntArray, int]] = {}
         """By slot, a prompt whose tokens get log-probabilities, and how many alternatives each."""
         self._sampler = HostSampler(self._mirror.tokens, limits.vocabulary_size)
@@ -174,12 +173,15 @@ class TorchBackend:
         if not len(batch.rows):
             return _TorchStep(batch, rows, sampled, None, (), begin)
         if self._draft is not None:
-            self._draft.follow(batch, rows)
+            self._draft.apply(batch, rows)
             rows = self._draft.fill(rows)
         num_tokens = rows.ends - rows.start
         plan = self._cache.plan(StepRows(rows.start, num_tokens, self._mirror.blocks[rows.slots]))
         adapted = None if self._adapters is None else self._adapters.decoder_for(rows.slots, num_tokens)
-        hidden = (adapted or self._decoder).forward(torch.from_numpy(self._mirror.token_ids(rows)), plan)
+        tap = None if self._draft is None else self._draft.tap
+        hidden = (adapted or self._decoder).forward(torch.from_numpy(self._mirror.token_ids(rows)), plan, tap)
+        if self._draft is not None:
+            self._draft.follow(rows, plan, hidden)
         ends = np.cumsum(num_tokens)
         prompt_logprobs = self._prompt_logprobs(rows, hidden, ends - num_tokens)
         if not len(sampled):

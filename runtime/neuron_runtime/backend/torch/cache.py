@@ -126,18 +126,24 @@ class KVCache:
 
     windows: per layer, how many positions a token sees, including its own; None for all. Every layer stores all
         positions; positions outside every window are not read.
+    first: the first position that is stored, which is as if the sequence began there.
     """
 
     def __init__(
-        self, windows: Sequence[int | None], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+        self,
+        windows: Sequence[int | None],
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        first: int = 0,
     ) -> None:
-        self.windows, self.keys, self.values = tuple(windows), keys, values
+        self.windows, self.keys, self.values, self.first = tuple(windows), keys, values, first
         self.line_length = keys[0].shape[2]
 
     @classmethod
-    def empty(cls, windows: Sequence[int | None], shape: Sequence[int], dtype: torch.dtype) -> Self:
+    def empty(cls, windows: Sequence[int | None], shape: Sequence[int], dtype: torch.dtype, first: int = 0) -> Self:
         """A cache that takes memory as it is used. shape: of the storage."""
-        return cls(windows, *([lazy_zeros(shape, dtype) for _ in windows] for _ in range(2)))
+        keys, values = ([lazy_zeros(shape, dtype) for _ in windows] for _ in range(2))
+        return cls(windows, keys, values, first)
 
     def plan(self, rows: StepRows) -> StepPlan:
         """Plan one step for all layers."""
@@ -200,7 +206,7 @@ class KVCache:
 
     def seen(self, positions: IntArray, lines: IntArray, window: int | None) -> SeenColumns:
         """What a token at each of `positions` `[rows]` attends to, of `lines` `[rows, lines per sequence]`."""
-        ends, firsts = positions + 1, _first_seen(positions, window)
+        ends, firsts = positions + 1, self._first_seen(positions, window)
         if lines.shape[1] == 1:
             # The same columns for all rows, from the first to the last position that any of them sees.
             begin = int(firsts.min() // LENGTH_STEP * LENGTH_STEP)
@@ -229,7 +235,7 @@ class KVCache:
         seen_from[lanes], seen_to[lanes] = seen.seen_from, seen.seen_to
         column = torch.arange(end - begin)
         visible = column < torch.from_numpy(seen_to).view(-1, 1, 1, 1)
-        if window is not None:
+        if window is not None or self.first:
             visible &= column >= torch.from_numpy(seen_from).view(-1, 1, 1, 1)
         in_order = num_lanes == len(decodes) and bool((lanes == np.arange(num_lanes)).all())
         return DecodePart(
@@ -244,14 +250,14 @@ class KVCache:
     def _plan_prompt(self, rows: StepRows, row: int, begin: int, end: int, window: int | None) -> PromptPart:
         start = int(rows.start[row])
         length = start + end - begin
-        first = int(_first_seen(rows.start[row : row + 1], window)[0])
+        first = int(self._first_seen(rows.start[row : row + 1], window)[0])
         first_line, num_lines = first // self.line_length, -(-length // self.line_length)
         origin = first_line * self.line_length
         query, key = torch.arange(start, length).view(-1, 1), torch.arange(first, length)
         visible = key <= query
         if window is not None:
             visible &= key > query - window
-        sees_all_of_itself = start == 0 and (window is None or length <= window)
+        sees_all_of_itself = start == self.first and (window is None or length - start <= window)
         return PromptPart(
             begin=begin,
             end=end,
@@ -260,10 +266,9 @@ class KVCache:
             mask=None if sees_all_of_itself else additive(visible, self.keys[0].dtype),
         )
 
-
-def _first_seen(position: IntArray, window: int | None) -> IntArray:
-    """The first position that a token at `position` sees."""
-    return np.zeros_like(position) if window is None else np.maximum(position + 1 - window, 0)
+    def _first_seen(self, position: IntArray, window: int | None) -> IntArray:
+        """The first position that a token at `position` sees."""
+        return np.full_like(position, self.first) if window is None else np.maximum(position + 1 - window, self.first)
 
 
 def _rounded(number: np.int64, step: int) -> int:

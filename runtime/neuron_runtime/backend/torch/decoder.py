@@ -24,10 +24,11 @@ from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 class Layer(NamedTuple):
     """Weights of one block; `qkv` and `gate_up` are fused projections, weights of norms are float32.
 
+    attention_norm: None if attention computes with its input as it is.
     head_norm: `[heads + kv_heads, head_dim]`, for each head of queries and keys; None where they are not normalised.
     """
 
-    attention_norm: torch.Tensor
+    attention_norm: torch.Tensor | None
     qkv: Linear
     head_norm: torch.Tensor | None
     output: Linear
@@ -37,12 +38,15 @@ class Layer(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Everything that a decoder computes with; frequencies are those of the rotary positions."""
+    """Everything that a decoder computes with; frequencies are those of the rotary positions.
+
+    norm: None if the head computes with the hidden states as they are.
+    """
 
     embedding: torch.Tensor
     frequencies: torch.Tensor
     layers: tuple[Layer, ...]
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     head: Linear
 
 
@@ -55,6 +59,8 @@ class Reader(Protocol):
 
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+Tap = Callable[[int, torch.Tensor], None]
+"""Called with the number of blocks done, from 0 on, and the hidden states then."""
 
 
 class Decoder:
@@ -70,17 +76,26 @@ class Decoder:
         self._ranks = ranks
         self._tokens = tokens_of(config, ranks.rank, ranks.size)
 
-    def forward(self, token_ids: torch.Tensor, plan: CachePlan) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, plan: CachePlan, tap: Tap | None = None) -> torch.Tensor:
         """Feed `token_ids` `[tokens]`, storing their keys and values.
 
         Returns the hidden states after the last norm, `[tokens, hidden size]`.
         """
+        return self.normed(self.blocks(self.embed(token_ids), plan, tap=tap))
+
+    def blocks(
+        self, x: torch.Tensor, plan: CachePlan, first: torch.Tensor | None = None, tap: Tap | None = None
+    ) -> torch.Tensor:
+        """The hidden states after all blocks, from those before. first: what the first block's attention computes with,
+        in the place of its normalised input."""
         config, weights, ranks = self.config, self.weights, self._ranks
         num_rotated = config.num_heads + config.num_kv_heads
-        x = self._embed(token_ids)
         cosine, sine = rotary.turns(plan.positions, weights.frequencies, config.rope.scale, x.dtype)
         for index, layer in enumerate(weights.layers):
-            heads = layer.qkv(self._normalise(x, layer.attention_norm)).view(x.shape[0], -1, config.head_dim)
+            if tap is not None:
+                tap(index, x)
+            attended = first if index == 0 and first is not None else self._normalise(x, layer.attention_norm)
+            heads = layer.qkv(attended).view(x.shape[0], -1, config.head_dim)
             turning = heads[:, :num_rotated]
             if layer.head_norm is not None:
                 turning = self._normalise(turning, layer.head_norm)
@@ -90,13 +105,19 @@ class Decoder:
             x = x + ranks.sum(layer.output(self._attend(index, plan, query, key, value)))
             gate, up = layer.gate_up(self._normalise(x, layer.mlp_norm)).chunk(2, dim=-1)
             x = x + ranks.sum(layer.down(functional.silu(gate) * up))
-        return self._normalise(x, weights.norm)
+        if tap is not None:
+            tap(len(weights.layers), x)
+        return x
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head computes with."""
+        return self._normalise(hidden, self.weights.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the token that follows each hidden state: float32 `[hidden states, vocabulary]`."""
         return self._ranks.gather(self.weights.head(hidden).float())[:, : self.config.vocabulary_size]
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._ranks.size == 1:
             return self.weights.embedding[token_ids]
         # Exact: all ranks but one add zero.
@@ -132,28 +153,34 @@ class Decoder:
         out = decode_attention(lanes, key, value, part.mask, self.config.attention_scale)
         return out if part.lanes is None else out.index_select(0, part.lanes)
 
-    def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Root mean square norm over the last dimension, computed in float32 like its weight.
+    def _normalise(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else rms_norm(x, weight, self.config.rms_norm_epsilon)
 
-        torch's rms_norm mixes dtypes in half precision: ten times slower at hundreds of tokens, equal at a few.
-        """
-        exact = x.float()
-        length: torch.Tensor = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
-        scale = length.square_().div_(x.shape[-1]).add_(self.config.rms_norm_epsilon).rsqrt_()
-        return (exact * scale).mul_(weight).to(x.dtype)
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Root mean square norm over the last dimension, computed in float32 like its weight.
+
+    torch's rms_norm mixes dtypes in half precision: ten times slower at hundreds of tokens, equal at a few.
+    """
+    exact = x.float()
+    length: torch.Tensor = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+    scale = length.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    return (exact * scale).mul_(weight).to(x.dtype)
 
 
 def read_weights(config: DecoderConfig, reader: Reader, make: MakeLinear = linear) -> Weights:
     """The tensors of a checkpoint in the decoder's layout."""
     embedding = reader.take("model.embed_tokens.weight")
     frequencies = rotary.inverse_frequencies(config.rope, config.head_dim)
-    layers = tuple(_read_layer(config, reader, make, f"model.layers.{i}.") for i in range(config.num_layers))
+    layers = tuple(read_layer(config, reader, make, f"model.layers.{i}.") for i in range(config.num_layers))
     norm = reader.take("model.norm.weight").float()
     head = make(embedding if config.tied_embeddings else reader.take("lm_head.weight"), None)
     return Weights(embedding, frequencies, layers, norm, head)
 
 
-def _read_layer(config: DecoderConfig, reader: Reader, make: MakeLinear, prefix: str) -> Layer:
+def read_layer(
+    config: DecoderConfig, reader: Reader, make: MakeLinear, prefix: str, *, has_attention_norm: bool = True
+) -> Layer:
     def projection(has_bias: bool, *names: str) -> Linear:
         weight = reader.take(*(f"{prefix}{name}.weight" for name in names))
         return make(weight, reader.take_if_any(has_bias, *(f"{prefix}{name}.bias" for name in names)))
@@ -163,7 +190,7 @@ def _read_layer(config: DecoderConfig, reader: Reader, make: MakeLinear, prefix:
         return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
 
     return Layer(
-        attention_norm=reader.take(f"{prefix}input_layernorm.weight").float(),
+        attention_norm=reader.take(f"{prefix}input_layernorm.weight").float() if has_attention_norm else None,
         qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         head_norm=head_norm() if config.query_key_norm else None,
         output=projection(config.output_bias, "self_attn.o_proj"),

@@ -1,17 +1,20 @@
-"""A second, smaller model that proposes drafts: the tokens that it thinks likeliest after a sequence's last one.
+"""What proposes drafts on the device: the tokens that a smaller network thinks likeliest after a sequence's last one.
 
-The backend calls it on the device thread, before a step whose rows have drafts for the device to make. It reads the
-tokens of the mirror and has a cache of its own, which lies as that of the model does. It never changes an answer.
+The backend calls `DraftModel` on the device thread, around a step of the model. It reads the tokens of the mirror and
+has a cache of its own, which lies as that of the model does. It never changes an answer. What it computes with is a
+`Network`: a second model, or an EAGLE head (`eagle_head.py`).
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
-from neuron_runtime.backend.torch.cache import KVCache, StepRows
-from neuron_runtime.backend.torch.decoder import Decoder
+from neuron_runtime.backend.torch.cache import KVCache, StepPlan, StepRows
+from neuron_runtime.backend.torch.decoder import Decoder, Tap
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 from neuron_runtime.core import NO_TOKEN, Added, Batch
 
@@ -21,30 +24,74 @@ MAX_IDLE_STEPS = 256
 """After so many steps without drafts prompts are no longer computed with those of the model."""
 
 
+class Network(Protocol):
+    """cache: computed from its first position on. tap: gets hidden states of the model; None if it needs none."""
+
+    cache: KVCache
+    tap: Tap | None
+
+    def hear(self, plan: StepPlan, hidden: torch.Tensor) -> None:
+        """What the model has computed in a step: the hidden states that its head reads, and before what the tap got."""
+
+    def forward(self, token_ids: torch.Tensor, plan: StepPlan, before: torch.Tensor | None) -> torch.Tensor:
+        """Feed `token_ids` `[tokens]`, storing their keys and values. Returns a state of each.
+
+        before: the state of the position before each token, if these are drafts of its own; None: they are known.
+        """
+
+    def likeliest(self, states: torch.Tensor) -> torch.Tensor:
+        """The likeliest token after each state."""
+
+
+class SecondModel:
+    """Implements `Network`. It knows tokens alone."""
+
+    tap: Tap | None = None
+
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self._decoder, self.cache = decoder, cache
+
+    def hear(self, plan: StepPlan, hidden: torch.Tensor) -> None:
+        pass
+
+    def forward(self, token_ids: torch.Tensor, plan: StepPlan, before: torch.Tensor | None) -> torch.Tensor:
+        return self._decoder.forward(token_ids, plan)
+
+    def likeliest(self, states: torch.Tensor) -> torch.Tensor:
+        return self._decoder.logits(states).argmax(dim=-1)
+
+
 class DraftModel:
-    def __init__(self, decoder: Decoder, cache: KVCache, mirror: SlotMirror, ranks: Ranks = ALONE) -> None:
-        """ranks: those of the model. Each has all of this one, but processors that differ may round to other drafts."""
-        self._decoder, self._cache, self._mirror, self._ranks = decoder, cache, mirror, ranks
+    def __init__(self, network: Network, mirror: SlotMirror, ranks: Ranks = ALONE) -> None:
+        """ranks: those of the model. Each has all of the network, but processors that differ may round to other
+        drafts."""
+        self._network, self._cache, self._mirror, self._ranks = network, network.cache, mirror, ranks
+        self.tap = network.tap
         self._computed: IntArray = np.zeros(len(mirror.live), dtype=np.int64)
-        """Of each slot, how many of its tokens are in the cache."""
-        self._filled: IntArray = np.zeros(len(cache.keys[0]), dtype=np.int64)
+        """Of each slot, how many of its tokens are in the cache, or have no place there."""
+        self._filled: IntArray = np.zeros(len(self._cache.keys[0]), dtype=np.int64)
         """Of each block, how many of its tokens are, from the first on: a prefix may be shared whose answer had no
         drafts."""
         self._num_idle = 0
         """Steps without drafts."""
 
-    def follow(self, batch: Batch, rows: FedRows) -> None:
-        """Compute the prompts of a step, as the model does."""
+    def apply(self, batch: Batch, rows: FedRows) -> None:
+        """What the batch changes, before its rows run."""
         if batch.added:
             starts = dict(zip(rows.slots.tolist(), rows.start.tolist(), strict=True))
             for added in batch.added:
                 self._enter(added, starts.get(added.slot, 0))
         for _, block in batch.appended_blocks:
             self._filled[block] = 0
+
+    def follow(self, rows: FedRows, plan: StepPlan, hidden: torch.Tensor) -> None:
+        """Compute the prompts of a step, behind the model. plan, hidden: those of the model."""
+        self._network.hear(plan, hidden)
         self._num_idle += 1
         prompts = np.arange(rows.num_decodes, len(rows.slots))
-        behind = rows.start[prompts] - self._computed[rows.slots[prompts]]
-        prompts = prompts[(behind == 0) | (np.cumsum(behind) <= MAX_CAUGHT_UP)]
+        computed = self._computed[rows.slots[prompts]]
+        behind = np.maximum(rows.start[prompts] - computed, 0)
+        prompts = prompts[((behind == 0) | (np.cumsum(behind) <= MAX_CAUGHT_UP)) & (computed < rows.ends[prompts])]
         if self._num_idle <= MAX_IDLE_STEPS and len(prompts):
             slots, ends = rows.slots[prompts], rows.ends[prompts]
             start = self._computed[slots]
@@ -68,12 +115,15 @@ class DraftModel:
         start = self._computed[slots]
         fed, num_tokens = self._tokens(slots, start, ends), ends - start
         self._keep(slots, start, ends)
+        states: torch.Tensor | None = None
         for place in range(int(num_left.max(initial=0))):
-            tokens = self._likeliest(fed, slots, start, num_tokens)
+            states = self._forward(fed, slots, start, num_tokens, states)[torch.from_numpy(np.cumsum(num_tokens) - 1)]
+            tokens = self._network.likeliest(states).numpy()
             drafts[ready, place] = tokens
             going = num_left > place + 1
-            ready, slots, num_left, tokens = ready[going], slots[going], num_left[going], tokens[going]
-            start, num_tokens, fed = (start + num_tokens)[going], np.ones(len(ready), dtype=np.int64), tokens
+            ready, slots, num_left, fed = ready[going], slots[going], num_left[going], tokens[going]
+            start, num_tokens = (start + num_tokens)[going], np.ones(len(ready), dtype=np.int64)
+            states = states[torch.from_numpy(going)]
         return rows._replace(drafts=self._ranks.first(torch.from_numpy(drafts)).numpy())
 
     def _enter(self, added: Added, num_shared: int) -> None:
@@ -83,7 +133,7 @@ class DraftModel:
         self._filled[own] = 0
         filled = self._filled[shared]
         full = int(np.cumprod(filled == size).sum())
-        self._computed[added.slot] = full * size + int(filled[full : full + 1].sum())
+        self._computed[added.slot] = max(full * size + int(filled[full : full + 1].sum()), self._cache.first)
 
     def _keep(self, slots: IntArray, start: IntArray, ends: IntArray) -> None:
         """The tokens from `start` to `ends` of these slots are in the cache, as are those before."""
@@ -118,13 +168,8 @@ class DraftModel:
         parts = [tokens[slot, at:end] for slot, at, end in zip(slots, start, ends, strict=True)]
         return np.concatenate(parts).astype(np.int64)
 
-    def _likeliest(self, fed: IntArray, slots: IntArray, start: IntArray, num_tokens: IntArray) -> IntArray:
-        """The likeliest token after each row."""
-        hidden = self._forward(fed, slots, start, num_tokens)
-        last = torch.from_numpy(np.cumsum(num_tokens) - 1)
-        found: IntArray = self._decoder.logits(hidden[last]).argmax(dim=-1).numpy()
-        return found
-
-    def _forward(self, fed: IntArray, slots: IntArray, start: IntArray, num_tokens: IntArray) -> torch.Tensor:
+    def _forward(
+        self, fed: IntArray, slots: IntArray, start: IntArray, num_tokens: IntArray, before: torch.Tensor | None = None
+    ) -> torch.Tensor:
         plan = self._cache.plan(StepRows(start, num_tokens, self._mirror.blocks[slots]))
-        return self._decoder.forward(torch.from_numpy(fed), plan)
+        return self._network.forward(torch.from_numpy(fed), plan, before)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import TypeVar
 
 import torch
 
@@ -19,19 +20,21 @@ from neuron_runtime.backend.torch.cache import KVCache
 from neuron_runtime.backend.torch.choices import dtype_of
 from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
 from neuron_runtime.backend.torch.decoder import Decoder, read_weights
+from neuron_runtime.backend.torch.draft_model import Network
+from neuron_runtime.backend.torch.load_drafts import find_drafts
 from neuron_runtime.backend.torch.parts import part_of_model, parts_of
 from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.backend.torch.weights import WeightReader
 from neuron_runtime.backend_protocol import ONE_RANK, ProgressCallback, Rank
 from neuron_runtime.checkpoint import Checkpoint, check_tensors, check_tied_head, read_whole_checkpoint
-from neuron_runtime.config import RuntimeConfig, Speculation
+from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.dtypes import COMPUTED
-from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.host import FreeMemory, free_memory, usable_cpus
-from neuron_runtime.uris import FolderModel, parse_uri
+
+Loaded = TypeVar("Loaded")
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in COMPUTED}
 
@@ -51,65 +54,30 @@ def load(
     check_tensors(checkpoint, tensor_shapes(model), model.quantization)
     check_tied_head(checkpoint)
     dtype = DTYPES[dtype_of(config, checkpoint)]
-    draft = _draft_checkpoint(config.speculation, model)
+    drafts = find_drafts(config.speculation, model)
     ranks = Gloo(place) if place.size > 1 else ALONE
     part = part_of_model(model, ranks.size)
     free = measure()
     # The ranks of a node share its memory, and all ranks must come to the same limits.
     share = replace(free, available=ranks.least(free.available // place.per_node))
-    limits = derive_limits(config, part, dtype.itemsize, share, draft and draft[1])
+    limits = derive_limits(config, part, dtype.itemsize, share, drafts and drafts.needs)
     device = device_thread(partial(_limit_threads, place.per_node))
     decoder = _load_on(device, progress, lambda report: load_decoder(checkpoint, model, dtype, report, ranks))
+    network = drafts and _load_on(device, progress, lambda report: drafts.read(decoder, limits, dtype, report))
     shape = (limits.num_blocks, part.num_kv_heads, limits.block_size, model.head_dim)
     return TorchBackend(
-        decoder=decoder if artifact is None else _compiled(decoder, artifact, limits),
+        decoder=decoder if artifact is None else _compiled(decoder, artifact, limits, network),
         cache=KVCache.empty(model.windows, shape, dtype),
         limits=limits,
         device=device,
         adapters=Adapters(decoder, model, limits, ranks.rank, ranks.size) if limits.max_adapters else None,
-        draft=None if draft is None else (*_load_draft(draft, dtype, limits, device, progress), ranks),
+        draft=None if network is None else (network, ranks),
     )
 
 
-def _draft_checkpoint(speculation: Speculation, model: DecoderConfig) -> tuple[Checkpoint, DecoderConfig] | None:
-    """The model that makes drafts, which is on this machine, if the configuration has one. Raises InvalidConfig unless
-    it has the tokens of the model."""
-    if speculation.method != "Draft":
-        return None
-    found = parse_uri(speculation.model.uri)
-    if not isinstance(found, FolderModel):
-        raise ValueError(f"{speculation.model.uri} is not on this machine")
-    checkpoint = read_whole_checkpoint(found.folder)
-    draft = decoder_config(checkpoint.config)
-    check_tensors(checkpoint, tensor_shapes(draft), draft.quantization)
-    check_tied_head(checkpoint)
-    if draft.vocabulary_size != model.vocabulary_size:
-        message = f"it has {draft.vocabulary_size} tokens, and the model {model.vocabulary_size}: they must be the same"
-        raise InvalidConfig("$.speculation.model.uri", message)
-    return checkpoint, draft
-
-
-def _load_draft(
-    found: tuple[Checkpoint, DecoderConfig],
-    dtype: torch.dtype,
-    limits: BackendLimits,
-    device: ThreadPoolExecutor,
-    progress: ProgressCallback,
-) -> tuple[Decoder, KVCache]:
-    """Each rank has all of it: it is small, and so no more than the drafts is exchanged."""
-    checkpoint, draft = found
-
-    def report(stage: str, share: float) -> None:
-        progress(f"{stage} of the draft model", share)
-
-    decoder = _load_on(device, report, lambda shown: load_decoder(checkpoint, draft, dtype, shown))
-    shape = (limits.num_blocks, draft.num_kv_heads, limits.block_size, draft.head_dim)
-    return decoder, KVCache.empty(draft.windows, shape, dtype)
-
-
 def _load_on(
-    device: ThreadPoolExecutor, progress: ProgressCallback, load: Callable[[ProgressCallback], Decoder]
-) -> Decoder:
+    device: ThreadPoolExecutor, progress: ProgressCallback, load: Callable[[ProgressCallback], Loaded]
+) -> Loaded:
     """Load on the device thread. If this thread is interrupted, loading stops at the next tensor."""
     interrupted = Event()
 
@@ -130,13 +98,20 @@ def load_decoder(
     checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: ProgressCallback, ranks: Ranks = ALONE
 ) -> Decoder:
     """Read the weights of a checked checkpoint in `dtype`, or what one rank needs of them."""
-    reader = WeightReader(checkpoint, model, dtype, progress, parts_of(model, ranks.rank, ranks.size))
+    shapes, parts = tensor_shapes(model), parts_of(model, ranks.rank, ranks.size)
+    reader = WeightReader(checkpoint, shapes, dtype, progress, parts, quantization=model.quantization)
     with torch.inference_mode():
         return Decoder(model, read_weights(part_of_model(model, ranks.size), reader), ranks)
 
 
-def _compiled(decoder: Decoder, artifact: Path, limits: BackendLimits) -> Decoder | CompiledDecoder:
-    if reason := eager_because(decoder):
+def _compiled(
+    decoder: Decoder, artifact: Path, limits: BackendLimits, network: Network | None
+) -> Decoder | CompiledDecoder:
+    if network is not None and network.tap is not None:
+        reason: str | None = "the EAGLE 3 head reads hidden states that they do not give out"
+    else:
+        reason = eager_because(decoder)
+    if reason:
         say(f"warning: decode steps are not compiled, they run as without `compile`: {reason}")
         return decoder
     return CompiledDecoder.load(decoder, artifact, blocks=limits.layout == "blocks")

@@ -7,7 +7,9 @@ model's maximum with room for all sequences at that length, or less if memory is
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.backend.host_sampling.likeliest import ROWS_AT_ONCE
@@ -24,6 +26,13 @@ SHARE_OF_MEMORY = 0.9
 """Share of free memory for weights, scratch and cache; the rest is for other processes."""
 MIN_DEFAULT_LENGTH = 64
 """If less than this fits, the process exits instead of serving uselessly short sequences."""
+
+
+class DraftNeeds(NamedTuple):
+    """What makes drafts beside the model, in numbers of the model's dtype: its weights, and what it keeps per token."""
+
+    weights: int
+    per_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +75,9 @@ def derive_limits(
     model: DecoderConfig,
     dtype_bytes: int,
     free: FreeMemory,
-    draft: DecoderConfig | None = None,
+    draft: DraftNeeds | None = None,
 ) -> BackendLimits:
-    """Derive every limit. draft: the model that makes drafts.
+    """Derive every limit. draft: what makes drafts.
 
     Raises:
         InvalidConfig: a configured limit is impossible; names the field and the numbers.
@@ -98,8 +107,8 @@ def derive_limits(
     if draft is not None:
         memory = replace(
             memory,
-            weights=memory.weights + _weight_bytes(draft, dtype_bytes),
-            per_token=memory.per_token + draft.kv_elements_per_token * dtype_bytes,
+            weights=memory.weights + draft.weights * dtype_bytes,
+            per_token=memory.per_token + draft.per_token * dtype_bytes,
         )
     if memory.cache < MIN_DEFAULT_LENGTH * memory.per_token:
         cure = memory.cure(MIN_DEFAULT_LENGTH)
@@ -175,11 +184,21 @@ def _blocks(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: i
     return size, num_blocks, length
 
 
-def _weight_bytes(model: DecoderConfig, dtype_bytes: int) -> int:
+def needs_of_model(draft: DecoderConfig) -> DraftNeeds:
+    return DraftNeeds(_weight_elements(draft), draft.kv_elements_per_token)
+
+
+def needs_of_head(shapes: Collection[tuple[int, ...]], per_token: int) -> DraftNeeds:
+    """shapes: of its tensors. A weight exists twice while it is packed."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return DraftNeeds(sum(sizes) + max(sizes), per_token)
+
+
+def _weight_elements(model: DecoderConfig) -> int:
     num_parameters = sum(map(math.prod, tensor_shapes(model).values()))
     embedding = model.vocabulary_size * model.hidden_size
     # A tied head is a second, packed copy. A weight exists twice while it is packed; the largest is an embedding.
-    return (num_parameters + embedding * (1 + model.tied_embeddings)) * dtype_bytes
+    return num_parameters + embedding * (1 + model.tied_embeddings)
 
 
 def _memory(
@@ -199,7 +218,7 @@ def _memory(
     scores = model.vocabulary_size * (places * 3 * 4 + ROWS_AT_ONCE * 8 * 8)
     return Memory(
         free=free,
-        weights=_weight_bytes(model, dtype_bytes),
+        weights=_weight_elements(model) * dtype_bytes,
         adapters=adapters,
         scratch=activations + scores + grammar_bytes(rows),
         per_token=model.kv_elements_per_token * dtype_bytes,

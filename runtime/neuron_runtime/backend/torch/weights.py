@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
 from neuron_runtime.backend.torch.dequantizing import Quantized, dequantize
 from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, TensorPart
 from neuron_runtime.backend.torch.read_ahead import LOADING
 from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, stored_as
+from neuron_runtime.quantization import Quantization
 
 
 class WeightReader:
@@ -25,17 +25,18 @@ class WeightReader:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        model: DecoderConfig,
+        shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         progress: ProgressCallback,
         parts: Mapping[str, TensorPart | None],
+        *,
+        quantization: Quantization | None = None,
     ) -> None:
-        """model: the whole one. parts: what of a tensor is read, by its last words; see `parts.parts_of`."""
-        self._checkpoint, self._quantization = checkpoint, model.quantization
-        self._shapes = tensor_shapes(model)
-        self._stored = {
-            name: stored_as(checkpoint, name, shape, model.quantization) for name, shape in self._shapes.items()
-        }
+        """shapes: of all tensors that are taken. parts: what of a tensor is read, by its last words; see
+        `parts.parts_of`. quantization: how weights are stored, where they are quantized."""
+        self._checkpoint, self._quantization = checkpoint, quantization
+        self._shapes = shapes
+        self._stored = {name: stored_as(checkpoint, name, shape, quantization) for name, shape in shapes.items()}
         self._parts = parts
         self._dtype = dtype
         self._progress = progress
@@ -53,6 +54,10 @@ class WeightReader:
             self._num_bytes_done += sum(self._checkpoint.tensors[one.name].num_bytes for one in self._stored[name])
         self._progress(LOADING, min(1.0, self._num_bytes_done / self._checkpoint.num_bytes))
         return out
+
+    def take_whole(self, name: str) -> torch.Tensor:
+        """The named tensor as it is stored."""
+        return self._tensor(name)
 
     def take_if_any(self, present: bool, *names: str) -> torch.Tensor | None:
         """None also where another rank has them."""
@@ -86,8 +91,8 @@ class WeightReader:
 
     def _tensor(self, name: str) -> torch.Tensor:
         """It is mapped: reading a part of it reads no more from the file."""
-        file = self._files[self._checkpoint.tensors[name].file]
-        return file.get_tensor(name)  # type: ignore[no-any-return, no-untyped-call]
+        info = self._checkpoint.tensors[name]
+        return self._files[info.file].get_tensor(info.name)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _open(path: Path) -> safe_open:

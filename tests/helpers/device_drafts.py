@@ -1,0 +1,54 @@
+"""Drafts that a backend makes itself, and requests that try them."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from neuron_runtime.core import NO_TOKEN, Request, Sampling
+from neuron_runtime.engine.drafting import Drafting
+from neuron_runtime.engine.sequence import Sequence
+
+MAX_DRAFTS = 3
+BLOCKS: dict[str, Any] = {
+    "layout": "blocks",
+    "block_size": 8,
+    "num_blocks": 40,
+    "max_sequences": 4,
+    "max_model_length": 120,
+    "max_step_tokens": 32,
+}
+SLOTS = {**BLOCKS, "layout": "slots", "block_size": 0, "num_blocks": 0}
+
+
+class EverySecond(Drafting):
+    """As many drafts of the device as fit, in every second step of a row, so that the draft model falls behind."""
+
+    def __init__(self, period: int = 2) -> None:
+        self.learned: list[tuple[int, int]] = []
+        self.period, self._num_steps = period, 0
+
+    def wants(self, sequences: Any) -> bool:
+        return bool(sequences)
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        self._num_steps += 1
+        return (NO_TOKEN,) * most if self._num_steps % self.period == 0 else ()
+
+    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        if sequence.request.sampling.greedy:
+            self.learned.append((num_drafts, num_accepted))
+
+    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        pass
+
+
+def some_requests() -> list[Request]:
+    """With shared beginnings, longer than a step, and drawn ones."""
+    random, found = Random(2), []
+    text = tuple(random.randrange(256) for _ in range(80))
+    for number, length in enumerate((3, 40, 70, 41, 66, 1, 24)):
+        prompt = (*text[: length // 2], *(random.randrange(256) for _ in range(length - length // 2)))
+        sampling = Sampling(temperature=0.7 * (number == 3), seed=number, max_tokens=min(30, 120 - length))
+        found.append(Request(f"{number}", prompt, sampling))
+    return found
