@@ -10,8 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import NO_TOKEN
@@ -39,6 +37,8 @@ def draft_config(config: RuntimeConfig) -> Mapping[str, Any] | None:
 
 def accepting(application: Callable[..., Any]) -> Callable[..., Any]:
     """An application that makes drafts, with `tokens` as `neuron.device.Application` has them."""
+
+    import torch  # noqa: PLC0415 - takes seconds, which `inspect` does not have
 
     def call(**arguments: Any) -> Any:
         accepted, _, _, following = application(**arguments).fused_outputs
