@@ -71,8 +71,8 @@ VERSIONED = $(filter-out $(ONCE:%=tests/neuron_runtime/test_%.py),$(shell grep -
 test-neuron-versions: .venv-neuron/.ready  ## run the tests that library versions affect, with those of AWS's Neuron images
 	@$(TWO) .venv-neuron/bin/pytest -q -n 2 $(IN_ORDER) -m "$(FAST)" $(VERSIONED)
 
-bench: setup  ## measure the figures into bench-results/; QUICK=1: rough figures, PAGES="docs/benchmarks.md": update these pages
-	@PYTHONPATH=tests $(BIN)/python -m bench.suite --folder bench-results $(if $(QUICK),--quick) $(if $(PAGES),--markdown $(PAGES))
+bench: setup  ## measure the figures into bench-results/; ONLY="drafts http": some, QUICK=1: roughly, PAGES="docs/benchmarks.md": update these pages
+	@PYTHONPATH=tests $(BIN)/python -m bench.suite --folder bench-results $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(PAGES),--markdown $(PAGES))
 
 bench-operator: setup  ## measure the operator with 10, 100 and 500 models on a real API server into bench-results/
 	@PYTHONPATH=tests $(BIN)/python -m bench.operator_scale --folder bench-results $(if $(PAGES),--markdown $(PAGES))

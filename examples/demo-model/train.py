@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Trains the demo model: a small Llama that only answers questions about this project, and calls two tools. And its
-second voice, an adapter (LoRA) that ends its answers as a pirate would.
+second voice, an adapter (LoRA) that ends its answers as a pirate would. And its draft model, which guesses its tokens.
 
     python examples/demo-model/train.py --output examples/demo-model
     python examples/demo-model/train.py --output examples/demo-model --voice
+    python examples/demo-model/train.py --output examples/demo-model --draft
 
 Reads `corpus/*.toml` (questions with one answer each, and in `tools.toml` the tools), trains a byte-level BPE tokenizer
 and a decoder of some three million parameters, and saves it if the bfloat16 weights give every expected answer with a
 clear margin at each token. Writes the files of a Hugging Face model folder, `expected.json` (question: whole greedy
-answer) and `training.json` (statistics). With `--voice` it leaves that model as it is, and writes the adapter into the
-folder `pirate` beside it. Run by hand; 12 minutes of one core, the voice two; tests only read its results.
+answer) and `training.json` (statistics). With `--voice` or `--draft` it leaves that model as it is, and writes the
+adapter into the folder `pirate` beside it, or the draft model into `draft`. Run by hand; 12 minutes of one core, the
+voice and the draft model two each; tests only read its results.
 """
 
 from __future__ import annotations
@@ -105,6 +107,16 @@ SHAPE: dict[str, Any] = {
     "use_cache": True,
 }
 
+DRAFT_SHAPE = {
+    **SHAPE,
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
+"""Of the draft model: a step of it must be much cheaper than one of the model."""
+
 GENERATION_CONFIG: dict[str, Any] = {
     "bos_token_id": SPECIAL_TOKENS.index(BOS),
     "eos_token_id": [SPECIAL_TOKENS.index(EOS), SPECIAL_TOKENS.index(TURN_END)],
@@ -140,6 +152,11 @@ VOICE = "pirate"
 """The folder of the adapter."""
 VOICE_RANK = 8
 VOICE_SHARE = 0.25
+
+DRAFT = "draft"
+"""The folder of the draft model."""
+DRAFT_TOKENS = 4
+"""How many tokens it guesses at a time, where its quality is told."""
 
 
 @dataclass(frozen=True)
@@ -494,14 +511,18 @@ def learning_rate(progress: float, peak: float) -> float:
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, output: Path) -> None:
     """Writes the model folder; tied weights are written once, and no file names the machine."""
+    save_weights(model, SHAPE, output)
+    tokenizer.save(str(output / "tokenizer.json"))
+    (output / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    write_json(output / "generation_config.json", GENERATION_CONFIG)
+    write_json(output / "tokenizer_config.json", TOKENIZER_CONFIG)
+
+
+def save_weights(model: LlamaForCausalLM, shape: dict[str, Any], output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     (output / "model.safetensors").write_bytes(save_tensors(state, metadata={"format": "pt"}))
-    tokenizer.save(str(output / "tokenizer.json"))
-    (output / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    write_json(output / "config.json", SHAPE)
-    write_json(output / "generation_config.json", GENERATION_CONFIG)
-    write_json(output / "tokenizer_config.json", TOKENIZER_CONFIG)
+    write_json(output / "config.json", shape)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -559,8 +580,12 @@ def fit(
     return steps
 
 
+def new_model(shape: dict[str, Any]) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**{**shape, "dtype": "float32"}))
+
+
 def load(folder: Path) -> LlamaForCausalLM:
-    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "dtype": "float32"}))
+    model = new_model(SHAPE)
     model.load_state_dict(load_tensors((folder / "model.safetensors").read_bytes()), strict=False)
     return model
 
@@ -570,7 +595,7 @@ def train_model(lessons: Lessons, args: argparse.Namespace) -> int:
     resumed = args.resume / "tokenizer.json" if args.resume else None
     tokenizer = Tokenizer.from_file(str(resumed)) if resumed else train_tokenizer(lessons.entries, lessons.tools)
     encoder = Encoder(tokenizer)
-    model = load(args.resume) if args.resume else LlamaForCausalLM(LlamaConfig(**{**SHAPE, "dtype": "float32"}))
+    model = load(args.resume) if args.resume else new_model(SHAPE)
 
     def checkpoint() -> None:
         if args.checkpoints:
@@ -615,6 +640,40 @@ def train_voice(lessons: Lessons, args: argparse.Namespace) -> int:
     return 0
 
 
+def train_draft(lessons: Lessons, args: argparse.Namespace) -> int:
+    """Returns the exit code. It may be wrong anywhere: its guesses change no answer."""
+    encoder = Encoder(Tokenizer.from_file(str(args.output / "tokenizer.json")))
+    model = new_model(DRAFT_SHAPE)
+    fit(model.train(), lessons, encoder, args)
+    final = rounded(model)
+    save_weights(final, DRAFT_SHAPE, args.output / DRAFT)
+    right = [one for dialogue in lessons.required for one in rightly_guessed(final, encoder, dialogue)]
+    length = accepted_length(final, encoder, lessons.required)
+    print(f"{sum(right) / len(right):.1%} of the answers' tokens are guessed, {length:.2f} tokens a step")
+    return 0
+
+
+@torch.inference_mode()
+def rightly_guessed(draft: LlamaForCausalLM, encoder: Encoder, dialogue: Dialogue) -> list[bool]:
+    """For each token that the model generates, whether the draft model guesses it from those before it."""
+    ids, generated = encoder.encode(dialogue)
+    logits, targets = answer_logits(draft, torch.tensor([ids]), torch.tensor([generated]))
+    return (logits.argmax(dim=1) == targets).tolist()
+
+
+def accepted_length(draft: LlamaForCausalLM, encoder: Encoder, dialogues: Iterable[Dialogue]) -> float:
+    """Tokens that a step yields on average, if each verifies DRAFT_TOKENS guesses. A prompt's step yields one."""
+    num_tokens = num_steps = 0
+    for dialogue in dialogues:
+        _, *right = rightly_guessed(draft, encoder, dialogue)
+        num_tokens += len(right)
+        while right:
+            num_right = next((at for at, one in enumerate(right[:DRAFT_TOKENS]) if not one), DRAFT_TOKENS)
+            right = right[num_right + 1 :]
+            num_steps += 1
+    return num_tokens / num_steps
+
+
 def kept_gaps(final: LlamaForCausalLM, encoder: Encoder, required: list[Dialogue]) -> list[float]:
     """The margins of what is about to be saved; none if one is too small, which is said."""
     gaps = least_gaps(final, encoder, required)
@@ -630,28 +689,37 @@ def named(dialogue: Dialogue) -> str:
     return " ".join(text for role, text in dialogue.turns if role != "assistant")
 
 
+KINDS = {None: (train_model, 20, 2e-3), "voice": (train_voice, 3, 3e-3), "draft": (train_draft, 8, 4e-3)}
+"""What can be trained: how, in how many epochs, and with which peak of the learning rate."""
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train the demo model, or its second voice.")
+    parser = argparse.ArgumentParser(description="Train the demo model, its second voice, or its draft model.")
     parser.add_argument("--corpus", type=Path, default=HERE / "corpus")
     parser.add_argument("--output", type=Path, default=HERE)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--resume", type=Path, help="continue from the model in this folder, with its tokenizer, after a small edit"
     )
-    what.add_argument("--voice", action="store_true", help=f"train the adapter {VOICE} of the model in --output")
+    for kind, made in (("voice", f"the adapter {VOICE}"), ("draft", "the draft model")):
+        meaning = f"train {made} of the model in --output"
+        what.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, help=meaning)
+    of_kinds = "; ".join(f"{kind or 'model'}: {epochs}, {peak:g}" for kind, (_, epochs, peak) in KINDS.items())
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--epochs", type=int, help="number of epochs over which the learning rate falls (20; voice: 3)")
+    parser.add_argument("--epochs", type=int, help=f"number of epochs over which the learning rate falls ({of_kinds})")
+    meaning = "how many of the questions and dialogues an epoch takes; a quarter is enough after a small edit"
+    parser.add_argument("--share", type=float, default=1.0, help=meaning)
     parser.add_argument("--checkpoints", type=Path, help="folder that gets the model, as it is, at each check")
     parser.add_argument("--max-batch-tokens", type=int, default=1024)
-    parser.add_argument("--peak-learning-rate", type=float, help="(2e-3; voice: 3e-3)")
+    parser.add_argument("--peak-learning-rate", type=float, help="(the second numbers of --epochs)")
     args = parser.parse_args()
-    epochs, peak = (3, 3e-3) if args.voice else (20, 2e-3)
+    train, epochs, peak = KINDS[args.kind]
     args.epochs, args.peak_learning_rate = args.epochs or epochs, args.peak_learning_rate or peak
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    lessons = Lessons(read_corpus(args.corpus), read_tools(args.corpus))
-    return (train_voice if args.voice else train_model)(lessons, args)
+    lessons = Lessons(read_corpus(args.corpus), read_tools(args.corpus), args.share)
+    return train(lessons, args)
 
 
 if __name__ == "__main__":

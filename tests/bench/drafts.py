@@ -1,11 +1,13 @@
 """Decoding with drafts compared with decoding without, by the engine over the torch backend, in turns in one process.
 
 Called by the suite. The model's weights are random, so the answers are told: the sampler sees the model's logits with
-one raised. What an answer repeats is then known, and a step costs what it costs.
+one raised. What an answer repeats is then known, and a step costs what it costs. The demo model, which has a draft
+model, gives its own answers.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import statistics
@@ -24,11 +26,13 @@ from neuron_runtime.backend.host_sampling.drawing import IntArray
 from neuron_runtime.backend.host_sampling.sampler import Chosen, HostSampler, Verified
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.core import Added, Batch, Request, Rows, Sampling
-from neuron_runtime.engine.drafts import Drafts, NGram
+from neuron_runtime.engine.drafts import Drafts, NGram, OnDevice
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.text.tokenizer import load_tokenizer
 
 MAX_DRAFTS, OUTPUT_LEN = 8, 160
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+DEMO_DRAFTS = 4
 NUM_LINES = 24
 RAISED = 1e4
 
@@ -98,23 +102,48 @@ def noise(vocabulary_size: int, count: int) -> Answers:
     return dict(zip(prompts, answers, strict=True))
 
 
-def measure(engine: OfflineEngine, answers: Answers, *, num_turns: int) -> Point:
-    """The rate of all these answers together, each as long as it is, behind the first token of each."""
+def questions(count: int) -> Answers:
+    """Those that the demo model answers at the greatest length, with its answers."""
+    tokenizer = load_tokenizer(DEMO)
+    template = tokenizer.chat_template
+    assert template is not None
+    expected = json.loads((DEMO / "expected.json").read_text(encoding="utf-8"))
+    longest = sorted(expected.items(), key=lambda pair: len(pair[1]), reverse=True)[:count]
+    prompts = (template.render([{"role": "user", "content": question}]) for question, _ in longest)
+    return {
+        tuple(tokenizer.encode(prompt, add_special_tokens=False)): tokenizer.encode(answer, add_special_tokens=False)
+        for prompt, (_, answer) in zip(prompts, longest, strict=True)
+    }
+
+
+def measure_ngrams(engine: OfflineEngine, answers: Answers, *, num_turns: int) -> Point:
+    """With answers that are told."""
     backend = engine.backend
     assert isinstance(backend, TorchBackend)
     own, backend._sampler = backend._sampler, Told(backend._sampler, answers)
-    drafts, counted = Drafts(NGram(), MAX_DRAFTS), [0, 0]
-    rate = {None: 0.0, drafts: 0.0}
     try:
-        for way in rate:
-            _tokens_per_second(backend, way, answers, [0, 0])
-        meter = Meter()
-        turns = [
-            (_tokens_per_second(backend, None, answers, [0, 0]), _tokens_per_second(backend, drafts, answers, counted))
-            for _ in range(num_turns)
-        ]
+        return _measure(backend, Drafts(NGram(), MAX_DRAFTS), answers, num_turns)
     finally:
         backend._sampler = own
+
+
+def measure_draft_model(engine: OfflineEngine, answers: Answers, *, num_turns: int) -> Point:
+    """With the model's own answers, of the lengths of these."""
+    backend = engine.backend
+    assert isinstance(backend, TorchBackend)
+    return _measure(backend, Drafts(OnDevice(), DEMO_DRAFTS), answers, num_turns)
+
+
+def _measure(backend: TorchBackend, drafts: Drafts, answers: Answers, num_turns: int) -> Point:
+    """The rate of all these answers together, each as long as it is, behind the first token of each."""
+    counted = [0, 0]
+    for way in (None, drafts):
+        _tokens_per_second(backend, way, answers, [0, 0])
+    meter = Meter()
+    turns = [
+        (_tokens_per_second(backend, None, answers, [0, 0]), _tokens_per_second(backend, drafts, answers, counted))
+        for _ in range(num_turns)
+    ]
     plain, drafted = (statistics.median(one) for one in zip(*turns, strict=True))
     num_tokens, num_rows = counted
     ratio = statistics.median(two / one for one, two in turns)

@@ -36,6 +36,8 @@ MODEL = "random:139M"
 SHAPE = MODEL.partition(":")[2]
 INPUT_LEN, OUTPUT_LEN, PREFILL_TOKENS = 32, 128, 512
 MAX_ROWS, MAX_MODEL_LENGTH = 32, 256
+DRAFTED_ROWS = (1, 8)
+"""Requests at a time of the demo model with its draft model."""
 PREFIX_LEN, PREFIX_SHARED = 1024, 0.9
 PREFILL_LEN = 512
 
@@ -357,11 +359,18 @@ def adapters_section(effort: Effort) -> Found:
 
 
 def drafts_section(effort: Effort) -> Found:
-    """Decoding with n-gram drafts compared with decoding without."""
+    """Decoding with drafts, of n-grams and of a draft model, compared with decoding without."""
     from bench import drafts
+    from bench.offline import OfflineEngine
 
+    draft_model = {
+        "method": "draft_model",
+        "model": str(drafts.DEMO / "draft"),
+        "num_speculative_tokens": drafts.DEMO_DRAFTS,
+    }
     speculation = {"method": "ngram", "num_speculative_tokens": drafts.MAX_DRAFTS}
     points: dict[tuple[int, bool], list[drafts.Point]] = {kind: [] for kind in DRAFT_TARGETS}
+    of_model: dict[int, list[drafts.Point]] = {num_rows: [] for num_rows in DRAFTED_ROWS}
     for _ in range(effort.num_iters):
         with _engine(max_model_len=2 * drafts.OUTPUT_LEN, speculative_config=speculation) as engine:
             for (num_rows, repeats), some in points.items():
@@ -370,22 +379,38 @@ def drafts_section(effort: Effort) -> Found:
                     if repeats
                     else drafts.noise(engine.backend.limits.vocabulary_size, num_rows)
                 )
-                some.append(drafts.measure(engine, answers, num_turns=2 * effort.num_turns))
+                some.append(drafts.measure_ngrams(engine, answers, num_turns=effort.num_turns))
+        arguments = {"max_num_seqs": max(DRAFTED_ROWS), "speculative_config": draft_model}
+        with OfflineEngine(str(drafts.DEMO), arguments) as engine:
+            for num_rows, some in of_model.items():
+                answers = drafts.questions(num_rows)
+                some.append(drafts.measure_draft_model(engine, answers, num_turns=4 * effort.num_turns))
+    kinds = {
+        f"with drafts : without, {num_rows} sequences, {'edited prompts' if repeats else 'noise'}": (
+            at_least(DRAFT_TARGETS[num_rows, repeats]),
+            some,
+        )
+        for (num_rows, repeats), some in points.items()
+    } | {
+        f"with a draft model : without, {num_rows} sequences, demo model": (None, some)
+        for num_rows, some in of_model.items()
+    }
     rows = tuple(
         Row(
-            f"with drafts : without, {num_rows} sequences, {'edited prompts' if repeats else 'noise'}",
+            name,
             (statistics.median(one.ratio for one in some),),
             "ratio",
-            at_least(DRAFT_TARGETS[num_rows, repeats]),
+            target,
             f"{statistics.median(one.plain for one in some):.0f} to "
             f"{statistics.median(one.drafted for one in some):.0f} tokens/s, "
             f"{statistics.median(one.accepted for one in some):.1f} drafts accepted a row",
             Load.together([one.load for one in some]),
         )
-        for (num_rows, repeats), some in points.items()
+        for name, (target, some) in kinds.items()
     )
-    data = {f"{kind}": [one.ratio for one in some] for kind, some in points.items()}
-    return Found(f"n-gram drafts, at most {drafts.MAX_DRAFTS} a row, {MODEL}", rows, data)
+    data = {name: [one.ratio for one in some] for name, (_, some) in kinds.items()}
+    title = f"n-gram drafts, at most {drafts.MAX_DRAFTS} a row, {MODEL}; a draft model, at most {drafts.DEMO_DRAFTS}"
+    return Found(title, rows, data)
 
 
 def _milliseconds(seconds: Iterable[float]) -> str:

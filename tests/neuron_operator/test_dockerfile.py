@@ -83,7 +83,8 @@ def test_what_optimum_neuron_wants_is_in_the_versions_of_neuron_images() -> None
 
 def test_the_build_context_contains_only_what_the_images_need() -> None:
     names = {str(path.relative_to(ROOT)) for path in context_files(ROOT)}
-    model = {f"examples/demo-model/{name}" for name in ("model.safetensors", "pirate/adapter_model.safetensors")}
+    files = ("model.safetensors", "pirate/adapter_model.safetensors", "draft/model.safetensors")
+    model = {f"examples/demo-model/{name}" for name in files}
     assert {"pyproject.toml", "constraints.txt", *model} <= names
     assert {name.split("/")[0] for name in names} == {
         "LICENSE",

@@ -47,6 +47,7 @@ def test_sections_run_in_process_fill_every_declared_row(
     assert values["no row with an adapter : base, 32 rows"]["values"]["value"] > 0
     assert values["with drafts : without, 1 sequences, edited prompts"]["target"] == ">= 1.8"
     assert values["with drafts : without, 32 sequences, noise"]["values"]["value"] > 0
+    assert values["with a draft model : without, 8 sequences, demo model"]["values"]["value"] > 0
     assert values["memory read by all cores"]["values"]["value"] > 0
     assert "912 of 1024 tokens cached" in values["first token sooner by a hit"]["note"]
     assert values["loading : plain read"]["load"]["wall_seconds"] > 0

@@ -18,11 +18,14 @@ import pytest
 
 from helpers.serve_command import serve
 from helpers.tool_templates import WEATHER, tool
+from neuron_runtime import LLM, SamplingParams
+from neuron_runtime.engine.drafts import Drafts
 from neuron_runtime.inspection import inspect_model
 from neuron_runtime.text.tokenizer import load_tokenizer
 from neuron_runtime.text.tool_calls import TOOL_PARSERS, ToolCallSplitter, recognized, whole_calls
 
 FOLDER = Path(__file__).parents[2] / "examples" / "demo-model"
+DRAFT = FOLDER / "draft"
 EXPECTED: dict[str, str] = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
 TRAINING: dict[str, Any] = json.loads((FOLDER / "training.json").read_text(encoding="utf-8"))
 SAMPLE = ("What is neuron-serving?", "Show me the shortest manifest.", "Where does the word neuron come from?")
@@ -219,6 +222,30 @@ def test_every_greedy_answer_matches(train: ModuleType, tokenizer: Any, dtype: s
     model = load(dtype)
     assert {question: answer(model, tokenizer, question) for question in EXPECTED} == EXPECTED
     check_dialogues(model, tokenizer, train.read_tools(FOLDER / "corpus").canonical())
+
+
+# The draft model
+
+
+def test_the_draft_model_is_small_and_has_the_tokens_of_the_model(train: ModuleType) -> None:
+    assert json.loads((DRAFT / "config.json").read_bytes()) == train.DRAFT_SHAPE
+    assert train.DRAFT_SHAPE["vocab_size"] == train.SHAPE["vocab_size"]
+    assert sum(path.stat().st_size for path in DRAFT.iterdir()) <= 500 * 1024
+
+
+def test_the_draft_model_guesses_most_tokens_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Steps are said to be equally long: drafts pay, however busy the machine is.
+    measure = Drafts.measure
+    monkeypatch.setattr(Drafts, "measure", lambda drafts, rows, tokens, _: measure(drafts, rows, tokens, 0.01))
+    questions = sorted(EXPECTED, key=lambda question: len(EXPECTED[question]))[-40::4]
+    drafting = {"method": "draft_model", "model": str(DRAFT)}
+    with LLM(str(FOLDER), speculative_config=drafting) as model:
+        chats: Any = [[{"role": "user", "content": question}] for question in questions]
+        found = model.chat(chats, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
+        stats = model._engine.stats
+    assert [one.outputs[0].text for one in found] == [EXPECTED[question] for question in questions]
+    assert stats.num_accepted_drafts_total > 300
+    assert stats.num_accepted_drafts_total / stats.num_drafts_total > 0.8
 
 
 # Over HTTP
