@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from random import Random
 from typing import Any
 
 import pytest
@@ -42,6 +44,7 @@ from neuron_operator.decide.adapter import LOOK_SECONDS, POLL_SECONDS, decide_ad
 from neuron_operator.decide.course import RECHECK_SECONDS, decide
 from neuron_operator.read.objects import name_of, written
 from neuron_operator.read.world import (
+    MAX_ADAPTER_JOBS,
     Decision,
     Object,
     Place,
@@ -52,6 +55,7 @@ from neuron_operator.read.world import (
     Told,
     World,
 )
+from neuron_operator.run.pace import Key, Pace
 
 MODEL_SPEC: dict[str, Any] = {**SPEC, "serving": {"adapters": {"maxActive": 4, "maxRank": 32, "targets": ["q_proj"]}}}
 IN_CLAIM = replace(SETTINGS, storage=StorageSettings(weights=Place(persistent_volume_claim=Claim(claim_name="models"))))
@@ -75,7 +79,7 @@ def base(spec: Mapping[str, Any] = MODEL_SPEC, told: tuple[str, ...] = ("ModelRe
 
 
 def world(spec: Mapping[str, Any] | None = None, of: Object | None = None, **metadata: Any) -> World:
-    return World(body=adapter(spec, **metadata), children=(), pods=(), now=NOW, base=of or base())
+    return World(body=adapter(spec, **metadata), children=(), pods=(), now=NOW, base=of or base(), has_turn=True)
 
 
 def settled(start: World, using: Settings = SETTINGS) -> tuple[World, Decision]:
@@ -534,3 +538,58 @@ def test_an_unknown_field_of_an_adapter_is_refused() -> None:
     assert refused.value.field == "spec"
     assert parse_adapter(adapter()).spec.uri == "hf://acme/support-de"
     assert parse(body(MODEL_SPEC)).spec.serves_adapters
+
+
+def test_an_adapter_starts_no_job_before_its_turn() -> None:
+    waiting = replace(world(), has_turn=False)
+    decision = decide_adapter(waiting, SETTINGS)
+    assert (decision.desired, decision.job) == ((), "Waiting")
+    found = condition(decision.status, "Resolved")
+    assert (found["status"], found["reason"]) == ("False", "Resolving")
+    assert "waiting for its turn, the oldest first: 8 adapters of a model" in found["message"]
+    assert decide_adapter(replace(waiting, has_turn=True), SETTINGS).job is None
+    started, decision = settled(replace(waiting, has_turn=True))
+    assert decision.job == "Running"
+    # One that has started goes on, whoever leads, and one whose Job hangs makes room.
+    went_on = decide_adapter(replace(started, has_turn=False), SETTINGS)
+    assert (went_on.job, len(went_on.desired)) == ("Running", 1)
+    assert decide_adapter(aged(started, 3), SETTINGS).job is None
+
+
+def test_adapters_that_wait_get_their_turns_from_the_oldest_on_within_the_bounds() -> None:
+    """Passes run as they are woken. Each adapter reads for some passes of others, and some are deleted meanwhile."""
+    rng, queue = Random(3), list[Key]()
+    pace = Pace(lambda key: queue.append(key) if key not in queue else None)
+    bodies: dict[Key, Object] = {}
+    for number in range(300):
+        name, model = f"a{number:03}", ("chat", "code", "sql")[number % 3]
+        created = f"2026-01-01T00:{number // 60:02}:{number % 60:02}Z"
+        key = ("team", name, names.ADAPTER_KIND)
+        bodies[key] = adapter({"model": model}, name=name, creationTimestamp=created)
+    queue += rng.sample(list(bodies), len(bodies))
+    running, began, gone, most = set[Key](), list[Key](), set[Key](), 0
+    for _ in range(20_000):
+        if queue:
+            key = queue.pop(0)
+            if rng.random() < 0.02 and key not in running:
+                gone.add(key)
+            has_turn = key not in began and pace.take(key)
+            if key in gone:
+                pace.tell(key, None, None)
+            elif has_turn:
+                running.add(key)
+                began.append(key)
+                pace.tell(key, bodies[key], "Running")
+            elif key not in began:
+                pace.tell(key, bodies[key], "Waiting")
+            by_model = Counter(bodies[one]["spec"]["model"] for one in running)
+            most = max(most, len(running))
+            assert most <= MAX_ADAPTER_JOBS.of_namespace
+            assert all(number <= MAX_ADAPTER_JOBS.of_model for number in by_model.values())
+        for key in [one for one in sorted(running) if rng.random() < 0.01]:
+            running.remove(key)
+            pace.tell(key, bodies[key], None)
+    assert (set(began) | gone, most) == (bodies.keys(), MAX_ADAPTER_JOBS.of_namespace)
+    told_first = began[MAX_ADAPTER_JOBS.of_namespace + 1 :]
+    early = [one for one in told_first[:60] if one[1] > "a200"]
+    assert not early, "the youngest begin last"

@@ -43,6 +43,7 @@ from neuron_operator.cluster.reflector import (
 )
 from neuron_operator.read.objects import name_of
 from neuron_operator.read.world import Decision
+from neuron_operator.run.pace import Pace
 from neuron_operator.run.reconcile import Reconciler
 from neuron_operator.run.upgrades import Turns
 
@@ -498,6 +499,7 @@ def test_a_pass_forgets_a_model_whose_status_cannot_be_written_because_it_was_de
             now=lambda: NOW,
             check_term=lambda: None,
             turns=Turns(lambda key: None),
+            pace=Pace(lambda key: None),
             holdings=Holdings(cluster, caches, "ns/operator", check_term=lambda: None),
         )
         caches.deliver("ADDED", await put_model(cluster, None, "chat"))

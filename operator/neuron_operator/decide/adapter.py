@@ -30,7 +30,7 @@ from neuron_operator.read.objects import dig, is_owned, items, kind_of, name_of,
 from neuron_operator.read.records import Facts, Record
 from neuron_operator.read.revision import Revision, from_object
 from neuron_operator.read.views import JobView, KeeperView, Observed, PodView, observe
-from neuron_operator.read.world import Decision, Object, Place, Settings, Told, World
+from neuron_operator.read.world import MAX_ADAPTER_JOBS, Decision, JobTurn, Object, Place, Settings, Told, World
 from neuron_operator.render.adapters import num_before, served_of
 from neuron_operator.render.jobs import fetch_adapter_job, resolve_adapter_job
 from neuron_operator.render.pods import runtime_image
@@ -50,6 +50,8 @@ minutes."""
 FOUND_SECONDS = 3600.0
 """The same after a Job that found the adapter in the claim: replica and claim may disagree for ever, as where a replica
 of an earlier revision reads another claim. Each of hundreds of adapters would have a Job every few minutes."""
+MAX_TURN_SECONDS = 120.0
+"""So long a Job that runs counts among those that may run at a time."""
 MAX_REPLICAS_SHOWN = 8
 _REVISION = "ControllerRevision"
 
@@ -94,7 +96,7 @@ def decide_adapter(world: World, settings: Settings) -> Decision:
             findings.append(unmet("Resolved", Reason.RESOLVING, subject.waits))
         else:
             steps = _steps(subject, partial(_is_lost, _Replicas.of(world, observed, served), observed))
-            done = walk(steps, Known(subject.adapter, settings, _pins_nothing, before=before), observed)
+            done = _paced(walk(steps, Known(subject.adapter, settings, _pins_nothing, before=before), observed), world)
             findings += done.findings
             if done.is_complete:
                 served = _passed(subject, done)
@@ -104,10 +106,12 @@ def decide_adapter(world: World, settings: Settings) -> Decision:
     is_before = served is not None and (subject is None or served.key != subject.key)
     ready = _ready(findings, replicas, is_before, world)
     shown = (*findings, ready, *status.abnormal(ready), *contested)
-    decision = Decision()
+    decision, turn = Decision(), _turn(observed, done, world) if done else None
     if subject is not None:
         done = done or Walk(Known(subject.adapter, settings, _pins_nothing), ())
         decision = _carried(observed, done, served, world)
+        if turn == "Waiting":
+            decision = replace(decision, desired=())
     return replace(
         decision,
         status=as_json(
@@ -124,6 +128,7 @@ def decide_adapter(world: World, settings: Settings) -> Decision:
             )
         ),
         follows=False,
+        job=turn,
         requeue_after_seconds=_requeue_after(world, observed, done, shown, replicas),
         needs=replicas.needs.union(*(one.needs for one in shown)),
         announcements=status.announcements(observed.model, shown),
@@ -246,6 +251,33 @@ def _steps(subject: _Subject, is_lost: Callable[[KeeperView], bool]) -> tuple[St
             ),
         ),
     )
+
+
+def _paced(done: Walk, world: World) -> Walk:
+    """Without the Job that it would start, unless it is its turn."""
+    if world.has_turn or not _starts(done, world):
+        return done
+    most = MAX_ADAPTER_JOBS
+    turn = f"waiting for its turn, the oldest first: {most.of_model} adapters of a model have a Job at a time"
+    *before, last = done.findings
+    finding = replace(last, message=f"{turn}, {most.of_namespace} of a namespace")
+    return replace(done, findings=(*before, finding))
+
+
+def _starts(done: Walk, world: World) -> bool:
+    """Whether it waits for a Job that does not exist."""
+    live = {name_of(one) for one in world.shared if kind_of(one) == "Job"}
+    return any(kind_of(one) == "Job" and name_of(one) not in live for one in done.desired)
+
+
+def _turn(observed: Observed, done: Walk, world: World) -> JobTurn | None:
+    """A Job that hangs, as for a node or a source, makes room for others after some time; one that could not be
+    started waits no more than that it is tried again."""
+    if _starts(done, world):
+        return None if world.has_turn else "Waiting"
+    jobs = filter(None, map(observed.jobs.get, map(name_of, done.desired)))
+    runs = any(not job.is_finished and observed.age(job.created).total_seconds() < MAX_TURN_SECONDS for job in jobs)
+    return "Running" if runs else None
 
 
 def _learn_weights(known: Known, record: Record) -> Known | None:

@@ -330,7 +330,7 @@ class _Session:
             world = replace(world, adapters=tuple(one.body for one in self.adapters if self._is_of_model(one)))
         else:
             base = model.body if self._is_of_model(subject) else None
-            world = replace(world, children=(), base=base, of_base=children if base else ())
+            world = replace(world, children=(), base=base, of_base=children if base else (), has_turn=True)
         decision = subject.decide(world, SETTINGS)
         asked = [need for need in decision.needs if isinstance(need, AdaptersOf) and need not in told]
         if asked:

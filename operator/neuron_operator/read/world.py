@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from msgspec import Meta, Struct
 
@@ -32,6 +32,17 @@ RUNTIME_UPGRADES: tuple[RuntimeUpgrade, ...] = get_args(RuntimeUpgrade)
 Upgrade = Literal["Waiting", "Running", "Failed"]
 """How far a model is: it answers with an older image, changes to the newer one, or has returned to the older one."""
 UPGRADES: tuple[Upgrade, ...] = get_args(Upgrade)
+JobTurn = Literal["Waiting", "Running"]
+"""Whether an adapter waits until it may start a Job, or has one that runs."""
+
+
+class _MaxAdapterJobs(NamedTuple):
+    of_namespace: int
+    of_model: int
+
+
+MAX_ADAPTER_JOBS = _MaxAdapterJobs(of_namespace=16, of_model=8)
+"""How many adapters may have a Job that runs, at a time."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +151,7 @@ class World:
     nodes: tuple[Object, ...] = ()
     """The nodes of this model's pods (`reflector.trimmed_node`); none if they may not be watched."""
     has_turn: bool = False
-    """Whether the model may begin to move to a newer runtime image."""
+    """Whether the model may begin to move to a newer runtime image, or the adapter may start a Job."""
     events: tuple[Object, ...] = ()
     """Warnings (`events.k8s.io/v1`), oldest first. Empty if they were not read in this pass, or may not be."""
     claim_events: tuple[Object, ...] = ()
@@ -203,6 +214,8 @@ class Decision:
     """Names of the shared objects that the model needs; None: as before."""
     upgrade: Upgrade | None = None
     """How far the model's move to a newer runtime image is; None: it has none to make now."""
+    job: JobTurn | None = None
+    """Of an adapter; None: it waits for no Job."""
 
 
 class JobSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):

@@ -47,6 +47,7 @@ from neuron_operator.run import settings as settings_module
 from neuron_operator.run.handlers import Poster, run_kopf
 from neuron_operator.run.installed import INSTALL, check_schemas, refused_namespaces, until_one_is_granted
 from neuron_operator.run.metrics import Metrics
+from neuron_operator.run.pace import Pace
 from neuron_operator.run.reconcile import Decide, Reconciler, run_workers
 from neuron_operator.run.settings import InvalidSetting, RunSettings
 from neuron_operator.run.upgrades import Turns
@@ -92,7 +93,7 @@ class Operator:
         )
         self._lease: LeaderLease
         """Once the caches are filled."""
-        self.turns = Turns(self.wake)
+        self.turns, self.pace = Turns(self.wake), Pace(self.wake)
         self._holdings = Holdings(self.client, self.caches, settings.installation, check_term=self._check_term)
         self._reconciler = Reconciler(
             self.client,
@@ -104,6 +105,7 @@ class Operator:
             now=self.now,
             check_term=self._check_term,
             turns=self.turns,
+            pace=self.pace,
             holdings=self._holdings,
         )
         metrics.leader.set_function(lambda: self.is_leading)
@@ -177,6 +179,7 @@ class Operator:
             # The edits that nobody has acted on come first.
             keys = [key_of_model(model) for model in sorted(self.caches.models(), key=_is_observed)]
             self.turns.begin(keys)
+            self.pace.begin()
             for key in (*keys, *self.caches.adapter_keys()):
                 queue.add(key)
             await run_workers(queue, self._reconciler, self.metrics, self.settings.num_workers)

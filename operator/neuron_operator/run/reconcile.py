@@ -55,6 +55,7 @@ from neuron_operator.read.objects import (
 )
 from neuron_operator.read.world import Announcement, Change, Decision, Object, Refusal, RefusalCause, Settings, World
 from neuron_operator.run.metrics import Metrics, PassResult
+from neuron_operator.run.pace import Pace
 from neuron_operator.run.upgrades import Turns
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Reconciler:
     check_term: Callable[[], None]
     """Raises TermOver when this replica may no longer write."""
     turns: Turns
+    pace: Pace
     holdings: Holdings
 
     def __post_init__(self) -> None:
@@ -135,7 +137,7 @@ class Reconciler:
         # Of a deleted model the garbage collector deletes the children.
         wait_seconds = None if body is None else await self.holdings.seconds_to_wait(key[0])
         if body is None or wait_seconds is not None:
-            self.turns.tell(key, None)
+            self._tell_turns(key, body, Decision())
             self._logged.pop(key, None)
             self.caches.use(key, frozenset())
             return Outcome(requeue_after_seconds=wait_seconds)
@@ -174,7 +176,7 @@ class Reconciler:
             is_final = True
             world = self._observe(world, key)
         self._logged[key] = world.refusals
-        self.turns.tell(key, decision.upgrade)
+        self._tell_turns(key, body, decision)
         is_more_due = writes.number > num_before
         if decision.status is not None and needs_apply({"status": decision.status}, body, "status"):
             await writes.status(body, decision.status)
@@ -186,6 +188,12 @@ class Reconciler:
         # This pass looked at what it wrote: nothing but `is_more_due` tells whether another one has to follow.
         due = 0.0 if is_more_due else decision.requeue_after_seconds
         return Outcome(writes.number, frozenset(writes.written), due)
+
+    def _tell_turns(self, key: Key, body: Object | None, decision: Decision) -> None:
+        if is_adapter(key):
+            self.pace.tell(key, body, decision.job)
+        else:
+            self.turns.tell(key, decision.upgrade)
 
     def _observe(self, world: World, key: Key) -> World:
         """Of a NeuronAdapter, the pods are those of its model, and none of the children are its own."""
@@ -202,7 +210,7 @@ class Reconciler:
             shared=tuple(obj for obj in caches.children((key[0], "")) if name_of(obj) != names.HOLDING),
             used_by_others=caches.used_by_others(key),
             nodes=caches.nodes_of(pods),
-            has_turn=self.turns.take(key),
+            has_turn=self.pace.take(key) if is_adapter(key) else self.turns.take(key),
             adapters=() if is_adapter(key) else caches.adapters_of(key),
             base=model if is_adapter(key) else None,
             of_base=children if is_adapter(key) else (),

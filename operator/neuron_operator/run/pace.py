@@ -1,0 +1,73 @@
+"""Which NeuronAdapters may start a Job: a few at a time, the oldest first. An edit of a model's `maxRank` has all of
+its adapters read again, which may be thousands.
+
+`decide` tells which adapters wait and which have a Job that runs; `reconcile` asks here whether it is a turn of one.
+Does no I/O. A new leader hears of running Jobs in its first passes, and until then there may be twice as many.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from neuron_operator.cluster.reflector import Key, key_of_base
+from neuron_operator.read.objects import text
+from neuron_operator.read.world import MAX_ADAPTER_JOBS, JobTurn, Object
+
+
+class _Adapter(NamedTuple):
+    created: str
+    key: Key
+    model: Key
+    turn: JobTurn
+
+
+class Pace:
+    """Single-threaded; `wake` requests another pass over an adapter."""
+
+    def __init__(self, wake: Callable[[Key], None]) -> None:
+        self._wake = wake
+        self._found: dict[str, dict[Key, _Adapter]] = {}
+        """By namespace, those that wait or run."""
+
+    def begin(self) -> None:
+        """A term begins."""
+        self._found = {}
+
+    def take(self, key: Key) -> bool:
+        """Whether the adapter may start a Job, or has started one.
+
+        One that has told that it waits holds the turn from here until it tells otherwise: passes overlap.
+        """
+        here = self._found.get(key[0], {})
+        one = here.get(key)
+        if one is None or (one.turn == "Waiting" and self._next(key[0]) != key):
+            return False
+        here[key] = one._replace(turn="Running")
+        self._wake_next(key[0])
+        return True
+
+    def tell(self, key: Key, body: Object | None, turn: JobTurn | None) -> None:
+        """What the adapter waits for; None: for no Job, or it is gone."""
+        here = self._found.setdefault(key[0], {})
+        if body is None or turn is None:
+            here.pop(key, None)
+        else:
+            here[key] = _Adapter(text(body, "metadata", "creationTimestamp"), key, key_of_base(body), turn)
+        if not here:
+            del self._found[key[0]]
+        self._wake_next(key[0])
+
+    def _next(self, namespace: str) -> Key | None:
+        """The oldest that waits and may start a Job."""
+        here = self._found.get(namespace, {}).values()
+        running = Counter(one.model for one in here if one.turn == "Running")
+        if running.total() >= MAX_ADAPTER_JOBS.of_namespace:
+            return None
+        may = (one for one in here if one.turn == "Waiting" and running[one.model] < MAX_ADAPTER_JOBS.of_model)
+        return first.key if (first := min(may, default=None)) else None
+
+    def _wake_next(self, namespace: str) -> None:
+        if (key := self._next(namespace)) is not None:
+            self._wake(key)
