@@ -241,3 +241,13 @@ async def test_of_an_object_that_is_too_heavy_only_the_identity_is_read(tmp_path
     assert events == [{key: value for key, value in found["heavy"].items() if key not in ("apiVersion", "kind")}]
     assert events[0].pop("bytes") > MAX_OBJECT_BYTES
     assert events == [{"metadata": {**about, "name": "heavy", "labels": {MODEL_LABEL: "chat"}, "ownerReferences": []}}]
+
+
+@pytest.mark.parametrize("published", [{}, {"components": {}}, {"components": {"schemas": {"other": {}}}}])
+async def test_a_crd_whose_schema_is_not_published_yet_has_none(tmp_path: Path, published: Any) -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        assert request.path == "/openapi/v3/apis/neuron-serving.dev/v1alpha1"
+        return web.json_response(published)
+
+    async with serving(handle) as server, connect(kubeconfigs.write(tmp_path / "config", server)) as client:
+        assert await client.schema(NEURON_MODELS) == {}

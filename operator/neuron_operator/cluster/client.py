@@ -309,9 +309,10 @@ class Client:
     async def schema(self, resource: Resource) -> Object:
         """As the API server publishes it, some time after a CRD was made or changed; empty if it does not."""
         async with self._answer("get", resource, f"/openapi/v3/apis/{resource.api_version}") as response:
-            published = msgspec.json.decode(await response.read())["components"]["schemas"].values()
+            published = msgspec.json.decode(await response.read())
+        schemas = published.get("components", {}).get("schemas", {}).values()  # absent while nothing is published
         kinds = "x-kubernetes-group-version-kind"
-        return next((one for one in published if any(k["kind"] == resource.kind for k in one.get(kinds, ()))), {})
+        return next((one for one in schemas if any(k["kind"] == resource.kind for k in one.get(kinds, ()))), {})
 
     async def watch(
         self,
