@@ -39,7 +39,7 @@ class EverySecond(Drafting):
         if sequence.request.sampling.greedy:
             self.learned.append((num_drafts, num_accepted))
 
-    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+    def measure(self, num_rows: int, num_tokens: int, seconds: float, num_prompt_tokens: int = 0) -> None:
         pass
 
 

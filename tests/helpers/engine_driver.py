@@ -132,7 +132,7 @@ class Guesses:
         assert 0 <= num_accepted <= num_drafts <= self._limits.max_drafts
         self.learned.append((num_drafts, num_accepted))
 
-    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+    def measure(self, num_rows: int, num_tokens: int, seconds: float, num_prompt_tokens: int = 0) -> None:
         assert num_tokens >= num_rows > 0
 
 

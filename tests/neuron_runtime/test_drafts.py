@@ -163,7 +163,13 @@ class Device:
     a step without drafts is scheduled while the one before runs."""
 
     def __init__(
-        self, seconds: Callable[[int, int], float], *, waits: float = 0.0, noise: float = 0.0, right: float = 0.0
+        self,
+        seconds: Callable[[int, int], float],
+        *,
+        waits: float = 0.0,
+        noise: float = 0.0,
+        right: float = 0.0,
+        num_prompt_tokens: int = 0,
     ) -> None:
         self._seconds = seconds
         """Of a step with so many rows and so many drafts."""
@@ -171,6 +177,8 @@ class Device:
         """Seconds that a step takes longer which is not scheduled while the one before runs."""
         self._right = right
         """Probability that a draft of the device is right."""
+        self._num_prompt_tokens = num_prompt_tokens
+        """Of every second step, which take as long as so many rows."""
         self.num_drafted = 0
 
     def speed(self, num_rows: int, num_steps: int, text: Text, drafts: Drafting | None = None, seed: int = 1) -> float:
@@ -178,14 +186,15 @@ class Device:
         rng = random.Random(seed)
         rows = [Row(text, rng) for _ in range(num_rows)]
         seconds, num_tokens, alone = 0.0, 0, False
-        for _ in range(num_steps):
+        for number in range(num_steps):
+            beside = self._num_prompt_tokens * (number % 2)
             sequences = [row.sequence for row in rows]
             alone = alone or (drafts is not None and drafts.wants(sequences))
             proposed = [()] * num_rows
             if drafts is not None and alone and drafts.wants(sequences):
                 proposed = [drafts.propose(row.sequence, row.most) if row.most > 0 else () for row in rows]
             num_drafts = sum(map(len, proposed))
-            step = self._seconds(num_rows, num_drafts) + self._waits * alone
+            step = self._seconds(num_rows + beside, num_drafts) + self._waits * alone
             step *= 1 + self._noise * rng.uniform(-1, 1)
             seconds += step
             for row, own in zip(rows, proposed, strict=True):
@@ -194,7 +203,7 @@ class Device:
                 if own and drafts is not None:
                     drafts.learn(row.sequence, len(own), num_accepted)
             if drafts is not None:
-                drafts.measure(num_rows, num_rows + num_drafts, step)
+                drafts.measure(num_rows, num_rows + num_drafts, step, beside)
             alone = num_drafts > 0
             self.num_drafted += alone
             rows = [row if row.most >= 0 else Row(text, rng) for row in rows]
@@ -278,6 +287,19 @@ def test_drafts_cost_two_percent_at_most_whatever_device_and_text(device: str, t
     assert Device(seconds, noise=0.1).speed(num_rows, num_steps, text, Drafts(NGram(), 4)) >= 0.98 * without
 
 
+@pytest.mark.parametrize("num_rows", [1, 8, 32])
+@pytest.mark.parametrize("text", TEXTS)
+def test_drafts_beside_prompts_cost_two_percent_at_most(text: Text, num_rows: int) -> None:
+    """Where they cost nothing in steps of decode rows alone, but as much as a token of a prompt beside prompts."""
+
+    def seconds(rows: int, num_drafts: int) -> float:
+        return max(5 * num_rows, rows + num_drafts)
+
+    without = Device(seconds, num_prompt_tokens=200).speed(num_rows, 50, random_text)
+    with_drafts = Device(seconds, noise=0.1, num_prompt_tokens=200).speed(num_rows, 1000, text, Drafts(NGram(), 4))
+    assert with_drafts >= 0.98 * without
+
+
 class Fixed:
     """Always so many drafts, where there are any."""
 
@@ -293,7 +315,7 @@ class Fixed:
 
     def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None: ...
 
-    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None: ...
+    def measure(self, num_rows: int, num_tokens: int, seconds: float, num_prompt_tokens: int = 0) -> None: ...
 
 
 @pytest.mark.parametrize("num_rows", [1, 16])

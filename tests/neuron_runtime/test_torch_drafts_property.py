@@ -55,7 +55,7 @@ class Often:
         self.num_drafts += num_drafts
         self.num_accepted += num_accepted
 
-    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+    def measure(self, num_rows: int, num_tokens: int, seconds: float, num_prompt_tokens: int = 0) -> None:
         pass
 
 

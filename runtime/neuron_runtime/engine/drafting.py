@@ -29,9 +29,9 @@ class Drafting(Protocol):
     def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """What became of the drafts of a row, in its only step."""
 
-    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """The time of a decode step of `num_rows` rows, from the end of the step before to its own. It fed `num_tokens`
-        tokens: as many as rows, or more with drafts."""
+    def measure(self, num_rows: int, num_tokens: int, seconds: float, num_prompt_tokens: int = 0) -> None:
+        """The time of a step with `num_rows` decode rows, from the end of the step before to its own. They fed
+        `num_tokens` tokens: as many as rows, or more with drafts. Prompts beside them fed others."""
 
 
 MAX_IDLE_STEPS, STEPS_BETWEEN_LOOKS = 32, 8

@@ -333,13 +333,17 @@ class Drafts:
         if sequence.drafting is not None:  # else a form forced the drafts
             self._proposer.learn(sequence.tokens, sequence.drafting, num_drafts, num_accepted)
 
-    def measure(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """The time of a decode step, from the end of the step before to its own; it fed `num_tokens` tokens: as many as
-        rows, or more with drafts."""
+    def measure(self, num_rows: int, num_tokens: int, seconds: float, num_prompt_tokens: int = 0) -> None:
+        """See `Drafting.measure`."""
         if not self._max or not num_rows:
             return
         pace, num_drafts = self._pace(num_rows), num_tokens - num_rows
-        if num_drafts and pace.is_ready:
+        if num_prompt_tokens:
+            if num_drafts and pace.is_ready:
+                # What it takes without drafts is not known. Their share of it is at most that of its tokens.
+                cost = seconds * num_drafts / (num_tokens + num_prompt_tokens)
+                self._charge(pace, cost - self._num_accepted / num_rows * pace.plain, num_drafts / num_rows)
+        elif num_drafts and pace.is_ready:
             pace.num_idle, pace.is_trying = 0, False
             pace.num_drafted += 1
             pace.add_drafted(num_drafts, seconds)

@@ -381,8 +381,9 @@ class Engine:
         now, longest, kind = self._clock(), self._longest_step_seconds, batch.kind
         seconds = now - (now if self._applied_at is None else self._applied_at)
         self._applied_at = now
-        if self._drafting is not None and kind is StepKind.DECODE:
-            self._drafting.measure(len(batch.rows), batch.num_tokens, seconds)
+        if self._drafting is not None and batch.num_decodes:
+            num_tokens = sum(batch.rows.num_tokens[: batch.num_decodes])
+            self._drafting.measure(batch.num_decodes, num_tokens, seconds, batch.num_tokens - num_tokens)
         if seconds > longest.get(kind, 0.0):
             longest[kind] = seconds
             self._stats.stream_gap_bound_seconds = stream_gap_bound(
