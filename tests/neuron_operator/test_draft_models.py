@@ -22,17 +22,22 @@ from helpers.operator_worlds import (
     fresh,
     job_pod,
     resolved_pod,
+    serving_pod,
     settings,
     settle,
     stepped,
 )
 from neuron_operator.api import names
 from neuron_operator.api.manifest import parse
+from neuron_operator.api.reasons import MetricsOf
+from neuron_operator.decide.course import decide
 from neuron_operator.decide.pin import pin
+from neuron_operator.kubectl import why
 from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.sizing import Load, Widths, memory_of
 from neuron_operator.read.records import Facts
-from neuron_operator.read.world import Decision, Object, World
+from neuron_operator.read.views import observe
+from neuron_operator.read.world import Decision, Object, Told, World
 
 CLAIM = {"weights": {"persistentVolumeClaim": {"claimName": "models"}}}
 SMALL: dict[str, Any] = {
@@ -202,3 +207,39 @@ def test_weights_and_cache_of_a_draft_model_count_on_each_core_and_on_the_host()
     hosts = [pin(model, one, SETTINGS, 1).pinned.plan.host_bytes or 0 for one in (facts, with_small)]
     assert hosts[0] < hosts[1]
     assert "draft model of 1000000000 bytes" in str(pin(model, with_small, SETTINGS, 1).pinned.plan.summary)
+
+
+def metrics(drafted: float, accepted: float) -> Told:
+    name = "vllm:spec_decode_num"
+    return Told(
+        f'# TYPE {name}_drafts counter\n{name}_drafts_total{{engine="0"}} {drafted}\n'
+        f'{name}_accepted_tokens_total{{engine="0"}} {accepted}\n{name}_accepted_tokens_per_pos_total{{p="0"}} 9.0\n'
+    )
+
+
+def test_the_status_shows_how_many_tokens_a_step_with_drafts_yields() -> None:
+    world, _ = stepped(*answered(*settle(fresh(spec=drafting("hf://acme/tiny"))), FACTS))
+    deployment = find(world.children, "Deployment")
+    pods = [serving_pod(deployment, f"chat-{one}", ready=True, podIP=f"10.0.0.{one}") for one in (1, 2)]
+    world, decision = settle(replace(world, pods=tuple(pods)))
+    asked = [MetricsOf(f"chat-{one}", f"http://10.0.0.{one}:8000/metrics") for one in (1, 2)]
+    assert {need for need in decision.needs if isinstance(need, MetricsOf)} == {*asked}
+    assert decision.requeue_after_seconds is not None
+    world, decision = settle(replace(world, told=dict(zip(asked, [metrics(10, 15), metrics(30, 57)], strict=True))))
+    assert decision.status is not None
+    assert decision.status["acceptedLength"] == "2.8"
+    report = why.report(world.body, observe(world), (), "")
+    assert "\n  drafts    Draft, hf://acme/tiny, 2.8 tokens a step\n" in report
+    for unclear in (Told(fault="timeout"), metrics(0, 0), Told("vllm:spec_decode_num_drafts_total x"), metrics(1, 1e9)):
+        decision = decide(replace(world, told=dict.fromkeys(asked, unclear)), SETTINGS)
+        assert decision.status is not None
+        assert decision.status["acceptedLength"] == "2.8", "what was read before stays"
+
+
+def test_replicas_without_drafts_are_not_asked() -> None:
+    world, _ = stepped(*answered(*settle(fresh()), FACTS))
+    pods = (serving_pod(find(world.children, "Deployment"), ready=True, podIP="10.0.0.1"),)
+    _, decision = settle(replace(world, pods=pods))
+    assert not [need for need in decision.needs if isinstance(need, MetricsOf)]
+    assert decision.status is not None
+    assert "acceptedLength" not in decision.status

@@ -164,6 +164,11 @@ class Status(ObjectStatus, frozen=True):
     ] = ()
     model: ModelFacts | None = None
     draft: Annotated[ModelFacts | None, "The same of the draft model."] = None
+    accepted_length: Annotated[
+        Word | None,
+        "Mean tokens that a request gets of a step with [drafts](speculation.md), over all replicas since they "
+        "started: from `1.0`, no draft was right. Read every few minutes.",
+    ] = None
     plan: Plan | None = None
     artifacts: Annotated[
         tuple[ArtifactStatus, ...],

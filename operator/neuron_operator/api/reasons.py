@@ -659,6 +659,14 @@ class AdaptersOf:
 
 
 @dataclass(frozen=True)
+class MetricsOf:
+    """A need like the others: the metrics of a replica."""
+
+    pod: str
+    address: str
+
+
+@dataclass(frozen=True)
 class Trial:
     """A need like the others: why the API server would refuse a pod, which is only tried."""
 
@@ -666,7 +674,9 @@ class Trial:
     """As JSON."""
 
 
-Needed = Need | LogOf | Exists | AdaptersOf | Trial
+Asked = AdaptersOf | MetricsOf
+"""What replicas answer over HTTP."""
+Needed = Need | LogOf | Exists | Asked | Trial
 
 
 @dataclass(frozen=True)

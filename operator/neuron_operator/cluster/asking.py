@@ -1,4 +1,5 @@
-"""Asks a replica what it tells about its adapters. Called by `on_demand`, and by `local` without a cluster.
+"""Asks a replica what it tells about its adapters, or for its metrics. Called by `on_demand`, and by `local` without a
+cluster.
 
 A replica may be anything: neither redirects nor proxies are followed, and no credentials are sent.
 """

@@ -17,7 +17,7 @@ import msgspec
 
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.names import RUNTIME_CONTAINER
-from neuron_operator.api.reasons import AdaptersOf, Exists, Trial
+from neuron_operator.api.reasons import Asked, Exists, MetricsOf, Trial
 from neuron_operator.cluster.asking import told_at
 from neuron_operator.cluster.client import (
     CONFIG_MAPS,
@@ -47,6 +47,8 @@ EXISTS_SECONDS = 1.5
 DENIAL_SECONDS = 1.5
 TOLD_SECONDS = 2.0
 UNTOLD_SECONDS = 10.0
+METRICS_SECONDS = 60.0
+"""Metrics are only shown, and a replica that does not answer would hold up each pass."""
 """The same if a replica does not answer: each question of a pass that nobody answers takes as long as the next."""
 MAX_ASKED = 16
 """Replicas that are asked at the same time."""
@@ -102,7 +104,7 @@ class OnDemand:
         self.denial = _Kept(self._try_pod)
         """Why the API server would refuse a pod; empty if it would not, or if nobody says."""
         self.told = _Kept(self._ask)
-        """What a replica tells about its adapters. All adapters of a model share the answer."""
+        """What a replica tells about its adapters, or its metrics. All adapters of a model share the answer."""
         self._asking = asyncio.Semaphore(MAX_ASKED)
         self._events = _Kept(self._list_events)
 
@@ -143,9 +145,11 @@ class OnDemand:
             logger.info("cannot try pod %s: %s", "/".join(key_of_model(pod)), fault)
         return "", DENIAL_SECONDS
 
-    async def _ask(self, need: AdaptersOf) -> tuple[Told, float]:
+    async def _ask(self, need: Asked) -> tuple[Told, float]:
         async with self._asking:
             told = await told_at(need.address)
+        if isinstance(need, MetricsOf):
+            return told, METRICS_SECONDS
         return told, UNTOLD_SECONDS if told.fault else TOLD_SECONDS
 
     async def _read_free(self) -> tuple[FreeDevices, float]:

@@ -386,9 +386,7 @@ def _list_of(world: World) -> Object | None:
 
 def _question(pod: PodView) -> AdaptersOf | None:
     """None: nobody could answer."""
-    ip = text(pod.live, "status", "podIP")
-    host = f"[{ip}]" if ":" in ip else ip
-    return AdaptersOf(pod.name, f"http://{host}:{names.PORT}{names.ADAPTERS_PATH}") if ip else None
+    return AdaptersOf(pod.name, pod.address + names.ADAPTERS_PATH) if pod.address else None
 
 
 def _reason_of(mine: ReplicaAdapter) -> Reason:

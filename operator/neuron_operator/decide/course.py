@@ -16,14 +16,15 @@ from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import ArtifactStatus, Status
-from neuron_operator.api.reasons import Exists, Finding, LogOf, Needed, Reason, Trial, met, unmet
+from neuron_operator.api.reasons import Exists, Finding, LogOf, MetricsOf, Needed, Reason, Trial, met, unmet
 from neuron_operator.decide import breaker, groups, nudge, pin, rollout
 from neuron_operator.decide.breaker import Allowed
 from neuron_operator.decide.rollout import Setback
 from neuron_operator.decide.sharing import upkeep
 from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, seconds_of, using, walk
 from neuron_operator.place.planner import Held, is_stranded
-from neuron_operator.read.objects import dig, is_owned, kind_of, name_of, only
+from neuron_operator.read.drafts import accepted_length
+from neuron_operator.read.objects import dig, is_owned, kind_of, name_of, only, text
 from neuron_operator.read.revision import Revision, files_in
 from neuron_operator.read.views import ConditionView, Observed, observe
 from neuron_operator.read.world import Decision, Object, RefusalCause, Settings, Upgrade, World
@@ -60,6 +61,9 @@ request, and one for the pod's events."""
 MAX_RECHECK_SECONDS = 300.0
 """What only makes a message better is read ever more rarely: after a tenth of the time that the model has not been
 ready. Counting free devices takes a request for each node."""
+
+METRICS_LOOK_SECONDS = 300.0
+"""How often the metrics of replicas with drafts are read, if nothing else happens."""
 
 STUCK_SECONDS = 60
 """A replica that waits for devices for so long may have to wait for ever, although a rollout goes on."""
@@ -121,17 +125,32 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
     if is_held:  # report only, change nothing
         course = replace(course, decision=replace(course.decision, desired=(), changes=(), delete=()))
     findings = status.complete((*course.findings, *_explain_serving(observed, course)))
-    whole_status = _status(observed, course, findings, settings.troubleshooting_url, is_held=is_held)
+    asked = _metrics_of(observed, course)
+    told = accepted_length(world.told[need].text for need in asked if need in world.told)
+    length = told or text(world.body, "status", "acceptedLength") if asked else ""
+    page = settings.troubleshooting_url
+    whole_status = _status(observed, course, findings, page, length, is_held=is_held)
+    after = _requeue_after(world, observed, course, findings, steps)
+    if asked:
+        after = METRICS_LOOK_SECONDS if after is None else min(after, METRICS_LOOK_SECONDS)
     return replace(
         course.decision,
         status=whole_status,
         follows=not course.is_told or any(whole_status.get(n) != dig(world.body, "status", n) for n in _DECIDING),
-        requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
+        requeue_after_seconds=after,
         needs=frozenset[Needed](course.pace.needs if course.pace else ()).union(
-            course.groups.needs if course.groups else (), *(f.needs for f in findings)
+            asked, course.groups.needs if course.groups else (), *(f.needs for f in findings)
         ),
         announcements=() if is_terminating else status.announcements(observed.model, findings),
     )
+
+
+def _metrics_of(observed: Observed, course: Course) -> frozenset[MetricsOf]:
+    """The replicas that make drafts: how many of them are right is shown."""
+    if course.served is None or "speculation" not in course.served.pinned.config:
+        return frozenset()
+    answering = (pod for pod in observed.live if pod.is_answering and pod.address)
+    return frozenset(MetricsOf(pod.name, pod.address + names.METRICS_PATH) for pod in answering)
 
 
 def _noting_pause(finding: Finding) -> Finding:
@@ -555,8 +574,11 @@ def _explain_waiting(course: Course, served: Revision) -> tuple[Finding, ...]:
 _OF_NO_STEP = ("Accepted", "Available")
 
 
-def _status(observed: Observed, course: Course, findings: Sequence[Finding], page: str, *, is_held: bool) -> Object:
-    """`page`: with the sections about reasons. `is_held`: nothing is changed in this pass."""
+def _status(
+    observed: Observed, course: Course, findings: Sequence[Finding], page: str, accepted: str, *, is_held: bool
+) -> Object:
+    """`page`: with the sections about reasons. `accepted`: see `accepted_length`. `is_held`: nothing is changed in
+    this pass."""
     model, shown = observed.model, course.wanted or course.served
     wanted = course.wanted.name if course.wanted else ""
     others = sorted(pod.revision for pod in observed.live if pod.is_answering and pod.revision != wanted)
@@ -586,6 +608,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], pag
             history=history,
             model=status.facts_of(shown.pinned.facts) if shown else None,
             draft=status.facts_of(shown.pinned.facts.draft) if shown and shown.pinned.facts.draft else None,
+            accepted_length=accepted or None,
             plan=shown.pinned.plan if shown else None,
             artifacts=tuple({artifact.key: artifact for artifact in _artifacts(observed, course)}.values()),
             groups=course.groups.records if course.groups else (),

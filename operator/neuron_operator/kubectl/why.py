@@ -177,6 +177,7 @@ def _facts(body: Any, adapters: Sequence[Any] | None, holder: str) -> dict[str, 
         "model": text(body, "spec", "model", "uri"),
         "replicas": replicas,
         "adapters": _num_adapters(body, adapters),
+        "drafts": _drafts(body),
         "engine": _default_engine(body),
         "url": text(body, "status", "url"),
         "operator": acts,
@@ -209,6 +210,13 @@ def _ready(body: Any) -> Any:
 
 def _is_ready(body: Any) -> bool:
     return text(_ready(body), "status") == "True"
+
+
+def _drafts(model: Any) -> str:
+    """Where they come from, and how many tokens they yield; empty: there are none."""
+    named = [text(model, "spec", "serving", "speculation", *path) for path in (("method",), ("model", "uri"))]
+    length = text(model, "status", "acceptedLength")
+    return ", ".join(filter(None, (*named, f"{length} tokens a step" if length else "")))
 
 
 def _default_engine(model: Any) -> str:

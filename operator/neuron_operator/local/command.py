@@ -30,7 +30,7 @@ import yaml
 from neuron_operator.api import engines, manifest, names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
-from neuron_operator.api.reasons import CONDITIONS, AdaptersOf
+from neuron_operator.api.reasons import CONDITIONS, Asked
 from neuron_operator.cluster.asking import told_at
 from neuron_operator.decide.adapter import decide_adapter
 from neuron_operator.decide.course import decide
@@ -307,11 +307,11 @@ class _Session:
 
     async def _pass(self, machine: Machine) -> float | None:
         """One over the model, then one over each adapter."""
-        told: dict[AdaptersOf, Told] = {}
+        told: dict[Asked, Told] = {}
         delays = [await self._reconcile(machine, one, told) for one in (self.model, *self.adapters)]
         return min((delay for delay in delays if delay is not None), default=None)
 
-    async def _reconcile(self, machine: Machine, subject: _Subject, told: dict[AdaptersOf, Told]) -> float | None:
+    async def _reconcile(self, machine: Machine, subject: _Subject, told: dict[Asked, Told]) -> float | None:
         """`told`: what replicas have answered in this pass."""
         objects, model = machine.children, self.model
         children = tuple(obj for obj in objects if not is_shared(obj))
@@ -332,7 +332,7 @@ class _Session:
             base = model.body if self._is_of_model(subject) else None
             world = replace(world, children=(), base=base, of_base=children if base else (), has_turn=True)
         decision = subject.decide(world, SETTINGS)
-        asked = [need for need in decision.needs if isinstance(need, AdaptersOf) and need not in told]
+        asked = [need for need in decision.needs if isinstance(need, Asked) and need not in told]
         if asked:
             answers = await asyncio.gather(*(told_at(machine.here(need.pod, need.address)) for need in asked))
             told.update(zip(asked, answers, strict=True))

@@ -169,6 +169,12 @@ class PodView:
     live: Object
 
     @property
+    def address(self) -> str:
+        """The URL of its server; empty: it has none yet."""
+        ip = text(self.live, "status", "podIP")
+        return f"http://{f'[{ip}]' if ':' in ip else ip}:{names.PORT}" if ip else ""
+
+    @property
     def is_answering(self) -> bool:
         return self.is_ready and not self.is_deleting
 

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from neuron_operator.api.model import Claim, EmptyDir, ObjectStore
 from neuron_operator.api.names import INSTANCE_TYPE_LABEL, ZONE_LABEL
-from neuron_operator.api.reasons import TROUBLESHOOTING, AdaptersOf, Exists, Needed, Trial
+from neuron_operator.api.reasons import TROUBLESHOOTING, Asked, Exists, Needed, Trial
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON, as the API server sends it. Never changed in place."""
@@ -168,7 +168,7 @@ class World:
     """The NeuronModel that a NeuronAdapter names; `pods` are its pods, then."""
     of_base: tuple[Object, ...] = ()
     """The children of that NeuronModel."""
-    told: Mapping[AdaptersOf, Told] = field(default_factory=dict)
+    told: Mapping[Asked, Told] = field(default_factory=dict)
     """By replica."""
 
 

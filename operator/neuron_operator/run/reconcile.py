@@ -19,7 +19,7 @@ from functools import partial
 
 from neuron_operator.api import names
 from neuron_operator.api.errors import ClusterFault, TermOver
-from neuron_operator.api.reasons import AdaptersOf, Exists, LogOf, Need, Needed, Trial
+from neuron_operator.api.reasons import Asked, Exists, LogOf, Need, Needed, Trial
 from neuron_operator.cluster.client import (
     BYTES,
     MAX_OBJECT_BYTES,
@@ -227,7 +227,7 @@ class Reconciler:
         logs = {need.pod: await self._on_demand.log(key[0], need.pod) for need in needs if isinstance(need, LogOf)}
         existing = {one for one in needs if isinstance(one, Exists) and await self._on_demand.exists(key[0], one)}
         denials = {need: await self._on_demand.denial(need) for need in needs if isinstance(need, Trial)}
-        asked = [need for need in needs if isinstance(need, AdaptersOf)]
+        asked = [need for need in needs if isinstance(need, Asked)]
         told = dict(zip(asked, await asyncio.gather(*map(self._on_demand.told, asked)), strict=True))
         world = replace(world, existing=world.existing | existing, denials={**world.denials, **denials})
         world = replace(world, told={**world.told, **told})
