@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_pr
 from neuron_runtime.backend.optimum import models as optimum
 from neuron_runtime.backend.optimum.hub_cache import cached_graphs, in_words
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.eagle import FUSION
 from neuron_runtime.backend.transformers_neuronx import settings as neuronx
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
@@ -71,6 +73,24 @@ def inspect_model(uri: str, backend: str = "", application_class: str = "") -> M
         return facts
 
 
+def inspect_head(uri: str) -> ModelFacts:
+    """Inspect an EAGLE head, which has no tokenizer. Whether it fits a model in all its shapes, loading it says.
+
+    Raises as `inspect_model`.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="neuron-inspect-") as scratch,
+        outline(uri, Path(scratch)) as (folder, digest),
+    ):
+        checkpoint = read_checkpoint(folder)
+        if not checkpoint.tensors.keys() & {FUSION, f"model.{FUSION}"}:
+            raise InvalidModel(f"{folder}: tensor {FUSION} is missing: this is no EAGLE head")
+        layer = checkpoint.config.get("transformer_layer_config")
+        config = {**checkpoint.config, **(layer if isinstance(layer, Mapping) else {})}
+        flat = replace(checkpoint, config=config)
+        return _facts(flat, _shape_by_config(flat, knows_limits=False), digest, tied_embeddings=False)
+
+
 def inspect_adapter(uri: str, model_uri: str, rules: AdapterRules) -> AdapterFacts:
     """Inspect an adapter of a model: whether it fits, and its digest, for which all of it is read.
 
@@ -116,6 +136,15 @@ def model_facts(
             if not (unknown and _runs_on_device(checkpoint, backend, application_class)):
                 raise
             shape = _shape_by_config(checkpoint)
+    tied = not any(name.endswith("lm_head.weight") for name in checkpoint.tensors) or (
+        checkpoint.is_sharded and text_config(checkpoint.config).get("tie_word_embeddings") is True
+    )
+    return _facts(checkpoint, shape, digest, tied_embeddings=tied)
+
+
+def _facts(
+    checkpoint: Checkpoint, shape: Mapping[str, Any], digest: str | None, *, tied_embeddings: bool
+) -> ModelFacts:
     num_bytes_by_dtype: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         num_bytes_by_dtype[tensor.dtype] += tensor.num_bytes
@@ -125,8 +154,7 @@ def model_facts(
         **shape,
         intermediate_size=_number(config, "intermediate_size"),
         num_experts=_number(config, "num_local_experts") or _number(config, "num_experts"),
-        tied_embeddings=not any(name.endswith("lm_head.weight") for name in checkpoint.tensors)
-        or (checkpoint.is_sharded and config.get("tie_word_embeddings") is True),
+        tied_embeddings=tied_embeddings,
         model_type=str(checkpoint.config.get("model_type", "")),
         parameters=checkpoint.num_parameters,
         weights_bytes=checkpoint.num_bytes,

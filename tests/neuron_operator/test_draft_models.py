@@ -98,6 +98,22 @@ def test_both_sources_are_resolved_before_the_revision_and_fetched_before_a_repl
     assert decision.status["draft"]["digest"] == "sha256:d"
 
 
+def test_a_head_is_read_as_one_and_compared_with_its_model() -> None:
+    spec = drafting()
+    spec["serving"]["speculation"]["method"] = "Eagle"
+    world, decision = answered(*settle(fresh(spec=spec)), FACTS)
+    assert command_of(find(decision.desired, "Job"))[:4] == [
+        "neuron-runtime",
+        "inspect",
+        "hf://acme/small",
+        "--eagle-head",
+    ]
+    _, refused = answered(world, decision, {**SMALL, "vocabularySize": 9})
+    assert condition(refused.status, "ModelResolved")["reason"] == "DraftMismatch"
+    _, decision = answered(world, decision, SMALL)
+    assert find(decision.desired, "ControllerRevision")["data"]["config"]["speculation"]["method"] == "Eagle"
+
+
 def test_replicas_read_both_from_the_claim() -> None:
     world, decision = resolved(drafting())
     for facts in (FACTS, SMALL):

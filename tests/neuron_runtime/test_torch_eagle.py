@@ -25,6 +25,7 @@ from neuron_runtime.config import DraftSource, Speculation
 from neuron_runtime.core import Request
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import FatalError, InvalidConfig
+from neuron_runtime.inspection import inspect_head
 
 FEW_BLOCKS = {**BLOCKS, "num_blocks": 22}
 MODEL: dict[str, Any] = {"num_layers": 7}
@@ -226,3 +227,14 @@ def test_a_head_and_what_it_reads_take_memory_of_the_cache(generation: int, tmp_
     own = 4 * num_weights + with_one.limits.num_blocks * 16 * 4 * (64 + 64)
     assert own < missing < 2 * own
     without.close(), with_one.close()
+
+
+@pytest.mark.parametrize("generation", [1, 3])
+def test_a_head_is_inspected_without_a_tokenizer(generation: int, tmp_path: Path) -> None:
+    config = head_config(generation)
+    facts = inspect_head(write_head(tmp_path / "head", config, head_tensors(generation, config)).as_uri())
+    assert (facts.num_layers, facts.vocabulary_size) == (1, config["vocab_size"])
+    assert facts.weights_bytes > 0
+    plain = {name: tensor for name, tensor in head_tensors(generation, config).items() if name != "fc.weight"}
+    with pytest.raises(FatalError, match="fc[.]weight is missing: this is no EAGLE head"):
+        inspect_head(write_head(tmp_path / "none", config, plain).as_uri())

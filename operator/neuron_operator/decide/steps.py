@@ -32,6 +32,7 @@ from neuron_operator.render.jobs import (
     fetch_job,
     keeper,
     memory_of,
+    resolve_draft_job,
     resolve_job,
     with_owners,
 )
@@ -337,7 +338,7 @@ def check_draft(model: NeuronModel, facts: Facts, draft: Facts) -> None:
         sizes = f"its vocabulary has {draft.vocabulary_size} tokens, that of the model {facts.vocabulary_size}"
         raise InvalidSpec(path, f"{sizes}: choose a draft model of the model's family", Reason.DRAFT_MISMATCH)
     known = model.spec.runs.architectures
-    if known and draft.architecture not in known:
+    if model.spec.serving.speculation.method == "Draft" and known and draft.architecture not in known:
         has = f"which has {', '.join(sorted(known))}"
         text = f"{draft.architecture} has no implementation in this engine, {has}"
         raise InvalidSpec(path, text, Reason.DRAFT_MISMATCH)
@@ -354,7 +355,8 @@ def _learn_facts(known: Known, record: Record) -> Known | None:
 
 
 def _resolve_draft_jobs(known: Known) -> tuple[Object, ...]:
-    return (resolve_job(known.model.draft, known.settings),) if known.model.draft else ()
+    model = known.model
+    return (resolve_draft_job(model, model.draft, known.settings),) if model.draft else ()
 
 
 def _learn_draft(known: Known, record: Record) -> Known | None:

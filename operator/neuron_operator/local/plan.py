@@ -143,7 +143,8 @@ def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None
         known = before.pinned.facts if before else None
         facts = read_facts(options.facts) if options.facts else known or inspected(model, settings)
         if model.draft is not None:
-            draft = facts.draft or inspected(model.draft, settings)
+            is_head = model.spec.serving.speculation.method == "Eagle"
+            draft = facts.draft or inspected(model.draft, settings, ("--eagle-head",) if is_head else ())
             check_draft(model, facts, draft)
             facts = msgspec.structs.replace(facts, draft=draft)
         pinned = pin.pin(model, facts, settings, 1, free=free)
@@ -175,13 +176,13 @@ def read_facts(path: Path) -> Facts:
         raise CannotRunHere(f"{path} has no facts about a model: {' '.join(str(error).split())}") from error
 
 
-def inspected(model: NeuronModel, settings: Settings) -> Facts:
+def inspected(model: NeuronModel, settings: Settings, flags: Sequence[str] = ()) -> Facts:
     """The facts that the runtime of this environment finds. Raises CannotRunHere."""
     beside = Path(sys.executable).with_name("neuron-runtime")
     program = str(beside) if beside.is_file() else shutil.which("neuron-runtime")
     if program is None:
         raise CannotRunHere("neuron-runtime is not installed here: pass the facts with --facts FILE")
-    command = [program, "inspect", model.spec.model.uri, "--json"]
+    command = [program, "inspect", model.spec.model.uri, "--json", *flags]
     is_open = bool(settings.engine_defaults) and model.spec.leaves_engine_open
     command += ["--backend", model.spec.backend] if not is_open else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)

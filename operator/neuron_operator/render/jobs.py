@@ -94,6 +94,14 @@ def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     return shared_job(model, settings, RESOLVE, command, source(model), image=runtime_image(model, settings))
 
 
+def resolve_draft_job(model: NeuronModel, draft: NeuronModel, settings: Settings) -> Object:
+    """The same of the draft model. The Job for one of method Draft is that of a model with its source."""
+    if model.spec.serving.speculation.method != "Eagle":
+        return resolve_job(draft, settings)
+    command = ["neuron-runtime", "inspect", draft.spec.model.uri, "--eagle-head", "--record", names.TERMINATION_LOG]
+    return shared_job(draft, settings, RESOLVE, command, source(draft), image=runtime_image(draft, settings))
+
+
 def fetch_job(model: NeuronModel, settings: Settings, weights: Place, facts: Facts, image: str) -> Object:
     """Brings the weights of these facts to where all pods read them."""
     access = fetching(model, weights)

@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Take the model's architecture as one that this class runs with nxdi, see the flag of `serve`",
     )
     parser.add_argument(
+        "--eagle-head", action="store_true", help="URI is an EAGLE head, which makes drafts and has no tokenizer"
+    )
+    parser.add_argument(
         "--adapter-of", metavar="MODEL_URI", default="", help="URI is a LoRA adapter: whether it fits this model"
     )
     parser.add_argument(
@@ -75,6 +78,11 @@ def run(options: argparse.Namespace) -> record.ModelFacts | record.AdapterFacts:
         adapter = inspection.inspect_adapter(model_uri(options.uri), model_uri(options.adapter_of), rules)
         print(inspection.facts_as_json(adapter) if options.json else inspection.adapter_as_text(options.uri, adapter))
         return adapter
-    facts = inspection.inspect_model(model_uri(options.uri), options.backend, options.application_class)
+    uri = model_uri(options.uri)
+    facts = (
+        inspection.inspect_head(uri)
+        if options.eagle_head
+        else inspection.inspect_model(uri, options.backend, options.application_class)
+    )
     print(inspection.facts_as_json(facts) if options.json else inspection.facts_as_text(options.uri, facts))
     return facts
