@@ -183,12 +183,20 @@ async def test_a_crd_of_an_earlier_version_stops_the_start_with_a_remedy(server:
     earlier = copy.deepcopy(crd)
     (version,) = earlier["spec"]["versions"]
     del version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["history"]
+
+    def is_published(has_history: bool) -> bool:
+        schemas = server.call("GET", "/openapi/v3/apis/neuron-serving.dev/v1alpha1")["components"]["schemas"]
+        status = schemas["dev.neuron-serving.v1alpha1.NeuronModel"]["properties"]["status"]["properties"]
+        return ("history" in status) is has_history
+
     server.apply(path, earlier)
     try:
+        await eventually(lambda: is_published(has_history=False))
         process = start("log", program=("-c", IMPATIENT))
         assert process.process.wait(WAIT_SECONDS) == 1
     finally:
         server.apply(path, crd)
+        await eventually(lambda: is_published(has_history=True))
     last = process.log.read_text().splitlines()[-1]
     assert "the CRD neuronmodels is older than this operator and lacks status.history; install the CRD with" in last
 
