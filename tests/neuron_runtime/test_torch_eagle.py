@@ -236,5 +236,5 @@ def test_a_head_is_inspected_without_a_tokenizer(generation: int, tmp_path: Path
     assert (facts.num_layers, facts.vocabulary_size) == (1, config["vocab_size"])
     assert facts.weights_bytes > 0
     plain = {name: tensor for name, tensor in head_tensors(generation, config).items() if name != "fc.weight"}
-    with pytest.raises(FatalError, match="fc[.]weight is missing: this is no EAGLE head"):
+    with pytest.raises(FatalError, match=r"fc\.weight is missing: this is no EAGLE head"):
         inspect_head(write_head(tmp_path / "none", config, plain).as_uri())
