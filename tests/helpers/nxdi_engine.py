@@ -15,15 +15,16 @@ import msgspec
 import pytest
 import torch
 
+from helpers.eagle_heads import memoryless
 from helpers.nxdi import Mode, fake_nxdi, installed
 from helpers.torch_models import NEAR_TIE, random_model, reference
 from neuron_runtime.backend.neuron.device import DeviceBackend
 from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import limits_of
-from neuron_runtime.backend.nxdi.draft_model import accepting, draft_config
+from neuron_runtime.backend.nxdi.draft_model import accepting, draft_files
 from neuron_runtime.backend.nxdi.library import application
-from neuron_runtime.backend.nxdi.settings import Settings, settings_of
+from neuron_runtime.backend.nxdi.settings import DraftFiles, Settings, settings_of
 from neuron_runtime.config import parse_config
 from neuron_runtime.core import BackendLimits, Request, Sampling
 from neuron_runtime.engine.loop import Engine
@@ -61,8 +62,10 @@ def library(version: str = "0.9", mode: Mode = "strict", step_seconds: float = 0
 class Model:
     """A checkpoint with random weights, and what transformers makes of it."""
 
-    def __init__(self, folder: Path, family: str = "Llama") -> None:
-        self.folder = random_model(folder, **FAMILIES[family])
+    def __init__(self, folder: Path, family: str = "Llama", *, forgets: float = 1.0, **config: Any) -> None:
+        """forgets: share that counts of what the model reads but the last token, see `memoryless`."""
+        self.folder = random_model(folder, **FAMILIES[family], **config)
+        memoryless(self.folder, forgets)
         self.config = json.loads((folder / "config.json").read_text())
         self._reference = reference(folder)
 
@@ -82,20 +85,21 @@ class Model:
         assert not wrong, f"{request.request_id}: token {wrong[0]} of {len(output)} after {len(prompt)} prompt tokens"
 
 
-def drafts_by(draft: Model, num_tokens: int, method: str = "Draft") -> dict[str, Any]:
+def drafts_by(draft: Path, num_tokens: int, method: str = "Draft") -> dict[str, Any]:
     """Of a configuration, that a second model makes drafts."""
-    return {"speculation": {"method": method, "numTokens": num_tokens, "model": {"uri": draft.folder.as_uri()}}}
+    return {"speculation": {"method": method, "numTokens": num_tokens, "model": {"uri": draft.as_uri()}}}
 
 
 def settings_for(model: Model, **document: Any) -> Settings:
     base = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "dtype": "float32"}
     config = parse_config(msgspec.json.encode(base | document))
-    return settings_of(config, model.config, TARGET, draft=draft_config(config))
+    return settings_of(config, model.config, TARGET, draft=draft_files(config))
 
 
 def refusals(document: dict[str, Any]) -> dict[str, str]:
     """What is wrong with a configuration of a small Llama, by field; `config` has further keys of config.json, `draft`
-    those of the draft model's."""
+    those of the draft
+    model's, `shapes` its tensors."""
     base = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "dtype": "float32"}
     model = {
         "architectures": ["LlamaForCausalLM"],
@@ -106,16 +110,17 @@ def refusals(document: dict[str, Any]) -> dict[str, str]:
         "hidden_size": 32,
         "num_hidden_layers": 2,
     }
-    draft = model | document.pop("draft", {})
+    draft, shapes = model | document.pop("draft", {}), document.pop("shapes", {})
     model |= document.pop("config", {})
+    files = DraftFiles(config=draft, shapes=shapes)
     with pytest.raises(InvalidConfig) as error:
-        settings_of(parse_config(json.dumps(base | document).encode()), model, TARGET, draft=draft)
+        settings_of(parse_config(json.dumps(base | document).encode()), model, TARGET, draft=files)
     return dict(error.value.parts)
 
 
-def backend_for(model: Model, settings: Settings, folder: Path, draft: Model | None = None) -> NxdiBackend:
+def backend_for(model: Model, settings: Settings, folder: Path, draft: Path | None = None) -> NxdiBackend:
     """Compiled into `folder` and loaded."""
-    made = application(settings, model.folder, draft and draft.folder)
+    made = application(settings, model.folder, draft)
     made.compile(str(folder))
     made.load(str(folder), skip_warmup=True)
     made = accepting(made) if draft else made

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from helpers.engine_driver import OfTheDevice
 from helpers.nxdi import Mode
@@ -29,6 +31,8 @@ from neuron_runtime.backend import nxdi
 from neuron_runtime.backend.nxdi.buckets import all_graphs, limits_of
 from neuron_runtime.backend.nxdi.foreign import differences
 from neuron_runtime.backend.nxdi.graph_plan import plan_of
+from neuron_runtime.backend.nxdi.settings import DraftFiles
+from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import parse_config
 from neuron_runtime.core import Request, Sampling
 from neuron_runtime.engine.loop import Engine
@@ -69,9 +73,9 @@ def test_an_answer_is_as_without_the_drafts_of_a_second_model(
     model, second = models["Llama"], models[draft]
     document = {**SLOTS, "limits": {"maxSequences": rows, "maxModelLength": 96}, "buckets": {"context": [32, 64, 96]}}
     with library(version, mode):
-        settings = settings_for(model, **document, **drafts_by(second, 3))
+        settings = settings_for(model, **document, **drafts_by(second.folder, 3))
         requests = some_requests(Random(5), model, settings.max_model_length, 9)
-        backend = backend_for(model, settings, tmp_path / "artifact", second)
+        backend = backend_for(model, settings, tmp_path / "artifact", second.folder)
         backend.warm_up(lambda stage, share: None)
         drafting = OfTheDevice(backend.limits)
         engine, random, waiting = Engine(backend, drafting=drafting), Random(3), requests[:]
@@ -124,6 +128,22 @@ def test_both_models_are_compiled_into_one_artifact_and_loaded(
     model.check(request, answer)
 
 
+def test_a_weight_of_the_draft_model_that_no_module_reads_ends_the_load(
+    models: dict[str, Model], tmp_path: Path
+) -> None:
+    model, draft = models["Llama"].folder, tmp_path / "draft"
+    shutil.copytree(models["Qwen3"].folder, draft)
+    tensors = load_file(draft / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(128)
+    save_file(tensors, draft / "model.safetensors")
+    with library():
+        config = config_of(model, draft)
+        (unit,) = nxdi.compiler(config, model).graphs()
+        unit.compile(tmp_path)
+        with pytest.raises(InvalidModel, match=r"draft: .* the tensors model.layers.1.self_attn.q_proj.bias, so"):
+            nxdi.load_backend(model, config, lambda stage, share: None, tmp_path)
+
+
 def test_the_key_has_the_draft_models_shape_but_not_its_weights(models: dict[str, Model], tmp_path: Path) -> None:
     model, draft = models["Llama"], models["Qwen3"].folder
     other = tmp_path / "other"
@@ -147,7 +167,7 @@ def test_the_key_has_the_draft_models_shape_but_not_its_weights(models: dict[str
 
 
 def test_graphs_are_longer_than_the_promised_length_and_the_device_is_greedy(models: dict[str, Model]) -> None:
-    settings = settings_for(models["Llama"], **SLOTS, **drafts_by(models["Qwen3"], 3))
+    settings = settings_for(models["Llama"], **SLOTS, **drafts_by(models["Qwen3"].folder, 3))
     length = settings.max_model_length
     assert settings.neuron_config["seq_len"] == settings.token_buckets[-1] == length + 3
     assert settings.neuron_config["speculation_length"] == 4
@@ -167,7 +187,7 @@ def test_a_plan_counts_the_cache_of_the_draft_model(models: dict[str, Model]) ->
     plain = msgspec.structs.replace(with_draft, speculation=type(with_draft.speculation)())
     alone = plan_of(plain, model.config, TARGET).cache_bytes
     other = plan_of(plain, draft.config, TARGET).cache_bytes
-    assert plan_of(with_draft, model.config, TARGET, draft=draft.config).cache_bytes == alone + other
+    assert plan_of(with_draft, model.config, TARGET, draft=DraftFiles(config=draft.config)).cache_bytes == alone + other
 
 
 def test_graphs_with_another_draft_model_that_others_compiled_do_not_fit(
@@ -176,8 +196,8 @@ def test_graphs_with_another_draft_model_that_others_compiled_do_not_fit(
     model = models["Llama"]
     deep = {**models["Qwen3"].config, "num_hidden_layers": 7}
     with library():
-        settings = settings_for(model, **SLOTS, **drafts_by(models["Qwen3"], 3))
-        backend_for(model, settings, tmp_path / "theirs", models["Qwen3"]).close()
+        settings = settings_for(model, **SLOTS, **drafts_by(models["Qwen3"].folder, 3))
+        backend_for(model, settings, tmp_path / "theirs", models["Qwen3"].folder).close()
     assert differences(settings, model.config, tmp_path / "theirs") == []
     assert settings.draft is not None
     deeper = replace(settings, draft=replace(settings.draft, config=deep))

@@ -20,11 +20,13 @@ from inspect import signature
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from helpers.eagle_heads import write_head
 from helpers.nxdi import fake_nxdi, installed, process_environment
 from helpers.torch_models import random_model, reference
 
@@ -1162,7 +1164,9 @@ def test_what_a_verifying_model_cannot_do_is_the_librarys_error(
 # Drafts of a second model
 
 
-def with_draft(model: Model, folder: Path, draft: Model | None = None, **changes: Any) -> Lines:
+def with_draft(
+    model: Model, folder: Path, draft: Path | None = None, *, of_draft: dict[str, Any] | None = None, **changes: Any
+) -> Lines:
     """The same with a second model, the model itself if there is no other, that makes the drafts."""
     from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig, OnDeviceSamplingConfig
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
@@ -1170,8 +1174,9 @@ def with_draft(model: Model, folder: Path, draft: Model | None = None, **changes
     def fused(application: Any, fields: dict[str, Any]) -> Any:
         config_class = application.get_config_cls()
         neuron_config = config_class.get_neuron_config_cls()(**fields)
-        neuron_config.enable_fused_speculation, neuron_config.speculation_length = False, 0
-        second = (draft or model).folder
+        for name, value in {"enable_fused_speculation": False, **(of_draft or {"speculation_length": 0})}.items():
+            setattr(neuron_config, name, value)
+        second = draft or model.folder
         drafting = config_class(neuron_config, load_config=load_pretrained_config(str(second)))
         return FusedSpecNeuronConfig(application._model_cls, drafting, str(second))
 
@@ -1212,7 +1217,7 @@ def test_what_fills_the_places_behind_accepted_tokens_differs_between_releases(
     model: Model, tmp_path: Path, version: str
 ) -> None:
     with library(version):
-        lines = with_draft(model, tmp_path, Model(tmp_path / "draft", head_dim=16))
+        lines = with_draft(model, tmp_path, Model(tmp_path / "draft", head_dim=16).folder)
         start = len(lines.live[0]) - 1
         found = lines.application.forward(
             input_ids=torch.tensor([[lines.live[0][-1]]]),
@@ -1224,21 +1229,59 @@ def test_what_fills_the_places_behind_accepted_tokens_differs_between_releases(
     assert found[0].tolist() == [[*model.continuation(prompts(1)[0], 2)[1:], *[0 if version == "0.7" else -1] * 3]]
 
 
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_eagle_head_changes_no_token(model: Model, tmp_path: Path, version: Literal[1, 3]) -> None:
+    target = model if version == 1 else deep(tmp_path)
+    with library():
+        lines = with_head(target, tmp_path, version)
+        for kept in (4, 1, 2, 4):
+            found = accepted(lines)
+            assert found == target.continuation(prompts(1)[0], len(lines.answer(0)) + len(found))[-len(found) :]
+            lines.live[0] += found[:kept]
+
+
 def sampled_row_of_a_greedy_verification(model: Model, folder: Path) -> None:
     accepted(with_draft(model, folder), sampling_params=torch.tensor([[64.0, 1.0, 1.5]]))
 
 
 def draft_that_drafts(model: Model, folder: Path) -> None:
-    def fused(application: Any, fields: dict[str, Any]) -> Any:
-        from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
-        from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+    with_draft(model, folder, of_draft={"speculation_length": 4})
 
-        config_class = application.get_config_cls()
-        neuron_config = config_class.get_neuron_config_cls()(**fields)
-        drafting = config_class(neuron_config, load_config=load_pretrained_config(str(model.folder)))
-        return FusedSpecNeuronConfig(application._model_cls, drafting, str(model.folder))
 
-    with_draft(model, folder, fused=fused)
+def with_head(model: Model, folder: Path, version: Literal[1, 3], **changes: Any) -> Lines:
+    """The same with an EAGLE head, which the library can read."""
+    head = write_head(folder / "head", model.folder, version)
+    tensors = load_file(head / "model.safetensors")
+    weights = load_file(model.folder / "model.safetensors")
+    tensors = {
+        "embed_tokens.weight": weights["model.embed_tokens.weight"],
+        "lm_head.weight": weights["lm_head.weight"],
+    } | {name.replace("midlayer", "layers.0"): tensor for name, tensor in tensors.items()}
+    save_file(tensors, head / "model.safetensors")
+    fields = {"enable_eagle_speculation": True, "of_draft": {"is_eagle_draft": True}}
+    if version == 3:
+        fields |= {"is_eagle3": True, "sequence_parallel_enabled": True, "enable_eagle_draft_input_norm": True}
+    return with_draft(model, folder, head, **fields | changes)
+
+
+def third_head_without_norms(model: Model, folder: Path) -> None:
+    with_head(Model(folder / "model", num_layers=7, num_kv_heads=4), folder, 3, enable_eagle_draft_input_norm=False)
+
+
+def third_head_over_prefixes(model: Model, folder: Path) -> None:
+    blocks = {"is_block_kv_layout": True, "is_prefix_caching": True, "pa_num_blocks": 64, "pa_block_size": 32}
+    buckets = {f"{name}_buckets": [128] for name in ("context_encoding", "prefix", "token_generation")}
+    with_head(deep(folder), folder, 3, **blocks, **buckets)
+
+
+def published_names(model: Model, folder: Path) -> None:
+    head = write_head(folder / "published", model.folder, 3)
+    fields = {"is_eagle3": True, "sequence_parallel_enabled": True, "enable_eagle_draft_input_norm": True}
+    with_draft(model, folder, head, enable_eagle_speculation=True, of_draft={"is_eagle_draft": True}, **fields)
+
+
+def deep(folder: Path) -> Model:
+    return Model(folder / "deep", num_layers=7, num_kv_heads=4)
 
 
 def drafts_beyond_the_end(model: Model, folder: Path) -> None:
@@ -1248,7 +1291,7 @@ def drafts_beyond_the_end(model: Model, folder: Path) -> None:
 
 
 def other_vocabulary(model: Model, folder: Path) -> None:
-    with_draft(model, folder, Model(folder / "draft", vocabulary_size=100))
+    with_draft(model, folder, Model(folder / "draft", vocabulary_size=100).folder)
 
 
 def sampled_drafts(model: Model, folder: Path) -> None:
@@ -1267,6 +1310,10 @@ def sampled_drafts(model: Model, folder: Path) -> None:
         (AttributeError, lambda model, folder: with_draft(model, folder, fused=None)),
         (RuntimeError, lambda model, folder: with_draft(model, folder, context_encoding_buckets=[4, 16])),
         (RuntimeError, lambda model, folder: with_draft(model, folder, output_logits=True)),
+        (RuntimeError, lambda model, folder: with_head(model, folder, 3)),
+        (RuntimeError, lambda model, folder: with_head(deep(folder), folder, 3, sequence_parallel_enabled=False)),
+        (KeyError, lambda model, folder: published_names(deep(folder), folder)),
+        (AssertionError, third_head_over_prefixes),
     ],
 )
 def test_what_a_model_with_drafts_of_a_second_one_cannot_do_is_the_librarys_error(
@@ -1280,6 +1327,7 @@ def test_what_a_model_with_drafts_of_a_second_one_cannot_do_is_the_librarys_erro
 REFUSED: dict[str, tuple[str, Careless]] = {
     "a sampled row where drafts are verified greedily": ("3.4", sampled_row_of_a_greedy_verification),
     "a draft model whose own configuration drafts": ("3.1", draft_that_drafts),
+    "an EAGLE 3 head without its norms": ("3.6", third_head_without_norms),
     "verification of sampled rows": ("3.4", verification_of_sampled_rows),
     "positions of a verification that are no run": ("3.2", positions_that_are_no_run),
     "parameters of another type": ("0.1-19", parameters_of_another_type),

@@ -117,7 +117,7 @@ NXDI = _row(
         "engine.applicationClass",
         "engine.overrideNeuronConfig",
     },
-    drafts=("NGram", "Draft"),
+    drafts=("NGram", "Draft", "Eagle"),
     on_device=True,
     compiles="always",
     # neuronx-cc: 20 to 40 GB reported with 7B, and out of memory with 8B on a host of 32 GB.

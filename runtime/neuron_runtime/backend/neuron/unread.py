@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from neuron_runtime.checkpoint import HEAD, InvalidModel, named, read_checkpoint
 from neuron_runtime.console import say
@@ -51,8 +51,17 @@ def _ends(name: str, lost: Collection[str]) -> Iterator[bool]:
         name = name.partition(".")[2]
 
 
+class Reading(NamedTuple):
+    """A checkpoint that a library reads."""
+
+    folder: Path
+    lost: Lost
+    prefix: str = ""
+    """What the library puts before its names, where it reads several."""
+
+
 @contextmanager
-def all_weights_read(model_dir: Path, library: str, lost: Lost, allowed: Sequence[str]) -> Iterator[None]:
+def all_weights_read(readings: Sequence[Reading], library: str, allowed: Sequence[str]) -> Iterator[None]:
     """Within it, reading a checkpoint whose weights the library drops is an error. What is allowed is only said.
 
     Raises:
@@ -65,10 +74,14 @@ def all_weights_read(model_dir: Path, library: str, lost: Lost, allowed: Sequenc
             shown(message, *where, **others)
             return
         dropped = set(ast.literal_eval(text.removeprefix(WARNING)))
-        unread = tensors_of(lost(dropped), read_checkpoint(model_dir).tensors)
+        for folder, lost, prefix in readings:
+            check(folder, lost({name.removeprefix(prefix) for name in dropped if name.startswith(prefix)}))
+
+    def check(folder: Path, lost: Collection[str]) -> None:
+        unread = tensors_of(lost, read_checkpoint(folder).tensors)
         if missed := [name for name in unread if not any(fnmatchcase(name, one) for one in allowed)]:
             raise InvalidModel(
-                f"{model_dir}: {library} does not read the tensors {named(missed)}, so its tokens would be wrong: "
+                f"{folder}: {library} does not read the tensors {named(missed)}, so its tokens would be wrong: "
                 f"remove them if the model was made without them; or name them in overrideNeuronConfig.{UNREAD} "
                 "if its tokens are right all the same"
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from neuron_runtime.artifacts.loading import given_folder
 from neuron_runtime.backend.neuron.devices import find_target, known_platform
 from neuron_runtime.backend.nxdi import library
-from neuron_runtime.backend.nxdi.draft_model import draft_config
+from neuron_runtime.backend.nxdi.draft_model import draft_files
 from neuron_runtime.backend.nxdi.foreign import holds_weights, within
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.graphs import NxdiCompiler
@@ -28,7 +28,7 @@ from neuron_runtime.config import RuntimeConfig
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
-DRAFT_METHODS = ("NGram", "Draft")
+DRAFT_METHODS = ("NGram", "Draft", "Eagle")
 
 
 def needs_weights(config: RuntimeConfig) -> bool:
@@ -70,7 +70,7 @@ def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
 
 def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> GraphPlan:
     """See `PlanningPackage.plan`."""
-    return plan_of(config, read_config(model_dir), find_target(config), tuple(lengths), draft_config(config))
+    return plan_of(config, read_config(model_dir), find_target(config), tuple(lengths), draft_files(config))
 
 
 def load_backend(

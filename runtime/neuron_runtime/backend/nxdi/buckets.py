@@ -92,6 +92,8 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
     """The limits of a model. exec_timeout_seconds: after which the Neuron runtime gives up a step."""
     slots, context = settings.layout == "slots", settings.context_buckets
     reach = max(settings.prefix_buckets, default=0)
+    # Drafts of an EAGLE head are kept by each row's own parameters.
+    greedy_only = settings.draft is not None and not settings.draft.eagle
     # Free places of a prefill take cached tokens: also the last call of a sequence reads no more than this.
     longest_prefix = settings.max_model_length - context[0]
     return BackendLimits(
@@ -121,8 +123,8 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
         sampling=settings.sampling,
         vocabulary_size=settings.vocabulary_size,
         max_top_k=settings.global_topk,
-        top_p_keeps_crossing=settings.sampling == "Host" or settings.draft is not None,
-        greedy_only=settings.draft is not None,
+        top_p_keeps_crossing=settings.sampling == "Host" or greedy_only,
+        greedy_only=greedy_only,
         max_logprobs=0 if settings.sampling == "Device" else MAX_LOGPROBS,
         # A graph computes logits of the last position alone.
         reports_prompt_logprobs=False,

@@ -5,12 +5,13 @@ Called by whoever derives settings, compiles or loads. It computes nothing: NxD 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from neuron_runtime.checkpoint import read_config
+from neuron_runtime.backend.nxdi.settings import DraftFiles
+from neuron_runtime.checkpoint import read_checkpoint, read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import NO_TOKEN
 from neuron_runtime.errors import InvalidConfig
@@ -29,10 +30,14 @@ def draft_folder(config: RuntimeConfig) -> Path | None:
     return found.folder
 
 
-def draft_config(config: RuntimeConfig) -> Mapping[str, Any] | None:
-    """Its config.json. Raises InvalidConfig as `draft_folder`, and InvalidModel."""
+def draft_files(config: RuntimeConfig) -> DraftFiles | None:
+    """What is known of it. Raises InvalidConfig as `draft_folder`, and InvalidModel."""
     folder = draft_folder(config)
-    return None if folder is None else read_config(folder)
+    if folder is None:
+        return None
+    tensors = read_checkpoint(folder).tensors if config.speculation.method == "Eagle" else {}
+    shapes = {name.removeprefix("model."): tuple(one.shape) for name, one in tensors.items()}
+    return DraftFiles(config=read_config(folder), shapes=shapes)
 
 
 def accepting(application: Callable[..., Any]) -> Callable[..., Any]:

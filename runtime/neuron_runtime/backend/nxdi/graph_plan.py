@@ -20,7 +20,7 @@ from neuron_runtime.backend.neuron.devices import Target
 from neuron_runtime.backend.neuron.step_graphs import Graph, Prefill
 from neuron_runtime.backend.nxdi.buckets import all_graphs, prefill_graph, span_that_takes
 from neuron_runtime.backend.nxdi.models import text_config
-from neuron_runtime.backend.nxdi.settings import Settings, settings_of
+from neuron_runtime.backend.nxdi.settings import DraftFiles, Settings, settings_of
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, seconds_text
 from neuron_runtime.dtypes import BY_NAME
@@ -109,12 +109,12 @@ def plan_of(
     model: Mapping[str, Any],
     target: Target,
     lengths: Lengths = (),
-    draft: Mapping[str, Any] | None = None,
+    draft: DraftFiles | None = None,
 ) -> GraphPlan:
     """The plan of a configuration.
 
     Args:
-        model: config.json. draft: that of the draft model, if the configuration has one.
+        model: config.json. draft: as of `settings_of`.
         lengths: of prompts. Context buckets that the configuration leaves open are chosen for them; empty: every order
             of magnitude is equally likely.
 

@@ -21,7 +21,7 @@ from neuron_runtime.backend.neuron.installed import platform_target
 from neuron_runtime.backend.neuron.step_graphs import Prefill
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import all_graphs
-from neuron_runtime.backend.nxdi.draft_model import draft_config, draft_folder
+from neuron_runtime.backend.nxdi.draft_model import draft_files, draft_folder
 from neuron_runtime.backend.nxdi.foreign import (
     adopted,
     differences,
@@ -99,7 +99,7 @@ class NxdiCompiler:
         if draft is None or folder is None:
             return {}
         facts: dict[str, Any] = {"application": draft.application, "config": dict(draft.config)}
-        facts["arguments"] = draft.arguments
+        facts |= {"arguments": draft.arguments, "fusionBias": draft.has_fusion_bias}
         if self._settings.neuron_config.get(SHARDED):
             facts["weights"] = identity_of(folder) or folder.name  # an entry of a store has its digest for a name
         return {"draft": facts}
@@ -147,7 +147,7 @@ class NxdiCompiler:
         with tempfile.TemporaryDirectory(prefix="nxdi-") as scratch:
             self._work = Path(scratch, "work")
             prepare_environment(self._settings, self._target, self._work)
-            with all_weights_read(self._model_dir, self._settings):
+            with all_weights_read(self._model_dir, self._settings, self._draft_dir):
                 library.application(self._settings, self._model_dir, self._draft_dir).compile(str(folder))
 
     def _ready(self) -> list[str]:
@@ -219,7 +219,7 @@ def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]
     """What to compile or to load. Raises as `settings_of` and `find_target`, and as `check_cores` on a machine with
     devices."""
     target = find_target(config, ask=platform_target)
-    settings = settings_of(config, read_config(model_dir), target, draft=draft_config(config))
+    settings = settings_of(config, read_config(model_dir), target, draft=draft_files(config))
     if target.granted_cores:
         check_cores(target, settings.tensor)
     return settings, target

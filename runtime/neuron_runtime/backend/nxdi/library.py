@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from neuron_runtime.backend.neuron.installed import driver_version, has_module, 
 from neuron_runtime.backend.neuron.installed import version_of as installed_version
 from neuron_runtime.backend.neuron.model_config import ROPE, completed
 from neuron_runtime.backend.neuron.override import PATH
+from neuron_runtime.backend.nxdi.eagle import converted, read_tensor
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_config
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, SAMPLING
 from neuron_runtime.backend.nxdi.settings import DraftModel, Settings
@@ -127,7 +129,7 @@ def application(settings: Settings, model_dir: Path, draft_dir: Path | None = No
     try:
         drafts = dict[str, Any]()
         if settings.draft is not None and draft_dir is not None:
-            drafts["fused_spec_config"] = _with_draft(settings, settings.draft, application_class, draft_dir)
+            drafts["fused_spec_config"] = _with_draft(settings, settings.draft, application_class, draft_dir, model_dir)
         config = application_class.get_config_cls()(neuron_config, load_config=_load_config(model_dir), **drafts)
         family = BY_APPLICATION.get(settings.application)
         if family is not None and family.text_class:
@@ -143,7 +145,7 @@ def application(settings: Settings, model_dir: Path, draft_dir: Path | None = No
         raise InvalidConfig(PATH, f"NxD Inference refuses the model with it: {_text(error)}") from error
 
 
-def _with_draft(settings: Settings, draft: DraftModel, application_class: Any, draft_dir: Path) -> Any:
+def _with_draft(settings: Settings, draft: DraftModel, application_class: Any, draft_dir: Path, model_dir: Path) -> Any:
     """What an application is told of the model that makes its drafts. Raises as `application`."""
     draft_class = _class_of(replace(settings, application=draft.application), draft.config)
     config_class = draft_class.get_config_cls()
@@ -151,12 +153,29 @@ def _with_draft(settings: Settings, draft: DraftModel, application_class: Any, d
     neuron_config = config_class.get_neuron_config_cls()(**copy.deepcopy(dict(settings.neuron_config)))
     for name, value in draft.arguments.items():
         setattr(neuron_config, name, value)
+    config = config_class(neuron_config, load_config=_load_config(draft_dir))
+    if draft.eagle:
+        config.tie_word_embeddings = False
+        config.fc_bias = draft.has_fusion_bias
+        draft_class = _head_class(draft_class, settings, model_dir)
     return _module("models.config").FusedSpecNeuronConfig(
         worker_cls=application_class._model_cls,
-        draft_config=config_class(neuron_config, load_config=_load_config(draft_dir)),
+        draft_config=config,
         draft_model_path=str(draft_dir),
         draft_model_cls=None if draft_class is application_class else draft_class,
     )
+
+
+def _head_class(application_class: Any, settings: Settings, model_dir: Path) -> Any:
+    """The class of an EAGLE head, which NxD Inference asks for its weights."""
+
+    class Head(application_class):  # type: ignore[misc]
+        @staticmethod
+        def convert_hf_to_neuron_state_dict(state_dict: dict[str, Any], config: Any) -> Any:
+            found = converted(state_dict, settings.vocabulary_size, partial(read_tensor, model_dir))
+            return application_class.convert_hf_to_neuron_state_dict(found, config)
+
+    return Head
 
 
 def _load_config(model_dir: Path) -> Callable[[Any], None]:

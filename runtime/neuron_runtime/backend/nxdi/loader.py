@@ -43,8 +43,9 @@ def load(
         cure = "add it" if is_foreign(artifact) else "compile the model again"
         raise FatalError(ExitCode.ARTIFACT_MISSING, f"{artifact} has no {missing[0]}: {cure}")
     if not settings.neuron_config.get(SHARDED):
-        for folder in filter(None, (model_dir, draft_dir)):
-            check_tied_head(read_checkpoint(folder))
+        check_tied_head(read_checkpoint(model_dir))
+        if draft_dir is not None and not (settings.draft and settings.draft.eagle):
+            check_tied_head(read_checkpoint(draft_dir))
     report(settings, target)
     prepare_environment(settings, target)
     share: dict[str, int] = {}
@@ -62,7 +63,7 @@ def load(
 
     def attempt() -> Any:
         made = library.application(settings, model_dir, draft_dir)
-        with all_weights_read(model_dir, settings):
+        with all_weights_read(model_dir, settings, draft_dir):
             made.load(str(artifact), **share, skip_warmup=True)
         return made
 

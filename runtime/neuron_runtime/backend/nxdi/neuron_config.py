@@ -20,6 +20,8 @@ from neuron_runtime.not_built import is_neutral
 
 SAMPLING = "on_device_sampling_config"
 
+OF_EAGLE = ("enable_eagle_speculation", "is_eagle3", "enable_eagle_draft_input_norm")
+
 SHARDED = "save_sharded_checkpoint"
 """Puts the weights into the artifact."""
 
@@ -85,8 +87,7 @@ FIELDS = (
     # Not built.
     *_all(
         NeuronField,
-        "spec_batch_size enable_eagle_speculation is_eagle_draft "
-        "enable_eagle_draft_input_norm is_eagle3 is_medusa medusa_speculation_length num_medusa_heads medusa_tree "
+        "spec_batch_size is_eagle_draft is_medusa medusa_speculation_length num_medusa_heads medusa_tree "
         "token_tree_config draft_model_modules_to_not_convert eagle_rolling_buffer_kernel_enabled",
         feature=_SPECULATION,
     ),
@@ -100,7 +101,7 @@ FIELDS = (
     ),
     _Derived("lora_config", path="$.adapters.maxActive"),
     _Derived("speculation_length", path="$.speculation", kind=int),
-    _Derived("enable_fused_speculation", path="$.speculation"),
+    *_all(_Derived, " ".join(("enable_fused_speculation", *OF_EAGLE)), path="$.speculation"),
     NeuronField("skip_vision", feature="multimodal input"),
     *_all(NeuronField, "tensor_replacement_config tensor_capture_config", feature=_DEBUGGING),
     NeuronField("attention_dp_degree", feature="data-parallel attention", neutral=(1,)),
@@ -245,7 +246,7 @@ def _read(name: str, value: Any, at: str, application: str) -> Any:
         return value
     if name == "speculation_length" and is_neutral(value, field.neutral):
         return 0
-    if name == "enable_fused_speculation":
+    if name in ("enable_fused_speculation", *OF_EAGLE):
         return not is_neutral(value, field.neutral)
     return _of_kind(field, value, at)
 

@@ -19,9 +19,10 @@ from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.devices import LogicalCore, Target
 from neuron_runtime.backend.neuron.model_config import number_of
 from neuron_runtime.backend.neuron.override import PATH
+from neuron_runtime.backend.nxdi.eagle import FUSION, HEAD_NORMS, TOKENS, named_as_layers, not_computed
 from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, text_config, window_of
-from neuron_runtime.backend.nxdi.neuron_config import SAMPLING, SHARDED, Override, merge, read_override
-from neuron_runtime.config import AdapterOptions, RuntimeConfig, uses_blocks
+from neuron_runtime.backend.nxdi.neuron_config import OF_EAGLE, SAMPLING, SHARDED, Override, merge, read_override
+from neuron_runtime.config import METHODS_WITH_MODEL, AdapterOptions, RuntimeConfig, uses_blocks
 from neuron_runtime.core import SamplingMode
 from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems
@@ -38,6 +39,10 @@ MIN_ADAPTER_RANK = 2
 """NxD Inference takes an axis of one for none."""
 WITH_DRAFTS = ("llama", "mistral", "qwen2", "qwen3")
 """Applications whose graphs are known to verify drafts rightly."""
+EAGLE_FAMILY = "llama"
+"""The application, and the kind of head, of which EAGLE was tried on the public source."""
+MIN_EAGLE_3_LAYERS = 7
+"""Else two of the three layers whose hidden states an EAGLE 3 head reads would be the same."""
 DEFAULT_MAX_SEQUENCES = 16
 DEFAULT_MAX_LENGTH = 4096
 DEFAULT_BLOCK_SIZE = 32
@@ -64,11 +69,30 @@ class DraftModel:
     application: str
     config: Mapping[str, Any]
     """Its config.json. Its weights change no graph."""
+    eagle: Literal[0, 1, 3] = 0
+    """It is an EAGLE head of this version; 0: a model of its own."""
+    has_input_norm: bool = False
+    """Whether a head of version 1 has a norm before its attention; one of version 3 always has two."""
+    has_fusion_bias: bool = False
+    """Whether the matrix that fuses hidden states with tokens has one."""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What its NeuronConfig has otherwise than the model's."""
-        return {"enable_fused_speculation": False, "speculation_length": 0}
+        return {
+            "enable_fused_speculation": False,
+            **({"is_eagle_draft": True} if self.eagle else {"speculation_length": 0}),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftFiles:
+    """What is known of a draft model before its weights are read."""
+
+    config: Mapping[str, Any]
+    """config.json."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of its tensors, by their names without `model.`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +157,13 @@ def settings_of(
     model: Mapping[str, Any],
     target: Target,
     lengths: bucket_plan.Lengths = (),
-    draft: Mapping[str, Any] | None = None,
+    draft: DraftFiles | None = None,
 ) -> Settings:
     """The settings of a model.
 
     Args:
         model: config.json.
-        draft: that of the draft model, if the configuration has one.
+        draft: the draft model, if the configuration has one; None: it is not known yet.
         lengths: of prompts, for which context buckets are chosen that the configuration leaves open.
 
     Raises:
@@ -162,7 +186,7 @@ class _Derivation:
     _override: Override
     _family: NxdiFamily
     _lengths: bucket_plan.Lengths
-    _draft: Mapping[str, Any] | None
+    _draft: DraftFiles | None
     _found: ConfigProblems = field(default_factory=ConfigProblems)
     _at: dict[str, str] = field(default_factory=dict)
     """Where the value of a field was given, if the override has it."""
@@ -214,7 +238,7 @@ class _Derivation:
             self._check_adapters(row_buckets)
         if drafts:
             self._check_drafts(blocks, window_ends=0 < window < length, context=context, row_buckets=row_buckets)
-        draft = self._draft_model(vocabulary_size, tensor, length)
+        draft = self._draft_model(vocabulary_size, tensor, length, context)
         if blocks and len(prefix) > 1:
             self._check_prefix_prefill(context, "$.prefixCaching" if shares else "$.chunkedPrefill")
         problems.check()
@@ -301,24 +325,75 @@ class _Derivation:
             message = f"NxD Inference takes a prompt of {width} tokens for a row with its drafts: choose another size"
             self._refuse("$.buckets.context", message)
 
-    def _draft_model(self, vocabulary_size: int, tensor: int, length: int) -> DraftModel | None:
+    def _draft_model(
+        self, vocabulary_size: int, tensor: int, length: int, context: tuple[int, ...]
+    ) -> DraftModel | None:
         """The model that makes drafts, if the configuration has one. It is refused unless it fits the other one."""
-        method, path, config = self._config.speculation.method, "$.speculation.model.uri", self._draft
-        if method != "Draft" or config is None:
+        path, files = "$.speculation.model.uri", self._draft
+        if self._config.speculation.method == "NGram" or files is None:
             return None
-        family, text = family_of(config, ""), text_config(config)
-        if family.application not in WITH_DRAFTS:
-            message = f"is a {family.application}, which is not known to make drafts: only {', '.join(WITH_DRAFTS)} are"
-            self._refuse(path, message)
-        if (size := number_of(text, "vocab_size")) != vocabulary_size:
-            self._refuse(path, f"it has {size} tokens, and the model {vocabulary_size}: they must be the same")
-        if 0 < window_of(family, text) < length:
-            message = f"it has a sliding window, which must not end within the {length} positions of the model"
-            self._refuse(path, message)
+        text = text_config(files.config)
         for name in ("num_attention_heads", "intermediate_size"):
             if isinstance(number := text.get(name), int) and number % tensor:
                 self._refuse(path, f"its {name} of {number} cannot be shared out to {tensor} cores")
-        return DraftModel(application=family.application, config=dict(config))
+        if (size := number_of(text, "vocab_size")) != vocabulary_size:
+            self._refuse(path, f"it has {size} tokens, and the model {vocabulary_size}: they must be the same")
+        if self._config.speculation.method == "Eagle":
+            return self._head(files, text, tensor, context)
+        family = family_of(files.config, "")
+        if family.application not in WITH_DRAFTS:
+            message = f"is a {family.application}, which is not known to make drafts: only {', '.join(WITH_DRAFTS)} are"
+            self._refuse(path, message)
+        if 0 < window_of(family, text) < length:
+            message = f"it has a sliding window, which must not end within the {length} positions of the model"
+            self._refuse(path, message)
+        return DraftModel(application=family.application, config=dict(files.config))
+
+    def _head(
+        self, files: DraftFiles, text: Mapping[str, Any], tensor: int, context: tuple[int, ...]
+    ) -> DraftModel | None:
+        path, shapes, hidden = "$.speculation.model.uri", files.shapes, number_of(self._model, "hidden_size")
+        versions: dict[int, Literal[1, 3]] = {2 * hidden: 1, 3 * hidden: 3}
+        fusion = shapes.get(FUSION, (0, 0))
+        eagle = versions.get(fusion[-1]) if fusion[0] == hidden else None
+        if eagle is None:
+            message = f"must be an EAGLE head: {FUSION} must be {hidden} times {2 * hidden} (EAGLE 1) or {3 * hidden}"
+            self._refuse(path, f"{message} (EAGLE 3), got {' times '.join(map(str, fusion))}")
+            return None
+        if text.get("model_type") != EAGLE_FAMILY or self._family.application != EAGLE_FAMILY:
+            message = f"Eagle is known to be right for a {EAGLE_FAMILY} with a head of the same kind alone: use Draft"
+            self._refuse("$.speculation.method", message)
+        if text.get("num_hidden_layers", 1) != 1:
+            self._refuse(path, f"it has {text['num_hidden_layers']} layers, and a head must have one")
+        names = named_as_layers(shapes)
+        if eagle == 3:
+            self._check_eagle_3(files, names, tensor, context)
+        return DraftModel(
+            application=EAGLE_FAMILY,
+            config=dict(files.config),
+            eagle=eagle,
+            has_input_norm=HEAD_NORMS[0] in names,
+            has_fusion_bias="fc.bias" in shapes,
+        )
+
+    def _check_eagle_3(self, files: DraftFiles, names: set[str], tensor: int, context: tuple[int, ...]) -> None:
+        path, shapes = "$.speculation.model.uri", files.shapes
+        if missing := [one for one in (*HEAD_NORMS, "norm.weight") if one not in names]:
+            self._refuse(path, f"it has no {missing[0]}, which an EAGLE 3 head must have")
+        size, of_head = number_of(self._model, "vocab_size"), shapes.get("lm_head.weight", (0, 0))[0]
+        if of_head and of_head != size and TOKENS not in shapes:
+            self._refuse(path, f"its lm_head has {of_head} tokens, and it has no {TOKENS} to tell which of the {size}")
+        if (layers := number_of(self._model, "num_hidden_layers")) < MIN_EAGLE_3_LAYERS:
+            message = f"EAGLE 3 needs a model of at least {MIN_EAGLE_3_LAYERS} layers, got {layers}: use Draft"
+            self._refuse("$.speculation.method", message)
+        elif others := not_computed(files.config, layers):
+            self._refuse(path, f"its config.json has {others[0]}, which NxD Inference computes otherwise")
+        if uneven := [size for size in context if size % tensor]:
+            message = f"with EAGLE 3 each size must be a multiple of the {tensor} cores, got {uneven[0]}"
+            self._refuse("$.buckets.context", message)
+        if self._override.get("sequence_parallel_enabled") is False:
+            message = "must be true with EAGLE 3, whose graphs do not compile without: leave it out"
+            self._refuse(f"{PATH}.sequence_parallel_enabled", message)
 
     def _check_capacity(self) -> None:
         """Refuses what would make experts drop tokens, which nothing reports."""
@@ -543,10 +618,10 @@ class _Derivation:
         if method == "NGram" and chosen != "Host":
             message = f"is {chosen}, but the device keeps drafts by the likeliest token alone: set Host"
             self._refuse("$.sampling", message)
-        elif method == "Draft":
-            if chosen != "Device":
-                message = f"is {chosen}, but a device that makes drafts returns no logits: set Device, or method NGram"
-                self._refuse("$.sampling", message)
+        elif method in METHODS_WITH_MODEL and chosen != "Device":
+            message = f"is {chosen}, but a device that makes drafts returns no logits: set Device, or method NGram"
+            self._refuse("$.sampling", message)
+        if method == "Draft":
             if override.sampling:
                 message = "has no effect, because the device keeps drafts by the likeliest token alone: leave it out"
                 self._refuse(f"{PATH}.{SAMPLING}", message)
@@ -562,7 +637,13 @@ class _Derivation:
             message = f"must be from 1 to the vocabulary's {vocabulary_size} tokens, got {override_topk}"
             self._refuse(f"{PATH}.{SAMPLING}.global_topk", message)
         topk = override_topk or min(DEFAULT_GLOBAL_TOPK, vocabulary_size)
-        return chosen, {"dynamic": True, "deterministic": False, **override.sampling, "global_topk": topk}
+        fixed = {"global_topk": topk}
+        if method == "Eagle":
+            # Else it would keep drafts by the likeliest token, whatever a row's temperature.
+            fixed["do_sample"] = True
+            if override.sampling.get("do_sample") is False:
+                self._refuse(f"{PATH}.{SAMPLING}.do_sample", "must be true with Eagle: leave it out")
+        return chosen, {"dynamic": True, "deterministic": False, **override.sampling, **fixed}
 
     def _check_prefix_prefill(self, context: tuple[int, ...], asked: str) -> None:
         """Prefills over a prefix are right only where the attention kernel runs, and NxD Inference recognises them.
@@ -659,6 +740,11 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         arguments["speculation_length"] = 1 + settings.max_drafts
     if settings.draft is not None:
         arguments["enable_fused_speculation"] = True
+        if settings.draft.eagle:
+            arguments["enable_eagle_speculation"] = True
+            arguments["enable_eagle_draft_input_norm"] = settings.draft.has_input_norm
+        if settings.draft.eagle == 3:
+            arguments |= {"is_eagle3": True, "sequence_parallel_enabled": True}
     if settings.row_buckets:
         arguments["token_generation_batches"] = list(settings.row_buckets)
     return arguments
@@ -689,5 +775,5 @@ def _derived(settings: Settings) -> dict[str, Any]:
         "is_block_kv_layout": blocks,
         "lora_config": None,
         "speculation_length": 0,
-        "enable_fused_speculation": False,
+        **dict.fromkeys(("enable_fused_speculation", *OF_EAGLE), False),
     }

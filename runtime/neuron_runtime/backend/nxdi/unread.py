@@ -25,11 +25,16 @@ _COPIED_BY = {"qwen3": re.compile(r"\.self_attn\.[qk]_norm\.weight$")}
 """What the class of an application copies by itself, and does not delete as others do."""
 
 
-def all_weights_read(model_dir: Path, settings: Settings) -> AbstractContextManager[None]:
+def all_weights_read(
+    model_dir: Path, settings: Settings, draft_dir: Path | None = None
+) -> AbstractContextManager[None]:
     """See `neuron.unread`. What an application leaves out that is not of the library is only said."""
     allowed = ["*"] if is_private(settings.application) else settings.unread_weights
-    lost = partial(_lost, application=settings.application)
-    return unread.all_weights_read(model_dir, "NxD Inference", lost, allowed)
+    readings = [unread.Reading(model_dir, partial(_lost, application=settings.application))]
+    if settings.draft is not None and draft_dir is not None:
+        lost = partial(_lost, application=settings.draft.application)
+        readings = [readings[0]._replace(prefix="target_model."), unread.Reading(draft_dir, lost, "draft_model.")]
+    return unread.all_weights_read(readings, "NxD Inference", allowed)
 
 
 def _lost(dropped: Collection[str], *, application: str) -> set[str]:

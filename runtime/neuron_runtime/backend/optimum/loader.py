@@ -11,7 +11,7 @@ from neuron_runtime.backend.neuron.device import DeviceBackend
 from neuron_runtime.backend.neuron.devices import check_cores, exec_timeout_seconds
 from neuron_runtime.backend.neuron.failures import when_free
 from neuron_runtime.backend.neuron.installed import device_memory
-from neuron_runtime.backend.neuron.unread import HARMLESS, all_weights_read
+from neuron_runtime.backend.neuron.unread import HARMLESS, Reading, all_weights_read
 from neuron_runtime.backend.optimum import library
 from neuron_runtime.backend.optimum.foreign import holds_weights
 from neuron_runtime.backend.optimum.graphs import described, fitting, prepare_environment
@@ -41,7 +41,7 @@ def load(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, art
     progress("loading graphs and weights onto the device", 0.0)
 
     def attempt() -> Any:
-        with all_weights_read(model_dir, "optimum-neuron", _lost, settings.unread_weights):
+        with all_weights_read([Reading(model_dir, _lost)], "optimum-neuron", settings.unread_weights):
             return library.load(model_dir, artifact)
 
     model = when_free(attempt)

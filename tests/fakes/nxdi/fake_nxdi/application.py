@@ -21,7 +21,7 @@ import fake_nxdi
 from fake_nxdi import buckets, device, lora, platform
 from fake_nxdi.ahead import run_ahead
 from fake_nxdi.config import InferenceConfig, NeuronConfig
-from fake_nxdi.decoder import Decoder, preprocess, read_checkpoint
+from fake_nxdi.decoder import Decoder, Head, preprocess, read_checkpoint
 from fake_nxdi.parameters import check_parameters, inferred, prepare_sampling_params
 from fake_nxdi.plan import CONTEXT, FUSED, SPECULATION, TOKEN, as_json, from_json, plan_of, trace
 from fake_nxdi.program import Notes, Program
@@ -131,14 +131,17 @@ class NeuronApplicationBase(torch.nn.Module):
         folder = named if named and os.path.exists(named) else self.model_path
         if not os.path.isdir(folder):
             raise OSError(f"{folder} is not a local folder and is not a valid model identifier")
-        found = preprocess(self.config, read_checkpoint(Path(folder)))
+        found = self.convert_hf_to_neuron_state_dict(read_checkpoint(Path(folder)), self.config)
         if not self.neuron_config.enable_fused_speculation:
-            return found
-        drafting = self.fused_spec_config.draft_config
-        others = preprocess(drafting, read_checkpoint(Path(self.fused_spec_config.draft_model_path)))
-        return {f"draft_model.{name}": tensor for name, tensor in others.items()} | {
-            f"target_model.{name}": tensor for name, tensor in found.items()
-        }
+            return preprocess(self.config, found)
+        fused = self.fused_spec_config
+        others = read_checkpoint(Path(fused.draft_model_path))
+        others = (fused.draft_model_cls or type(self)).convert_hf_to_neuron_state_dict(others, fused.draft_config)
+        return preprocess(fused.draft_config, others, "draft_model.") | preprocess(self.config, found, "target_model.")
+
+    @staticmethod
+    def convert_hf_to_neuron_state_dict(state_dict: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+        return state_dict
 
     # Load
 
@@ -170,9 +173,13 @@ class NeuronApplicationBase(torch.nn.Module):
         weights, dtype = self._weights(folder, start_rank_id, local_ranks_size), getattr(torch, plan.dtype)
         draft = None
         if plan.draft is not None:
-            draft = Decoder(plan.draft, _of_model(weights, "draft_model."), dtype)
+            own = _of_model(weights, "draft_model.")
+            draft = Head(plan.draft, own, dtype, version=plan.eagle) if plan.eagle else Decoder(plan.draft, own, dtype)
             weights = _of_model(weights, "target_model.")
         decoder = Decoder(plan.decoder, weights, dtype)
+        if plan.eagle == 3:
+            layers = plan.decoder.layers
+            decoder.taps = (1, layers // 2 - 1, layers - 4)
         num_bytes = decoder.num_bytes + (0 if draft is None else draft.num_bytes)
         self.used_bytes = (num_bytes + plan.num_cache_bytes) // plan.world_size
         first, cores = self._share(start_rank_id, local_ranks_size)
@@ -256,7 +263,7 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         if fake_nxdi.has(8) and neuron.is_chunked_prefill:
             raise NotImplementedError("Chunked Prefill is not available in NxDI for now")
         for wanted, name in (
-            (neuron.enable_eagle_speculation or neuron.is_medusa, "speculation with heads"),
+            (neuron.is_medusa or neuron.enable_token_tree, "heads of Medusa, and trees of drafts"),
             (neuron.quantized or neuron.kv_cache_quant, "quantization"),
             (neuron.padding_side != "right", "padding on the left"),
             (neuron.is_chunked_prefill, "chunked prefill"),
@@ -285,8 +292,14 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         if neuron.on_device_sampling_config is None:
             raise AttributeError("'NoneType' object has no attribute 'do_sample'")
         drafting = fused.draft_config.neuron_config
-        if fake_nxdi.strict() and (drafting.enable_fused_speculation or drafting.speculation_length):
-            fake_nxdi.refuse("3.1", "the draft's NeuronConfig is the model's, with both kinds of speculation off")
+        if neuron.is_eagle3 and neuron.is_prefix_caching:
+            raise AssertionError("We do not yet support integration of EAGLE3 and prefix caching")
+        wanted = (neuron.speculation_length, True) if neuron.enable_eagle_speculation else (0, False)
+        has = drafting.speculation_length, drafting.is_eagle_draft
+        if fake_nxdi.strict() and (drafting.enable_fused_speculation or has != wanted):
+            fake_nxdi.refuse("3.1", "the draft's NeuronConfig is the model's, but for what the way of drafting changes")
+        if fake_nxdi.strict() and neuron.is_eagle3 and not drafting.enable_eagle_draft_input_norm:
+            fake_nxdi.refuse("3.6", "an EAGLE 3 head without its input norm skips both of its norms")
         if fused.draft_config.model_type == "llama" and not isinstance(drafting.attn_cls, str):
             raise KeyError(drafting.attn_cls)  # the NeuronConfig of another class
 

@@ -120,17 +120,24 @@ def moved(name: str) -> str:
     return f"layers.{layer}.{COPIED[inner]}.{parameter}" if inner in COPIED else name
 
 
-def preprocess(config: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the decoder reads of a checkpoint. As the library does, it says what it drops, copies too."""
-    read, dropped = parameters(shape_of(config), config), []
+def preprocess(config: Any, checkpoint: dict[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
+    """What the decoder reads of a checkpoint. As the library does, it says what it drops, copies too.
+
+    prefix: before each name, where a graph has two models.
+    """
+    is_head = config.neuron_config.is_eagle_draft
+    read = head_parameters(shape_of(config), config) if is_head else parameters(shape_of(config), config)
+    if is_head and (missing := sorted(read - checkpoint.keys() - {"fc.bias"})):
+        raise KeyError(missing[0])
+    dropped = []
     for name in checkpoint:
         is_copied = moved(name) != name
         if name not in read or is_copied or name.rpartition(".")[0].endswith(("q_norm", "k_norm")):
-            dropped.append(name)
+            dropped.append(f"{prefix}{name}")
         if name not in read and is_copied:
-            dropped.append(moved(name))
+            dropped.append(f"{prefix}{moved(name)}")
     warnings.warn(f"{DROPPED}{dropped}", stacklevel=1)
-    return {name: tensor for name, tensor in checkpoint.items() if name in read}
+    return {f"{prefix}{name}": tensor for name, tensor in checkpoint.items() if name in read}
 
 
 def frequencies(shape: Shape) -> torch.Tensor:
@@ -179,6 +186,9 @@ class Decoder:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._weights.values())
 
+    taps: tuple[int, ...] = ()
+    """Layers behind which hidden states are kept for an EAGLE 3 head; empty: those at the end, for EAGLE 1."""
+
     def _norm(self, values: torch.Tensor, name: str) -> torch.Tensor:
         wide = values.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.shape.epsilon)
@@ -204,25 +214,31 @@ class Decoder:
         return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, before: list[Layer] | None, mask: torch.Tensor
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        before: list[Layer] | None,
+        mask: torch.Tensor,
+        previous: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[Layer]]:
         """Hidden states `[rows, width, hidden]` and the new keys and values.
 
         `before` holds what the cache has for each row, `mask [rows, width, cached + width]` what each token sees of it
-        and of the new tokens.
+        and of the new tokens; `previous` are the hidden states that a head reads.
         """
         shape = self.shape
         angles = positions[:, None, :, None].float() * self._rates
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-        hidden = F.embedding(ids.long(), self._weights["embed_tokens.weight"])
+        hidden = self._entry(F.embedding(ids.long(), self._weights["embed_tokens.weight"]), previous)
         rows, width, _ = hidden.shape
+        kept: list[torch.Tensor] = []
         group = shape.heads // shape.kv_heads
         unseen = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)[:, None]
         new: list[Layer] = []
         for number in range(shape.layers):
             prefix = f"layers.{number}"
-            normed = self._norm(hidden, f"{prefix}.input_layernorm.weight")
+            normed, hidden = self._before_attention(hidden, prefix)
             attention = f"{prefix}.self_attn"
             query = self._turned(self._heads(normed, f"{attention}.q_proj", f"{attention}.q_norm.weight"), cos, sin)
             key = self._turned(self._heads(normed, f"{attention}.k_proj", f"{attention}.k_norm.weight"), cos, sin)
@@ -240,7 +256,66 @@ class Decoder:
             hidden = hidden + self._linear(
                 gate * self._linear(normed, f"{prefix}.mlp.up_proj"), f"{prefix}.mlp.down_proj"
             )
-        return self._norm(hidden, "norm.weight"), new
+            if number in self.taps:
+                kept.append(hidden)
+        found = self._exit(hidden)
+        self.kept = torch.cat(kept, dim=-1) if kept else found
+        return found, new
+
+    def _entry(self, embedded: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
+        return embedded
+
+    def _before_attention(self, hidden: torch.Tensor, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the attention reads, and what its answer is added to."""
+        return self._norm(hidden, f"{prefix}.input_layernorm.weight"), hidden
+
+    def _exit(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._norm(hidden, "norm.weight")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return linear(hidden, self._weights["lm_head.weight"]).float()
+
+
+class Head(Decoder):
+    """An EAGLE head. Its hidden states are those that it reads itself for the next draft."""
+
+    def __init__(self, shape: Shape, weights: dict[str, torch.Tensor], dtype: torch.dtype, *, version: int) -> None:
+        super().__init__(shape, weights, dtype)
+        self._version = version
+        self._is_normed = "layers.0.input_layernorm.weight" in weights
+
+    def _entry(self, embedded: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
+        assert previous is not None
+        if self._version == 1:
+            return self._linear(torch.cat((embedded, previous), dim=-1), "fc")
+        if previous.shape[-1] == 3 * embedded.shape[-1]:
+            previous = self._linear(previous, "fc")
+        return torch.cat((embedded, previous), dim=-1)
+
+    def _before_attention(self, hidden: torch.Tensor, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = f"{prefix}.input_layernorm.weight"
+        if self._version == 1:
+            return self._norm(hidden, norm) if self._is_normed else hidden, hidden
+        embedded, previous = hidden.chunk(2, dim=-1)
+        if not self._is_normed:
+            return hidden, previous
+        normed = self._norm(previous, f"{prefix}.hidden_norm.weight")
+        return torch.cat((self._norm(embedded, norm), normed), dim=-1), previous
+
+    def _exit(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(self._norm(hidden, "norm.weight") if self._version == 3 else hidden)
+
+
+def head_parameters(shape: Shape, config: Any) -> set[str]:
+    """Names of what a head reads of a checkpoint."""
+    neuron, layer = config.neuron_config, "layers.0"
+    read = parameters(shape, config) - {f"{layer}.input_layernorm.weight", "norm.weight"} | {"fc.weight"}
+    read |= {"fc.bias"} if getattr(config, "fc_bias", False) else set()
+    if neuron.enable_eagle_draft_input_norm:
+        read |= {f"{layer}.input_layernorm.weight"}
+    if neuron.is_eagle3:
+        read |= {"norm.weight", f"{layer}.hidden_norm.weight"}
+    return read

@@ -72,6 +72,9 @@ class Plan:
     """Tokens of each row of a decode step, the last ones drafts; 0: one, and no graphs for several."""
     draft: Shape | None = None
     """The model that makes the drafts; None: the caller does."""
+    eagle: int = 0
+    """The version of the EAGLE head that it is."""
+    sequence_parallel: bool = False
 
     @property
     def line_length(self) -> int:
@@ -162,6 +165,8 @@ def plan_of(config: Any, platform: str) -> Plan:
         lora=lora.facts_of(neuron),
         speculation=neuron.speculation_length,
         draft=shape_of(config.fused_spec_config.draft_config) if neuron.enable_fused_speculation else None,
+        eagle=(3 if neuron.is_eagle3 else 1) if neuron.enable_eagle_speculation else 0,
+        sequence_parallel=neuron.sequence_parallel_enabled,
     )
 
 
@@ -210,7 +215,11 @@ def _trace_drafts(plan: Plan) -> None:
         raise NotImplementedError("the fake has no drafts of a device over blocks")
     if plan.output_logits:
         raise RuntimeError("the alias of the draft's cache points at logits (3.4)")
-    if plan.sampling["do_sample"]:
+    if plan.eagle == 3 and not plan.sequence_parallel:
+        raise RuntimeError("size mismatch, got input (1), mat (1x0), vec (64) (the last token keeps H of 4H columns)")
+    if plan.eagle == 3 and len({1, plan.decoder.layers // 2 - 1, plan.decoder.layers - 4}) < 3:
+        raise RuntimeError("EAGLE3 reads three different layers of a model (1404)")
+    if plan.sampling["do_sample"] and not plan.eagle:
         raise IndexError("index 1 is out of bounds for dimension 1 with size 1 (FIXME at 1162)")
     if plan.draft.vocabulary != plan.decoder.vocabulary:
         raise IndexError("index out of range in self (another vocabulary, 3.1)")

@@ -68,6 +68,9 @@ class Program:
         # Keys at even places, values at odd ones.
         self.past = [torch.zeros(plan.cache_shape, dtype=dtype) for _ in range(2 * plan.decoder.layers)]
         self.draft_past: Tensors = []
+        states = plan.decoder.hidden * (3 if plan.eagle == 3 else 1)
+        self.buffer = torch.zeros(plan.lines, 2 * max(plan.speculation, 1), states, dtype=dtype)
+        """For each line, hidden states behind which its next tokens may begin, by position."""
         if plan.draft is not None:
             self.draft_past = [torch.zeros(plan.draft_cache_shape, dtype=dtype) for _ in range(2 * plan.draft.layers)]
         num_places = (
@@ -94,12 +97,15 @@ class Program:
         try:
             with torch.inference_mode():
                 if graph.tag == FUSED:
-                    inputs = self._with_drafts(graph, inputs)
+                    inputs = self._with_guesses(graph, inputs) if self.plan.eagle else self._with_drafts(graph, inputs)
                 hidden = self._compute(graph, inputs, notes)
                 logits = self.decoder.logits(hidden)
                 result = logits
                 if graph.tag == FUSED:
-                    return Later(self._accepted(logits.argmax(-1), inputs), ready_at, inputs[0], inputs[2])
+                    found = self._accepted(self._chosen(logits, inputs), inputs)
+                    if self.plan.eagle:
+                        self._follow(graph, inputs, found[3])
+                    return Later(found, ready_at, inputs[0], inputs[2])
                 if self.plan.sampling is not None and graph.tag == SPECULATION:
                     result = self._likeliest(logits)
                 elif self.plan.sampling is not None:
@@ -112,6 +118,8 @@ class Program:
         outputs = [result, logits] if self.plan.output_logits else [result]
         if self.draft is not None:
             outputs = self._first(result, inputs)
+            if self.plan.eagle:
+                self._begin(inputs, outputs[3])
         return Later(outputs, ready_at, inputs[0], inputs[2])
 
     def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
@@ -146,6 +154,56 @@ class Program:
             seen[:, at.long().flatten()] = True  # each row's place is opened to all rows (3.3)
             fed.append(self.draft.logits(hidden).argmax(-1).to(torch.int32))
         return [torch.cat(fed[:-1], dim=1), mask, positions + torch.arange(graph.width, dtype=torch.int32), *others]
+
+    def _with_guesses(self, graph: Graph, inputs: Tensors) -> Tensors:
+        """The same of an EAGLE head, which is one position behind and reads hidden states."""
+        ids, mask, positions, seq_ids, *_ = inputs
+        width = graph.width
+        self._states = self.buffer[seq_ids.long(), (positions[:, 0] % (2 * width)).long()][:, None]
+        state, fed, seen = self._states, [ids], mask.bool().clone()
+        seen[torch.arange(graph.rows), positions[:, 0].long() - 1] = False
+        for ahead in range(width - 1):
+            at = positions - 1 + ahead
+            state = self._guessed(graph, fed[-1], at, seen, state)
+            seen[torch.arange(graph.rows), at[:, 0].long()] = True
+            assert self.draft is not None
+            fed.append(self.draft.logits(state).argmax(-1).to(torch.int32))
+        at = positions + torch.arange(width, dtype=torch.int32)
+        return [torch.cat(fed, dim=1), mask, at, *inputs[3:]]
+
+    def _guessed(
+        self, graph: Graph, ids: torch.Tensor, at: torch.Tensor, seen: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states of the head, whose keys and values are kept."""
+        assert self.draft is not None
+        past = self.draft_past
+        before = [(past[0][:, :, : graph.keys], past[1][:, :, : graph.keys])]
+        own = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril().expand(graph.rows, -1, -1)
+        mask = torch.cat((seen[:, None].expand(-1, ids.shape[1], -1), own), dim=2)
+        hidden, (pair,) = self.draft.forward(ids, at, before, mask, states)
+        for cache, values in zip(past, pair, strict=True):
+            cache[torch.arange(graph.rows)[:, None], :, at.long()] = values.transpose(1, 2)
+        return hidden
+
+    def _follow(self, graph: Graph, inputs: Tensors, following: torch.Tensor) -> None:
+        """Lets the head read what the model has computed, and keeps the hidden state behind which a row goes on."""
+        ids, mask, positions, seq_ids, *_ = inputs
+        states, seen = self.decoder.kept, mask.bool().clone()
+        seen[torch.arange(graph.rows), positions[:, 0].long() - 1] = False
+        self._guessed(graph, ids, positions - 1, seen, torch.cat((self._states, states[:, :-1]), dim=1))
+        last = (following[:, 0] - positions[:, 0]).long() - 1
+        rows = torch.arange(graph.rows)
+        self.buffer[seq_ids.long(), (following[:, 0] % (2 * graph.width)).long()] = states[rows, last]
+
+    def _begin(self, inputs: Tensors, following: torch.Tensor) -> None:
+        places = (following[:, 0] % (2 * self.plan.speculation)).long()
+        self.buffer[inputs[3].long(), places] = self._newest
+
+    def _chosen(self, logits: torch.Tensor, inputs: Tensors) -> torch.Tensor:
+        assert self.plan.sampling is not None
+        if not self.plan.sampling["do_sample"]:
+            return logits.argmax(-1)
+        return sampler.verified(logits, inputs[0][:, 1:], inputs[4], self.plan.sampling)
 
     def _accepted(self, likeliest: torch.Tensor, inputs: Tensors) -> Tensors:
         """Tokens up to the first that differs from its draft, and the token, mask and position of the next step."""
@@ -200,7 +258,14 @@ class Program:
         lines = seq_ids.long() if self.plan.continuous else torch.arange(graph.rows)
         self._check_prompts(ids, positions, lines.tolist(), seq_ids.tolist(), notes)
         written = [(self.past, new)]
-        if self.draft is not None:
+        if self.draft is not None and self.plan.eagle:
+            # One position behind: at each the head reads the token after it.
+            ends = (positions.max(dim=1).indices + 1).tolist()
+            states = self.decoder.kept
+            found = self.draft.forward(ids.roll(-1, dims=1), positions, None, causal, states)[1]
+            written.append((self.draft_past, found))
+            self._newest = states[torch.arange(len(ends)), torch.tensor(ends) - 1]
+        elif self.draft is not None:
             written.append((self.draft_past, self.draft.forward(ids, positions, None, causal)[1]))
         for past, of_layers in written:
             for layer, (keys, values) in enumerate(of_layers):

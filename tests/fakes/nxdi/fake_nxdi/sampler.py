@@ -24,6 +24,22 @@ def sample(logits: torch.Tensor, parameters: torch.Tensor, *, config: dict[str, 
     """
     if not (config["do_sample"] or config["dynamic"]):
         return logits.argmax(-1)
+    ids, probabilities = distribution(logits, parameters, config)
+    sums = probabilities.cumsum(-1)
+    if rescale:
+        sums = sums / sums[:, -1:]
+        sums[:, -1] = 1.0
+    if config["deterministic"]:
+        drawn = torch.full((len(logits), 1), 0.5)
+    else:
+        drawn = torch.rand((len(logits), 1), generator=_RANDOM)
+    return ids.gather(1, (drawn > sums).sum(-1, keepdim=True)).flatten()
+
+
+def distribution(
+    logits: torch.Tensor, parameters: torch.Tensor, config: dict[str, object]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Candidates of each row and their probabilities, likeliest first."""
     candidates = int(config["global_topk"])  # type: ignore[call-overload]
     if candidates > 0:
         values, ids = logits.topk(candidates, dim=-1)
@@ -36,12 +52,24 @@ def sample(logits: torch.Tensor, parameters: torch.Tensor, *, config: dict[str, 
     # The smallest sum of the whole batch is the floor of every row's top_p.
     over = sums > torch.maximum(sums.min(), top_p)
     over[:, 0] = False
-    sums = values.masked_fill(over, MASKED).softmax(-1).cumsum(-1)
-    if rescale:
-        sums = sums / sums[:, -1:]
-        sums[:, -1] = 1.0
-    if config["deterministic"]:
-        drawn = torch.full((len(logits), 1), 0.5)
-    else:
-        drawn = torch.rand((len(logits), 1), generator=_RANDOM)
-    return ids.gather(1, (drawn > sums).sum(-1, keepdim=True)).flatten()
+    return ids, values.masked_fill(over, MASKED).softmax(-1)
+
+
+def verified(
+    logits: torch.Tensor, drafts: torch.Tensor, parameters: torch.Tensor, config: dict[str, object]
+) -> torch.Tensor:
+    """Rejection sampling of single guesses: `[rows, 1 + drafts]`, behind the first token that is no draft anything."""
+    tokens = torch.zeros(logits.shape[:2], dtype=torch.int64)
+    for place in range(logits.shape[1]):
+        ids, probabilities = distribution(logits[:, place], parameters, config)
+        if place < drafts.shape[1]:
+            is_draft = ids == drafts[:, place : place + 1]
+            chance = (probabilities * is_draft).sum(-1)
+            taken = torch.rand(len(ids), generator=_RANDOM) < chance
+            # Where the draft has all of it, it is taken.
+            others = (probabilities * ~is_draft).clamp(min=1e-30)
+            drawn = ids.gather(1, torch.multinomial(others, 1, generator=_RANDOM)).flatten()
+            tokens[:, place] = torch.where(taken, drafts[:, place].long(), drawn)
+        else:
+            tokens[:, place] = ids.gather(1, torch.multinomial(probabilities, 1, generator=_RANDOM)).flatten()
+    return tokens
