@@ -321,6 +321,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
 
     token_ids[i]: the tokens sampled by row i: one, and one more for each draft that equals the token sampled at its
         position; empty for rows that do not sample.
+    without_drafts: rows whose drafts the device had no time to make; they fed one token.
     logprobs: one tuple per row if any row requests logprobs, else empty.
     prompt_logprobs: one tuple per row if any row fed prompt tokens of a request for prompt logprobs, else empty. Row i
         has the prompt tokens at positions start + 1 to start + num_tokens, up to the end of the prompt.
@@ -338,6 +339,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     graphs: tuple[GraphUse, ...] = ()
     device_memory: DeviceMemory | None = None
     group_wait_seconds: tuple[float, ...] = ()
+    without_drafts: tuple[int, ...] = ()
 
 
 class First(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -26,14 +26,14 @@ class EverySecond(Drafting):
 
     def __init__(self, period: int = 2) -> None:
         self.learned: list[tuple[int, int]] = []
-        self.period, self._num_steps = period, 0
+        self.period, self.num_asked = period, 0
 
     def wants(self, sequences: Any) -> bool:
         return bool(sequences)
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        self._num_steps += 1
-        return (NO_TOKEN,) * most if self._num_steps % self.period == 0 else ()
+        self.num_asked += 1
+        return (NO_TOKEN,) * most if self.num_asked % self.period == 0 else ()
 
     def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         if sequence.request.sampling.greedy:

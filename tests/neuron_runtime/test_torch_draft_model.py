@@ -10,6 +10,7 @@ import pytest
 from helpers.device_drafts import BLOCKS, MAX_DRAFTS, SLOTS, EverySecond, some_requests
 from helpers.told_drafts import events_of, tokens_of
 from helpers.torch_models import load_backend, random_model
+from neuron_runtime.backend.torch import draft_model
 from neuron_runtime.config import DraftSource, Speculation
 from neuron_runtime.core import Request, Sampling
 from neuron_runtime.engine.loop import Engine
@@ -55,6 +56,25 @@ def test_a_prefix_whose_answer_had_few_drafts_or_none_is_computed_before_it_is_u
     assert engine.stats.num_prefix_hits_total >= 2 * 56
     assert len(drafting.learned) > 10
     assert all(count == accepted for count, accepted in drafting.learned), drafting.learned
+
+
+def test_nothing_is_learned_of_rows_for_whose_drafts_there_was_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next question of a chat, whose long prefix the draft model computes over some steps."""
+    monkeypatch.setattr(draft_model, "MAX_CAUGHT_UP", 16)
+    folder = random_model(tmp_path)
+    backend = load_backend(folder, speculation=with_draft(folder), **BLOCKS)
+    drafting = EverySecond(10**9)
+    engine = Engine(backend, drafting=drafting)
+    prompt, greedy = tuple(range(20)), Sampling(temperature=0.0, max_tokens=40)
+    answer = tokens_of(events_of(engine, [Request("first", prompt, greedy)]))["first"]
+    drafting.period, drafting.num_asked = 1, 0
+    events_of(engine, [Request("next", (*prompt, *answer, 7), greedy)])
+    backend.close()
+    assert 8 < len(drafting.learned) <= drafting.num_asked - 2
+    assert all(count == accepted for count, accepted in drafting.learned), drafting.learned
+    assert engine.stats.num_drafts_total == sum(count for count, _ in drafting.learned)
 
 
 def test_another_model_drafts_and_changes_no_answer(tmp_path: Path) -> None:

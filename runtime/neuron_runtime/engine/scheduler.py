@@ -296,7 +296,8 @@ class Scheduler:
                 num_rejected = num_tokens - len(sampled)
                 sequence.num_computed_tokens -= num_rejected
                 sequence.num_scheduled_tokens -= num_rejected
-                self._learn(sequence, len(drafts[i]), len(sampled) - 1)
+                if i not in output.without_drafts:
+                    self._learn(sequence, len(drafts[i]), len(sampled) - 1)
             if sequence.phase is not finished:
                 first = len(sequence.tokens) == sequence.num_prompt
                 if first and output.prompt_logprobs:

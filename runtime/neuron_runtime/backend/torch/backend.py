@@ -52,6 +52,13 @@ class _TorchStep(NamedTuple):
     prompt_logprobs: PerRow
     begin: float
 
+    @property
+    def without_drafts(self) -> tuple[int, ...]:
+        """Rows that should have had some."""
+        num_drafts = self.rows.num_drafts
+        wanted = enumerate(self.batch.rows.drafts)
+        return tuple(row for row, drafts in wanted if num_drafts is not None and drafts and not num_drafts[row])
+
 
 def device_thread(set_up: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:
     """The only thread that runs parallel torch operations, from loading on.
@@ -229,6 +236,7 @@ class TorchBackend:
             logprobs=logprobs,
             prompt_logprobs=step.prompt_logprobs,
             device_seconds=time.perf_counter() - step.begin,
+            without_drafts=step.without_drafts,
         )
 
     def _choose(

@@ -99,17 +99,18 @@ class DraftModel:
             self._keep(slots, start, ends)
 
     def fill(self, rows: FedRows) -> FedRows:
-        """The rows with drafts in place of those that the device is to make. Only known tokens count as computed, so
-        what was rejected is computed anew."""
+        """The rows with drafts in place of those that the device is to make; without any where there is no time. Known
+        tokens alone count as computed, so what was rejected is computed anew."""
         if rows.drafts is None or rows.num_drafts is None:
             return rows
         wanted = np.flatnonzero((rows.num_drafts > 0) & (rows.drafts[:, 0] == NO_TOKEN))
         if not len(wanted):
             return rows
         self._num_idle = 0
-        drafts = rows.drafts.copy()
-        drafts[wanted] = np.where(drafts[wanted] == NO_TOKEN, 0, drafts[wanted])  # any token, where there is no time
         ready = self._caught_up(rows, wanted)
+        drafts, num_drafts, fed_to = rows.drafts.copy(), rows.num_drafts.copy(), rows.ends.copy()
+        late = np.setdiff1d(wanted, ready)
+        drafts[late], num_drafts[late], fed_to[late] = NO_TOKEN, 0, rows.start[late] + 1
         num_left = rows.num_drafts[ready]
         slots, ends = rows.slots[ready], rows.start[ready] + 1
         start = self._computed[slots]
@@ -124,7 +125,8 @@ class DraftModel:
             ready, slots, num_left, fed = ready[going], slots[going], num_left[going], tokens[going]
             start, num_tokens = (start + num_tokens)[going], np.ones(len(ready), dtype=np.int64)
             states = states[torch.from_numpy(going)]
-        return rows._replace(drafts=self._ranks.first(torch.from_numpy(drafts)).numpy())
+        drafts = self._ranks.first(torch.from_numpy(drafts)).numpy()
+        return rows._replace(drafts=drafts, num_drafts=num_drafts, ends=fed_to)
 
     def _enter(self, added: Added, num_shared: int) -> None:
         """A sequence whose first `num_shared` tokens are in blocks that others computed."""
