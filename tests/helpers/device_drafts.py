@@ -5,6 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from neuron_runtime.backend.slots import FedRows
+from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.core import NO_TOKEN, Request, Sampling
 from neuron_runtime.engine.drafting import Drafting
 from neuron_runtime.engine.sequence import Sequence
@@ -52,3 +54,25 @@ def some_requests() -> list[Request]:
         sampling = Sampling(temperature=0.7 * (number == 3), seed=number, max_tokens=min(30, 120 - length))
         found.append(Request(f"{number}", prompt, sampling))
     return found
+
+
+class Seen:
+    """The drafts of every row that has some, with the tokens that they follow."""
+
+    def __init__(self, backend: TorchBackend) -> None:
+        self.drafts: list[tuple[list[int], list[int]]] = []
+        draft, mirror = backend._draft, backend._mirror
+        assert draft is not None
+        fill = draft.fill
+
+        def filled(rows: FedRows) -> FedRows:
+            found = fill(rows)
+            if found.drafts is not None and found.num_drafts is not None:
+                for slot, start, of_row, count in zip(
+                    rows.slots, rows.start, found.drafts.tolist(), found.num_drafts, strict=True
+                ):
+                    if count:
+                        self.drafts.append((mirror.tokens[slot, : start + 1].tolist(), of_row[:count]))
+            return found
+
+        draft.fill = filled  # type: ignore[method-assign]

@@ -10,14 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.device_drafts import BLOCKS, MAX_DRAFTS, SLOTS, EverySecond, some_requests
+from helpers.device_drafts import BLOCKS, MAX_DRAFTS, SLOTS, EverySecond, Seen, some_requests
 from helpers.eagle import PlainEagle, Tensors, head_config, head_tensors, write_head
 from helpers.random_model import model_config
 from helpers.told_drafts import events_of, tokens_of
 from helpers.torch_models import load_backend, random_model
-from neuron_runtime.backend.slots import FedRows
 from neuron_runtime.backend.torch.architecture import decoder_config
-from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.eagle import STATES as STATES_FIELD
 from neuron_runtime.backend.torch.eagle import read_eagle
 from neuron_runtime.checkpoint import read_checkpoint
@@ -37,37 +35,16 @@ def with_head(folder: Path) -> Speculation:
     return Speculation(method="Eagle", num_tokens=MAX_DRAFTS, model=DraftSource(uri=folder.as_uri()))
 
 
-class Seen:
-    """The drafts of every row that has some, with the tokens that they follow."""
-
-    def __init__(self, backend: TorchBackend) -> None:
-        self.drafts: list[tuple[list[int], list[int]]] = []
-        draft, mirror = backend._draft, backend._mirror
-        assert draft is not None
-        fill = draft.fill
-
-        def filled(rows: FedRows) -> FedRows:
-            found = fill(rows)
-            if found.drafts is not None and found.num_drafts is not None:
-                for slot, start, of_row, count in zip(
-                    rows.slots, rows.start, found.drafts.tolist(), found.num_drafts, strict=True
-                ):
-                    if count:
-                        self.drafts.append((mirror.tokens[slot, : start + 1].tolist(), of_row[:count]))
-            return found
-
-        draft.fill = filled  # type: ignore[method-assign]
-
-    def check(self, plain: PlainEagle, sequences: Sequence[Sequence[int]]) -> None:
-        """sequences: prompts with their answers."""
-        heard = [(tuple(tokens), plain.hear(tokens)) for tokens in sequences]
-        wrong = []
-        for known, drafts in self.drafts:
-            of_model = next(one for tokens, one in heard if tokens[: len(known)] == tuple(known))
-            expected = plain.drafts(known, of_model[: len(known) - 1], len(drafts))
-            if drafts != expected:
-                wrong.append((len(known), drafts, expected))
-        assert not wrong, f"{len(wrong)} of {len(self.drafts)}: {wrong[:5]}"
+def check(seen: Seen, plain: PlainEagle, sequences: Sequence[Sequence[int]]) -> None:
+    """sequences: prompts with their answers."""
+    heard = [(tuple(tokens), plain.hear(tokens)) for tokens in sequences]
+    wrong = []
+    for known, drafts in seen.drafts:
+        of_model = next(one for tokens, one in heard if tokens[: len(known)] == tuple(known))
+        expected = plain.drafts(known, of_model[: len(known) - 1], len(drafts))
+        if drafts != expected:
+            wrong.append((len(known), drafts, expected))
+    assert not wrong, f"{len(wrong)} of {len(seen.drafts)}: {wrong[:5]}"
 
 
 def answers(folder: Path, requests: Sequence[Request], **config: Any) -> Mapping[str, list[int]]:
@@ -100,7 +77,7 @@ def test_the_drafts_of_every_step_are_those_of_the_reference(
     backend.close()
     assert found == expected
     assert len(seen.drafts) > 20
-    seen.check(PlainEagle(model, head, states=STATES if generation == 3 else ()), with_prompts(found))
+    check(seen, PlainEagle(model, head, states=STATES if generation == 3 else ()), with_prompts(found))
     assert layout["layout"] == "slots" or (engine.stats.num_prefix_hits_total and engine.stats.num_preemptions_total)
 
 
@@ -137,7 +114,7 @@ def test_heads_that_speculators_wrote_say_more_and_are_read_too(states: list[int
     backend.close()
     assert len(seen.drafts) > 20
     plain = PlainEagle(model, head, states=states or STATES, **says)
-    seen.check(plain, [[*one.prompt_token_ids, *found[one.request_id]] for one in some_requests()[:4]])
+    check(seen, plain, [[*one.prompt_token_ids, *found[one.request_id]] for one in some_requests()[:4]])
 
 
 def test_states_of_eagle_config_are_numbered_as_sglang_does(tmp_path: Path) -> None:

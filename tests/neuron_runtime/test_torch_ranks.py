@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from helpers.device_drafts import Seen
+from helpers.eagle import head_config, head_tensors, write_head
 from helpers.groups import group_of
 from helpers.told_drafts import Told, events_of, tokens_of
 from helpers.torch_models import MODELS, random_model, reference, reference_logits, runtime_config
@@ -208,6 +210,32 @@ def test_ranks_whose_draft_models_disagree_have_the_drafts_of_the_first(tmp_path
     differing = [name for name in tokens if tokens[name] != expected[name]]
     assert len(differing) <= 1, differing
     assert told.num_accepted > 20
+
+
+@pytest.mark.parametrize("generation", [1, 3])
+def test_a_group_has_the_drafts_of_an_eagle_head_that_one_rank_has(generation: int, tmp_path: Path) -> None:
+    """Embedding and head are the model's, of which each rank has a part."""
+    folder, config = random_model(tmp_path / "model", num_layers=7), head_config(generation)
+    head = write_head(tmp_path / "head", config, head_tensors(generation, config))
+    speculation = Speculation(method="Eagle", num_tokens=3, model=DraftSource(uri=head.as_uri()))
+    limits: dict[str, Any] = {"block_size": 8, "num_blocks": 40, "max_sequences": 3, "max_step_tokens": 24}
+    requests = some_requests()
+    (alone,) = backends_of(folder, 1, tmp_path, speculation=speculation, **limits)
+    expected = Seen(alone)
+    events_of(Engine(alone, drafting=OnDeviceAlways()), requests)
+    alone.close()
+    backends = backends_of(folder, 2, tmp_path, speculation=speculation, **limits)
+    found, remaining = Seen(backends[0]), iter(backends)
+    with group_of(lambda: next(remaining), 2) as group:
+        events_of(Engine(group.leader, drafting=OnDeviceAlways()), requests)
+        group.finish()
+    for backend in backends:
+        backend.close()
+    # Sums of two ranks are rounded otherwise: near ties may differ.
+    known = {tuple(tokens): drafts for tokens, drafts in expected.drafts}
+    both = [(drafts, known[tuple(tokens)]) for tokens, drafts in found.drafts if tuple(tokens) in known]
+    assert len(both) > 20
+    assert sum(one == other for one, other in both) >= 0.95 * len(both), both
 
 
 class OnDeviceAlways(Told):
