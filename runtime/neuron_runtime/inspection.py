@@ -8,6 +8,8 @@ arithmetic. It checks that a backend supports the architecture and that the file
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from neuron_runtime.adapters.peft import AdapterRules
+from neuron_runtime.adapters.peft import AdapterRules, reading
 from neuron_runtime.backend.neuron.devices import named_platform
 from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.optimum import models as optimum
@@ -38,8 +40,9 @@ from neuron_runtime.console import bytes_text
 from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.record import AdapterFacts, ModelFacts
+from neuron_runtime.text.tokenizer import check_templates
 from neuron_runtime.uris import HubModel, parse_uri
-from neuron_runtime.weights.fetching import TEXT, fetch_adapter, outline
+from neuron_runtime.weights.fetching import TEXT, fetch_adapter, naming, outline
 from neuron_runtime.weights.store import Store
 
 NXDI, OPTIMUM, NEURONX = "nxdi", "optimum", "transformers-neuronx"
@@ -91,8 +94,10 @@ def inspect_head(uri: str) -> ModelFacts:
         return _facts(flat, _shape_by_config(flat, knows_limits=False), digest, tied_embeddings=False)
 
 
-def inspect_adapter(uri: str, model_uri: str, rules: AdapterRules) -> AdapterFacts:
+def inspect_adapter(uri: str, model_uri: str, rules: AdapterRules, *, tries_template: bool = True) -> AdapterFacts:
     """Inspect an adapter of a model: whether it fits, and its digest, for which all of it is read.
+
+    Called on the main thread. tries_template: whether its chat template is used, and so has to be one.
 
     Raises as `fetch_adapter`, and InvalidConfig and FatalError as `inspect_model` for what is wrong with the model.
     """
@@ -101,7 +106,42 @@ def inspect_adapter(uri: str, model_uri: str, rules: AdapterRules) -> AdapterFac
             model_config = read_config(folder)
         store = Store(Path(scratch, "store"))
         found, facts = fetch_adapter(uri, store, lambda amount: None, model_config=model_config, rules=rules)
+        if tries_template:
+            _try_templates(found.folder, uri)
         return msgspec.structs.replace(facts, source_digest=found.digest)
+
+
+TEMPLATE_SECONDS = 60.0
+TEMPLATE_BYTES = 2**30
+"""What chat templates may take while they are tried, in processor time and more memory."""
+
+
+class _TooLongError(Exception):
+    pass
+
+
+def _try_templates(folder: Path, uri: str) -> None:
+    """Before a replica does, which such a template would keep busy. Raises FatalError (INVALID_ADAPTER)."""
+
+    def stop(*_: object) -> None:
+        raise _TooLongError
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = min(limit for limit in (soft, hard, mapped + TEMPLATE_BYTES) if limit != resource.RLIM_INFINITY)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        with reading(), naming(folder, uri):
+            check_templates(folder)
+    except (_TooLongError, MemoryError) as error:
+        message = f"{uri}: the chat template takes more than {TEMPLATE_SECONDS:g} s or {TEMPLATE_BYTES >> 20} MiB"
+        raise FatalError(ExitCode.INVALID_ADAPTER, message) from error
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def model_facts(

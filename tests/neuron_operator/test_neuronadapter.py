@@ -540,6 +540,13 @@ def test_an_unknown_field_of_an_adapter_is_refused() -> None:
     assert parse(body(MODEL_SPEC)).spec.serves_adapters
 
 
+def test_a_job_does_not_try_the_chat_template_of_an_adapter_if_the_models_is_set() -> None:
+    serving = {**MODEL_SPEC["serving"], "chatTemplate": "{{ messages[0].content }}"}
+    for of, is_tried in ((base(), True), (base({**MODEL_SPEC, "serving": serving}), False)):
+        command = command_of(find(decide_adapter(world(of=of), SETTINGS).desired, "Job"))
+        assert ("--ignore-chat-template" not in command) == is_tried
+
+
 def test_an_adapter_starts_no_job_before_its_turn() -> None:
     waiting = replace(world(), has_turn=False)
     decision = decide_adapter(waiting, SETTINGS)

@@ -18,7 +18,7 @@ from helpers.hub import Shelf, serving
 from helpers.s3_server import BUCKET, S3Server
 from helpers.tiny_model import TINY_CONFIG, write_tiny_model
 from helpers.weights import contents
-from neuron_runtime import record
+from neuron_runtime import inspection, record
 from neuron_runtime.adapters.peft import AdapterRules, read_adapter
 from neuron_runtime.artifacts.loading import find_adapter
 from neuron_runtime.commands.command_line import main
@@ -371,6 +371,27 @@ def test_inspect_refuses_what_replicas_of_the_backend_would(
     _, outcome = called(tmp_path, "inspect", URI, "--adapter-of", "hf://acme/tiny", "--backend", backend)
     assert outcome.reason == reason
     assert words in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% broken", "line 1"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.2 s"),
+        ("{{ messages[0].content * 10 ** 10 }}", "1024 MiB"),
+    ],
+)
+def test_inspect_tries_the_chat_template_of_an_adapter_within_limits(
+    adapter: Path, tmp_path: Path, template: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "TEMPLATE_SECONDS", 0.2)
+    (adapter / "chat_template.jinja").write_text(template)
+    code, outcome = called(tmp_path, "inspect", URI, "--adapter-of", "hf://acme/tiny")
+    assert (code, outcome.reason) == (ExitCode.INVALID_ADAPTER, "InvalidAdapter")
+    assert URI in outcome.message
+    assert words in outcome.message
+    code, _ = called(tmp_path, "inspect", URI, "--adapter-of", "hf://acme/tiny", "--ignore-chat-template")
+    assert code == 0
 
 
 def test_inspect_refuses_projections_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

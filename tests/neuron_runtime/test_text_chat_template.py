@@ -12,6 +12,7 @@ import pytest
 
 from helpers.chat_model import BOS, CHAT_TEMPLATE, write_chat_model
 from neuron_runtime.errors import FatalError
+from neuron_runtime.text import chat_template
 from neuron_runtime.text.chat_template import ChatTemplate, TemplateRefused
 from neuron_runtime.text.tokenizer import load_tokenizer
 
@@ -190,3 +191,21 @@ def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
     source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(TemplateRefused, match="cannot be continued"):
         ChatTemplate(source, {}).render_open([{"role": "assistant", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "words"),
+    [("MAX_CHARACTERS", 10_000, "more than 10000 characters"), ("MAX_SECONDS", 0.05, "more than 0.05 s")],
+)
+def test_a_prompt_is_bounded_in_size_and_time(
+    limit: str, value: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}.{% endfor %}{% endfor %}"
+    template = ChatTemplate("{% if messages[0].content == 'more' %}" + endless + "{% endif %}", {})
+    monkeypatch.setattr(chat_template, limit, value)
+    with pytest.raises(TemplateRefused, match=words):
+        template.render([{"role": "user", "content": "more"}])
+    assert template.render([{"role": "user", "content": "less"}]) == ""
+    # One that is so whatever the chat is, is none.
+    with pytest.raises(ValueError, match=words):
+        ChatTemplate(endless, {})

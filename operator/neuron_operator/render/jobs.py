@@ -121,6 +121,7 @@ def resolve_adapter_job(
     command = ["neuron-runtime", "inspect", adapter.spec.model.uri, "--adapter-of", of, "--backend", base.spec.backend]
     command += ["--max-rank", str(limits.max_rank)] if limits.max_rank else []
     command += ["--targets", ",".join(limits.targets)] if limits.targets else []
+    command += ["--ignore-chat-template"] if base.spec.serving.chat_template else []
     command += ["--record", names.TERMINATION_LOG]
     access = reading_adapter(adapter, base, claim)
     return shared_job(adapter, settings, RESOLVE_ADAPTER, command, access, image=runtime_image(base, settings))

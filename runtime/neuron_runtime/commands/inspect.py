@@ -48,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"The projections that an adapter may change, with commas between them (default: {','.join(TARGETS)})",
     )
+    parser.add_argument(
+        "--ignore-chat-template", action="store_true", help="Of an adapter: do not try it, because the model's is set"
+    )
     parser.add_argument("--json", action="store_true", help="Print the facts as JSON")
     record.add_flag(parser)
     parser.set_defaults(run=run)
@@ -75,7 +78,12 @@ def run(options: argparse.Namespace) -> record.ModelFacts | record.AdapterFacts:
 
     if options.adapter_of:
         rules = AdapterRules(options.max_rank, options.targets, _min_rank(options.backend))
-        adapter = inspection.inspect_adapter(model_uri(options.uri), model_uri(options.adapter_of), rules)
+        adapter = inspection.inspect_adapter(
+            model_uri(options.uri),
+            model_uri(options.adapter_of),
+            rules,
+            tries_template=not options.ignore_chat_template,
+        )
         print(inspection.facts_as_json(adapter) if options.json else inspection.adapter_as_text(options.uri, adapter))
         return adapter
     uri = model_uri(options.uri)

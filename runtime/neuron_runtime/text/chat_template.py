@@ -7,7 +7,8 @@ here because importing transformers imports torch, which the front end must not.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -24,8 +25,17 @@ _OPEN_END = "\ue000open end\ue001 "
 """Marks the end of the last message in the rendered text; ends with a space, to detect whether the template trims."""
 
 
+MAX_CHARACTERS = 2**26
+MAX_SECONDS = 10.0
+"""Of processor time, for one prompt. Looked at when the template writes: loops that write nothing have no bound."""
+
+
 class TemplateRefused(Exception):
     """The template does not accept these messages; the message is the template's own."""
+
+
+class PromptTooLarge(TemplateRefused):
+    """The template writes too much, or takes too long."""
 
 
 class _GenerationBlocks(Extension):
@@ -53,7 +63,7 @@ class ChatTemplate:
     """A compiled template together with the special tokens that it may use.
 
     Raises:
-        ValueError: the source is not a template.
+        ValueError: the source is not a template, or one that writes without end whatever the chat is.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -80,15 +90,17 @@ class ChatTemplate:
     ) -> str:
         """The prompt text, including special tokens. Raises TemplateRefused."""
         try:
-            return self._template.render(
-                {
-                    **self._special_tokens,
-                    "tools": None,
-                    "documents": None,
-                    **(variables or {}),
-                    "messages": messages,
-                    "add_generation_prompt": add_generation_prompt,
-                }
+            return _joined(
+                self._template.generate(
+                    {
+                        **self._special_tokens,
+                        "tools": None,
+                        "documents": None,
+                        **(variables or {}),
+                        "messages": messages,
+                        "add_generation_prompt": add_generation_prompt,
+                    }
+                )
             )
         except (
             jinja2.TemplateError,
@@ -131,8 +143,23 @@ class ChatTemplate:
     def _tried(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
         try:
             return self.render(messages, variables={"tools": tools})
+        except PromptTooLarge as error:
+            raise ValueError(str(error)) from error
         except TemplateRefused:
             return ""
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    """Raises PromptTooLarge."""
+    ends, num_characters, parts = time.thread_time() + MAX_SECONDS, 0, list[str]()
+    for piece in pieces:
+        num_characters += len(piece)
+        parts.append(piece)
+        if num_characters > MAX_CHARACTERS:
+            raise PromptTooLarge(f"the chat template writes more than {MAX_CHARACTERS} characters")
+        if time.thread_time() > ends:
+            raise PromptTooLarge(f"the chat template takes more than {MAX_SECONDS:g} s to write a prompt")
+    return "".join(parts)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -312,12 +312,12 @@ def fetch_adapter(
             with (
                 tempfile.TemporaryDirectory(prefix="neuron-serving-outline-") as scratch,
                 outline(uri, Path(scratch), digest, ADAPTER) as (folder, found),
-                _naming(folder, uri),
+                naming(folder, uri),
             ):
                 adapters.check_adapter(folder, model_config, rules)
                 digest = digest or found or ""
         fetched = fetch(uri, store, report, digest, remote=remote, on_miss=on_miss, parts=ADAPTER, tools=tools)
-        with _naming(fetched.folder, uri):
+        with naming(fetched.folder, uri):
             return fetched, adapters.read_adapter(fetched.folder, model_config, rules)
 
 
@@ -383,7 +383,7 @@ def outline(uri: str, scratch: Path, digest: str = "", parts: Parts = MODEL) -> 
         return
     attempts = Attempts(open_source(model, parts))
     listing = _listing(attempts, digest)
-    with _naming(scratch, uri):
+    with naming(scratch, uri):
         _draw(attempts, listing, scratch, parts)
         yield scratch, listing.digest
 
@@ -506,13 +506,13 @@ def _copy(
     folder, uri = work / "files", attempts.source.uri
     with copying(attempts, listing, work, tools) as copy:
         sums, read_bytes = copy(sorted(filter(parts.is_small, listing.files)), lambda amount: None)
-        with _naming(folder, uri):
+        with naming(folder, uri):
             parts.check_small(folder)
             check(folder)
             large = parts.large(folder, listing.files.keys())
         more, more_bytes = copy(large, report)
         sums, read_bytes = sums | more, read_bytes + more_bytes
-        with _naming(folder, uri):
+        with naming(folder, uri):
             parts.check(folder)
     files = tuple(StoredFile(name, listing.files[name].num_bytes, sums[name]) for name in sorted(sums))
     return Manifest(digest=listing.digest, uri=uri, created=time.time(), files=files), read_bytes
@@ -555,7 +555,7 @@ def _draw(attempts: Attempts[Source], listing: Listing, scratch: Path, parts: Pa
 
 
 @contextlib.contextmanager
-def _naming(folder: Path, uri: str) -> Iterator[None]:
+def naming(folder: Path, uri: str) -> Iterator[None]:
     """Replace `folder` by the model's URI in error messages: users do not know the folder."""
     try:
         yield
