@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo-model"
 PAGE = (ROOT / "docs" / "speculation.md").read_text(encoding="utf-8")
+MANY = 40
+"""Questions after which drafts must have been made."""
 
 
 def tour(title: str) -> list[tuple[str, str]]:
@@ -49,10 +51,14 @@ def test_a_tour_shows_the_answer_without_drafts_and_counts_them(title: str, monk
             return ended.stdout
 
         expected = json.loads((DEMO / "expected.json").read_text(encoding="utf-8"))["What is neuron-serving?"]
-        assert answer_in(run(asked)) == expected
         assert not answered or answer_in(answered) == expected
-        found = dict(line.rsplit(" ", 1) for line in run(counted).splitlines())
-    names = [line.rsplit(" ", 1)[0] for line in shown.splitlines() if line != "..."]
-    num_drafts, num_tokens, num_accepted = (float(found[name]) for name in names)
+        names = [line.rsplit(" ", 1)[0] for line in shown.splitlines() if line != "..."]
+        # On a busy machine drafts may seem not to pay, and metrics follow an answer.
+        for _ in range(MANY):
+            assert answer_in(run(asked)) == expected
+            found = dict(line.rsplit(" ", 1) for line in run(counted).splitlines())
+            num_drafts, num_tokens, num_accepted = (float(found[name]) for name in names)
+            if num_accepted:
+                break
     assert 1 <= num_drafts <= num_tokens
     assert 0 < num_accepted <= num_tokens
