@@ -14,15 +14,17 @@ from helpers.device_drafts import BLOCKS, MAX_DRAFTS, SLOTS, EverySecond, Seen, 
 from helpers.eagle import PlainEagle, Tensors, head_config, head_tensors, write_head
 from helpers.random_model import model_config
 from helpers.told_drafts import events_of, tokens_of
-from helpers.torch_models import load_backend, random_model
+from helpers.torch_models import load_backend, random_model, runtime_config
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.eagle import STATES as STATES_FIELD
 from neuron_runtime.backend.torch.eagle import read_eagle
+from neuron_runtime.backend.torch.loader import load
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.config import DraftSource, Speculation
 from neuron_runtime.core import Request
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import FatalError, InvalidConfig
+from neuron_runtime.host import FreeMemory
 from neuron_runtime.inspection import inspect_head
 
 FEW_BLOCKS = {**BLOCKS, "num_blocks": 22}
@@ -215,3 +217,13 @@ def test_a_head_is_inspected_without_a_tokenizer(generation: int, tmp_path: Path
     plain = {name: tensor for name, tensor in head_tensors(generation, config).items() if name != "fc.weight"}
     with pytest.raises(FatalError, match=r"fc\.weight is missing: this is no EAGLE head"):
         inspect_head(write_head(tmp_path / "none", config, plain).as_uri())
+
+
+def test_steps_run_eager_beside_a_head_that_reads_between_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, head = random_model(tmp_path / "model", **MODEL), a_head(tmp_path / "head", 3)
+    config = runtime_config(speculation=with_head(head), **BLOCKS)
+    load(model, config, lambda what, share: None, lambda: FreeMemory(2**30), artifact=tmp_path / "unread").close()
+    assert "decode steps are not compiled" in (told := "".join(capsys.readouterr()))
+    assert "EAGLE 3 head reads hidden states" in told
