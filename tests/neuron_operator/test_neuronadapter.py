@@ -361,6 +361,18 @@ def test_an_edit_that_does_not_fit_leaves_the_version_before_in_the_list() -> No
     assert not [obj for obj in decision.desired if obj["kind"] == "Job"]
 
 
+def test_an_adapter_is_read_again_for_another_backend_and_served_on_meanwhile() -> None:
+    on_host = {**MODEL_SPEC, "accelerator": {"type": "CPU"}}
+    before = after_job(world(of=base({**on_host, "engine": {"backend": "torch"}})), adapter=FACTS)[0]
+    assert not [obj for obj in decide_adapter(before, SETTINGS).desired if obj["kind"] == "Job"]
+    moved = replace(before, base=base({**on_host, "engine": {"backend": "simulated"}}))
+    decision = decide_adapter(moved, SETTINGS)
+    command = command_of(find(decision.desired, "Job"))
+    assert command[command.index("--backend") + 1] == "simulated"
+    assert decision.status is not None
+    assert decision.status["served"]["digest"] == DIGEST
+
+
 def test_an_upgrade_of_the_operator_reads_no_adapter_again() -> None:
     _, decision = settled(passed(), replace(SETTINGS, runtime_image="registry.example/neuron-serving-runtime:2"))
     assert reason_of(decision, "Resolved") == ("True", "Resolved")

@@ -170,7 +170,7 @@ def _subject(world: World, settings: Settings) -> _Subject:
     image = runtime_image(base, settings) if "file" in (adapter.uri.scheme, base.uri.scheme) else ""
     digest = text(world.base, "status", "model", "digest")
     model = [base.spec.model.uri, base.refresh, *([digest] if claim else [])]
-    checked = [as_json(read), model, written.refresh, image]
+    checked = [as_json(read), model, written.refresh, image, base.spec.backend]
     return _Subject(
         adapter,
         base,
