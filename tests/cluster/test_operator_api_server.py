@@ -586,6 +586,24 @@ async def test_models_of_one_source_share_the_job_and_its_record(server: ApiServ
     }
 
 
+async def test_a_draft_model_that_does_not_fit_is_refused_until_another_one_is_named(namespace: Namespace) -> None:
+    def drafting(uri: str) -> Any:
+        return {"speculation": {"method": "Draft", "model": {"uri": uri}}}
+
+    async with client_of(namespace.server) as client, operating(client, only(namespace)):
+        namespace.put_model(serving=drafting("hf://acme/other"))
+        await eventually(namespace.finish_resolve)
+        other = {**FACTS, "vocabularySize": 9, "digest": "sha256:other"}
+        await eventually(lambda: namespace.finish_job("resolve", facts=other))
+        await eventually(lambda: namespace.condition("ModelResolved")[1] == "DraftMismatch")
+        assert not namespace.list(BY_KIND["Deployment"])
+        namespace.put_model(serving=drafting("hf://acme/small"))
+        await eventually(namespace.finish_resolve)
+        await eventually(lambda: bool(namespace.list(BY_KIND["Deployment"])))
+        status = namespace.model()["status"]
+        assert status["draft"] == status["model"]
+
+
 async def test_a_dozen_models_leave_a_shared_job_at_once_without_a_refused_write(
     server: ApiServer, namespace: Namespace
 ) -> None:
