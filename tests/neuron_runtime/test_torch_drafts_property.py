@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.chat_model import byte_level_tokenizer
+from helpers.eagle import head_config, head_tensors, write_head
 from helpers.mutation import Operator, left_out, mutate, unsliced, without
 from helpers.torch_models import load_backend, random_model
 from neuron_runtime.backend_protocol import IllegalBatch
@@ -27,7 +28,7 @@ from neuron_runtime.errors import BackendFailed
 from neuron_runtime.grammars.guides import GrammarGuides
 from neuron_runtime.text.tokenizer import Tokenizer
 
-METHODS = ("NGram", "Draft")
+METHODS = ("NGram", "Draft", "Eagle")
 LENGTH = 48
 FORMS = (Form("regex", "([ab]{3},)*"), Form("choice", '["the first of two", "the first of three"]'))
 MAX_OTHERS = 0.002
@@ -126,11 +127,14 @@ def is_same(one: Answer, other: Answer) -> bool:
 
 
 class World:
-    """A model, a smaller one that drafts for it, and what forms need."""
+    """A model, what makes drafts for it, by method, and what forms need."""
 
     def __init__(self, folder: Path) -> None:
         self.model = random_model(folder / "model", num_layers=1)
-        self.draft = random_model(folder / "draft", num_layers=1, hidden_size=32)
+        other = random_model(folder / "draft", num_layers=1, hidden_size=32)
+        config = head_config(1)
+        head = write_head(folder / "head", config, head_tensors(1, config))
+        self.sources = {"Draft": [self.model, self.model, other], "Eagle": [head]}
         self.guides = GrammarGuides(lambda: Tokenizer(byte_level_tokenizer()), 256)
 
     def check(self, method: str, num_requests: int, seed: int) -> Counter[str]:
@@ -144,13 +148,13 @@ class World:
     def _check_load(self, method: str, random: Random, happened: Counter[str]) -> None:
         limits, max_drafts, seed = some_limits(random), random.randint(1, 5), random.randrange(10**6)
         requests = list(some_requests(random, 10))
-        draft = random.choice((self.model, self.model, self.draft)).as_uri()
-        source = DraftSource(uri=draft if method == "Draft" else "")
+        sources = self.sources.get(method)
+        source = DraftSource(uri=random.choice(sources).as_uri()) if sources else DraftSource()
         speculation = Speculation(method=method, num_tokens=max_drafts, model=source)
         found = []
         for drafts in (Speculation(), speculation):
             backend = load_backend(self.model, speculation=drafts, **limits)
-            proposer: Proposer = OnDevice() if method == "Draft" else NGram(1, 4)
+            proposer: Proposer = NGram(1, 4) if method == "NGram" else OnDevice()
             drafting = Often(proposer, seed) if drafts.method else None
             engine = Engine(backend, guides=self.guides, drafting=drafting)
             try:
@@ -179,7 +183,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.mark.parametrize("method", METHODS)
 def test_random_requests_get_the_same_tokens_with_drafts(method: str, num_requests: int, world: World) -> None:
     happened = world.check(method, num_requests, seed=0)
-    assert all(happened[what] for what in ("accepted", "rejected", "hits", "preemptions")), happened
+    seen = {what for what, count in happened.items() if count}
+    # A head with random weights is hardly ever right.
+    assert seen >= {"rejected", "hits", "preemptions"} | ({"accepted"} if method != "Eagle" else set()), happened
 
 
 FAULTS: dict[str, tuple[str, str, Operator]] = {
