@@ -236,7 +236,7 @@ def test_the_draft_model_is_small_and_has_the_tokens_of_the_model(train: ModuleT
 def test_the_draft_model_guesses_most_tokens_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     # Steps are said to be equally long: drafts pay, however busy the machine is.
     measure = Drafts.measure
-    monkeypatch.setattr(Drafts, "measure", lambda drafts, rows, tokens, _: measure(drafts, rows, tokens, 0.01))
+    monkeypatch.setattr(Drafts, "measure", lambda drafts, rows, tokens, *_: measure(drafts, rows, tokens, 0.01))
     questions = sorted(EXPECTED, key=lambda question: len(EXPECTED[question]))[-40::4]
     drafting = {"method": "draft_model", "model": str(DRAFT)}
     with LLM(str(FOLDER), speculative_config=drafting) as model:

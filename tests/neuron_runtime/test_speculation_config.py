@@ -209,9 +209,7 @@ def test_drafts_are_proposed_where_they_are_configured_and_verified(method: Any)
 def test_an_answer_that_repeats_an_earlier_one_is_drafted_and_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine drafts might seem not to pay.
     measure = Drafts.measure
-    monkeypatch.setattr(
-        Drafts, "measure", lambda drafts, rows, tokens, _, *others: measure(drafts, rows, tokens, 0.01, *others)
-    )
+    monkeypatch.setattr(Drafts, "measure", lambda drafts, rows, tokens, *_: measure(drafts, rows, tokens, 0.01))
     question = {"role": "user", "content": "What is neuron-serving?"}
     greedy = SamplingParams(temperature=0, max_tokens=80)
     with LLM(str(DEMO), speculative_config={"method": "ngram"}) as model:

@@ -286,12 +286,12 @@ class Speculation(SpecPart, frozen=True):
     ] = None
     min_match: Annotated[
         Annotated[int, Meta(ge=1, le=32)] | None,
-        "Last tokens that must be found earlier in the request, at least; by default as `maxMatch`.",
+        "Last tokens that must be found earlier in the request, at least; by default as `maxMatch`, or 2.",
         ConfigKey("speculation.minMatch"),
     ] = None
     max_match: Annotated[
         Annotated[int, Meta(ge=1, le=32)] | None,
-        "The same, at most; by default as `minMatch`, or 5.",
+        "The same, at most; by default as `minMatch`, or 8.",
         ConfigKey("speculation.maxMatch"),
     ] = None
     model: DraftModel | None = None
