@@ -296,6 +296,7 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
         "Speculative decoding. The flag has vLLM's keys: `method` (`ngram`, `draft_model`, `eagle` or "
         "`eagle3`), `model`, `num_speculative_tokens`, `prompt_lookup_min`, `prompt_lookup_max`",
         Flag("speculative_config", llm=True, metavar="JSON", default="no drafts", read=speculation),
+        COMPILED,
     ] = Speculation()
     application_class: Annotated[
         str,
