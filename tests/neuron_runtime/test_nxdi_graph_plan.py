@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.random_model import model_config, write_random_model
 from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
 from neuron_runtime.backend.neuron.step_graphs import Graph, Prefill
 from neuron_runtime.backend.nxdi.buckets import all_graphs, decode_graph, limits_of, prefill_graph
@@ -159,6 +160,21 @@ def test_the_command_writes_the_plan_to_a_file_that_gives_back_its_settings(
     assert [graph["name"] for graph in graphs] == [graph.name for graph in plan.graphs]
     assert main(["plan-buckets", str(tmp_path), *flags[:-1], str(tmp_path / "none" / "plan.json")]) == 2
     assert "--json: cannot write" in capsys.readouterr().err
+
+
+def test_the_command_plans_graphs_with_a_draft_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    model, written = tmp_path / "model", tmp_path / "plan.json"
+    write_random_model(model, model_config())
+    drafts = json.dumps({"method": "draft_model", "model": str(model), "num_speculative_tokens": 3})
+    flags = ["--backend", "nxdi", "--max-model-len", "128", "--speculative-config", drafts, "--json", str(written)]
+    assert main(["plan-buckets", str(model), *flags, "--weights-dir", str(tmp_path / "weights")]) == 0
+    assert "decode_16x131_of_4" in capsys.readouterr().out
+    draft = read_plan(written).draft
+    assert draft is not None
+    assert draft.application == "llama"
 
 
 def test_a_backend_without_buckets_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
