@@ -39,7 +39,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "head_dim": 16,
     },
-    "Llama with dynamic positions": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
     "Mistral": {"architecture": "MistralForCausalLM", "sliding_window": 24},
     "Mistral without a window": {"architecture": "MistralForCausalLM", "sliding_window": None, "head_dim": 32},
     "Qwen2": {"architecture": "Qwen2ForCausalLM", "rope_theta": 1000000.0},
@@ -68,8 +67,30 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 33,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "Mixtral": {"architecture": "MixtralForCausalLM", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2-MoE with a dense layer": {
+        "architecture": "Qwen2MoeForCausalLM",
+        "num_layers": 3,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 96,
+        "mlp_only_layers": [1],
+    },
+    "Qwen3-MoE": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "head_dim": 32,
+        "num_layers": 2,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+    },
 }
 """Fields of every family that tests compare with transformers."""
+DENSE = tuple(name for name, fields in MODELS.items() if "num_experts_per_tok" not in fields)
+"""Those without experts, whose steps can be compiled."""
 
 # Small products on few cores: the synchronisation of threads would cost more than it gains.
 torch.set_num_threads(1)

@@ -192,19 +192,19 @@ def test_inspection_imports_neither_torch_nor_transformers(tmp_path: Path) -> No
     assert done.stdout.strip() == "[]"
 
 
-MIXTRAL = {
-    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}
 }  # fmt: skip
 
 
 def test_an_architecture_that_only_nxd_inference_runs_has_facts(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | MIXTRAL | {"head_dim": None}))
+    (folder / "config.json").write_text(json.dumps(config | GPT_OSS | {"head_dim": None}))
     facts = inspect_model(f"file://{folder}")
     assert facts == inspect_model(f"file://{folder}", "nxdi")
-    assert (facts.architecture, facts.num_layers, facts.head_dim) == ("MixtralForCausalLM", 2, 8)
-    assert "MixtralForCausalLM (supported, with backend nxdi or optimum)" in facts_as_text("model", facts)
+    assert (facts.architecture, facts.num_layers, facts.head_dim) == ("GptOssForCausalLM", 2, 8)
+    assert "GptOssForCausalLM (supported, with backend nxdi)" in facts_as_text("model", facts)
     with pytest.raises(FatalError, match="not supported by the torch backend"):
         inspect_model(f"file://{folder}", "torch")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.torch_models import MODELS, random_model, reference, reference_logits
+from helpers.torch_models import DENSE, MODELS, random_model, reference, reference_logits
 from helpers.torch_parity import (
     LAYOUTS,
     TOLERANCE,
@@ -64,7 +64,7 @@ def test_logits_match_transformers_in_prompts_chunks_and_decoding(name: str, lay
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DENSE)
 def test_the_step_that_is_compiled_computes_what_the_decoder_does(name: str, layout: str, tmp_path: Path) -> None:
     decoder, cache, lines = load_decoder_and_cache(
         random_model(tmp_path, **MODELS[name]), layout, max_length=MAX_LENGTH

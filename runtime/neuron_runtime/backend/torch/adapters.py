@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from neuron_runtime.adapters.peft import WEIGHTS_FILE
 from neuron_runtime.adapters.tensors import pairs
 from neuron_runtime.backend.slots import IntArray
 from neuron_runtime.backend.torch.architecture import DecoderConfig, projections
-from neuron_runtime.backend.torch.decoder import Decoder
+from neuron_runtime.backend.torch.decoder import Decoder, Layer
 from neuron_runtime.backend.torch.linear import Linear
 from neuron_runtime.backend.torch.lora import AdaptedLinear, Pair, Route, segments_of
 from neuron_runtime.backend.torch.parts import parts_of
@@ -30,10 +31,10 @@ from neuron_runtime.errors import ExitCode, FatalError
 LAYERS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "output": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
+    "mlp.gate_up": ("gate_proj", "up_proj"),
+    "mlp.down": ("down_proj",),
 }
-"""By field of `decoder.Layer`, the projections whose outputs it has side by side."""
+"""By field of `decoder.Layer`, or of its MLP, the projections whose outputs it has side by side."""
 
 AdapterWeights = Mapping[tuple[int, str], Pair]
 """By layer and projection, this rank's part of what an adapter adds. One that is missing adds nothing."""
@@ -63,9 +64,9 @@ class Adapters:
 
         fields = [field for field, names in LAYERS.items() if not set(names).isdisjoint(limits.adapter_targets)]
         for layer in decoder.weights.layers:
-            self._layers.append({field: wrap(getattr(layer, field), LAYERS[field]) for field in fields})
+            self._layers.append({field: wrap(attrgetter(field)(layer), LAYERS[field]) for field in fields})
         wrapped = zip(decoder.weights.layers, self._layers, strict=True)
-        layers = tuple(layer._replace(**cast(dict[str, Any], changed)) for layer, changed in wrapped)
+        layers = tuple(_replaced(layer, changed) for layer, changed in wrapped)
         self._decoder = copy(decoder)
         self._decoder.weights = decoder.weights._replace(layers=layers)
 
@@ -132,10 +133,17 @@ class Adapters:
         """This rank's part of a pair, in the layout of `Pair`."""
         part = self._parts.get(f"{module}.weight")
         if part is not None:
-            span = slice(part.begin, part.end)
-            a, b = (a, b[span]) if part.dimension == 0 else (a[:, span], b)
+            span = part.span((b.shape[0], a.shape[1])[part.dimension])
+            a, b = (a, b[span.start : span.stop]) if part.dimension == 0 else (a[:, span.start : span.stop], b)
         pair = Pair(torch.empty(a.shape, dtype=self._dtype).t(), torch.empty(b.shape[::-1], dtype=self._dtype))
         for number, (row, column) in enumerate(zip(a, b.t(), strict=True)):
             pair.a[:, number] = row
             pair.b[number] = column.float() * scaling
         return pair
+
+
+def _replaced(layer: Layer, linears: Mapping[str, AdaptedLinear]) -> Layer:
+    """A layer with other linear layers in these fields."""
+    own: dict[str, Any] = {field: linear for field, linear in linears.items() if field in layer._fields}
+    of_mlp: dict[str, Any] = {field.removeprefix("mlp."): linears[field] for field in linears.keys() - own.keys()}
+    return layer._replace(**own, mlp=layer.mlp._replace(**of_mlp))

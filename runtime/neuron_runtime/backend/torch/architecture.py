@@ -21,6 +21,8 @@ from neuron_runtime.quantization import Quantization, quantization_of
 MAX_LAYERS = 10_000
 """A config.json with more is a mistake, and listing its tensors would never end."""
 
+MAX_EXPERTS = 10_000
+
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
@@ -41,6 +43,41 @@ class Rope:
     truncate: bool = True
     scale: float = 1.0
     """Of cosines and sines."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Where a family has its experts: fields of config.json, and tensors, whose names begin with that of their layer.
+
+    shared: the expert that all tokens have, beside the others, and the gate of its outputs.
+    """
+
+    num_experts: str = "num_experts"
+    intermediate_size: str = "moe_intermediate_size"
+    shared_size: str = ""
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts"
+    gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The experts of a mixture: each token has `top_k` of them, by the highest probabilities of the router.
+
+    normalises: whether the shares of a token's experts are divided by their sum.
+    shared_size: of the expert that all tokens have; 0: there is none.
+    layers: whether each layer has experts, or one MLP.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    normalises: bool
+    shared_size: int
+    layers: tuple[bool, ...]
+    names: ExpertNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +105,7 @@ class DecoderConfig:
     """Sliding window per layer: how many positions a token sees, including its own; None for all of them."""
     quantization: Quantization | None = None
     """How weights of linear layers are stored."""
+    experts: ExpertsConfig | None = None
 
     @property
     def attention_scale(self) -> float:
@@ -93,6 +131,7 @@ class TorchFamily:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     output_bias: bool = True
     query_key_norm: bool = False
+    experts: ExpertNames | None = None
 
 
 # For every architecture.
@@ -116,6 +155,52 @@ FAMILIES: Mapping[str, TorchFamily] = {
         defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
         fixed={"mlp_bias": False},
         query_key_norm=True,
+    ),
+    "MixtralForCausalLM": TorchFamily(
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        fixed={
+            "attention_bias": False,
+            "mlp_bias": False,
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+            "norm_topk_prob": True,
+        },
+        experts=ExpertNames(
+            num_experts="num_local_experts",
+            intermediate_size="intermediate_size",
+            router="block_sparse_moe.gate",
+            expert="block_sparse_moe.experts",
+            gate_up_down=("w1", "w3", "w2"),
+        ),
+    ),
+    "Qwen2MoeForCausalLM": TorchFamily(
+        defaults={
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        fixed={"attention_bias": True, "qkv_bias": True, "mlp_bias": False, "use_sliding_window": False},
+        output_bias=False,
+        experts=ExpertNames(shared_size="shared_expert_intermediate_size"),
+    ),
+    "Qwen3MoeForCausalLM": TorchFamily(
+        defaults={
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        fixed={"mlp_bias": False, "use_sliding_window": False},
+        query_key_norm=True,
+        experts=ExpertNames(),
     ),
 }
 """By the class named in `architectures` of config.json. One decoder computes all of them."""
@@ -170,6 +255,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             for window in _windows(config, architecture, num_layers)
         ),
         quantization=quantization,
+        experts=_experts(config, family.experts, num_layers) if family.experts else None,
     )
 
 
@@ -181,11 +267,13 @@ class Projection(NamedTuple):
 
 
 def projections(config: DecoderConfig) -> dict[str, Projection]:
-    """The projections of every layer, which adapters may change, by their short names (`q_proj`)."""
+    """The projections of every layer, which adapters may change, by their short names (`q_proj`). Those of experts are
+    none."""
+    one = replace(config, num_layers=1, experts=config.experts and replace(config.experts, layers=(True,)))
     return {
         name.split(".")[-2]: Projection(shape[1], shape[0])
-        for name, shape in tensor_shapes(replace(config, num_layers=1)).items()
-        if name.endswith("_proj.weight")
+        for name, shape in tensor_shapes(one).items()
+        if name.endswith("_proj.weight") and (config.experts is None or ".self_attn." in name)
     }
 
 
@@ -194,18 +282,22 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocabulary_size, hidden)}
-    projections = {
+    attention = {
         "self_attn.q_proj": (query, hidden, config.qkv_bias),
         "self_attn.k_proj": (key, hidden, config.qkv_bias),
         "self_attn.v_proj": (key, hidden, config.qkv_bias),
         "self_attn.o_proj": (hidden, query, config.output_bias),
+    }
+    dense = {
         "mlp.gate_proj": (inner, hidden, config.mlp_bias),
         "mlp.up_proj": (inner, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
+    experts = _expert_shapes(config.experts, hidden) if config.experts else {}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
-        for name, (rows, columns, has_bias) in projections.items():
+        mlp = experts if config.experts and config.experts.layers[layer] else dense
+        for name, (rows, columns, has_bias) in (attention | mlp).items():
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)
@@ -218,6 +310,20 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocabulary_size, hidden)
     return shapes
+
+
+def _expert_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, int, bool]]:
+    """Rows, columns and whether there is a bias, by the names of linear layers."""
+    names, inner, shared = experts.names, experts.intermediate_size, experts.shared_size
+
+    def mlp(name: str, size: int) -> dict[str, tuple[int, int, bool]]:
+        gate, up, down = (f"{name}.{part}" for part in names.gate_up_down)
+        return {gate: (size, hidden, False), up: (size, hidden, False), down: (hidden, size, False)}
+
+    shapes = {names.router: (experts.num_experts, hidden, False)}
+    for number in range(experts.num_experts):
+        shapes |= mlp(f"{names.expert}.{number}", inner)
+    return shapes | (mlp(names.shared, shared) | {names.shared_gate: (1, hidden, False)} if shared else {})
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -268,6 +374,28 @@ def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> t
     if by_kind != by_number and "max_window_layers" not in FAMILIES[architecture].defaults:
         raise _unsupported(f"layer_types that differ from sliding_window {window} of {architecture}", "no layer_types")
     return by_kind
+
+
+def _experts(config: Mapping[str, Any], names: ExpertNames, num_layers: int) -> ExpertsConfig:
+    dense, step = config.get("mlp_only_layers") or [], positive(config, "decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise InvalidModel(f"config.json: mlp_only_layers must be a list of numbers of layers, got {dense!r}")
+    num_experts, top_k = (positive(config, name) for name in (names.num_experts, "num_experts_per_tok"))
+    if num_experts > MAX_EXPERTS:
+        raise InvalidModel(f"config.json: {names.num_experts} must be at most {MAX_EXPERTS}, got {num_experts}")
+    if top_k > num_experts:
+        raise InvalidModel(
+            f"config.json: num_experts_per_tok ({top_k}) must be at most {names.num_experts} ({num_experts})"
+        )
+    return ExpertsConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=positive(config, names.intermediate_size),
+        normalises=boolean(config, "norm_topk_prob", False),
+        shared_size=positive(config, names.shared_size) if names.shared_size else 0,
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+        names=names,
+    )
 
 
 def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:

@@ -6,23 +6,23 @@ one-token rows together and longer rows one by one. The head runs for the reques
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch.nn import functional
 
 from neuron_runtime.backend.torch import rotary
 from neuron_runtime.backend.torch.architecture import DecoderConfig
 from neuron_runtime.backend.torch.attention import decode_attention, prompt_attention
 from neuron_runtime.backend.torch.cache import CachePlan, DecodePart, KVCache
 from neuron_runtime.backend.torch.linear import Linear, linear
+from neuron_runtime.backend.torch.mlp import Dense, Experts, Mlp
 from neuron_runtime.backend.torch.parts import part_of_model, tokens_of
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 
 
 class Layer(NamedTuple):
-    """Weights of one block; `qkv` and `gate_up` are fused projections, weights of norms are float32.
+    """Weights of one block; `qkv` is a fused projection, weights of norms are float32.
 
     attention_norm: None if attention computes with its input as it is.
     head_norm: `[heads + kv_heads, head_dim]`, for each head of queries and keys; None where they are not normalised.
@@ -33,8 +33,7 @@ class Layer(NamedTuple):
     head_norm: torch.Tensor | None
     output: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
 
 
 class Weights(NamedTuple):
@@ -103,8 +102,7 @@ class Decoder:
             query, key, value = rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, num_rotated:]
             plan.cache.write(index, plan, key, value)
             x = x + ranks.sum(layer.output(self._attend(index, plan, query, key, value)))
-            gate, up = layer.gate_up(self._normalise(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x = x + ranks.sum(layer.down(functional.silu(gate) * up))
+            x = x + ranks.sum(layer.mlp(self._normalise(x, layer.mlp_norm)))
         if tap is not None:
             tap(len(weights.layers), x)
         return x
@@ -172,14 +170,24 @@ def read_weights(config: DecoderConfig, reader: Reader, make: MakeLinear = linea
     """The tensors of a checkpoint in the decoder's layout."""
     embedding = reader.take("model.embed_tokens.weight")
     frequencies = rotary.inverse_frequencies(config.rope, config.head_dim)
-    layers = tuple(read_layer(config, reader, make, f"model.layers.{i}.") for i in range(config.num_layers))
+    has_experts = config.experts.layers if config.experts else (False,) * config.num_layers
+    layers = tuple(
+        read_layer(config, reader, make, f"model.layers.{number}.", has_experts=has)
+        for number, has in enumerate(has_experts)
+    )
     norm = reader.take("model.norm.weight").float()
     head = make(embedding if config.tied_embeddings else reader.take("lm_head.weight"), None)
     return Weights(embedding, frequencies, layers, norm, head)
 
 
 def read_layer(
-    config: DecoderConfig, reader: Reader, make: MakeLinear, prefix: str, *, has_attention_norm: bool = True
+    config: DecoderConfig,
+    reader: Reader,
+    make: MakeLinear,
+    prefix: str,
+    *,
+    has_attention_norm: bool = True,
+    has_experts: bool = False,
 ) -> Layer:
     def projection(has_bias: bool, *names: str) -> Linear:
         weight = reader.take(*(f"{prefix}{name}.weight" for name in names))
@@ -189,12 +197,29 @@ def read_layer(
         query, key = (reader.take(f"{prefix}self_attn.{name}.weight").float() for name in ("q_norm", "k_norm"))
         return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
 
+    def dense(has_bias: bool, name: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> Dense:
+        gate, up, down = (f"{name}.{part}" for part in names)
+        return Dense(projection(has_bias, gate, up), projection(has_bias, down))
+
+    def mlp() -> Mlp:
+        experts = config.experts
+        if experts is None or not has_experts:
+            return dense(config.mlp_bias, "mlp")
+        names, has_shared = experts.names, experts.shared_size > 0
+        return Experts(
+            router=reader.take(f"{prefix}{names.router}.weight"),
+            experts=tuple(dense(False, f"{names.expert}.{i}", names.gate_up_down) for i in range(experts.num_experts)),
+            top_k=experts.top_k,
+            normalises=experts.normalises,
+            shared=dense(False, names.shared) if has_shared else None,
+            shared_gate=reader.take(f"{prefix}{names.shared_gate}.weight") if has_shared else None,
+        )
+
     return Layer(
         attention_norm=reader.take(f"{prefix}input_layernorm.weight").float() if has_attention_norm else None,
         qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         head_norm=head_norm() if config.query_key_norm else None,
         output=projection(config.output_bias, "self_attn.o_proj"),
         mlp_norm=reader.take(f"{prefix}post_attention_layernorm.weight").float(),
-        gate_up=projection(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
-        down=projection(config.mlp_bias, "mlp.down_proj"),
+        mlp=mlp(),
     )

@@ -7,7 +7,7 @@ numbers lie, and which share a scale.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,21 +17,25 @@ PART_ELEMENTS = 2**20
 """Numbers that are converted at a time, so that what is in between stays in the processor's cache."""
 
 
+class Numbers(Protocol):
+    def __getitem__(self, part: tuple[slice, slice], /) -> torch.Tensor: ...
+
+
 class Quantized(NamedTuple):
-    """A weight as it is stored: all its numbers `[rows, columns]`, several in each where they are packed, and scales
-    `[blocks of rows, blocks of columns]`."""
+    """A weight as it is stored: all its numbers `[rows, columns]`, several in each where they are packed, of which a
+    part can be read, and scales `[blocks of rows, blocks of columns]`."""
 
     how: Quantization
-    numbers: torch.Tensor
+    numbers: Numbers
     scale: torch.Tensor
 
 
 def dequantize(weight: Quantized, rows: slice, columns: slice, out: torch.Tensor) -> None:
-    """Write a part `[rows, columns]` of a weight to `out`. columns: may be all."""
+    """Write a part `[rows, columns]` of a weight to `out`."""
     packed = weight.how.packed
-    begin, end, _ = columns.indices(weight.numbers.shape[1] * packed)
+    begin, end = columns.start, columns.stop
     of_row = _block_of(rows.start, rows.stop, weight.how.block[0])
-    of_column = _block_of(begin, begin + out.shape[1], weight.how.block[1])
+    of_column = _block_of(begin, end, weight.how.block[1])
     used = slice(begin // packed, -(-end // packed))
     numbers = NUMBERS[weight.how.stored]
     step = max(1, PART_ELEMENTS // out.shape[1])

@@ -30,7 +30,7 @@ machine, so graphs run on all nodes, and the key does not depend on which one co
 
 COMPILED_DTYPES = ("float32", "bfloat16")
 """oneDNN, whose products the graphs call, has float16 on few processors."""
-SOURCES = ("graphs", "step_module", "artifact", "decoder", "attention", "rotary", "linear", "cache")
+SOURCES = ("graphs", "step_module", "artifact", "decoder", "attention", "rotary", "linear", "mlp", "cache")
 """The modules that make a graph."""
 
 
@@ -67,6 +67,10 @@ class TorchCompiler(Compiler):
             supported = " or ".join(COMPILED_DTYPES)
             raise InvalidConfig("$.dtype", f"must be {supported} if `compile` is true, got {self._dtype}")
         self._model = decoder_config(checkpoint.config)
+        if self._model.experts is not None:
+            raise InvalidConfig(
+                "$.compile", "is for models without experts, whose steps depend on tokens: leave it out"
+            )
 
     @property
     def needs(self) -> Needs:

@@ -1,7 +1,8 @@
 """Which part of a model each rank has. Pure, and without torch.
 
 Queries, keys, values, gate and up are split by rows; output and down by columns, whose products the ranks add up;
-embedding and head by tokens. Ranks that have the same heads of queries to serve share a head of keys.
+embedding and head by tokens. Each expert is split as a whole layer is. Ranks that have the same heads of queries to
+serve share a head of keys.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from neuron_runtime.errors import ExitCode, FatalError
 
 
 class TensorPart(NamedTuple):
-    """A range of one dimension of a tensor. `padded` rows: the range may end beyond the tensor, in zeros."""
+    """One of `num_parts` equal ones along a dimension of a tensor. The last ones may end beyond it, in zeros."""
 
     dimension: int
-    begin: int
-    end: int
+    number: int
+    num_parts: int
+
+    def span(self, size: int) -> range:
+        """The indices of a dimension of this size."""
+        each = -(-size // self.num_parts)
+        return range(self.number * each, (self.number + 1) * each)
 
 
 WHOLE = None
@@ -32,10 +38,13 @@ def part_of_model(model: DecoderConfig, size: int) -> DecoderConfig:
 
     Raises FatalError (UNSUPPORTED_ARCHITECTURE) if the model cannot be split among so many ranks.
     """
+    experts = model.experts
     for name, count, may_be_shared in (
         ("num_attention_heads", model.num_heads, False),
         ("intermediate_size", model.intermediate_size, False),
         ("num_key_value_heads", model.num_kv_heads, True),
+        ("the size of an expert", experts.intermediate_size if experts else 0, False),
+        ("the size of the shared expert", experts.shared_size if experts else 0, False),
     ):
         if count % size and not (may_be_shared and size % count == 0):
             what = f"config.json: {name} ({count}) cannot be split among {size} ranks"
@@ -46,35 +55,32 @@ def part_of_model(model: DecoderConfig, size: int) -> DecoderConfig:
         num_heads=model.num_heads // size,
         num_kv_heads=max(1, model.num_kv_heads // size),
         intermediate_size=model.intermediate_size // size,
+        experts=experts
+        and replace(
+            experts, intermediate_size=experts.intermediate_size // size, shared_size=experts.shared_size // size
+        ),
     )
 
 
 def tokens_of(model: DecoderConfig, rank: int, size: int) -> range:
     """The tokens whose embedding and logits one rank has. The last ranks may have some that do not exist."""
-    each = -(-model.vocabulary_size // size)
-    return range(rank * each, (rank + 1) * each)
+    return TensorPart(0, rank, size).span(model.vocabulary_size)
 
 
 def parts_of(model: DecoderConfig, rank: int, size: int) -> Mapping[str, TensorPart | None]:
     """By the last words of a tensor's name, the part that one rank reads; names that are missing are read whole."""
     if size == 1:
         return {}
-    part, dim = part_of_model(model, size), model.head_dim
-
-    def nth(dimension: int, count: int, number: int = rank) -> TensorPart:
-        return TensorPart(dimension, number * count, (number + 1) * count)
-
-    query, inner = part.num_heads * dim, part.intermediate_size
     # With fewer heads of keys than ranks, neighbours have the same one.
-    keys = nth(0, part.num_kv_heads * dim, rank * model.num_kv_heads // size // part.num_kv_heads)
-    tokens = tokens_of(model, rank, size)
+    num_keys = min(size, model.num_kv_heads)
+    keys = TensorPart(0, rank * num_keys // size, num_keys)
+    rows, columns = TensorPart(0, rank, size), TensorPart(1, rank, size)
     # A bias after a sum over ranks must be added once.
     once = WHOLE if rank == 0 else ELSEWHERE
-    by_rows = {"q": nth(0, query), "k": keys, "v": keys, "gate": nth(0, inner), "up": nth(0, inner)}
+    by_rows = {"q_proj": rows, "k_proj": keys, "v_proj": keys, "gate_proj": rows, "up_proj": rows}
     return {
-        **dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), TensorPart(0, tokens.start, tokens.stop)),
-        **{f"{name}_proj.{kind}": part for name, part in by_rows.items() for kind in ("weight", "bias")},
-        "o_proj.weight": nth(1, query),
-        "down_proj.weight": nth(1, inner),
+        **dict.fromkeys(("embed_tokens.weight", "lm_head.weight", "w1.weight", "w3.weight"), rows),
+        **{f"{name}.{kind}": part for name, part in by_rows.items() for kind in ("weight", "bias")},
+        **dict.fromkeys(("o_proj.weight", "down_proj.weight", "w2.weight"), columns),
         **dict.fromkeys(("o_proj.bias", "down_proj.bias"), once),
     }

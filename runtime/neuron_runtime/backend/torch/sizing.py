@@ -138,7 +138,7 @@ def derive_limits(
         max_adapters=adapters.max_active,
         max_loaded_adapters=_num_loaded(adapters),
         max_adapter_rank=adapters.max_rank if adapters.max_active else 0,
-        adapter_targets=(adapters.targets or TARGETS) if adapters.max_active else (),
+        adapter_targets=_targets(model, adapters),
     )
 
 
@@ -151,8 +151,19 @@ def _adapter_bytes(model: DecoderConfig, adapters: AdapterOptions, dtype_bytes: 
     if not adapters.max_active:
         return 0
     shapes = projections(model)
-    per_layer = sum(sum(shapes[target]) for target in adapters.targets or TARGETS) * adapters.max_rank
+    per_layer = sum(sum(shapes[target]) for target in _targets(model, adapters)) * adapters.max_rank
     return (adapters.max_active + _num_loaded(adapters) + 1) * model.num_layers * per_layer * dtype_bytes
+
+
+def _targets(model: DecoderConfig, adapters: AdapterOptions) -> tuple[str, ...]:
+    """Raises InvalidConfig."""
+    if not adapters.max_active:
+        return ()
+    known = projections(model)
+    if unknown := [target for target in adapters.targets if target not in known]:
+        message = f"adapters of {model.architecture} may change {', '.join(known)}, not {', '.join(unknown)}"
+        raise InvalidConfig("$.adapters.targets", message)
+    return adapters.targets or tuple(target for target in TARGETS if target in known)
 
 
 def _slots(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: int) -> tuple[int, int, int]:
@@ -212,7 +223,11 @@ def _memory(
     adapters: int = 0,
 ) -> Memory:
     """places: tokens whose logits a step computes at most. adapters: bytes."""
-    activations = step_tokens * (8 * model.hidden_size + 3 * model.intermediate_size) * 4
+    experts = model.experts
+    widest = max(
+        model.intermediate_size, (experts.intermediate_size * experts.top_k + experts.shared_size) if experts else 0
+    )
+    activations = step_tokens * (8 * model.hidden_size + 3 * widest) * 4
     # Logits from the head, as float32, and a copy where they are both adjusted and reported; plus scratch for a few
     # rows at a time.
     scores = model.vocabulary_size * (places * 3 * 4 + ROWS_AT_ONCE * 8 * 8)

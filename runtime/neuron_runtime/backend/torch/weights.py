@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -57,7 +58,7 @@ class WeightReader:
 
     def take_whole(self, name: str) -> torch.Tensor:
         """The named tensor as it is stored."""
-        return self._tensor(name)
+        return self._whole(name)
 
     def take_if_any(self, present: bool, *names: str) -> torch.Tensor | None:
         """None also where another rank has them."""
@@ -70,29 +71,35 @@ class WeightReader:
         part, shape = self._part(name), self._shapes[name]
         if part is WHOLE:
             return shape
-        return (*shape[: part.dimension], part.end - part.begin, *shape[part.dimension + 1 :])
+        return (*shape[: part.dimension], len(part.span(shape[part.dimension])), *shape[part.dimension + 1 :])
 
     def _read(self, name: str, out: torch.Tensor) -> None:
         """The part of a tensor; rows beyond its end are zeros."""
-        part, (num_rows, *_) = self._part(name), self._shapes[name]
-        rows, columns = slice(0, num_rows), slice(None)
-        if part is not WHOLE and part.dimension == 1:
-            columns = slice(part.begin, part.end)
-        elif part is not WHOLE:
-            rows = slice(min(part.begin, num_rows), min(part.end, num_rows))
-        numbers, *scales = (self._tensor(one.name) for one in self._stored[name])
-        num_filled = rows.stop - rows.start
-        if self._quantization is None or not scales:
-            out[:num_filled] = numbers[rows] if out.ndim == 1 else numbers[rows, columns]
-        else:
-            scale = scales[0].view(self._quantization.scale_shape(self._shapes[name]))
-            dequantize(Quantized(self._quantization, numbers, scale), rows, columns, out[:num_filled])
-        out[num_filled:] = 0
+        part, shape = self._part(name), self._shapes[name]
+        spans = [slice(0, size) for size in shape]
+        if part is not WHOLE:
+            span, size = part.span(shape[part.dimension]), shape[part.dimension]
+            spans[part.dimension] = slice(min(span.start, size), min(span.stop, size))
+        num_rows = spans[0].stop - spans[0].start
+        weight, *scales = self._stored[name]
+        if self._quantization is not None and scales:
+            scale = self._whole(scales[0].name).view(self._quantization.scale_shape(shape))
+            numbers = self._slice(weight.name)
+            dequantize(Quantized(self._quantization, numbers, scale), spans[0], spans[1], out[:num_rows])
+        elif part is WHOLE:
+            out.copy_(self._whole(name))
+        elif num_rows:
+            out[:num_rows] = self._slice(name)[tuple(spans)]
+        out[num_rows:] = 0
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        """It is mapped: reading a part of it reads no more from the file."""
+    def _whole(self, name: str) -> torch.Tensor:
         info = self._checkpoint.tensors[name]
         return self._files[info.file].get_tensor(info.name)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _slice(self, name: str) -> Any:
+        """Of which parts can be read."""
+        info = self._checkpoint.tensors[name]
+        return self._files[info.file].get_slice(info.name)  # type: ignore[no-untyped-call]
 
 
 def _open(path: Path) -> safe_open:

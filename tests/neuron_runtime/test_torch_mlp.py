@@ -1,0 +1,102 @@
+"""Mixtures of experts: which experts a step reads, which shapes are refused. Families are compared with transformers in
+`test_torch_families.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.quantized import FORMATS, quantize
+from helpers.torch_models import MODELS, load_backend, random_model, reference, reference_logits, runtime_config
+from helpers.torch_parity import TOLERANCE, feed, load_decoder_and_cache, random_sequences
+from neuron_runtime.backend.torch.architecture import decoder_config
+from neuron_runtime.backend.torch.graphs import TorchCompiler
+from neuron_runtime.backend.torch.linear import Widened
+from neuron_runtime.backend.torch.mlp import Dense, Experts
+from neuron_runtime.checkpoint import CONFIG_FILE, InvalidModel
+from neuron_runtime.config import AdapterOptions
+from neuron_runtime.errors import InvalidConfig
+
+HIDDEN, INNER, NUM_EXPERTS, TOP_K = 8, 4, 64, 4
+
+
+class Counted(Widened):
+    """A linear layer that notes how many rows each product has."""
+
+    calls: list[int]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        Counted.calls.append(len(x))
+        return super().__call__(x)
+
+
+def test_a_step_reads_each_expert_that_it_needs_once_for_all_its_rows() -> None:
+    torch.manual_seed(0)
+    Counted.calls = []
+    layers = [
+        Dense(Counted(torch.randn(2 * INNER, HIDDEN), None), Widened(torch.randn(HIDDEN, INNER), None))
+        for _ in range(NUM_EXPERTS)
+    ]
+    experts = Experts(torch.randn(NUM_EXPERTS, HIDDEN), tuple(layers), TOP_K, normalises=True)
+    x = torch.randn(8, HIDDEN)
+    found, num_read = experts(x), len(Counted.calls)
+    assert sum(Counted.calls) == 8 * TOP_K
+    shares, chosen = (x @ experts.router.T).softmax(dim=-1).topk(TOP_K, dim=-1)
+    assert num_read == len(chosen.unique()) < 8 * TOP_K
+    shares = shares / shares.sum(dim=-1, keepdim=True)
+    for row, (of_row, by) in enumerate(zip(chosen.tolist(), shares, strict=True)):
+        expected = sum(share * layers[expert](x[row : row + 1])[0] for expert, share in zip(of_row, by, strict=True))
+        torch.testing.assert_close(found[row], expected)
+
+
+def test_quantized_experts_are_computed_with_their_scales(tmp_path: Path) -> None:
+    source = random_model(tmp_path / "source", **MODELS["Qwen3-MoE"])
+    plain = quantize(source, tmp_path / "model", FORMATS["fp8 in blocks"])
+    (tokens,) = sequences = random_sequences(24)
+    (found,) = feed(*load_decoder_and_cache(tmp_path / "model", "blocks"), [[(0, 0, 24)]], sequences)
+    torch.testing.assert_close(found, reference_logits(reference(plain), tokens), atol=TOLERANCE, rtol=0)
+
+
+def config_of(folder: Path, **fields: Any) -> dict[str, Any]:
+    random_model(folder, **MODELS["Qwen3-MoE"])
+    config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+    return config | fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts_per_tok": 17}, r"num_experts_per_tok \(17\) must be at most num_experts \(16\)"),
+        ({"num_experts": 0}, "num_experts must be a positive integer, got 0"),
+        ({"num_experts": 10**9}, "num_experts must be at most 10000"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers must be a list"),
+        ({"decoder_sparse_step": -1}, "decoder_sparse_step must be a positive integer"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),
+    ],
+)
+def test_impossible_experts_are_an_error_with_field_and_limit(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidModel, match=message):
+        decoder_config(config_of(tmp_path, **fields))
+
+
+def test_adapters_may_change_the_attention_beside_experts_but_not_these(tmp_path: Path) -> None:
+    folder = random_model(tmp_path, **MODELS["Mixtral"])
+    backend = load_backend(folder, adapters=AdapterOptions(max_active=1, max_rank=4))
+    assert backend.limits.adapter_targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    backend.close()
+    options = AdapterOptions(max_active=1, max_rank=4, targets=("q_proj", "down_proj"))
+    with pytest.raises(InvalidConfig, match="q_proj, k_proj, v_proj, o_proj, not down_proj"):
+        load_backend(folder, adapters=options)
+
+
+def test_steps_with_experts_are_not_compiled(tmp_path: Path) -> None:
+    folder = random_model(tmp_path, **MODELS["Mixtral"])
+    with pytest.raises(InvalidConfig, match=re.escape("$.compile")):
+        TorchCompiler(runtime_config(), folder)
