@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from neuron_runtime.config import METHODS_WITH_MODEL, Speculation
+from neuron_runtime.config import LEAST_MATCH, METHODS_WITH_MODEL, MOST_MATCH, Speculation
 from neuron_runtime.core import NO_TOKEN, BackendLimits
 from neuron_runtime.engine.sequence import Sequence
 
@@ -82,7 +82,7 @@ class NGram:
     sequence is known without a try.
     """
 
-    def __init__(self, min_match: int = 2, max_match: int = 8) -> None:
+    def __init__(self, min_match: int = LEAST_MATCH, max_match: int = MOST_MATCH) -> None:
         """min_match, max_match: the shortest run of tokens that is looked for, and the longest that is told apart."""
         self._min, self._max = min_match, max(min_match, max_match)
         self._rate = FIRST_RATE
