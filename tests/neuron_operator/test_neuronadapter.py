@@ -379,6 +379,20 @@ def test_an_upgrade_of_the_operator_reads_no_adapter_again() -> None:
     assert not [obj for obj in decision.desired if obj["kind"] == "Job"]
 
 
+def test_an_adapter_that_a_version_without_the_backend_in_its_key_checked_is_not_read_again() -> None:
+    start = passed()
+    status = {**start.body["status"], "served": {**start.body["status"]["served"], "key": "19fc9bb8a6"}}
+    upgraded = replace(start, body={**start.body, "status": status}, has_turn=False)
+    new_image = replace(SETTINGS, runtime_image="registry.example/neuron-serving-runtime:2")
+    after, decision = settled(upgraded, new_image)
+    assert reason_of(decision, "Resolved") == ("True", "Resolved")
+    assert decision.job is None
+    # From then on the backend counts.
+    assert after.body["status"]["served"]["key"] == start.body["status"]["served"]["key"]
+    on_host = {**MODEL_SPEC, "accelerator": {"type": "CPU"}, "engine": {"backend": "simulated"}}
+    assert decide_adapter(replace(after, base=base(on_host)), new_image).job == "Waiting"
+
+
 def test_a_name_that_its_model_takes_leaves_the_list() -> None:
     taken = base({**MODEL_SPEC, "model": {"uri": "hf://acme/tiny", "servedNames": ["support-de"]}})
     decision = decide_adapter(replace(passed(), base=taken), SETTINGS)

@@ -74,8 +74,14 @@ class _Subject:
     """Of the model."""
     key: str
     """Hash of all that decides whether it may be served."""
+    key_before: str
+    """The same without the backend, as versions made it that did not compare that: an upgrade reads nothing again."""
     waits: str
     """Why nothing can be read yet; empty: it can."""
+
+    def is_of(self, served: ServedAdapter | None) -> bool:
+        """Whether this is what was checked."""
+        return served is not None and served.key in (self.key, self.key_before)
 
 
 def decide_adapter(world: World, settings: Settings) -> Decision:
@@ -91,7 +97,7 @@ def decide_adapter(world: World, settings: Settings) -> Decision:
         served = None if refusal.reason in _UNLISTED else served
     if subject is not None:
         findings = [met("Accepted", f"model {subject.base.name} serves adapters"), *explain_refusals(world.refusals)]
-        before = served.jobs if served is not None and served.key == subject.key else ()
+        before = served.jobs if served is not None and subject.is_of(served) else ()
         if subject.waits and not before:
             findings.append(unmet("Resolved", Reason.RESOLVING, subject.waits))
         else:
@@ -103,7 +109,7 @@ def decide_adapter(world: World, settings: Settings) -> Decision:
     contested = [one for one in findings if one.condition == "Contested"]
     findings = _in_order(findings)
     replicas = _Replicas.of(world, observed, served)
-    is_before = served is not None and (subject is None or served.key != subject.key)
+    is_before = served is not None and (subject is None or not subject.is_of(served))
     ready = _ready(findings, replicas, is_before, world)
     shown = (*findings, ready, *status.abnormal(ready), *contested)
     decision, turn = Decision(), _turn(observed, done, world) if done else None
@@ -170,13 +176,15 @@ def _subject(world: World, settings: Settings) -> _Subject:
     image = runtime_image(base, settings) if "file" in (adapter.uri.scheme, base.uri.scheme) else ""
     digest = text(world.base, "status", "model", "digest")
     model = [base.spec.model.uri, base.refresh, *([digest] if claim else [])]
-    checked = [as_json(read), model, written.refresh, image, base.spec.backend]
+    checked = [as_json(read), model, written.refresh, image]
+    within = [as_json(claim), limits.max_rank, as_json(limits.targets)]
     return _Subject(
         adapter,
         base,
         claim,
         digest=digest,
-        key=names.digest([*checked, as_json(claim), limits.max_rank, as_json(limits.targets)]),
+        key=names.digest([*checked, base.spec.backend, *within]),
+        key_before=names.digest([*checked, *within]),
         waits=_waits_for(world.base, "WeightsReady" if claim else "ModelResolved"),
     )
 
