@@ -114,6 +114,16 @@ def test_a_head_is_read_as_one_and_compared_with_its_model() -> None:
     assert find(decision.desired, "ControllerRevision")["data"]["config"]["speculation"]["method"] == "Eagle"
 
 
+def test_what_made_drafts_as_a_model_is_read_again_before_it_does_as_a_head() -> None:
+    world, _ = stepped(*resolved(drafting(storage={})))
+    as_head = drafting(storage={})
+    as_head["serving"]["speculation"]["method"] = "Eagle"
+    edited = {**world.body, "spec": as_head, "metadata": {**world.body["metadata"], "generation": 2}}
+    _, decision = settle(replace(world, body=edited))
+    assert "--eagle-head" in command_of(find(decision.desired, "Job"))
+    assert condition(decision.status, "ModelResolved")["status"] == "False"
+
+
 def test_replicas_read_both_from_the_claim() -> None:
     world, decision = resolved(drafting())
     for facts in (FACTS, SMALL):

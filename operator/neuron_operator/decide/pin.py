@@ -244,7 +244,9 @@ def known_facts(
 
 
 def _draft_key(model: NeuronModel, settings: Settings) -> str:
-    return resolve_key(model.draft, settings) if model.draft else ""
+    """With the method: a head is read otherwise than a second model."""
+    method = model.spec.serving.speculation.method
+    return names.digest([resolve_key(model.draft, settings), method]) if model.draft else ""
 
 
 def _latest(revisions: Iterable[Revision]) -> Revision | None:
