@@ -29,6 +29,7 @@ from helpers.operator_worlds import (
 )
 from neuron_operator.api import names
 from neuron_operator.api.manifest import parse
+from neuron_operator.api.model import ObjectStore
 from neuron_operator.api.reasons import MetricsOf
 from neuron_operator.decide.course import decide
 from neuron_operator.decide.pin import pin
@@ -37,7 +38,8 @@ from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.sizing import Load, Widths, memory_of
 from neuron_operator.read.records import Facts
 from neuron_operator.read.views import observe
-from neuron_operator.read.world import Decision, Object, Told, World
+from neuron_operator.read.world import Decision, Object, Place, Told, World
+from neuron_operator.render.storage import compiling
 
 CLAIM = {"weights": {"persistentVolumeClaim": {"claimName": "models"}}}
 SMALL: dict[str, Any] = {
@@ -203,6 +205,16 @@ def test_a_secret_of_its_own_needs_a_job_that_fetches() -> None:
         env = job["spec"]["template"]["spec"]["containers"][0]["env"]
         assert {one["valueFrom"]["secretKeyRef"]["name"] for one in env if "valueFrom" in one} == {"drafts"}
     assert jobs
+
+
+def test_the_compiler_reads_a_draft_model_with_a_secret_of_its_own_from_where_its_job_put_it() -> None:
+    store = {"objectStore": {"uri": "s3://bucket/weights"}}
+    spec = drafting(source={"credentialsSecretRef": {"name": "drafts"}}, storage={"weights": store})
+    model = parse(fresh(spec={**spec, "model": {"uri": "file:///models/demo"}}).body)
+    places = (Place(object_store=ObjectStore(uri=uri)) for uri in ("s3://bucket/weights", "s3://bucket/artifacts"))
+    access = compiling(model, *places)
+    assert access.remotes == {"s3"}, "the Job has the model's Secret alone"
+    assert "--weights-store s3://bucket/weights" in " ".join(access.arguments)
 
 
 def test_an_image_is_only_mounted_for_the_model() -> None:

@@ -224,7 +224,9 @@ def fetching(model: NeuronModel, place: Place) -> Access:
 
 def compiling(model: NeuronModel, weights: Place | None, artifacts: Place) -> Access:
     """To compile a model into a shared place. Weights that a Job put into a claim are at hand; otherwise the URI has
-    what the compiler reads."""
+    what the compiler reads. A draft model may have a Secret of its own, so it is read from where its Job put it."""
+    if weights and model.draft and is_fetched_by_job(model.draft, weights) and weights.object_store:
+        return source(model) + access_to(WEIGHTS, weights, read_only=True) + access_to(ARTIFACTS, artifacts)
     if weights and weights.persistent_volume_claim:
         own = _with_draft(Access() if is_fetched_by_job(model, weights) else source(model), model, weights)
         return own + access_to(WEIGHTS, weights, read_only=True) + access_to(ARTIFACTS, artifacts)
