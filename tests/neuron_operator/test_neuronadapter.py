@@ -626,3 +626,32 @@ def test_adapters_that_wait_get_their_turns_from_the_oldest_on_within_the_bounds
     told_first = began[MAX_ADAPTER_JOBS.of_namespace + 1 :]
     early = [one for one in told_first[:60] if one[1] > "a200"]
     assert not early, "the youngest begin last"
+
+
+def test_adapters_that_fail_again_and_again_keep_no_younger_one_waiting() -> None:
+    """Each of the older ones asks for another turn as soon as its Job has failed."""
+    queue = list[Key]()
+    pace = Pace(lambda key: queue.append(key) if key not in queue else None)
+    bodies = {
+        ("team", f"a{number:02}", names.ADAPTER_KIND): adapter(
+            name=f"a{number:02}", creationTimestamp=f"2026-01-01T00:00:{number:02}Z"
+        )
+        for number in range(50)
+    }
+    unfit, running, passed_ = {*list(bodies)[:30]}, list[Key](), set[Key]()
+    queue += bodies
+    for _ in range(200):
+        while queue:
+            key = queue.pop(0)
+            if key in running or key in passed_:
+                continue
+            if pace.take(key):
+                running.append(key)
+            pace.tell(key, bodies[key], "Running" if key in running else "Waiting")
+        key = running.pop(0)
+        pace.tell(key, bodies[key], None)
+        if key in unfit:
+            queue.append(key)
+        else:
+            passed_.add(key)
+    assert passed_ == bodies.keys() - unfit

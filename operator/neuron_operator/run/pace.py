@@ -1,5 +1,5 @@
 """Which NeuronAdapters may start a Job: a few at a time, the oldest first. An edit of a model's `maxRank` has all of
-its adapters read again, which may be thousands.
+its adapters read again, which may be thousands. Those whose Jobs fail ask again and again: they come after the others.
 
 `decide` tells which adapters wait and which have a Job that runs; `reconcile` asks here whether it is a turn of one.
 Does no I/O. A new leader hears of running Jobs in its first passes, and until then there may be twice as many.
@@ -15,8 +15,13 @@ from neuron_operator.cluster.reflector import Key, key_of_base
 from neuron_operator.read.objects import text
 from neuron_operator.read.world import MAX_ADAPTER_JOBS, JobTurn, Object
 
+TURNS_OF_ROUND = 2
+"""An adapter that fits needs no more: for a Job that reads it, and one that fetches it."""
+
 
 class _Adapter(NamedTuple):
+    num_rounds: int
+    """Of turns that it has had: one is enough to be read and fetched."""
     created: str
     key: Key
     model: Key
@@ -30,10 +35,12 @@ class Pace:
         self._wake = wake
         self._found: dict[str, dict[Key, _Adapter]] = {}
         """By namespace, those that wait or run."""
+        self._num_turns = Counter[Key]()
 
     def begin(self) -> None:
         """A term begins."""
         self._found = {}
+        self._num_turns.clear()
 
     def take(self, key: Key) -> bool:
         """Whether the adapter may start a Job, or has started one.
@@ -44,6 +51,8 @@ class Pace:
         one = here.get(key)
         if one is None or (one.turn == "Waiting" and self._next(key[0]) != key):
             return False
+        if one.turn == "Waiting":
+            self._num_turns[key] += 1
         here[key] = one._replace(turn="Running")
         self._wake_next(key[0])
         return True
@@ -51,10 +60,13 @@ class Pace:
     def tell(self, key: Key, body: Object | None, turn: JobTurn | None) -> None:
         """What the adapter waits for; None: for no Job, or it is gone."""
         here = self._found.setdefault(key[0], {})
+        if body is None:
+            del self._num_turns[key]
         if body is None or turn is None:
             here.pop(key, None)
         else:
-            here[key] = _Adapter(text(body, "metadata", "creationTimestamp"), key, key_of_base(body), turn)
+            num_rounds = self._num_turns[key] // TURNS_OF_ROUND
+            here[key] = _Adapter(num_rounds, text(body, "metadata", "creationTimestamp"), key, key_of_base(body), turn)
         if not here:
             del self._found[key[0]]
         self._wake_next(key[0])
