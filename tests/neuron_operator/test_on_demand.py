@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from helpers import virtual_time
-from neuron_operator.api.reasons import Exists, Trial
+from neuron_operator.api.reasons import Exists, MetricsOf, Trial
 from neuron_operator.cluster.client import (
     EVENTS,
     NODES,
@@ -28,6 +29,7 @@ from neuron_operator.cluster.on_demand import (
     UNREADABLE_LOG_SECONDS,
     OnDemand,
 )
+from neuron_operator.read.drafts import ACCEPTED, DRAFTED, MAX_LINES, accepted_length
 from neuron_operator.read.world import FreeDevices
 
 NEURON = "aws.amazon.com/neuron"
@@ -204,3 +206,28 @@ def test_whether_a_secret_exists_is_learned_without_reading_it(
         assert len(cluster.asked) == 2
 
     virtual_time.run(main())
+
+
+def test_of_the_metrics_of_a_replica_only_a_few_lines_are_kept() -> None:
+    """Of hundreds of replicas the operator would else keep a megabyte each, which their owners choose."""
+    counted = f'{DRAFTED}{{engine="0"}} 10.0\n{ACCEPTED}{{engine="0"}} 15.0\n'
+
+    async def kept(exposition: str) -> str:
+        async def metrics(_: web.Request) -> web.Response:
+            return web.Response(text=exposition)
+
+        app = web.Application()
+        app.add_routes([web.get("/metrics", metrics)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            return (await on_demand(Reads()).told(MetricsOf("chat-1", f"http://{host}:{port}/metrics"))).text
+        finally:
+            await runner.cleanup()
+
+    text = asyncio.run(kept("# HELP other\nother 1.0\n" * 10_000 + counted))
+    assert (text, accepted_length([text])) == (counted.strip(), "2.5")
+    assert len(asyncio.run(kept(counted * 10_000)).splitlines()) == MAX_LINES

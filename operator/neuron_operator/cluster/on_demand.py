@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar, TypeVarTuple
 
 import msgspec
@@ -33,6 +33,7 @@ from neuron_operator.cluster.client import (
 )
 from neuron_operator.cluster.devices import has_devices, node_devices
 from neuron_operator.cluster.reflector import Key, key_of_model
+from neuron_operator.read.drafts import counters_in
 from neuron_operator.read.world import FreeDevices, NodeDevices, Object, Told
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,9 @@ EXISTS_SECONDS = 1.5
 DENIAL_SECONDS = 1.5
 TOLD_SECONDS = 2.0
 UNTOLD_SECONDS = 10.0
+"""The same if a replica does not answer: each question of a pass that nobody answers takes as long as the next."""
 METRICS_SECONDS = 60.0
 """Metrics are only shown, and a replica that does not answer would hold up each pass."""
-"""The same if a replica does not answer: each question of a pass that nobody answers takes as long as the next."""
 MAX_ASKED = 16
 """Replicas that are asked at the same time."""
 MAX_READS = 8
@@ -149,7 +150,7 @@ class OnDemand:
         async with self._asking:
             told = await told_at(need.address)
         if isinstance(need, MetricsOf):
-            return told, METRICS_SECONDS
+            return replace(told, text=counters_in(told.text)), METRICS_SECONDS
         return told, UNTOLD_SECONDS if told.fault else TOLD_SECONDS
 
     async def _read_free(self) -> tuple[FreeDevices, float]:

@@ -1,13 +1,24 @@
-"""What the metrics of replicas say about drafts (speculative decoding). Called by `decide`. It is not trusted."""
+"""What the metrics of replicas say about drafts (speculative decoding). Called by `decide`, and by `on_demand` for the
+lines that are kept. It is not trusted."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
+from itertools import islice
 
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
 MAX_LENGTH = 100.0
 """More is no mean of a few drafts."""
+MAX_LINES = 64
+_COUNTED = re.compile(rf"^(?:{DRAFTED}|{ACCEPTED})[{{ ].{{0,400}}$", re.MULTILINE)
+
+
+def counters_in(exposition: str) -> str:
+    """The lines that `accepted_length` reads. A replica has many more, and one that somebody else wrote may have a
+    megabyte of them."""
+    return "\n".join(match[0] for match in islice(_COUNTED.finditer(exposition), MAX_LINES))
 
 
 def accepted_length(expositions: Iterable[str]) -> str | None:
