@@ -580,7 +580,7 @@ def test_an_adapter_starts_no_job_before_its_turn() -> None:
     found = condition(decision.status, "Resolved")
     assert (found["status"], found["reason"]) == ("False", "Resolving")
     assert "waiting for its turn, the oldest first: 8 adapters of a model" in found["message"]
-    assert decide_adapter(replace(waiting, has_turn=True), SETTINGS).job is None
+    assert decide_adapter(replace(waiting, has_turn=True), SETTINGS).job == "Refused", "unless it is made"
     started, decision = settled(replace(waiting, has_turn=True))
     assert decision.job == "Running"
     # One that has started goes on, whoever leads, and one whose Job hangs makes room.
@@ -655,3 +655,23 @@ def test_adapters_that_fail_again_and_again_keep_no_younger_one_waiting() -> Non
         else:
             passed_.add(key)
     assert passed_ == bodies.keys() - unfit
+
+
+def test_an_adapter_whose_job_is_refused_is_tried_again_without_another_turn_and_keeps_nobody_waiting() -> None:
+    """Otherwise it would say by turns why its Job is refused, and that it waits."""
+    woken = list[Key]()
+    pace = Pace(woken.append)
+    keys = [("team", f"a{number}", names.ADAPTER_KIND) for number in range(MAX_ADAPTER_JOBS.of_model + 2)]
+    bodies = [adapter(name=key[1], creationTimestamp=f"2026-01-01T00:00:0{key[1][1]}Z") for key in keys]
+    for key, one in zip(keys, bodies, strict=True):
+        pace.tell(key, one, "Waiting")
+    assert pace.take(keys[0])
+    pace.tell(keys[0], bodies[0], "Refused")
+    assert woken[-1] == keys[1]
+    assert pace.take(keys[0]), "tried again"
+    pace.tell(keys[0], bodies[0], "Refused")
+    for key in keys[1 : MAX_ADAPTER_JOBS.of_model + 1]:
+        assert pace.take(key)
+    assert not pace.take(keys[0]), "as many run as may"
+    pace.tell(keys[1], bodies[1], None)
+    assert woken[-1] == keys[-1]

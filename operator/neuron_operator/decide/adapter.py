@@ -279,10 +279,9 @@ def _starts(done: Walk, world: World) -> bool:
 
 
 def _turn(observed: Observed, done: Walk, world: World) -> JobTurn | None:
-    """A Job that hangs, as for a node or a source, makes room for others after some time; one that could not be
-    started waits no more than that it is tried again."""
+    """A Job that hangs, as for a node or a source, makes room for others after some time."""
     if _starts(done, world):
-        return None if world.has_turn else "Waiting"
+        return "Refused" if world.has_turn else "Waiting"
     jobs = filter(None, map(observed.jobs.get, map(name_of, done.desired)))
     runs = any(not job.is_finished and observed.age(job.created).total_seconds() < MAX_TURN_SECONDS for job in jobs)
     return "Running" if runs else None

@@ -32,8 +32,8 @@ RUNTIME_UPGRADES: tuple[RuntimeUpgrade, ...] = get_args(RuntimeUpgrade)
 Upgrade = Literal["Waiting", "Running", "Failed"]
 """How far a model is: it answers with an older image, changes to the newer one, or has returned to the older one."""
 UPGRADES: tuple[Upgrade, ...] = get_args(Upgrade)
-JobTurn = Literal["Waiting", "Running"]
-"""Whether an adapter waits until it may start a Job, or has one that runs."""
+JobTurn = Literal["Waiting", "Running", "Refused"]
+"""Whether an adapter waits until it may start a Job, has one that runs, or could not start it in its turn."""
 
 
 class _MaxAdapterJobs(NamedTuple):

@@ -34,7 +34,7 @@ class Pace:
     def __init__(self, wake: Callable[[Key], None]) -> None:
         self._wake = wake
         self._found: dict[str, dict[Key, _Adapter]] = {}
-        """By namespace, those that wait or run."""
+        """By namespace, those that wait, run, or are tried again later."""
         self._num_turns = Counter[Key]()
 
     def begin(self) -> None:
@@ -45,11 +45,14 @@ class Pace:
     def take(self, key: Key) -> bool:
         """Whether the adapter may start a Job, or has started one.
 
-        One that has told that it waits holds the turn from here until it tells otherwise: passes overlap.
+        One that has told that it waits holds the turn from here until it tells otherwise: passes overlap. One whose
+        Job was refused needs no other turn but room, so that its status says why all the time.
         """
         here = self._found.get(key[0], {})
         one = here.get(key)
         if one is None or (one.turn == "Waiting" and self._next(key[0]) != key):
+            return False
+        if one.turn == "Refused" and not self._has_room(key[0], one):
             return False
         if one.turn == "Waiting":
             self._num_turns[key] += 1
@@ -73,12 +76,20 @@ class Pace:
 
     def _next(self, namespace: str) -> Key | None:
         """The oldest that waits and may start a Job."""
-        here = self._found.get(namespace, {}).values()
-        running = Counter(one.model for one in here if one.turn == "Running")
+        here, running = self._found.get(namespace, {}).values(), self._running(namespace)
         if running.total() >= MAX_ADAPTER_JOBS.of_namespace:
             return None
         may = (one for one in here if one.turn == "Waiting" and running[one.model] < MAX_ADAPTER_JOBS.of_model)
         return first.key if (first := min(may, default=None)) else None
+
+    def _has_room(self, namespace: str, one: _Adapter) -> bool:
+        running = self._running(namespace)
+        most = MAX_ADAPTER_JOBS
+        return running.total() < most.of_namespace and running[one.model] < most.of_model
+
+    def _running(self, namespace: str) -> Counter[Key]:
+        """How many, by model."""
+        return Counter(one.model for one in self._found.get(namespace, {}).values() if one.turn == "Running")
 
     def _wake_next(self, namespace: str) -> None:
         if (key := self._next(namespace)) is not None:
