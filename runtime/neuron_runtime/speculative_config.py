@@ -48,7 +48,7 @@ def speculation(given: Any) -> dict[str, Any]:
     model = values.get("model", "")
     has_model = bool(model) and model not in NGRAM
     method = WITH_MODEL.get(str(values.get("method", "draft_model" if has_model else "")))
-    if values and not {"method", "model"} & values.keys():
+    if values and "method" not in values and not model:
         problems.add("`method`", "is missing: set ngram, or draft_model with a model")
     if method and not (has_model and isinstance(model, str)):
         problems.add("`model`", "is missing: name the draft model")

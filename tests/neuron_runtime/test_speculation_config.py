@@ -98,6 +98,7 @@ def test_without_a_method_no_row_has_drafts() -> None:
             {"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2},
             "($.speculation.minMatch): must be at most maxMatch (2), got 3",
         ),
+        ({"model": ""}, "`method`: is missing: set ngram"),
     ],
 )
 def test_a_wrong_key_is_named_with_its_cure(given: Any, says: str) -> None:
