@@ -29,7 +29,7 @@ from helpers.operator_worlds import (
 )
 from neuron_operator.api import names
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.model import ObjectStore
+from neuron_operator.api.model import Claim, ObjectStore
 from neuron_operator.api.reasons import MetricsOf
 from neuron_operator.decide.course import decide
 from neuron_operator.decide.pin import pin
@@ -38,7 +38,7 @@ from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.sizing import Load, Widths, memory_of
 from neuron_operator.read.records import Facts
 from neuron_operator.read.views import observe
-from neuron_operator.read.world import Decision, Object, Place, Told, World
+from neuron_operator.read.world import Decision, Object, Place, StorageSettings, Told, World
 from neuron_operator.render.storage import compiling
 
 CLAIM = {"weights": {"persistentVolumeClaim": {"claimName": "models"}}}
@@ -205,6 +205,28 @@ def test_a_secret_of_its_own_needs_a_job_that_fetches() -> None:
         env = job["spec"]["template"]["spec"]["containers"][0]["env"]
         assert {one["valueFrom"]["secretKeyRef"]["name"] for one in env if "valueFrom" in one} == {"drafts"}
     assert jobs
+
+
+def test_a_draft_model_with_a_secret_of_its_own_serves_on_where_the_installation_has_no_place_any_more() -> None:
+    claim = Place(persistent_volume_claim=Claim(claim_name="models"))
+    using = replace(SETTINGS, storage=StorageSettings(weights=claim))
+    world, decision = settle(
+        fresh(spec=drafting(source={"credentialsSecretRef": {"name": "drafts"}}, storage={})), using
+    )
+    for facts in (FACTS, SMALL):
+        pod = resolved_pod(find(decision.desired, "Job"), facts)
+        world, decision = settle(finished(settle(replace(world, pods=(*world.pods, pod)), using)[0]), using)
+    for facts in (FACTS, SMALL):
+        stored = {"digest": facts["digest"], "bytes": 1, "readBytes": 1}
+        record = json.dumps({"version": 1, "command": "fetch", "ok": True, "weights": stored})
+        pod = job_pod(find(decision.desired, "Job"), ended(0, record), f"of-{facts['digest'][-4:]}", phase="Succeeded")
+        world, decision = settle(finished(settle(replace(world, pods=(*world.pods, pod)), using)[0]), using)
+    deployment = find(decision.desired, "Deployment")
+    pods = [serving_pod(deployment, f"chat-{one}", ready=True) for one in (1, 2)]
+    world, _ = settle(replace(world, pods=(*world.pods, *pods)), using)
+    _, decision = settle(world)
+    assert condition(decision.status, "Accepted")["status"] == "True"
+    assert find(decision.desired, "Deployment")["spec"]["template"] == deployment["spec"]["template"]
 
 
 def test_the_compiler_reads_a_draft_model_with_a_secret_of_its_own_from_where_its_job_put_it() -> None:

@@ -27,14 +27,14 @@ from neuron_operator.read.drafts import accepted_length
 from neuron_operator.read.objects import dig, is_owned, kind_of, name_of, only, text
 from neuron_operator.read.revision import Revision, files_in
 from neuron_operator.read.views import ConditionView, Observed, observe
-from neuron_operator.read.world import Decision, Object, RefusalCause, Settings, Upgrade, World
+from neuron_operator.read.world import Decision, Object, Place, RefusalCause, Settings, Upgrade, World
 from neuron_operator.render import serving
 from neuron_operator.render.adapters import adapter_list
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.groups import group_owner, rest_of
 from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.serving import Pace
-from neuron_operator.render.storage import check_sources, own_claims
+from neuron_operator.render.storage import check_secret_of_draft, check_sources, own_claims, weights_place
 from neuron_operator.why import status
 from neuron_operator.why.pods import (
     UNEXPLAINED_POD_SECONDS,
@@ -183,6 +183,8 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     elif idle is not None and _is_stranded(written, observed, settings, idle, held):
         wanted, because = None, f"{next_number}:{defaults}"
     model = newer if moves else pin.as_pinned(written, wanted)
+    if not moves:  # a running model stays where it is when the installation names another place
+        check_secret_of_draft(model, (wanted.pinned.weights or Place()) if wanted else weights_place(model, settings))
     if has_defaults and written.spec.leaves_engine_open and (wanted is not None or moves):
         manifest.check_engine(model)
     facts, draft = pin.known_facts(model, settings, revisions)

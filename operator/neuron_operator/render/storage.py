@@ -77,22 +77,27 @@ def _resolved(kept: Kept, own: SpecPart | None, chosen: Place) -> Place:
 def check_sources(model: NeuronModel, settings: Settings) -> None:
     """Raises InvalidSpec if pods of this installation cannot read the model, or its draft model."""
     _check_source(model, settings, "spec.model.uri")
-    draft, path = model.draft, "spec.serving.speculation.model"
+    draft, path = model.draft, "spec.serving.speculation.model.uri"
     if draft is None:
         return
-    _check_source(draft, settings, f"{path}.uri")
+    _check_source(draft, settings, path)
     if draft.uri.scheme == "oci" and (model.uri.scheme, model.uri.place) != ("oci", draft.uri.place):
         text = "a pod mounts one image with models, that of model.uri; copy the draft model to a volume"
-        raise InvalidSpec(f"{path}.uri", text, Reason.FIELD_NOT_SUPPORTED)
-    is_own = draft.spec.model.credentials_secret_ref != model.spec.model.credentials_secret_ref
-    place = weights_place(model, settings)
-    if is_own and source(draft).remotes and not is_fetched_by_job(draft, place):
+        raise InvalidSpec(path, text, Reason.FIELD_NOT_SUPPORTED)
+
+
+def check_secret_of_draft(model: NeuronModel, place: Place) -> None:
+    """Raises InvalidSpec if replicas with their weights in this place need a second Secret, for the draft model."""
+    draft = model.draft
+    if draft is None or draft.spec.model.credentials_secret_ref == model.spec.model.credentials_secret_ref:
+        return
+    if source(draft).remotes and not is_fetched_by_job(draft, place):
         text = (
             "replicas fetch the draft model themselves, with the Secret of the model: put the keys into that one "
             "(spec.model.credentialsSecretRef), or set spec.storage.weights or the chart value storage.weights to a "
             "place that pods share"
         )
-        raise InvalidSpec(f"{path}.credentialsSecretRef", text, Reason.FIELD_NOT_SUPPORTED)
+        raise InvalidSpec("spec.serving.speculation.model.credentialsSecretRef", text, Reason.FIELD_NOT_SUPPORTED)
 
 
 def _check_source(model: NeuronModel, settings: Settings, path: str) -> None:
