@@ -243,3 +243,14 @@ def test_a_plan_is_for_the_version_of_the_engine_that_the_installation_has(
     assert [main([*command, *defaults, "--engine-version", one]) for one in ("0.16", "0.29")] == [0, 2]
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--engine-version", "0.17"])
+
+
+def test_facts_of_a_draft_model_that_the_manifest_no_longer_has_do_not_count(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As those of the newest revision of a model that was edited since."""
+    plans = []
+    for found in (LLAMA, {**LLAMA, "draft": LLAMA}):
+        assert main(["plan", "-f", str(manifest), "--facts", facts(tmp_path, found), "-o", "config"]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1]

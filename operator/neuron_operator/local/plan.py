@@ -142,7 +142,9 @@ def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None
         model = pin.as_pinned(parse(body, has_defaults=has_defaults), kept)
         known = before.pinned.facts if before else None
         facts = read_facts(options.facts) if options.facts else known or inspected(model, settings)
-        if model.draft is not None:
+        if model.draft is None:  # the newest revision of a model may have had one
+            facts = msgspec.structs.replace(facts, draft=None)
+        else:
             is_head = model.spec.serving.speculation.method == "Eagle"
             draft = facts.draft or inspected(model.draft, settings, ("--eagle-head",) if is_head else ())
             check_draft(model, facts, draft)
