@@ -132,6 +132,8 @@ class TorchFamily:
     output_bias: bool = True
     query_key_norm: bool = False
     experts: ExpertNames | None = None
+    theta: float = 10_000.0
+    """Of rotary positions, where config.json has none."""
 
 
 # For every architecture.
@@ -178,6 +180,7 @@ FAMILIES: Mapping[str, TorchFamily] = {
             expert="block_sparse_moe.experts",
             gate_up_down=("w1", "w3", "w2"),
         ),
+        theta=1_000_000.0,
     ),
     "Qwen2MoeForCausalLM": TorchFamily(
         defaults={
@@ -243,7 +246,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         rms_norm_epsilon=_number(config, "rms_norm_eps", 1e-6),
-        rope=_rope(config, max_position_embeddings),
+        rope=_rope(config, max_position_embeddings, family.theta),
         tied_embeddings=boolean(config, "tie_word_embeddings", False),
         qkv_bias=attention_bias,
         output_bias=attention_bias and family.output_bias,
@@ -398,7 +401,7 @@ def _experts(config: Mapping[str, Any], names: ExpertNames, num_layers: int) -> 
     )
 
 
-def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
+def _rope(config: Mapping[str, Any], max_position_embeddings: int, usual_theta: float) -> Rope:
     # transformers 5 writes one object, rope_parameters; transformers 4 writes rope_theta beside rope_scaling.
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(name) or {}, Mapping):
@@ -415,7 +418,7 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
     for name, value in (*old.items(), *new.items()):
         if value is not None and (name, value) != ("partial_rotary_factor", 1):
             parameters[name] = value
-    theta = _number(parameters, "rope_theta", 10_000.0)
+    theta = _number(parameters, "rope_theta", usual_theta)
     if theta <= 1:
         raise InvalidModel(f"config.json: rope_theta must be above 1, got {theta}")
     kind: Any = str(parameters.pop("rope_type", parameters.pop("type", "default")))
