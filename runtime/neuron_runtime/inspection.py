@@ -171,6 +171,9 @@ def model_facts(
     else:
         try:
             shape = _checked_shape(checkpoint)
+            if application_class or backend in (NXDI, OPTIMUM):
+                config = text_config(checkpoint.config)
+                shape["max_position_embeddings"] = _longest(shape["architecture"], config)
         except FatalError as error:
             unknown = error.exit_code == ExitCode.UNSUPPORTED_ARCHITECTURE
             if not (unknown and _runs_on_device(checkpoint, backend, application_class)):
@@ -246,16 +249,22 @@ def _shape_by_config(checkpoint: Checkpoint, *, knows_limits: bool = True) -> di
     config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
     if config.get("head_dim") is None and config.get("num_attention_heads"):
         config["head_dim"] = config.get("hidden_size", 0) // config["num_attention_heads"]
-    family = BY_ARCHITECTURE.get(known)
-    if knows_limits and family is not None and family.windows in ("ignored", "whole"):
-        # No longer sequence is served, see `Family.windows`.
-        longest = config.get("max_position_embeddings") or 0
-        config["max_position_embeddings"] = window_of(family, config) or longest
+    if knows_limits:
+        config["max_position_embeddings"] = _longest(known, config)
     for name in SHAPE.values():
         if not isinstance(config.get(name), int) or config[name] < 1:
             path = checkpoint.folder / CONFIG_FILE
             raise InvalidModel(f"{path}: {name} must be a positive integer, got {config.get(name)!r}")
     return {"architecture": known, **{ours: config[name] for ours, name in SHAPE.items()}}
+
+
+def _longest(architecture: str, config: Mapping[str, Any]) -> Any:
+    """Positions of a model, or of its sliding window where no longer sequence is served, see `NxdiFamily.windows`."""
+    family, longest = BY_ARCHITECTURE.get(architecture), config.get("max_position_embeddings")
+    if family is None or family.windows not in ("ignored", "whole"):
+        return longest
+    window = window_of(family, config)
+    return min(window, longest) if window and isinstance(longest, int) else window or longest
 
 
 def _number(config: Mapping[str, Any], name: str) -> int:

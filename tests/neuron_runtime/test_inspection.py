@@ -15,12 +15,13 @@ import pytest
 
 from helpers.hub import Shelf, serving
 from helpers.tiny_model import TINY_CONFIG, write_tiny_model
+from helpers.torch_models import MODELS, random_model
 from neuron_runtime import record
 from neuron_runtime.backend.neuron import devices
 from neuron_runtime.checkpoint import InvalidModel, TensorInfo, read_checkpoint
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
-from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model
+from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model, model_facts
 from neuron_runtime.record import ModelFacts
 
 
@@ -327,6 +328,16 @@ def test_gemma_3_is_read_as_its_makers_write_it_with_the_length_that_is_served(t
     facts = inspect_model(f"file://{folder}")
     assert (facts.vocabulary_size, facts.num_heads, facts.num_kv_heads, facts.head_dim) == (262208, 8, 4, 256)
     assert facts.max_position_embeddings == 1024
+
+
+@pytest.mark.parametrize(("backend", "longest"), [("", 128), ("torch", 128), ("nxdi", 32), ("optimum", 32)])
+def test_a_window_that_a_device_ignores_is_the_longest_sequence_there(
+    tmp_path: Path, backend: str, longest: int
+) -> None:
+    folder = random_model(tmp_path / "model", **MODELS["Mixtral"], max_position_embeddings=128)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 32, "model_type": "mixtral"}))
+    assert model_facts(read_checkpoint(folder), backend=backend).max_position_embeddings == longest
 
 
 def test_packed_numbers_are_counted_one_by_one_and_their_scales_not() -> None:
