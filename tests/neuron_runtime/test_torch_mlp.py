@@ -73,7 +73,7 @@ def config_of(folder: Path, **fields: Any) -> dict[str, Any]:
     [
         ({"num_experts_per_tok": 17}, r"num_experts_per_tok \(17\) must be at most num_experts \(16\)"),
         ({"num_experts": 0}, "num_experts must be a positive integer, got 0"),
-        ({"num_experts": 10**9}, "num_experts must be at most 10000"),
+        ({"num_experts": 50_001}, "num_experts must be at most 50000 with 2 layers, got 50001"),
         ({"mlp_only_layers": 3}, "mlp_only_layers must be a list"),
         ({"decoder_sparse_step": -1}, "decoder_sparse_step must be a positive integer"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),

@@ -21,7 +21,11 @@ from neuron_runtime.quantization import Quantization, quantization_of
 MAX_LAYERS = 10_000
 """A config.json with more is a mistake, and listing its tensors would never end."""
 
-MAX_EXPERTS = 10_000
+MAX_INTEGER = 2**63 - 1
+"""Larger ones are a mistake, and neither torch nor a float has room for all of them."""
+
+MAX_EXPERTS = 100_000
+"""Of all layers, as `MAX_LAYERS`."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -384,8 +388,9 @@ def _experts(config: Mapping[str, Any], names: ExpertNames, num_layers: int) -> 
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise InvalidModel(f"config.json: mlp_only_layers must be a list of numbers of layers, got {dense!r}")
     num_experts, top_k = (positive(config, name) for name in (names.num_experts, "num_experts_per_tok"))
-    if num_experts > MAX_EXPERTS:
-        raise InvalidModel(f"config.json: {names.num_experts} must be at most {MAX_EXPERTS}, got {num_experts}")
+    if num_experts > (most := MAX_EXPERTS // num_layers):
+        what = f"must be at most {most} with {num_layers} layers"
+        raise InvalidModel(f"config.json: {names.num_experts} {what}, got {num_experts}")
     if top_k > num_experts:
         raise InvalidModel(
             f"config.json: num_experts_per_tok ({top_k}) must be at most {names.num_experts} ({num_experts})"
@@ -456,6 +461,8 @@ def positive(config: Mapping[str, Any], name: str, default: int | None = None) -
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidModel(f"config.json: {name} must be a positive integer, got {value!r}")
+    if value > MAX_INTEGER:
+        raise InvalidModel(f"config.json: {name} must be a positive integer of at most {MAX_INTEGER}")
     return value
 
 
