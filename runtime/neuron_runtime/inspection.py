@@ -152,6 +152,7 @@ def model_facts(
     Raises:
         FatalError: UNSUPPORTED_ARCHITECTURE, or INVALID_MODEL when tensors and configuration contradict one another.
     """
+    _architectures(checkpoint)
     if application_class and backend not in ("", NXDI):
         raise InvalidConfig(
             "--application-class", f"is for the {NXDI} backend, not for {backend}: leave out one of them"
@@ -238,7 +239,10 @@ SHAPE = {
 
 
 def _architectures(checkpoint: Checkpoint) -> list[str]:
-    return [str(name) for name in checkpoint.config.get("architectures") or ()]
+    names = checkpoint.config.get("architectures") or []
+    if not isinstance(names, list):
+        raise InvalidModel(f"{checkpoint.folder / CONFIG_FILE}: architectures must be a list of names, got {names!r}")
+    return [str(name) for name in names]
 
 
 def _shape_by_config(checkpoint: Checkpoint, *, knows_limits: bool = True) -> dict[str, Any]:
@@ -247,8 +251,9 @@ def _shape_by_config(checkpoint: Checkpoint, *, knows_limits: bool = True) -> di
     known = next((name for name in names if name in BY_ARCHITECTURE), names[0] if names else "")
     config = dict(text_config(checkpoint.config))
     config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
-    if config.get("head_dim") is None and config.get("num_attention_heads"):
-        config["head_dim"] = config.get("hidden_size", 0) // config["num_attention_heads"]
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if config.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        config["head_dim"] = hidden // heads
     if knows_limits:
         config["max_position_embeddings"] = _longest(known, config)
     for name in SHAPE.values():

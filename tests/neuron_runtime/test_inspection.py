@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -293,6 +294,24 @@ def test_a_wrong_application_class_is_refused(tmp_path: Path, given: tuple[str, 
     folder = write_tiny_model(tmp_path / "model")
     with pytest.raises(InvalidConfig, match=message):
         inspect_model(f"file://{folder}", *given)
+
+
+@pytest.mark.parametrize(
+    ("backend", "fields", "message"),
+    [
+        ("nxdi", {"architectures": 5}, "architectures must be a list of names, got 5"),
+        ("vllm", {"hidden_size": "32", "head_dim": None}, "hidden_size must be a positive integer, got '32'"),
+        ("vllm", {"num_attention_heads": [4], "head_dim": None}, r"num_attention_heads must be .*, got \[4\]"),
+    ],
+)
+def test_a_field_of_another_type_is_named_for_every_engine(
+    tmp_path: Path, backend: str, fields: dict[str, Any], message: str
+) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(InvalidModel, match=message):
+        inspect_model(f"file://{folder}", backend)
 
 
 def test_the_facts_of_a_nested_configuration_are_those_of_its_text_model(tmp_path: Path) -> None:

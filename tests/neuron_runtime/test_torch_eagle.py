@@ -164,6 +164,8 @@ WRONG: dict[str, tuple[int, Change, str]] = {
     "states out of order": (3, says(**{STATES_FIELD: [3, 1, 5]}), "in order; got"),
     "two blocks": (3, says(num_hidden_layers=2), "num_hidden_layers of EAGLE 3 must be 1"),
     "norms of HASS": (1, says(add_para_norm=True), "add_para_norm True of EAGLE heads"),
+    "layers of no known kind": (3, says(layer_types=[["full_attention"]]), "layer_types"),
+    "no layers": (3, says(layer_types=5), "layer_types"),
     "more drafts than tokens": (3, says(draft_vocab_size=257), "draft_vocab_size must be at most"),
 }
 

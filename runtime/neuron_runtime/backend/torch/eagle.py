@@ -140,7 +140,7 @@ def _blocks(config: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
             **config,
             "architectures": ["LlamaForCausalLM"],
             "sliding_window": None if windowless else config.get("sliding_window"),
-            "layer_types": None if kinds and set(kinds) == {"full_attention"} else kinds,
+            "layer_types": None if isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds) else kinds,
         }
     )
     attention = "layers.0.self_attn"
