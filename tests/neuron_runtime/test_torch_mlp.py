@@ -18,6 +18,7 @@ from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.graphs import TorchCompiler
 from neuron_runtime.backend.torch.linear import Widened
 from neuron_runtime.backend.torch.mlp import Dense, Experts
+from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.checkpoint import CONFIG_FILE, InvalidModel
 from neuron_runtime.config import AdapterOptions
 from neuron_runtime.errors import InvalidConfig
@@ -84,6 +85,15 @@ def test_impossible_experts_are_an_error_with_field_and_limit(
 ) -> None:
     with pytest.raises(InvalidModel, match=message):
         decoder_config(config_of(tmp_path, **fields))
+
+
+def test_the_size_of_dense_layers_matters_only_where_some_are_dense(tmp_path: Path) -> None:
+    config = config_of(tmp_path, decoder_sparse_step=1, intermediate_size=0)
+    assert part_of_model(decoder_config(config | {"intermediate_size": 101}), 2) == part_of_model(
+        decoder_config(config), 2
+    )
+    with pytest.raises(InvalidModel, match="intermediate_size must be a positive integer, got 0"):
+        decoder_config(config | {"mlp_only_layers": [1]})
 
 
 def test_adapters_may_change_the_attention_beside_experts_but_not_these(tmp_path: Path) -> None:

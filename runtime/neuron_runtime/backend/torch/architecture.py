@@ -92,6 +92,7 @@ class DecoderConfig:
     vocabulary_size: int
     hidden_size: int
     intermediate_size: int
+    """0: every layer has experts."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -239,11 +240,12 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     if head_dim % 2:
         raise InvalidModel(f"config.json: head_dim must be even for rotary positions, got {head_dim}")
     max_position_embeddings = positive(config, "max_position_embeddings")
+    experts = _experts(config, family.experts, num_layers) if family.experts else None
     return DecoderConfig(
         architecture=architecture,
         vocabulary_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=positive(config, "intermediate_size"),
+        intermediate_size=0 if experts and all(experts.layers) else positive(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -262,7 +264,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             for window in _windows(config, architecture, num_layers)
         ),
         quantization=quantization,
-        experts=_experts(config, family.experts, num_layers) if family.experts else None,
+        experts=experts,
     )
 
 
