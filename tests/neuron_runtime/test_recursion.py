@@ -95,6 +95,14 @@ def test_a_circle_whose_loops_would_be_long_stays_and_so_does_one_of_many_rules(
     assert with_loops(f"start: s0\n{ring}") == f"start: s0\n{ring}"
 
 
+@pytest.mark.parametrize("again", ["?", "*", "+", "{2}"])
+def test_an_optional_group_in_brackets_may_be_repeated(again: str) -> None:
+    grammar = f'start: "a" ["b" | "c"]{again} start | "d" ["b"]{again} | ["a" start]{again} "c"\n'
+    looped = with_loops(grammar)
+    assert ")*" in looped
+    assert same_texts(matcher(grammar), matcher(looped), 4) >= 3, looped
+
+
 @pytest.mark.parametrize(
     "grammar",
     [

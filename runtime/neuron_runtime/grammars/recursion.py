@@ -157,10 +157,11 @@ class _Parser:
             self._depth += 1
             if self._depth > _MAX_DEPTH:
                 raise _NotUnderstood
-            group = self.alternatives({"(": ")", "[": "]"}[token.text])
+            closing = {"(": ")", "[": "]"}[token.text]
+            group = self.alternatives(closing)
             self._depth -= 1
-            item = _Item(f"({_written(group)})", group)
-            item = _Item(f"{item.text}?", group, is_optional=True) if token.text == "[" else item
+            # In its own brackets, because `(...)?` must not be repeated.
+            item = _Item(f"{token.text}{_written(group)}{closing}", group, is_optional=token.text == "[")
         elif token.kind in ("text", "name"):
             item = _Item(token.text)
             if self._tokens and self._tokens[-1].text == "..":
