@@ -128,6 +128,25 @@ def test_both_models_are_compiled_into_one_artifact_and_loaded(
     model.check(request, answer)
 
 
+def test_a_draft_model_with_a_sliding_window_as_long_as_the_model_drafts_for_short_prompts(
+    models: dict[str, Model], tmp_path: Path
+) -> None:
+    model, draft = models["Llama"], Model(tmp_path / "draft", "Mistral")
+    document = {**SLOTS, "limits": {"maxSequences": 1, "maxModelLength": 96}, "buckets": {"context": [32, 96]}}
+    with library():
+        settings = settings_for(model, **document, **drafts_by(draft.folder, 3))
+        backend = backend_for(model, settings, tmp_path / "artifact", draft.folder)
+        engine = Engine(backend, drafting=OfTheDevice(backend.limits))
+        request = Request("r", (5, 7, 11), Sampling(max_tokens=20, temperature=0.0))
+        engine.add(request)
+        answer: list[int] = []
+        while engine.has_work:
+            answer += [token for event in engine.step() for token in event.token_ids]
+        engine.close()
+        backend.close()
+    model.check(request, answer)
+
+
 def test_a_weight_of_the_draft_model_that_no_module_reads_ends_the_load(
     models: dict[str, Model], tmp_path: Path
 ) -> None:

@@ -154,6 +154,8 @@ def _with_draft(settings: Settings, draft: DraftModel, application_class: Any, d
     for name, value in draft.arguments.items():
         setattr(neuron_config, name, value)
     config = config_class(neuron_config, load_config=_load_config(draft_dir))
+    for name, value in corrected(replace(settings, application=draft.application), text_config(draft.config)).items():
+        setattr(config, name, value)
     if draft.eagle:
         config.tie_word_embeddings = False
         config.fc_bias = draft.has_fusion_bias
