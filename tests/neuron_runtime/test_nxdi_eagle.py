@@ -18,6 +18,7 @@ from helpers.nxdi_engine import BLOCKS, SLOTS, Model, backend_for, drafts_by, li
 from neuron_runtime.backend import nxdi
 from neuron_runtime.backend.nxdi.buckets import limits_of
 from neuron_runtime.backend.nxdi.eagle import converted, not_computed, read_tensor
+from neuron_runtime.backend.nxdi.foreign import differences
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import parse_config
 from neuron_runtime.core import Request, Sampling
@@ -185,6 +186,27 @@ def test_drafts_are_kept_by_each_rows_own_parameters(models: dict[int, Model], t
     limits = limits_of(settings, 600.0)
     assert (limits.greedy_only, limits.sampling, limits.max_top_k) == (False, "Device", 256)
     assert settings.token_buckets[-1] == limits.max_model_length + 3
+
+
+def test_graphs_with_a_head_of_another_version_that_others_compiled_do_not_fit(
+    models: dict[int, Model], tmp_path: Path
+) -> None:
+    model = models[3]
+    third = write_head(tmp_path / "third", model.folder, 3)
+    others = {
+        "first": drafts_by(write_head(tmp_path / "first", model.folder, 1), 3, "Eagle"),
+        "draft": drafts_by(Model(tmp_path / "draft", num_layers=1, num_kv_heads=4).folder, 3),
+    }
+    with library():
+        settings = settings_for(model, **SLOTS, **drafts_by(third, 3, "Eagle"))
+        backend_for(model, settings, tmp_path / "theirs", third).close()
+        found = {
+            name: differences(settings_for(model, **SLOTS, **one), model.config, tmp_path / "theirs")
+            for name, one in others.items()
+        }
+    assert differences(settings, model.config, tmp_path / "theirs") == []
+    assert "is_eagle3: true instead of false" in found["first"]
+    assert "enable_eagle_speculation: true instead of false" in found["draft"]
 
 
 def test_a_head_of_version_3_needs_sequence_parallelism_and_norms(models: dict[int, Model], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from neuron_runtime.artifacts.store import DOCUMENT
 from neuron_runtime.backend.nxdi.models import text_config
-from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, SAMPLING, SAMPLING_FIELDS, SHARDED, spelled
+from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, OF_EAGLE, SAMPLING, SAMPLING_FIELDS, SHARDED, spelled
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE
 from neuron_runtime.config import RuntimeConfig
@@ -36,8 +36,9 @@ NOT_NEUTRAL_BY_DEFAULT = frozenset({"quantization_type", "quantization_dtype", "
 NOT_NEUTRAL_BY_DEFAULT |= {"quantize_clamp_bound", "spec_batch_size"}
 """Fields of features that have a value although the feature is off."""
 
-OF_DRAFTS = {"speculation_length": 0, "enable_fused_speculation": False}
-"""Graphs with drafts lack those for single tokens, so they are others than those of settings that name none."""
+OF_DRAFTS = {"speculation_length": 0, **dict.fromkeys(("enable_fused_speculation", *OF_EAGLE), False)}
+"""Graphs with drafts lack those for single tokens, so they are others than those of settings that name none. So are
+those of an EAGLE head of another version, or of a draft model, which may have the same config.json."""
 
 OF_BLOCKS = ("pa_num_blocks", "pa_block_size")
 """They have a value without blocks too."""
