@@ -267,6 +267,16 @@ def replace_uri(config: Any, uri: str) -> Any:
             "is a mixtral, which is not known to make drafts",
         ),
         (
+            {"draft": {"architectures": ["GPT2LMHeadModel"]}},
+            "$.speculation.model.uri",
+            "the draft model: config.json names GPT2LMHeadModel",
+        ),
+        (
+            {"draft": {"quantization_config": {"quant_method": "fp8"}}},
+            "$.speculation.model.uri",
+            "the draft model: config.json: the weights are fp8",
+        ),
+        (
             {"draft": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}},
             "$.speculation.model.uri",
             "must not end within the 512 positions",

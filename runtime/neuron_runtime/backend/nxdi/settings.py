@@ -25,7 +25,7 @@ from neuron_runtime.backend.nxdi.neuron_config import OF_EAGLE, SAMPLING, SHARDE
 from neuron_runtime.config import METHODS_WITH_MODEL, AdapterOptions, RuntimeConfig, uses_blocks
 from neuron_runtime.core import SamplingMode
 from neuron_runtime.dtypes import COMPUTED
-from neuron_runtime.errors import ConfigProblems
+from neuron_runtime.errors import ConfigProblems, FatalError
 
 WITH_ADAPTERS = {**dict.fromkeys(("llama", "qwen2", "qwen3"), TARGETS), "mistral": TARGETS[:4]}
 """By application, the projections that are told whose adapter a row has. Mistral's layers do not tell their MLP."""
@@ -340,7 +340,11 @@ class _Derivation:
             self._refuse(path, f"it has {size} tokens, and the model {vocabulary_size}: they must be the same")
         if self._config.speculation.method == "Eagle":
             return self._head(files, text, tensor, context)
-        family = family_of(files.config, "")
+        try:
+            family = family_of(files.config, "")
+        except FatalError as error:
+            self._refuse(path, f"the draft model: {error}")
+            return None
         if family.application not in WITH_DRAFTS:
             message = f"is a {family.application}, which is not known to make drafts: only {', '.join(WITH_DRAFTS)} are"
             self._refuse(path, message)
