@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -93,6 +94,14 @@ def test_a_circle_whose_loops_would_be_long_stays_and_so_does_one_of_many_rules(
     assert len(with_loops(f"start: r0\n{dense}\n")) < 40 * len(dense)
     ring = "".join(f's{number}: "a" s{(number + 1) % 40} | "b"\n' for number in range(40))
     assert with_loops(f"start: s0\n{ring}") == f"start: s0\n{ring}"
+
+
+def test_thousands_of_rules_that_end_with_the_same_one_are_read_in_less_than_a_second() -> None:
+    names = [f"r{number}" for number in range(4000)]
+    rules = "".join(f'{name}: "{name};" start\n' for name in names)
+    began = time.process_time()
+    with_loops(f'start: {" | ".join(names)} | "."\n{rules}')
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("again", ["?", "*", "+", "{2}"])

@@ -12,6 +12,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import chain
 
 _TOKEN = re.compile(
@@ -78,7 +79,7 @@ def with_loops(grammar: str) -> str:
             with contextlib.suppress(_NotUnderstood):
                 alternatives = _Parser(statement[2:]).alternatives("")
                 rules[name] = _Rule(statement[1].start + 1, last.start + len(last.text), alternatives)
-    tails = {name: set(_last(rule.alternatives)) & rules.keys() for name, rule in rules.items()}
+    tails = {name: _tails(name, {*_last(rule.alternatives)} & rules.keys()) for name, rule in rules.items()}
     followed = {name: _followed(name, tails) for name in rules}
     parts, end, room, too_long = [], 0, _MAX_ADDED, set[frozenset[str]]()
     for name, rule in rules.items():
@@ -102,13 +103,18 @@ def _last(alternatives: Sequence[Sequence[_Item]]) -> Iterator[str]:
             yield from _last(sequence[-1].group)
 
 
-def _followed(name: str, tails: Mapping[str, set[str]]) -> Sequence[str]:
+def _tails(name: str, found: Set[str]) -> Sequence[str]:
+    """The rules with which this one may end, itself first. More than twice the largest circle are never followed."""
+    return nsmallest(2 * _MAX_CIRCLE, found, key=lambda one: (one != name, one))
+
+
+def _followed(name: str, tails: Mapping[str, Sequence[str]]) -> Sequence[str]:
     """The rules with which this one may end, and with which these may; only so many."""
-    found = sorted(tails[name], key=lambda one: (one != name, one))
+    found = list(tails[name])
     for one in found:
         if len(found) >= _MAX_CIRCLE:
             break
-        found += sorted(tails[one] - {*found})
+        found += sorted({*tails[one]} - {*found})
     return found[:_MAX_CIRCLE]
 
 
