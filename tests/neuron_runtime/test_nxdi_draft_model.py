@@ -227,6 +227,38 @@ def test_graphs_with_another_draft_model_that_others_compiled_do_not_fit(
     assert "enable_fused_speculation: true instead of false" in differences(plain, model.config, tmp_path / "theirs")
 
 
+def test_graphs_that_others_compiled_for_prompts_as_long_as_their_cache_are_loaded(
+    models: dict[str, Model], tmp_path: Path
+) -> None:
+    """By default it is so; what is promised is shorter, because a row writes its drafts behind its last token."""
+    model, draft, theirs = models["Llama"], models["Qwen3"], tmp_path / "theirs"
+    document = {**SLOTS, "limits": {"maxSequences": 2, "maxModelLength": 96}, "buckets": {"context": [32, 99]}}
+    with library():
+        settings = settings_for(model, **document, **drafts_by(draft.folder, 3))
+        backend_for(model, settings, theirs, draft.folder).close()
+        config = config_of(model.folder, draft.folder, limits={}, **drafts_by(draft.folder, 3))
+        assert nxdi.compiler(config, model.folder).ready_made(theirs) == theirs
+        backend = nxdi.load_backend(model.folder, config, lambda stage, share: None, theirs)
+        assert backend.limits.max_model_length == 96
+        backend.warm_up(lambda stage, share: None)
+        engine = Engine(backend, drafting=OfTheDevice(backend.limits))
+        requests = [
+            Request(f"{size}", tuple(range(size)), Sampling(max_tokens=96 - size, temperature=0.0))
+            for size in (3, 90, 95)
+        ]
+        answers: dict[str, list[int]] = {one.request_id: [] for one in requests}
+        for one in requests:
+            engine.add(one)
+        while engine.has_work:
+            for event in engine.step():
+                answers[event.request_id] += event.token_ids
+        engine.close()
+        backend.close()
+    for one in requests:
+        assert len(answers[one.request_id]) == one.sampling.max_tokens
+        model.check(one, answers[one.request_id])
+
+
 def test_a_draft_model_that_is_elsewhere_is_named(models: dict[str, Model]) -> None:
     config = config_of(models["Llama"].folder, Path("/d"))
     elsewhere = replace_uri(config, "hf://org/draft")

@@ -65,7 +65,7 @@ def span_that_takes(settings: Settings, graph: Graph) -> tuple[int, int] | None:
         first = max(first - 1 - settings.max_drafts, 1) if settings.max_drafts else first
         candidates = [(at, at + 1) for at in (first, first + 1) if at < graph.length]
     elif settings.layout == "slots":
-        candidates = [(0, end) for end in (graph.tokens, graph.tokens - 1)]
+        candidates = [(0, min(end, settings.max_model_length)) for end in (graph.tokens, graph.tokens - 1)]
     else:
         # The longest call within the prefix's size; if that one is recomputed, the longest that is not.
         ends = (min(graph.prefix + graph.tokens, settings.max_model_length), RECOMPUTED[0])

@@ -227,7 +227,7 @@ class _Derivation:
         # A prompt is padded until it fills the window.
         fills = window - 1 if self._family.windows == "whole" or window < length else 0
         drafts = config.speculation.max_drafts
-        context = self._context_buckets(length, blocks, segments, fills)
+        context = self._context_buckets(length, blocks, segments, fills, room=drafts)
         prefix = self._prefix_buckets(length, block_size, context) if blocks and (segments or shares) else (0,) * blocks
         one = self._one_size or self._mixes(length)
         tokens = self._token_buckets(length + drafts, block_size, blocks, rows, one=one)
@@ -538,9 +538,10 @@ class _Derivation:
         chunk = self._model.get("attention_chunk_size")
         return self._family.mixed or (isinstance(chunk, int) and chunk < length)
 
-    def _context_buckets(self, length: int, blocks: bool, segments: bool, fills: int) -> tuple[int, ...]:
+    def _context_buckets(self, length: int, blocks: bool, segments: bool, fills: int, *, room: int) -> tuple[int, ...]:
+        """room: positions behind the model's length. Graphs of others are for prompts as long as with these."""
         config, path = self._config, "$.buckets.context"
-        sizes = self._buckets(path, config.buckets.context, "context_encoding_buckets", length)
+        sizes = self._buckets(path, config.buckets.context, "context_encoding_buckets", length + room)
         if sizes:
             if sizes[0] < fills:
                 self._refuse(path, f"{sizes[0]} is too short for the model's sliding window: the least is {fills}")
