@@ -8,7 +8,8 @@ deadline and no limit on the time to draw examples: both would only measure the 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -34,6 +35,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.outcome = "failed"
         report.longrepr = f"nothing may skip in CI, but this test did: {reason}"
     return report
+
+
+@pytest.fixture(autouse=True)
+def _recursion_limit() -> Iterator[None]:
+    """A test that runs a command in this process leaves no other limit to those after it: what is too deep for them
+    would end the process."""
+    before = sys.getrecursionlimit()
+    yield
+    if sys.getrecursionlimit() != before:
+        sys.setrecursionlimit(before)
 
 
 def scope_of(path: PurePath) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -235,12 +236,24 @@ async def test_a_manifest_with_brackets_as_deep_as_the_api_server_takes_them_sto
     async def use(caches: Caches, _: Poster) -> None:
         assert [one["metadata"]["name"] for one in caches.models()] == ["chat", "other"]
 
-    before = sys.getrecursionlimit()
     accept_deep_json()
-    try:
-        await operate(server, tmp_path, use, woken=[])
-    finally:
-        sys.setrecursionlimit(before)
+    await operate(server, tmp_path, use, woken=[])
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_json_that_is_deeper_than_any_manifest_does_not_end_the_process(opening: str) -> None:
+    program = f"""
+import msgspec
+from neuron_operator.run.process import accept_deep_json
+accept_deep_json()
+try:
+    msgspec.json.decode({opening!r} * 100_000)
+except RecursionError:
+    print("too deep")
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "too deep\n")
 
 
 @pytest.mark.usefixtures("soon")
