@@ -1217,7 +1217,7 @@ def test_what_fills_the_places_behind_accepted_tokens_differs_between_releases(
     model: Model, tmp_path: Path, version: str
 ) -> None:
     with library(version):
-        lines = with_draft(model, tmp_path, Model(tmp_path / "draft", head_dim=16).folder)
+        lines = with_draft(model, tmp_path, Model(tmp_path / "draft", intermediate_size=96).folder)
         start = len(lines.live[0]) - 1
         found = lines.application.forward(
             input_ids=torch.tensor([[lines.live[0][-1]]]),

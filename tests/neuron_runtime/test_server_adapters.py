@@ -662,8 +662,12 @@ async def test_a_new_front_end_knows_what_requests_have_loaded(served: Serving, 
     assert kept(served.run_dir) == {"a": Wanted("a", (folders / "a").as_uri())}
     # Its engine knows the adapters of the front end before.
     served.tell(EngineStarted(served.incarnations[-1], 1))
-    await until_state(served, "a", "Ready")
-    assert await text(served, "a") == before
+
+    async def answers_as_before() -> bool:
+        answer = await ask(served, "a")  # 503 while it is told to the engine
+        return answer.is_success and answer.json()["choices"][0]["text"] == before
+
+    await served.until(answers_as_before)
     await unload(served, "a")
 
 
