@@ -90,6 +90,16 @@ def test_adapters_beyond_those_in_memory_are_read_again() -> None:
     run.check_tokens(everything)
 
 
+def test_weights_that_have_two_names_in_two_folders_are_loaded_from_the_one_that_was_read() -> None:
+    run = start(LIMITS, reads_at_once=False)
+    for folder in ("one", "other"):
+        run.engine.load_adapter("x", Path(folder))
+    news: list[tuple[str, str]] = []
+    while not news:
+        news += run.engine.take_adapter_news()
+    assert news == [("x", "")]
+
+
 def test_a_request_waits_while_its_adapter_is_read_and_others_go_on() -> None:
     slow, may_end = start(LIMITS, reads_at_once=False), Event()
     read = slow.backend.read_adapter

@@ -226,11 +226,12 @@ class LoadedAdapters:
             read = self._reads[digest] = self._thread.submit(self._read_folder, digest, self._folders[digest])
         return read
 
-    def _read_folder(self, digest: str, folder: Path) -> Any:
+    def _read_folder(self, digest: str, folder: Path) -> tuple[Path, Any]:
+        """With the folder: meanwhile another one may be told, of an adapter with the same weights."""
         weights = self._backend.read_adapter(folder)
         # Afterwards: a file that is written meanwhile is not the one that was checked. Cached prefixes are of that one.
         self._check(digest, folder)
-        return weights
+        return folder, weights
 
     def _take(self, digest: str) -> bool:
         """The first of the reads; False: it is not done, or there is no room yet."""
@@ -245,7 +246,7 @@ class LoadedAdapters:
             elif digest not in self._loaded or digest == self._leaving:
                 if not self._has_room():
                     return False
-                self._backend.add_adapter(digest, self._folders[digest], read.result())
+                self._backend.add_adapter(digest, *read.result())
                 self._loaded[digest] = None
             self._tell(digest)
         del self._reads[digest]
