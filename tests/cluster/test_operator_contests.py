@@ -45,7 +45,16 @@ def mirrored(server: ApiServer) -> Namespace:
         about = {"apiVersion": "admissionregistration.k8s.io/v1beta1", "kind": f"MutatingAdmission{kind}"}
         body = {**about, "metadata": {"name": "mirror"}, "spec": spec}
         server.call("POST", f"{group}/mutatingadmission{plural}", body)
-    return namespace
+    # The API server learns of its own policies after a while, and an operator may be faster.
+    pod = {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [{"name": "a", "image": "example.com/a"}]}}
+    tried = {"metadata": {"name": "tried"}, "spec": {"selector": {"matchLabels": {"a": "b"}}, "template": pod}}
+    path = f"/apis/apps/v1/namespaces/{namespace.name}/deployments?dryRun=All"
+    for _ in range(600):
+        made = server.call("POST", path, {"apiVersion": "apps/v1", "kind": "Deployment", **tried})
+        if made["spec"]["template"]["spec"]["containers"][0]["image"].startswith("mirror/"):
+            return namespace
+        time.sleep(0.1)
+    raise AssertionError("the policy is not in force after a minute")
 
 
 def conditions(namespace: Namespace) -> dict[str, Any]:
