@@ -459,7 +459,7 @@ class InferenceConfig:
         if isinstance(values.get("neuron_config"), dict):
             values["neuron_config"] = cls.get_neuron_config_cls()(**values["neuron_config"])
         if isinstance(values.get("fused_spec_config"), dict):
-            raise NotImplementedError("the fake has no fused speculation")
+            raise NotImplementedError("the fake reads no second model back from a file")
         return cls(**values)
 
 
