@@ -45,6 +45,8 @@ MAX_DIMENSIONS = 16
 MAX_NAMED = 5
 """Tensors named in one error message."""
 HEAD = "lm_head.weight"
+FUSION = "fc.weight"
+"""Fuses tokens with hidden states: EAGLE heads alone have it."""
 COMPARED_BYTES = 2**24
 
 PACKED = {("U8", "_blocks"): 2, ("U8", "_scales"): 0, ("I32", ".weight_packed"): 4}
@@ -106,6 +108,10 @@ class Checkpoint:
     @property
     def files(self) -> tuple[str, ...]:
         return tuple(sorted({tensor.file for tensor in self.tensors.values()}))
+
+    @property
+    def is_eagle_head(self) -> bool:
+        return not self.tensors.keys().isdisjoint((FUSION, f"model.{FUSION}"))
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

@@ -25,10 +25,10 @@ from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_pr
 from neuron_runtime.backend.optimum import models as optimum
 from neuron_runtime.backend.optimum.hub_cache import cached_graphs, in_words
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
-from neuron_runtime.backend.torch.eagle import FUSION
 from neuron_runtime.backend.transformers_neuronx import settings as neuronx
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
+    FUSION,
     Checkpoint,
     InvalidModel,
     check_tensors,
@@ -86,7 +86,7 @@ def inspect_head(uri: str) -> ModelFacts:
         outline(uri, Path(scratch)) as (folder, digest),
     ):
         checkpoint = read_checkpoint(folder)
-        if not checkpoint.tensors.keys() & {FUSION, f"model.{FUSION}"}:
+        if not checkpoint.is_eagle_head:
             raise InvalidModel(f"{folder}: tensor {FUSION} is missing: this is no EAGLE head")
         layer = checkpoint.config.get("transformer_layer_config")
         config = {**checkpoint.config, **(layer if isinstance(layer, Mapping) else {})}

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from helpers.eagle import head_config, head_tensors, write_head
 from neuron_runtime import LLM, SamplingParams
 from neuron_runtime.arguments import FLAG_NAMES, config_of, llm_config, naming
+from neuron_runtime.artifacts.loading import with_local_draft
 from neuron_runtime.commands.command_line import build_parser
 from neuron_runtime.commands.serve import configuration
 from neuron_runtime.config import DraftSource, RuntimeConfig, Speculation, parse_config
@@ -134,6 +136,18 @@ def test_a_wrong_key_is_named_with_its_cure(given: Any, says: str) -> None:
 def test_arguments_of_older_versions_mean_the_same(older: dict[str, Any], read: Speculation) -> None:
     assert served_with(*as_flags(older)).speculation == read
     assert llm_config("org/name", older).speculation == read
+
+
+@pytest.mark.parametrize("named", ["", "model."])
+def test_a_draft_model_of_older_arguments_that_is_an_eagle_head_is_served_as_one(named: str, tmp_path: Path) -> None:
+    head = head_config(1, is_eagle=True)
+    tensors = {f"{named}{name}": tensor for name, tensor in head_tensors(1, head).items()}
+    folder = write_head(tmp_path / "head", head, tensors)
+    for draft, method in ((folder, "Eagle"), (DEMO / "draft", "Draft")):
+        config = llm_config("org/name", {"speculative_model": str(draft), "num_speculative_tokens": 2})
+        assert config.speculation.method == "Draft"
+        local = with_local_draft(config, lambda stage, share: None, tmp_path)
+        assert (local.speculation.method, local.speculation.num_tokens) == (method, 2)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from neuron_runtime.artifacts.store import (
     remote_artifacts,
 )
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
-from neuron_runtime.checkpoint import check_tokenizer, read_config
+from neuron_runtime.checkpoint import check_tokenizer, read_checkpoint, read_config
 from neuron_runtime.config import DraftSource, ModelSource, RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.engine.backends import backend_package, check_ranks, compiles
@@ -131,13 +131,18 @@ def with_local_draft(
     *,
     on_miss: Literal["fetch", "fail"] = "fetch",
 ) -> RuntimeConfig:
-    """The configuration with the folder of its draft model, which is fetched if needed. Errors as of `fetch`."""
+    """The configuration with the folder of its draft model, which is fetched if needed. An EAGLE head is one whatever
+    it was named as: older arguments of vLLM have no word for it. Errors as of `fetch`."""
     speculation = config.speculation
     if not speculation.model.uri:
         return config
     source = ModelSource(uri=speculation.model.uri, digest=speculation.model.digest)
     folder = materialize(source, weights_dir, progress, weights_store=weights_store, on_miss=on_miss)
-    return replace(config, speculation=replace(speculation, model=DraftSource(uri=folder.as_uri())))
+    local = replace(speculation, model=DraftSource(uri=folder.as_uri()))
+    if speculation.method == "Draft" and read_checkpoint(folder).is_eagle_head:
+        say(f"{source.uri} is an EAGLE head")
+        local = replace(local, method="Eagle")
+    return replace(config, speculation=local)
 
 
 def check_artifact(config: RuntimeConfig, settings: LocalSettings, progress: ProgressCallback) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from neuron_runtime.checkpoint import InvalidModel, read_checkpoint
 
-FUSION = "fc.weight"
 TOKENS = "d2t"
 """For each token that the head knows, how far behind it the model's token is."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"

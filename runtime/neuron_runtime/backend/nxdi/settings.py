@@ -19,9 +19,10 @@ from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.devices import LogicalCore, Target
 from neuron_runtime.backend.neuron.model_config import number_of
 from neuron_runtime.backend.neuron.override import PATH
-from neuron_runtime.backend.nxdi.eagle import FUSION, HEAD_NORMS, TOKENS, named_as_layers, not_computed
+from neuron_runtime.backend.nxdi.eagle import HEAD_NORMS, TOKENS, named_as_layers, not_computed
 from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, text_config, window_of
 from neuron_runtime.backend.nxdi.neuron_config import OF_EAGLE, SAMPLING, SHARDED, Override, merge, read_override
+from neuron_runtime.checkpoint import FUSION
 from neuron_runtime.config import METHODS_WITH_MODEL, AdapterOptions, RuntimeConfig, uses_blocks
 from neuron_runtime.core import SamplingMode
 from neuron_runtime.dtypes import COMPUTED

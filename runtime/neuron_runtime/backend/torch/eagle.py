@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from neuron_runtime.backend.torch.architecture import DecoderConfig, boolean, decoder_config, positive, tensor_shapes
-from neuron_runtime.checkpoint import HEAD, Checkpoint, InvalidModel, TensorInfo, check_tensors
+from neuron_runtime.checkpoint import FUSION, HEAD, Checkpoint, InvalidModel, TensorInfo, check_tensors
 from neuron_runtime.errors import InvalidConfig
 
 BLOCK, MIDLAYER = "layers.0.", "midlayer."
 """What names of tensors of the first block begin with, and what they may begin with in EAGLE 3."""
 STATES = "eagle_aux_hidden_state_layer_ids"
-EMBEDDING, FUSION, FUSION_BIAS = "embed_tokens.weight", "fc.weight", "fc.bias"
+EMBEDDING, FUSION_BIAS = "embed_tokens.weight", "fc.bias"
 STATE_NORM, FUSED_NORM, NORM = "layers.0.hidden_norm.weight", "input_norm.weight", "norm.weight"
 TOKENS, UNREAD = "d2t", "t2d"
 """The token of each draft token, as a distance, and which tokens have one, which follows from the former."""

@@ -22,7 +22,7 @@ from neuron_runtime.backend.torch.eagle import Eagle
 from neuron_runtime.backend.torch.linear import Linear, linear
 from neuron_runtime.backend.torch.rotary import inverse_frequencies
 from neuron_runtime.backend.torch.weights import WeightReader
-from neuron_runtime.checkpoint import HEAD, Checkpoint, InvalidModel
+from neuron_runtime.checkpoint import FUSION, HEAD, Checkpoint, InvalidModel
 
 
 class HeadWeights(NamedTuple):
@@ -110,7 +110,7 @@ def read_weights(eagle: Eagle, checkpoint: Checkpoint, reader: WeightReader, mod
     state_norms = (norm(True, f"fc_norm.{number}.weight") for number in range(eagle.normed_states))
     return HeadWeights(
         blocks=own,
-        fusion=linear(reader.take(names.FUSION), reader.take_if_any(eagle.has_fusion_bias, names.FUSION_BIAS)),
+        fusion=linear(reader.take(FUSION), reader.take_if_any(eagle.has_fusion_bias, names.FUSION_BIAS)),
         state_norm=norm(is_third, names.STATE_NORM),
         state_norms=tuple(one for one in state_norms if one is not None),
         fused_norm=norm(eagle.fuses_normed, names.FUSED_NORM),
