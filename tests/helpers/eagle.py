@@ -73,6 +73,30 @@ def write_head(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
     return folder
 
 
+def write_copy(folder: Path, model: Path) -> Path:
+    """A head of generation 1 that is nearly the whole model, which has one block, so that most of its drafts are right.
+
+    It misses the first token, and lacks two norms: its embedding is normalised, what its block adds has that scale, and
+    its head has the weights of the last norm.
+    """
+    own = load_file(model / "model.safetensors")
+    config, block = json.loads((model / "config.json").read_text()), "layers.0."
+    tensors = {name.removeprefix("model."): tensor for name, tensor in own.items()}
+    embedding, norm, last = (
+        tensors.pop(name) for name in ("embed_tokens.weight", f"{block}input_layernorm.weight", "norm.weight")
+    )
+    size = embedding.pow(2).mean(dim=1, keepdim=True).sqrt()
+    tensors["embed_tokens.weight"] = embedding / size
+    for name in "qkv":
+        tensors[f"{block}self_attn.{name}_proj.weight"] *= norm
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        tensors[block + name] /= size.mean()
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * last
+    hidden = config["hidden_size"]
+    tensors["fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
+    return write_head(folder, config, tensors)
+
+
 class PlainEagle:
     """states: after how many blocks of the model EAGLE 3 reads its hidden states."""
 
