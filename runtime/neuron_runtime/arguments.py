@@ -44,6 +44,11 @@ FRAMEWORKS = {
 }
 """Backends by vLLM's names of them, which this variable has."""
 
+NEURON_QUANT = "neuron_quant"
+"""vLLM's word for quantization by transformers-neuronx, to the type of the variable."""
+QUANT_KINDS = {"s8": ("int8", NEURON_QUANT), "f8e4m3fn": ("fp8",)}
+"""What other backends have for its types. The last word means the first one by default."""
+
 SWITCH_OF_ADAPTERS = "enable_lora"
 
 TARGET_VARIABLE = "VLLM_TARGET_DEVICE"
@@ -158,10 +163,14 @@ def _of_transformers_neuronx(arguments: Mapping[str, Any], written: Callable[[st
     """
     backend, problems = arguments.get("backend", DEFAULT_BACKEND), ConfigProblems()
     override, dtype = arguments.get("override_neuron_config"), os.environ.get(QUANT_VARIABLE)
-    name = "override_neuron_config"
+    name, kind = "override_neuron_config", "quantization"
     with suppress(ValueError):  # whoever makes the document says what is wrong
         override = BY_ARGUMENT[name].read(override)
     values: dict[str, Any] = {}
+    given, said_by = arguments.get(kind), QUANT_VARIABLE
+    if given is not None and not (given == NEURON_QUANT and dtype):
+        said_by = written(kind)
+        dtype = next((one for one, words in QUANT_KINDS.items() if given in words), None)
     if isinstance(override, Mapping):
         sizes = {key: one for key, one in override.items() if plain(key) == "continuous_batching"}
         values[name] = override = {key: one for key, one in override.items() if key not in sizes}
@@ -171,12 +180,16 @@ def _of_transformers_neuronx(arguments: Mapping[str, Any], written: Callable[[st
         if wrong := [variable for variable in SEVERAL_NODES if os.environ.get(variable)]:
             problems.add(wrong[0], f"the {backend} backend runs on one node: unset it")
         if dtype:
-            say(f"{QUANT_VARIABLE}: weights are quantized to {dtype}")
+            say(f"{said_by}: weights are quantized to {dtype}")
             values[name] = {"quant": {"quant_dtype": dtype}, **values.get(name, {})}
+            values[kind] = "auto"
         problems.check()
         return values
-    if dtype:
-        problems.add(QUANT_VARIABLE, f"is {dtype!r}: {BY_FIELD['quant'].cure}")
+    if dtype in QUANT_KINDS:
+        say(f"{said_by}: weights are quantized to {dtype}")
+        values[kind] = QUANT_KINDS[dtype][0]
+    elif dtype:
+        problems.add(QUANT_VARIABLE, f"is {dtype!r}: set {' or '.join(QUANT_KINDS)}, or unset it")
     if unread := [variable for variable in OTHER_VARIABLES if os.environ.get(variable)]:
         say(f"{', '.join(unread)}: no effect, only transformers-neuronx reads such variables")
     if isinstance(override, Mapping):

@@ -18,6 +18,7 @@ from neuron_runtime.adapters.peft import Target
 from neuron_runtime.dtypes import ComputedDtype, dtype_name
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import Flag, json_or_pairs, json_or_text, numbers, template, word_or_folder
+from neuron_runtime.quantization import Quantizing
 from neuron_runtime.speculative_config import speculation
 from neuron_runtime.uris import parse_uri
 from neuron_runtime.validation import explain, problems
@@ -74,6 +75,18 @@ class ModelSource(Document, frozen=True, kw_only=True):
         "Expected commit (`hf://`) or hash (others), as found by `inspect`; others fail with `ChecksumMismatch`",
         COMPILED,
     ] = ""
+    converted: Annotated[
+        str,
+        "Digest of the model with converted weights, which `convert` left in the store: they are read in the place of "
+        "those at `uri`",
+        Flag(metavar="DIGEST"),
+        COMPILED,
+    ] = ""
+
+    @property
+    def served_digest(self) -> str:
+        """Of the weights that are read; empty: not pinned."""
+        return self.converted or self.digest
 
 
 class EngineLimits(Document, frozen=True, kw_only=True):
@@ -266,6 +279,13 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
         Literal["auto", ComputedDtype],
         "Data type of weights and cache; `auto`: that of the stored weights",
         Flag(llm=True, read=dtype_name),
+        COMPILED,
+    ] = "auto"
+    quantization: Annotated[
+        Quantizing,
+        "Type of the weights of linear layers: `auto`, as the checkpoint has them; `none`, in `dtype`; `int8` or "
+        "`fp8`, which an unquantized checkpoint is converted to. vLLM's other words must be what the checkpoint says",
+        Flag(llm=True),
         COMPILED,
     ] = "auto"
     layout: Annotated[

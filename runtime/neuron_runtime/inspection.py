@@ -21,6 +21,7 @@ import msgspec
 
 from neuron_runtime.adapters.peft import AdapterRules, reading
 from neuron_runtime.backend.neuron.devices import named_platform
+from neuron_runtime.backend.neuron.model_config import quantization_of as neuron_quantization_of
 from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.optimum import models as optimum
 from neuron_runtime.backend.optimum.hub_cache import cached_graphs, in_words
@@ -37,9 +38,12 @@ from neuron_runtime.checkpoint import (
     read_config,
 )
 from neuron_runtime.console import bytes_text
+from neuron_runtime.conversion.plan import conversion_of
 from neuron_runtime.dtypes import BY_STORED
+from neuron_runtime.engine.backends import PACKAGES, package_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
-from neuron_runtime.record import AdapterFacts, ModelFacts
+from neuron_runtime.quantization import QUANTIZATION_FIELDS, Quantizing, has_known_method, quantization_of
+from neuron_runtime.record import AdapterFacts, ModelFacts, PlannedConversion
 from neuron_runtime.text.tokenizer import check_templates
 from neuron_runtime.uris import HubModel, parse_uri
 from neuron_runtime.weights.fetching import TEXT, fetch_adapter, naming, outline
@@ -50,16 +54,19 @@ VLLM = "vllm"
 """No backend of this runtime: the operator says which models it runs, and only the configuration is read."""
 
 
-def inspect_model(uri: str, backend: str = "", application_class: str = "") -> ModelFacts:
+def inspect_model(
+    uri: str, backend: str = "", application_class: str = "", quantization: Quantizing = "auto"
+) -> ModelFacts:
     """Inspect a model: config.json, the index, the headers of the weights, and whether it has a tokenizer.
 
     Args:
         backend: the one that must support it; empty: any.
         application_class: the class that runs it with NxD Inference, whatever its architecture; empty: by that.
+        quantization: as the field of the configuration.
 
     Raises:
-        InvalidConfig: the URI is malformed or its scheme is not supported, or the application class is malformed or
-            for another backend.
+        InvalidConfig: the URI is malformed or its scheme is not supported, the application class is malformed or
+            for another backend, or the quantization is not that of the checkpoint.
         FatalError: MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, UNSUPPORTED_ARCHITECTURE or INVALID_MODEL.
         SourceUnreachable: the source does not respond; retry later.
     """
@@ -67,7 +74,7 @@ def inspect_model(uri: str, backend: str = "", application_class: str = "") -> M
         tempfile.TemporaryDirectory(prefix="neuron-inspect-") as scratch,
         outline(uri, Path(scratch)) as (folder, digest),
     ):
-        facts = model_facts(read_checkpoint(folder), digest, backend, application_class)
+        facts = model_facts(read_checkpoint(folder), digest, backend, application_class, quantization)
         check_tokenizer(folder)
         if backend == OPTIMUM:
             model = parse_uri(uri, "URI")
@@ -145,7 +152,11 @@ def _try_templates(folder: Path, uri: str) -> None:
 
 
 def model_facts(
-    checkpoint: Checkpoint, digest: str | None = None, backend: str = "", application_class: str = ""
+    checkpoint: Checkpoint,
+    digest: str | None = None,
+    backend: str = "",
+    application_class: str = "",
+    quantization: Quantizing = "auto",
 ) -> ModelFacts:
     """Facts of a model folder. The digest is its source's, or the checkpoint's own hash. See `inspect_model`.
 
@@ -153,12 +164,20 @@ def model_facts(
         FatalError: UNSUPPORTED_ARCHITECTURE, or INVALID_MODEL when tensors and configuration contradict one another.
     """
     _architectures(checkpoint)
+    config, conversion = checkpoint.config, None
+    if quantization != "auto" and backend not in PACKAGES:
+        raise InvalidConfig("--quantization", f"needs --backend: one of {', '.join(PACKAGES)}")
+    if backend in PACKAGES and not checkpoint.is_sharded and not is_private(application_class):
+        conversion = conversion_of(config, checkpoint.tensors, backend, quantization, "--quantization")
+        if has_known_method(config) and not package_of(backend).QUANTIZED_WEIGHTS.reads(config):
+            # What such a backend gets is converted, or has been.
+            config = {name: value for name, value in config.items() if name not in QUANTIZATION_FIELDS}
     if application_class and backend not in ("", NXDI):
         raise InvalidConfig(
             "--application-class", f"is for the {NXDI} backend, not for {backend}: leave out one of them"
         )
     if application_class or backend == NXDI:
-        family_of(checkpoint.config, application_class)
+        family_of(config, application_class)
     if backend == OPTIMUM:
         optimum.family_of(checkpoint.config)
     if backend == NEURONX:
@@ -183,7 +202,11 @@ def model_facts(
     tied = not any(name.endswith("lm_head.weight") for name in checkpoint.tensors) or (
         checkpoint.is_sharded and text_config(checkpoint.config).get("tie_word_embeddings") is True
     )
-    return _facts(checkpoint, shape, digest, tied_embeddings=tied)
+    facts = _facts(checkpoint, shape, digest, tied_embeddings=tied)
+    planned = conversion and PlannedConversion(
+        digest=conversion.digest(facts.digest), format=conversion.format, bytes=conversion.num_bytes
+    )
+    return msgspec.structs.replace(facts, conversion=planned)
 
 
 def _facts(
@@ -203,8 +226,18 @@ def _facts(
         parameters=checkpoint.num_parameters,
         weights_bytes=checkpoint.num_bytes,
         dtype=BY_STORED[dtype].name,
+        quantization=_quantization(checkpoint.config),
         digest=digest or checkpoint.digest,
     )
+
+
+def _quantization(config: Mapping[str, Any]) -> str:
+    """How weights are stored, in words, also where nobody reads them."""
+    try:
+        stored = quantization_of(config)
+    except FatalError:
+        return neuron_quantization_of(config)
+    return stored.in_words() if stored else ""
 
 
 def _runs_on_device(checkpoint: Checkpoint, backend: str, application_class: str) -> bool:
@@ -293,10 +326,17 @@ def facts_as_text(uri: str, facts: ModelFacts) -> str:
         "vocabulary": f"{facts.vocabulary_size:,} tokens",
         "longest": f"{facts.max_position_embeddings:,} tokens",
         "cache": f"{cache_bytes:,} elements per token",
+        **({"quantization": facts.quantization} if facts.quantization else {}),
+        **({"converted": _conversion_in_words(facts.conversion)} if facts.conversion else {}),
         **({"graphs": facts.graphs} if facts.graphs else {}),
         "digest": facts.digest,
     }
     return "\n".join(f"{name + ':':<14}{value}" for name, value in rows.items())
+
+
+def _conversion_in_words(conversion: PlannedConversion) -> str:
+    form = "multiplied out" if conversion.format == "none" else f"to {conversion.format}"
+    return f"{form}, {bytes_text(conversion.bytes)}, digest {conversion.digest}"
 
 
 def adapter_as_text(uri: str, facts: AdapterFacts) -> str:

@@ -154,7 +154,6 @@ ROWS = (
     NotBuilt("previous_response_id", _RESPONSES, cure="send the whole conversation in `input`"),
     NotBuilt("prompt", _RESPONSES, cure="send the text in `input`"),
     NotBuilt("prompt_embeds", _BODY),
-    NotBuilt("quantization", _LLM),
     NotBuilt("quantization", _SPECULATIVE, cure=_OF_DRAFT_MODELS),
     NotBuilt("rejection_sample_method", _SPECULATIVE, ("standard",)),
     NotBuilt("refusal", _MESSAGE),

@@ -1,7 +1,8 @@
-"""How a checkpoint stores quantized weights, read from its config.json as one value.
+"""How a checkpoint stores quantized weights, read from its config.json as one value; and which form of weights a
+configuration wants.
 
-Called by what checks and reads tensors; it knows names, shapes and dtypes, and reads no weights. Weights alone count:
-scales of activations and of the cache are left out, because both are computed in the model's dtype.
+Called by what checks, reads and converts tensors; it knows names, shapes and dtypes, and reads no weights. Only weights
+count: scales of activations and of the cache are left out, because both are computed in the model's dtype.
 """
 
 from __future__ import annotations
@@ -9,13 +10,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from neuron_runtime.dtypes import COMPUTED_STORED
-from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
 WHOLE = 0
 """Of `Quantization.block`: the whole dimension."""
+
+Kind = Literal["int8", "fp8"]
+"""What quantized weights can be converted to."""
+Format = Literal["int8", "fp8", "none"]
+"""What weights can be converted to. none: multiplied out, in the model's dtype."""
+Quantizing = Literal["auto", "none", "int8", "fp8", "compressed-tensors", "fbgemm_fp8", "modelopt"]
+"""Values of the configuration. The last ones are methods of checkpoints: vLLM's words for what they say anyway."""
+
+KINDS: Mapping[str, Kind] = {"I8": "int8", "I32": "int8", "F8_E4M3": "fp8"}
+"""By the dtype in which numbers are stored."""
+LARGEST: Mapping[Kind, float] = {"int8": 127.0, "fp8": 240.0}
+"""The largest number of converted weights. float8_e4m3fn goes to 448, but that of Neuron devices ends here."""
 
 UNREAD = re.compile(r"\.(input|output|q|k|v|kv)_scale$|\.(activation_scale_ub|weight_shape)$")
 """Tensors that a quantized checkpoint may have and that nobody needs."""
@@ -44,6 +57,15 @@ class Quantization:
     weight: str = "weight"
     packed: int = 1
 
+    @property
+    def kind(self) -> str:
+        """int8, fp8, or the method."""
+        return KINDS.get(self.stored, self.method)
+
+    def in_words(self) -> str:
+        shared = BLOCKS.get(self.block, f"in blocks of {self.block[0]} x {self.block[1]}")
+        return f"{self.method}: {self.kind} {shared}{', packed' if self.packed > 1 else ''}"
+
     def weight_name(self, name: str) -> str:
         """Of the tensor that stores this weight. name: as an unquantized model has it."""
         return name.removesuffix("weight") + self.weight
@@ -65,6 +87,84 @@ class Quantization:
             StoredTensor(self.weight_name(name), (rows, -(-columns // self.packed)), (self.stored,)),
             StoredTensor(self.scale_name(name), self.scale_shape(shape), COMPUTED_STORED),
         )
+
+
+BLOCKS = {(WHOLE, WHOLE): "per tensor", (1, WHOLE): "per channel"}
+
+CONVERTED: Mapping[Kind, Quantization] = {
+    "int8": Quantization("compressed-tensors", "I8", (1, WHOLE)),
+    "fp8": Quantization("compressed-tensors", "F8_E4M3", (1, WHOLE)),
+}
+"""How converted weights are stored: each row has a scale, `[rows, 1]` in float32."""
+
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+"""Of config.json. The second one is the older name."""
+
+CONVERTER = "neuron_serving_conversion"
+"""Of config.json: says that its weights were converted here, so that none is beyond `LARGEST`."""
+
+_PLAIN = re.compile(r"(^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate)\.weight$")
+"""Weights that are never quantized, because each error in them counts: embedding, head, and what chooses experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeights:
+    """What a backend does with quantized weights.
+
+    formats: those in which it computes, given as `CONVERTED`.
+    quantizes: whether it makes them of unquantized weights while it loads.
+    reads: whether it reads what a checkpoint stores, whatever that is, by config.json. Then it also multiplies out.
+    plain_with_bias: last words of layers which must not be quantized where they have biases.
+    experts: whether it computes quantized experts.
+    """
+
+    formats: tuple[Kind, ...] = ()
+    quantizes: bool = False
+    reads: Callable[[Mapping[str, Any]], bool] = lambda config: False
+    plain_with_bias: tuple[str, ...] = ()
+    experts: bool = False
+
+
+def quantizable(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The weights of linear layers that are quantized if weights are. shapes: of all tensors of a model, by name."""
+    return [name for name in linear_weights(shapes) if not _PLAIN.search(name)]
+
+
+def linear_weights(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Those of all linear layers. An embedding is none."""
+    return [
+        name
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight") and not name.endswith("embed_tokens.weight")
+    ]
+
+
+def wanted_format(config: Mapping[str, Any], wanted: Quantizing, field: str = "$.quantization") -> Format | Literal[""]:
+    """The form of weights that the configuration asks for; "": that in which they are stored.
+
+    config: config.json.
+    Raises InvalidConfig at the field if the checkpoint is quantized in another way, and as `quantization_of`.
+    """
+    stored = quantization_of(config)
+    if wanted == "auto":
+        return ""
+    if wanted == "none":
+        return "none" if stored else ""
+    if stored is None:
+        if wanted in get_args(Kind):
+            return cast(Kind, wanted)
+        message = f"is {wanted}, but the checkpoint is not quantized: leave it out, or set int8 or fp8"
+        raise InvalidConfig(field, message)
+    if wanted not in (stored.kind, stored.method):
+        message = f"is {wanted}, but the checkpoint is quantized already ({stored.in_words()}): leave it out, or set "
+        raise InvalidConfig(field, f"{message}none, or serve a checkpoint that is not quantized")
+    return ""
+
+
+def has_known_method(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is quantized by a method of which `quantization_of` knows some."""
+    given = config.get("quantization_config") or config.get("compression_config")
+    return isinstance(given, Mapping) and given.get("quant_method") in METHODS
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
@@ -154,5 +254,5 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantization]] = {
 def _unsupported(what: str, supported: str) -> FatalError:
     return FatalError(
         ExitCode.UNSUPPORTED_ARCHITECTURE,
-        f"config.json: quantization_config: {what}: not supported by the torch backend; supported: {supported}",
+        f"config.json: quantization_config: {what}: not supported; supported: {supported}",
     )

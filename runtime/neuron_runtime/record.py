@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from neuron_runtime.errors import FatalError, ServingError
+from neuron_runtime.quantization import Format
 
 RECORD_VERSION = 1
 MAX_RECORD_BYTES = 2048
 MAX_MESSAGE_CHARACTERS = 1024
 GENERAL_FAILURE = 1
+
+
+class PlannedConversion(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Weights that `convert` makes of a checkpoint. They depend on nothing else than the digest says."""
+
+    digest: str
+    """Of the converted model: sha256 over the source's digest, the format, what is excluded, and a version."""
+    format: Format
+    bytes: int
+    """Of all converted weights."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -43,6 +55,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     graphs: str = ""
     """Of the optimum backend, in words: those that Hugging Face's cache has, or that all must be compiled; empty:
     unknown, or not asked for."""
+    quantization: str = ""
+    """How the checkpoint stores weights, in words; empty: unquantized."""
+    conversion: PlannedConversion | None = None
+    """What its weights are converted to for the backend, and as the configuration asks; None: they are read as they
+    are."""
     digest: str
     """The commit for hf://, else sha256 over config, index and headers of the weights; pins the served model."""
 
@@ -86,6 +103,26 @@ class StoredArtifact(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Most memory that the compiler had."""
 
 
+class ConversionFigures(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What a conversion changes of the model's outputs."""
+
+    format: Format
+    layer_error: float
+    """The largest error of a linear layer's output, as a share of that output, on random activations."""
+    perplexity: float | None = None
+    """Of the source on a text that ships with this program; None: not computed."""
+    converted_perplexity: float | None = None
+    unmeasured: str = ""
+    """Why perplexities were not computed."""
+
+
+class Converted(NamedTuple):
+    """What `convert` left in the store."""
+
+    weights: StoredWeights
+    figures: ConversionFigures
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     version: int
     command: str
@@ -97,10 +134,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
     weights: StoredWeights | None = None
     artifact: StoredArtifact | None = None
     adapter: AdapterFacts | None = None
+    conversion: ConversionFigures | None = None
     seconds: float = 0.0
 
 
-Result = ModelFacts | StoredWeights | StoredArtifact | AdapterFacts
+Result = ModelFacts | StoredWeights | StoredArtifact | AdapterFacts | Converted
 """What a command that succeeded leaves behind, if anything."""
 
 
@@ -119,14 +157,16 @@ def failure(command: str, error: ServingError, seconds: float = 0.0) -> Record:
 
 
 def success(command: str, result: Result | None = None, seconds: float = 0.0) -> Record:
+    stored, figures = result if isinstance(result, Converted) else (result, None)
     return Record(
         version=RECORD_VERSION,
         command=command,
         ok=True,
         facts=result if isinstance(result, ModelFacts) else None,
-        weights=result if isinstance(result, StoredWeights) else None,
+        weights=stored if isinstance(stored, StoredWeights) else None,
         artifact=result if isinstance(result, StoredArtifact) else None,
         adapter=result if isinstance(result, AdapterFacts) else None,
+        conversion=figures,
         seconds=round(seconds, 3),
     )
 

@@ -2,6 +2,7 @@
 records read as none."""
 
 import json
+from typing import get_args
 
 import msgspec
 import pytest
@@ -12,7 +13,9 @@ from neuron_operator.api import names
 from neuron_operator.read.records import (
     VERSION,
     AdapterFacts,
+    ConversionFigures,
     Facts,
+    PlannedConversion,
     Record,
     StoredArtifact,
     StoredWeights,
@@ -22,6 +25,7 @@ from neuron_runtime import console
 from neuron_runtime import record as runtime
 from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.quantization import Format
 
 TEXT = st.text(max_size=200)
 COUNT = st.integers(min_value=0, max_value=2**53)
@@ -43,6 +47,14 @@ FACTS = st.builds(
     num_experts=COUNT,
     tied_embeddings=st.booleans(),
     graphs=st.text(max_size=100),
+    quantization=st.text(max_size=80),
+    conversion=st.none()
+    | st.builds(
+        runtime.PlannedConversion,
+        digest=st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
+        format=st.sampled_from(get_args(Format)),
+        bytes=COUNT,
+    ),
     digest=st.text(max_size=80),
 )
 
@@ -60,6 +72,26 @@ def test_the_operator_reads_what_fetch_stored(weights: runtime.StoredWeights) ->
     read = parse_record(runtime.encode(runtime.success("fetch", weights)).decode())
     assert read is not None
     assert msgspec.to_builtins(read.weights) == msgspec.to_builtins(weights)
+
+
+@given(
+    st.builds(runtime.StoredWeights, digest=st.text(max_size=80), bytes=COUNT, read_bytes=COUNT),
+    st.builds(
+        runtime.ConversionFigures,
+        format=st.sampled_from(get_args(Format)),
+        layer_error=st.floats(0, 1e9),
+        perplexity=st.none() | st.floats(0, 1e9),
+        converted_perplexity=st.none() | st.floats(0, 1e9),
+        unmeasured=st.text(max_size=100),
+    ),
+)
+def test_the_operator_reads_what_convert_stored_and_measured(
+    weights: runtime.StoredWeights, figures: runtime.ConversionFigures
+) -> None:
+    read = parse_record(runtime.encode(runtime.success("convert", runtime.Converted(weights, figures))).decode())
+    assert read is not None
+    assert msgspec.to_builtins(read.weights) == msgspec.to_builtins(weights)
+    assert msgspec.to_builtins(read.conversion) == msgspec.to_builtins(figures)
 
 
 @given(
@@ -114,6 +146,8 @@ def test_operator_and_runtime_use_the_same_record_fields_and_version() -> None:
     assert Facts.__struct_encode_fields__ == (*runtime.ModelFacts.__struct_encode_fields__, "draft")
     assert StoredWeights.__struct_encode_fields__ == runtime.StoredWeights.__struct_encode_fields__
     assert StoredArtifact.__struct_encode_fields__ == runtime.StoredArtifact.__struct_encode_fields__
+    assert PlannedConversion.__struct_encode_fields__ == runtime.PlannedConversion.__struct_encode_fields__
+    assert ConversionFigures.__struct_encode_fields__ == runtime.ConversionFigures.__struct_encode_fields__
     assert AdapterFacts.__struct_encode_fields__ == runtime.AdapterFacts.__struct_encode_fields__
     assert Record.__annotations__.keys() == runtime.Record.__annotations__.keys()
     assert VERSION == runtime.RECORD_VERSION

@@ -218,6 +218,7 @@ def test_manifests_for_transformers_neuronx_are_honoured_by_its_backend(
         "max_model_len": 2048,
         "context_buckets": [128, 512, 1024],
         "override_neuron_config": {"quant": {"quant_dtype": "s8"}, "shard_over_sequence": True},
+        "quantization": "auto",
     }
     said = capsys.readouterr().err
     assert "the block size has no effect: each request has one contiguous line of the cache" in said
@@ -264,7 +265,7 @@ def test_manifests_for_transformers_neuronx_keep_their_results_on_other_backends
     said = capsys.readouterr().err
     assert "NEURON_VOCAB_PAD_DIVISOR: no effect" in said
     assert "--override-neuron-config: shard_over_sequence, fuse_qkv, cast_logits_dtype: no effect" in said
-    monkeypatch.setenv("NEURON_QUANT_DTYPE", "s8")
+    monkeypatch.setenv("NEURON_QUANT_DTYPE", "s4")
     changes = {"quant": {}, "on_device_generation": {}, "cast_logits_dtype": "bfloat16", "bf16_rms_norm": True}
     with pytest.raises(InvalidConfig) as caught:
         on_this_machine({"backend": backend, "override_neuron_config": changes})
@@ -273,6 +274,31 @@ def test_manifests_for_transformers_neuronx_keep_their_results_on_other_backends
         *(f"--override-neuron-config[{key!r}]" for key in changes),
     ]
     assert "leave it out, or set the sampling mode to Device" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "quant_dtype", "quantization"),
+    [
+        ("s8", None, "s8", "int8"),
+        ("f8e4m3fn", None, "f8e4m3fn", "fp8"),
+        ("f8e4m3fn", "neuron_quant", "f8e4m3fn", "fp8"),
+        ("", "neuron_quant", "s8", "int8"),
+        ("s8", "fp8", "f8e4m3fn", "fp8"),
+        ("s8", "none", None, "none"),
+        ("", "compressed-tensors", None, "compressed-tensors"),
+    ],
+)
+def test_quantization_for_transformers_neuronx_is_understood_by_all_backends(
+    monkeypatch: pytest.MonkeyPatch, variable: str, given: str | None, quant_dtype: str | None, quantization: str
+) -> None:
+    monkeypatch.setenv("NEURON_QUANT_DTYPE", variable)
+    wanted = {"quantization": given} if given else {}
+    for backend in ("torch", "nxdi"):
+        assert on_this_machine({"backend": backend, **wanted})["quantization"] == quantization
+    legacy = on_this_machine({"backend": "transformers-neuronx", **wanted})
+    override = {"override_neuron_config": {"quant": {"quant_dtype": quant_dtype}}} if quant_dtype else {}
+    own = {"quantization": "auto"} if quant_dtype else wanted
+    assert legacy == {"backend": "transformers-neuronx", "compile": True, **override, **own}
 
 
 def test_settings_of_nxd_inference_with_the_same_name_are_left_to_it() -> None:

@@ -17,6 +17,15 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 """The status and quantities of pods can hold it; so can every JSON parser."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{40,64}\Z")]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Ratio = Annotated[float, Meta(ge=0, le=1e9)]
+
+
+class PlannedConversion(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Weights that `convert` makes of a checkpoint."""
+
+    digest: Key
+    format: Annotated[str, Meta(max_length=20)]
+    bytes: Count
 
 
 class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -39,6 +48,10 @@ class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tru
     tied_embeddings: bool = False
     graphs: Annotated[str, Meta(max_length=1000)] = ""
     """Which graphs need not be compiled, in words; empty: unknown."""
+    quantization: Annotated[str, Meta(max_length=200)] = ""
+    """How the checkpoint stores weights, in words; empty: unquantized, or unknown."""
+    conversion: PlannedConversion | None = None
+    """What its weights are converted to; None: they are read as they are."""
     digest: str
     draft: Facts | None = None
     """Of its draft model, which the operator adds: another Job reports them."""
@@ -78,6 +91,17 @@ class AdapterFacts(Struct, frozen=True, kw_only=True, rename="camel"):
     source_digest: Annotated[str, Meta(max_length=100)] = ""
 
 
+class ConversionFigures(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What `convert` reports about the error that it made."""
+
+    format: Annotated[str, Meta(max_length=20)]
+    layer_error: Ratio
+    perplexity: Ratio | None = None
+    converted_perplexity: Ratio | None = None
+    unmeasured: Annotated[str, Meta(max_length=200)] = ""
+    """Why perplexities were not computed."""
+
+
 class Record(Struct, frozen=True, kw_only=True, rename="camel"):
     version: int
     command: str
@@ -89,6 +113,7 @@ class Record(Struct, frozen=True, kw_only=True, rename="camel"):
     weights: StoredWeights | None = None
     artifact: StoredArtifact | None = None
     adapter: AdapterFacts | None = None
+    conversion: ConversionFigures | None = None
     seconds: float = 0.0
 
     @property

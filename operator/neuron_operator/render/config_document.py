@@ -25,7 +25,7 @@ VERSION = 1
 WHOLE = Spec(model=ModelSource(uri=""), serving=Serving(speculation=Speculation(model=DraftModel(uri=""))))
 """With every part that may be left out."""
 COMPILED_PATHS = (
-    *("version", "model.digest", "speculation.model.digest"),
+    *("version", "model.digest", "model.converted", "speculation.model.digest", "quantization"),
     *(to.path for _, one, _ in walk(WHOLE, "spec") for to in one.annotations(ConfigKey) if to.compiled),
 )
 """What a compiled artifact depends on; the runtime marks the same fields with `COMPILED`."""

@@ -82,7 +82,7 @@ def wanted_artifact(config: RuntimeConfig, model_dir: Path, digest: str = "") ->
         digest: that of the model; default: from the configuration or the folder.
     """
     package, part = backend_package(config), compiled_part(config)
-    digest = digest or config.model.digest or digest_of(model_dir, with_weights=package.needs_weights(config))
+    digest = digest or config.model.served_digest or digest_of(model_dir, with_weights=package.needs_weights(config))
     needs = package.compiler(part, model_dir).needs
     return Wanted(package.__name__, part, model_dir, covered(config.backend, digest, needs))
 

@@ -6,6 +6,7 @@ The operator runs it in a Job.
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
 from neuron_runtime import record
 from neuron_runtime.adapters.peft import TARGETS, AdapterRules
@@ -13,6 +14,7 @@ from neuron_runtime.config import AdapterOptions
 from neuron_runtime.engine.backends import PACKAGES, package_of
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.flags import model_uri
+from neuron_runtime.quantization import Quantizing
 from neuron_runtime.uris import FORMS
 
 DEFAULT_MAX_RANK = AdapterOptions().max_rank
@@ -31,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CLASS",
         default="",
         help="Take the model's architecture as one that this class runs with nxdi, see the flag of `serve`",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=get_args(Quantizing),
+        default="auto",
+        help="As of `serve`: with --backend, what the weights have to be converted to (default: %(default)s)",
     )
     parser.add_argument(
         "--eagle-head", action="store_true", help="URI is an EAGLE head, which makes drafts and has no tokenizer"
@@ -90,7 +98,7 @@ def run(options: argparse.Namespace) -> record.ModelFacts | record.AdapterFacts:
     facts = (
         inspection.inspect_head(uri)
         if options.eagle_head
-        else inspection.inspect_model(uri, options.backend, options.application_class)
+        else inspection.inspect_model(uri, options.backend, options.application_class, options.quantization)
     )
     print(inspection.facts_as_json(facts) if options.json else inspection.facts_as_text(options.uri, facts))
     return facts

@@ -16,6 +16,7 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.quantization import QuantizedWeights
 
 PACKAGES = {
     "torch": "neuron_runtime.backend.torch",
@@ -45,6 +46,9 @@ class BackendPackage(Protocol):
 
     DRAFT_METHODS: tuple[str, ...]
     """Methods of `Speculation` for which it has `BackendLimits.max_drafts` as the configuration says."""
+
+    QUANTIZED_WEIGHTS: QuantizedWeights
+    """What it does with quantized weights."""
 
     def needs_weights(self, config: RuntimeConfig) -> bool:
         """Whether a model's weights are needed to serve it; otherwise its small files suffice."""
@@ -141,6 +145,9 @@ def check_backend(config: RuntimeConfig) -> None:
     if (method := config.speculation.method) and method not in package.DRAFT_METHODS:
         cure = " or ".join(["leave it out", *[f"set {one}" for one in package.DRAFT_METHODS]])
         raise InvalidConfig("$.speculation.method", f"the {config.backend} backend has no {method}: {cure}")
+    if config.quantization not in ("auto", "none") and not package.QUANTIZED_WEIGHTS.formats:
+        message = f"the {config.backend} backend computes no quantized weights: leave it out"
+        raise InvalidConfig("$.quantization", message)
 
 
 def check_ranks(config: RuntimeConfig, num_ranks: int) -> None:

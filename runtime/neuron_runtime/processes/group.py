@@ -62,7 +62,7 @@ def facts_of(config: RuntimeConfig, model_dir: Path) -> Facts:
     package = backend_package(config)
     return Facts(
         config=wire.fingerprint(msgspec.to_builtins(config)),
-        weights=config.model.digest or digest_of(model_dir, with_weights=package.needs_weights(config)),
+        weights=config.model.served_digest or digest_of(model_dir, with_weights=package.needs_weights(config)),
         artifact=wanted_artifact(config, model_dir).key if compiles(config) else "",
         libraries={"neuron-serving": version("neuron-serving"), **package.versions()},
     )

@@ -225,14 +225,8 @@ def fetch(
     if isinstance(model, ModelInPlace):
         return _in_place(uri, folder_of(model, parts.config), digest, parts, check)
 
-    def stored(digest: str) -> Entry | None:
-        keys = [digest + suffix for suffix in parts.suffixes]
-        for key in keys:
-            if entry := store.sound(key):
-                return entry
-        if remote is not None and (
-            entry := remote.download(keys[0], store, report, into=keys[-1], wanted=parts.is_part)
-        ):
+    def found(digest: str) -> Entry | None:
+        if entry := stored(digest, store, remote, report, parts):
             return entry
         if on_miss == "fail":
             places = f"{store.folder}" if remote is None else f"{store.folder} or {remote.address}"
@@ -244,11 +238,11 @@ def fetch(
             )
         return None
 
-    if KEY.fullmatch(digest) and (entry := stored(digest)):
+    if KEY.fullmatch(digest) and (entry := found(digest)):
         return _fetched(entry, check)
     attempts = Attempts(source or open_source(model, parts), tools.sleep)
     listing = _listing(attempts, digest)
-    if not digest and (entry := stored(listing.digest)):
+    if not digest and (entry := found(listing.digest)):
         return _fetched(entry, check)
     key = listing.digest + parts.suffixes[-1]
     store.prepare()
@@ -257,6 +251,19 @@ def fetch(
             return _fetched(entry, check)
         manifest, read_bytes = _copy(attempts, listing, work, report, parts=parts, check=check, tools=tools)
         return _fetched(store.publish(key, work, manifest), check, read_bytes)
+
+
+def stored(
+    digest: str, store: Store, remote: RemoteStore | None, report: Callable[[Amount], None], parts: Parts = MODEL
+) -> Entry | None:
+    """The entry of a digest, from another store if this one lacks it; None if that does, too. Raises as `fetch`."""
+    keys = [digest + suffix for suffix in parts.suffixes]
+    for key in keys:
+        if entry := store.sound(key):
+            return entry
+    if remote is None:
+        return None
+    return remote.download(keys[0], store, report, into=keys[-1], wanted=parts.is_part)
 
 
 def supply(
@@ -345,21 +352,37 @@ def materialize(
         shown = True
         progress(stage, min(0.999, amount.done_bytes / max(1, amount.total_bytes)))
 
-    entry = fetch(
-        model.uri,
-        Store(weights_dir),
-        report,
-        model.digest,
-        source,
-        remote=open_remote(weights_store) if weights_store else None,
-        on_miss=on_miss,
-        parts=MODEL if with_weights else TEXT,
-        check=check,
-        tools=tools,
-    )
+    store, remote = Store(weights_dir), open_remote(weights_store) if weights_store else None
+    parts = MODEL if with_weights else TEXT
+    if model.converted:
+        converted = stored(model.converted, store, remote, report, parts)
+        if converted is None:
+            raise _not_converted(model, remote.address if remote else store.address)
+        entry = _fetched(converted, check)
+    else:
+        entry = fetch(
+            model.uri,
+            store,
+            report,
+            model.digest,
+            source,
+            remote=remote,
+            on_miss=on_miss,
+            parts=parts,
+            check=check,
+            tools=tools,
+        )
     if shown:
         progress(stage, 1.0)
     return entry.folder
+
+
+def _not_converted(model: ModelSource, address: str) -> FatalError:
+    return FatalError(
+        ExitCode.WEIGHTS_MISSING,
+        f"{model.uri} with converted weights, digest {model.converted}, is not in {address}; convert it there: "
+        f"neuron-runtime convert {model.uri} {address}",
+    )
 
 
 def open_remote(uri: str, field: str = "--weights-store", kind: EntryKind = MODELS) -> RemoteStore:
@@ -398,6 +421,10 @@ def described(
 
     with_weights: False for a model of which only config.json is read.
     """
+    if model.converted:
+        with _described_converted(model, weights_dir, weights_store) as folder:
+            yield folder, model.converted
+        return
     source = parse_uri(model.uri)
     if isinstance(source, ModelInPlace):
         parts = MODEL if with_weights else TEXT
@@ -417,6 +444,21 @@ def described(
         outline(uri, Path(scratch), digest) as (folder, found_digest),
     ):
         yield folder, model.digest or found_digest or ""
+
+
+@contextlib.contextmanager
+def _described_converted(model: ModelSource, weights_dir: Path, weights_store: str) -> Iterator[Path]:
+    if entry := Store(weights_dir).sound(model.converted):
+        yield entry.folder
+        return
+    remote = weights_store and open_remote(weights_store).find(model.converted)
+    if not remote:
+        raise _not_converted(model, weights_store or str(weights_dir))
+    with (
+        tempfile.TemporaryDirectory(prefix="neuron-serving-outline-") as scratch,
+        outline(remote.uri, Path(scratch)) as (folder, _),
+    ):
+        yield folder
 
 
 def open_source(model: HubModel | S3Model, parts: Parts = MODEL) -> Source:

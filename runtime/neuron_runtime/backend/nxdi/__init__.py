@@ -17,18 +17,22 @@ from neuron_runtime.backend.nxdi.draft_model import draft_files
 from neuron_runtime.backend.nxdi.foreign import holds_weights, within
 from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.graphs import NxdiCompiler
-from neuron_runtime.backend.nxdi.models import is_private
+from neuron_runtime.backend.nxdi.models import is_private, reads_stored
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
 from neuron_runtime.backend.nxdi.settings import MIN_ADAPTER_RANK as MIN_ADAPTER_RANK
 from neuron_runtime.backend.nxdi.settings import settings_of
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.quantization import QuantizedWeights
 
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
 DRAFT_METHODS = ("NGram", "Draft", "Eagle")
+QUANTIZED_WEIGHTS = QuantizedWeights(
+    formats=("int8", "fp8"), reads=reads_stored, plain_with_bias=("q_proj", "k_proj", "v_proj")
+)
 
 
 def needs_weights(config: RuntimeConfig) -> bool:

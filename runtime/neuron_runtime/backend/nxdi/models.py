@@ -171,6 +171,13 @@ def _family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
     )
 
 
+def reads_stored(model: Mapping[str, Any]) -> bool:
+    """Whether the class of NxD Inference itself multiplies out, or computes, what this checkpoint stores."""
+    names = (str(name) for name in model.get("architectures") or ())
+    families = [family for name in names if (family := BY_ARCHITECTURE.get(name))]
+    return bool(families) and quantization_of(model) in families[0].quantizations
+
+
 def is_private(application: str) -> bool:
     """Whether an application is given by its import path."""
     return ":" in application

@@ -20,11 +20,13 @@ from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.host import FreeMemory
+from neuron_runtime.quantization import QuantizedWeights
 
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
 PROCESS_PER_RANK = True
 DRAFT_METHODS = ("NGram", "Draft", "Eagle")
+QUANTIZED_WEIGHTS = QuantizedWeights(formats=("int8", "fp8"), quantizes=True, reads=lambda config: True, experts=True)
 MIN_ADAPTER_RANK = 1
 UNLIMITED = 2**62
 """Bytes."""

@@ -18,11 +18,13 @@ from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.flags import plain
+from neuron_runtime.quantization import QuantizedWeights
 
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
 DRAFT_METHODS = ()
+QUANTIZED_WEIGHTS = QuantizedWeights()
 MIN_ADAPTER_RANK = 0
 
 
