@@ -290,7 +290,7 @@ FAULTS = (
     ),
     Fault("forbidden", IDLE, start=_forbid, end=_allow),
     # The spec.
-    Fault("not-supported", {"serving": {"quantization": "int8"}}, IDLE),
+    Fault("not-supported", {"accelerator": {"instanceTypes": ["inf2.xlarge"]}}, IDLE),
     Fault("too-long", {"serving": {"maxModelLength": 999_999}}, IDLE, is_rare=True),
     Fault(
         "paused",

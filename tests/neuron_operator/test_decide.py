@@ -144,7 +144,7 @@ def test_a_transition_emits_one_event() -> None:
 
 
 def test_a_problem_emits_a_warning_event() -> None:
-    decision = decide(fresh(spec={"model": {"uri": "hf://a/b"}, "serving": {"quantization": "int8"}}), SETTINGS)
+    decision = decide(fresh(spec={"model": {"uri": "hf://a/b"}, "accelerator": {"instanceTypes": ["x"]}}), SETTINGS)
     assert [(a.type, a.reason) for a in decision.announcements] == [("Warning", "FieldNotSupported")]
 
 
@@ -460,7 +460,7 @@ def test_a_model_created_paused_reports_it() -> None:
 
 def test_a_refused_edit_keeps_the_serving_revision() -> None:
     world, _ = resolved_world()
-    decision = decide(edited(with_ready_pods(world), serving={"quantization": "int8"}), SETTINGS)
+    decision = decide(edited(with_ready_pods(world), serving={"contextBuckets": [128]}), SETTINGS)
     assert (decision.desired, decision.delete) == ((), ())
     assert condition(decision.status, "Accepted")["reason"] == "FieldNotSupported"
     assert condition(decision.status, "Available")["status"] == "True"
@@ -773,7 +773,7 @@ EDITS = st.fixed_dictionaries(
         "replicas": st.integers(0, 4),
         "model": st.sampled_from([{"uri": "hf://acme/tiny"}, {"uri": "hf://acme/other"}, {"uri": "s3://bucket/x"}]),
         "accelerator": st.sampled_from([{"devices": 1}, {"devices": 6}, {"devices": 7}, {"cores": 1}, {"type": "CPU"}]),
-        "serving": st.sampled_from([{}, {"maxModelLength": 512}, {"maxModelLength": 4096}, {"quantization": "x"}]),
+        "serving": st.sampled_from([{}, {"maxModelLength": 512}, {"maxModelLength": 4096}, {"quantization": "Int8"}]),
         "engine": st.sampled_from([{"backend": "torch"}, COMPILED]),
     },
 )

@@ -99,7 +99,7 @@ def paused_edit(**spec: Any) -> World:
         (lambda: serving(1), "InProgress", "Reconciling"),
         (lambda: serving(spec={**SPEC, "replicas": 0}), "Current", ""),
         (lambda: edited(serving(), serving={"maxModelLength": 512}), "InProgress", "Reconciling"),
-        (lambda: edited(serving(), serving={"quantization": "int8"}), "Failed", "Stalled"),
+        (lambda: edited(serving(), serving={"contextBuckets": [128]}), "Failed", "Stalled"),
         (lambda: edited(serving(), accelerator={"devices": 7}), "Failed", "Stalled"),
         (unknown_model, "Failed", "Stalled"),
         (crashing, "InProgress", "Reconciling"),

@@ -88,7 +88,7 @@ def test_everything_unsupported_is_refused_together_with_each_cure() -> None:
     changes = {
         "engine": {"backend": "torch", "overrideNeuronConfig": {"x": 1}},
         "accelerator": {"logicalNeuronCore": 1},
-        "serving": {"quantization": "int8"},
+        "serving": {"contextBuckets": [128]},
     }
     text = refused(changes)
     for part in ("spec.engine.overrideNeuronConfig", "has no settings"):
@@ -96,8 +96,8 @@ def test_everything_unsupported_is_refused_together_with_each_cure() -> None:
     for part in (
         "spec.accelerator.logicalNeuronCore: 1",
         "computes on the host",
-        "spec.serving.quantization",
-        "serving.dtype",
+        "spec.serving.contextBuckets",
+        "computes any length",
     ):
         assert part in text
 

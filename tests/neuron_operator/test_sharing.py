@@ -252,10 +252,8 @@ def test_the_record_of_an_earlier_revision_stays_as_long_as_the_revision() -> No
 
 def voidable() -> tuple[Step, ...]:
     """Facts are pinned and therefore never void: the same step, as one whose result is a file."""
-    task = STEPS[0].task
-    assert task is not None
-    voided = replace(task, knows=None, void_after=frozenset({20}))
-    return (Step(STEPS[0].finish, voided), *STEPS[1:])
+    voided = replace(STEPS[0].tasks[0], knows=None, void_after=frozenset({20}))
+    return (Step(STEPS[0].finish, (voided,)), *STEPS[1:])
 
 
 def served(steps: tuple[Step, ...], **spec: Any) -> World:

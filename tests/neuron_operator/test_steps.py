@@ -63,7 +63,8 @@ def fetched(known: Known) -> tuple[Known, Finding]:
     return known, met("WeightsReady", f"{known.resolved.weights_bytes} bytes are there")
 
 
-FETCH = Step(fetched, Task(unmet("WeightsReady", Reason.FETCHING, "downloading the weights"), fetch_jobs, learn_bytes))
+DOWNLOAD = Task(unmet("WeightsReady", Reason.FETCHING, "downloading the weights"), fetch_jobs, learn_bytes)
+FETCH = Step(fetched, (DOWNLOAD,))
 LONGER = (*STEPS[:2], FETCH, *STEPS[3:])
 
 
@@ -153,10 +154,10 @@ def test_a_failing_job_is_explained_the_same_for_every_step(state: Object, reaso
 
 
 def test_a_step_without_work_creates_no_job() -> None:
-    task = replace(FETCH.task, jobs=lambda _: ()) if FETCH.task else None
+    idle = replace(FETCH, tasks=(replace(DOWNLOAD, jobs=lambda _: ()),))
     world, decision = settle(fresh())
     world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
-    _, decision = settle(world, steps=(*STEPS[:2], replace(FETCH, task=task), *STEPS[3:]))
+    _, decision = settle(world, steps=(*STEPS[:2], idle, *STEPS[3:]))
     assert jobs(decision) == []
     assert condition(decision.status, "WeightsReady")["message"] == "6000000 bytes are there"
 

@@ -334,10 +334,17 @@ class Serving(SpecPart, frozen=True):
         ConfigKey("dtype", compiled=True),
     ] = None
     quantization: Annotated[
-        ShortText | None,
-        "How weights are quantized.",
-        Supported("remove it: the model is served in serving.dtype"),
-    ] = None
+        Literal["Auto", "None", "Int8", "Fp8"],
+        "How weights are [quantized](models.md#quantize-a-model). `Auto`: as the model stores them. `None`: not at "
+        "all, even if the model stores them so. `Int8`, `Fp8`: each with 8 bits, and a scale for each output of a "
+        "layer; a Job converts them once for all models of the namespace. A model that is stored quantized accepts "
+        "only its own format.",
+        ConfigKey("quantization", {"Auto": None, "None": "none", "Int8": "int8", "Fp8": "fp8"}, compiled=True),
+        Supported(
+            "remove it: this backend computes weights as the model stores them; vllm takes --quantization in "
+            "engine.args, or engine.overrideNeuronConfig.quantization"
+        ),
+    ] = "Auto"
     kv_cache_dtype: Annotated[
         ShortText | None,
         "Number type of the KV cache.",
@@ -808,6 +815,11 @@ class Spec(SpecPart, frozen=True):
         return compiles == "always" or (compiles == "on request" and self.engine.compile == "Enabled")
 
     @property
+    def quantizes(self) -> bool:
+        """Whether the engine computes quantized weights as `serving.quantization` says."""
+        return self.runs.honours("spec.serving.quantization")
+
+    @property
     def serves_adapters(self) -> bool:
         return self.serving.adapters.max_active is not None
 
@@ -835,6 +847,8 @@ class NeuronModel:
     spec: Spec
     kind: str = names.KIND
     """Of the object that owns what is made for it: an adapter is fetched as its model would be, with another source."""
+    reads_converted: bool = False
+    """Whether its replicas read weights that a Job converts, as its revision decided."""
     default_for: str = ""
     """The family of devices whose default its engine is, by the installation; empty: the manifest decides."""
     rollback_to: str = ""
@@ -869,10 +883,10 @@ class NeuronModel:
         spec = change(
             self.spec,
             model=ModelSource(uri=source.uri, credentials_secret_ref=secret),
-            serving=change(self.spec.serving, speculation=Speculation()),
+            serving=change(self.spec.serving, speculation=Speculation(), quantization="Auto"),
             engine=change(self.spec.engine, application_class=None),
         )
-        return dataclasses.replace(self, spec=spec)
+        return dataclasses.replace(self, spec=spec, reads_converted=False)
 
 
 Others = TypeVarTuple("Others")

@@ -63,6 +63,23 @@ class ModelFacts(StatusPart, frozen=True):
     heads: Int64 | None = None
     bytes: Int64 | None = None
     digest: Reported | None = None
+    quantization: Annotated[Reported | None, "How its weights are stored that are quantized."] = None
+
+
+class ConversionStatus(StatusPart, frozen=True):
+    """What a Job made of the weights, and what that changes; see [quantize a model](models.md#quantize-a-model)."""
+
+    format: Word
+    digest: Annotated[Reported, "Of the converted weights, which replicas read."]
+    bytes: Int64 | None = None
+    layer_error: Annotated[
+        Word | None, "The largest error of a layer's output, as a share of that output: `0.0081`."
+    ] = None
+    perplexity: Annotated[
+        Word | None, "Of the model before, on a text that ships with the runtime; lower is better."
+    ] = None
+    converted_perplexity: Annotated[Word | None, "The same of the converted model."] = None
+    unmeasured: Annotated[Reported | None, "Why they were not computed."] = None
 
 
 class MemoryPlan(StatusPart, frozen=True):
@@ -163,6 +180,7 @@ class Status(ObjectStatus, frozen=True):
         "The revisions that were wanted, the last one first.",
     ] = ()
     model: ModelFacts | None = None
+    conversion: ConversionStatus | None = None
     draft: Annotated[ModelFacts | None, "The same of the draft model."] = None
     accepted_length: Annotated[
         Word | None,

@@ -75,6 +75,7 @@ ROLE_FOLLOWER = "follower"
 SERVING_ROLES = (ROLE_LEADER, ROLE_FOLLOWER)
 ROLE_RESOLVE = "resolve"
 ROLE_FETCH = "fetch"
+ROLE_CONVERT = "convert"
 ROLE_COMPILE = "compile"
 ROLE_CHECK = "check"
 ROLE_CLEAN = "clean"

@@ -575,6 +575,15 @@ class Reason(StrEnum):
         conditions=("WeightsReady",),
         passing=True,
     )
+    CONVERTING = Row(
+        "Converting",
+        "The Job that converts the weights (`serving.quantization`) is running (the message shows how far), is waiting "
+        "(the message says for what), or had a temporary failure",
+        "Wait: models of the namespace share the result. See [quantize a model](models.md#quantize-a-model)",
+        conditions=("WeightsReady",),
+        passing=True,
+        of_models=True,
+    )
     COMPILING = Row(
         "Compiling",
         "The Job compiles the model, is waiting (the message says for what: image, node, quota, volume), or is "

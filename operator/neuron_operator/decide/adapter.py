@@ -169,12 +169,16 @@ def _subject(world: World, settings: Settings) -> _Subject:
         rollback_to="",
         spec=msgspec.structs.replace(base.spec, model=read),
     )
-    place = _weights_place(base, world, settings)
+    known = _revision(base, world)
+    # A running model stays where it is when the installation names another place.
+    place = (known.pinned.weights or Place()) if known else weights_place(base, settings)
+    conversion = known.pinned.conversion if known else None
+    base = replace(base, reads_converted=conversion is not None)
     check_adapter(adapter, own is not None, base, place)
     claim = adapters_claim(base, place)
     limits = base.spec.serving.adapters
     image = runtime_image(base, settings) if "file" in (adapter.uri.scheme, base.uri.scheme) else ""
-    digest = text(world.base, "status", "model", "digest")
+    digest = conversion.digest if conversion else text(world.base, "status", "model", "digest")
     model = [base.spec.model.uri, base.refresh, *([digest] if claim else [])]
     checked = [as_json(read), model, written.refresh, image]
     within = [as_json(claim), limits.max_rank, as_json(limits.targets)]
@@ -189,13 +193,11 @@ def _subject(world: World, settings: Settings) -> _Subject:
     )
 
 
-def _weights_place(base: NeuronModel, world: World, settings: Settings) -> Place:
-    """Where the weights of its replicas are: a running model stays where it is when the installation names another
-    place."""
+def _revision(base: NeuronModel, world: World) -> Revision | None:
+    """The one that the model serves, or comes to."""
     pinned = names.revision_name(base.name, text(world.base, "status", "updateRevision"))
     kept = (from_object(one) for one in world.of_base if (kind_of(one), name_of(one)) == (_REVISION, pinned))
-    known = next(filter(None, kept), None)
-    return (known.pinned.weights or Place()) if known else weights_place(base, settings)
+    return next(filter(None, kept), None)
 
 
 def _waits_for(base: Object, kind: str) -> str:
@@ -243,19 +245,23 @@ def _steps(subject: _Subject, is_lost: Callable[[KeeperView], bool]) -> tuple[St
     return (
         Step(
             resolved,
-            Task(
-                waiting=unmet("Resolved", Reason.RESOLVING, "reading the adapter"),
-                jobs=resolve,
-                learn=lambda known, record: replace(known, adapter=record.adapter) if record.adapter else None,
+            (
+                Task(
+                    waiting=unmet("Resolved", Reason.RESOLVING, "reading the adapter"),
+                    jobs=resolve,
+                    learn=lambda known, record: replace(known, adapter=record.adapter) if record.adapter else None,
+                ),
             ),
         ),
         Step(
             fetched,
-            Task(
-                waiting=unmet("Fetched", Reason.FETCHING, "fetching the adapter"),
-                jobs=fetch,
-                learn=_learn_weights,
-                is_lost=is_lost,
+            (
+                Task(
+                    waiting=unmet("Fetched", Reason.FETCHING, "fetching the adapter"),
+                    jobs=fetch,
+                    learn=_learn_weights,
+                    is_lost=is_lost,
+                ),
             ),
         ),
     )

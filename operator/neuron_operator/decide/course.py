@@ -15,7 +15,7 @@ from neuron_operator.api import manifest, names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.api.model_status import ArtifactStatus, Status
+from neuron_operator.api.model_status import ArtifactStatus, ConversionStatus, Status
 from neuron_operator.api.reasons import Exists, Finding, LogOf, MetricsOf, Needed, Reason, Trial, met, unmet
 from neuron_operator.decide import breaker, groups, nudge, pin, rollout
 from neuron_operator.decide.breaker import Allowed
@@ -609,6 +609,7 @@ def _status(
             retry_key=(model.retry_key if is_held else model.retry) or None,
             history=history,
             model=status.facts_of(shown.pinned.facts) if shown else None,
+            conversion=_conversion(observed, shown) if shown else None,
             draft=status.facts_of(shown.pinned.facts.draft) if shown and shown.pinned.facts.draft else None,
             accepted_length=accepted or None,
             plan=shown.pinned.plan if shown else None,
@@ -622,6 +623,16 @@ def _status(
 _DECIDING = ("currentRevision", "updateRevision", "failedRevision", "retryKey", "history", "groups")
 """Fields of the status that decisions read. Of the conditions they only read what `_is_told` asks for, and since when
 one is false, which for a new one is now."""
+
+
+def _conversion(observed: Observed, shown: Revision) -> ConversionStatus | None:
+    """What the Job has reported that converted the weights of a revision."""
+    planned = shown.pinned.conversion
+    for kept in filter(None, map(observed.keepers.get, shown.shared)) if planned else ():
+        record = kept.record
+        if planned and record and record.weights and record.conversion and record.weights.digest == planned.digest:
+            return status.conversion_of(planned, record.weights, record.conversion)
+    return None
 
 
 def _artifacts(observed: Observed, course: Course) -> Iterator[ArtifactStatus]:

@@ -24,17 +24,17 @@ from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.place.catalog import family_of
 from neuron_operator.place.planner import Choice, Held, choose, families_for
 from neuron_operator.place.sizes import place
-from neuron_operator.place.sizing import Memory, compile_minutes, start_seconds
+from neuron_operator.place.sizing import DTYPE_BYTES, Memory, compile_minutes, start_seconds
 from neuron_operator.read.objects import dig
 from neuron_operator.read.placement import Placement, counted
 from neuron_operator.read.records import Facts
 from neuron_operator.read.revision import FORMAT, Compiling, Pinned, Revision, revision_hash, shared_annotation
-from neuron_operator.read.world import FreeDevices, Object, Settings
+from neuron_operator.read.world import FreeDevices, Object, Place, Settings
 from neuron_operator.render.config_document import compiled_part, config_document, ranks_of, sampling_mode
 from neuron_operator.render.objects import child
 from neuron_operator.render.pods import compile_image, launch_of, runtime_image, serving_image, serving_pod_template
 from neuron_operator.render.resources import in_host_memory, serving_memory, serving_requests
-from neuron_operator.render.storage import artifacts_place, is_fetched_before, is_fetched_by_job, sources, weights_place
+from neuron_operator.render.storage import artifacts_place, is_fetched_before, is_filled_by_job, sources, weights_place
 
 DEFAULT = DEFAULTS["Neuron"]
 """The engine on families for which the installation names none."""
@@ -76,12 +76,14 @@ def _non_defaults(part: SpecPart, path: str, engine: Engine) -> dict[str, Any]:
 
 
 def resolve_key(model: NeuronModel, settings: Settings) -> str:
-    """Hash of what facts depend on: URI, credentials, refresh annotation; also the image for a model inside it."""
+    """Hash of what facts depend on: URI, credentials, refresh annotation, what weights are converted to; also the image
+    for a model inside it."""
     source = model.spec.model
     secret = source.credentials_secret_ref
     image = runtime_image(model, settings) if model.uri.scheme == "file" else ""
     reference = f"{secret.name}/{secret.key}" if secret and secret.key else secret.name if secret else ""
-    return names.digest([source.uri, reference, model.refresh, image])
+    wanted = model.spec.serving.quantization
+    return names.digest([source.uri, reference, model.refresh, image, *([wanted] if wanted != "Auto" else [])])
 
 
 @remembered
@@ -111,10 +113,13 @@ def _images(model: NeuronModel, settings: Settings) -> tuple[object, ...]:
 
 
 def as_pinned(model: NeuronModel, revision: Revision | None) -> NeuronModel:
-    """The manifest with the engine of the revision, where that is a default which the manifest leaves open."""
-    if revision is None or not revision.default_for or not model.spec.leaves_engine_open:
+    """The manifest with the engine of the revision, where that is a default which the manifest leaves open, and with
+    the weights that it reads."""
+    if revision is None:
         return model
-    return model.with_default(revision.backend, revision.default_for)
+    if revision.default_for and model.spec.leaves_engine_open:
+        model = model.with_default(revision.backend, revision.default_for)
+    return replace(model, reads_converted=True) if revision.pinned.conversion else model
 
 
 def is_of(model: NeuronModel, revision: Revision) -> bool:
@@ -237,10 +242,17 @@ def known_facts(
 ) -> tuple[Facts | None, Facts | None]:
     """Facts of the model, and of its draft model, that an earlier revision pinned for the same resolve key."""
     key, draft_key = resolve_key(model, settings), _draft_key(model, settings)
-    of_model = _latest(one for one in revisions if one.pinned.resolve_key == key)
+    of_model = _latest(one for one in revisions if one.pinned.resolve_key == key and _is_read_for(model, one))
     of_draft = _latest(one for one in revisions if draft_key and one.pinned.draft_key == draft_key)
     facts = msgspec.structs.replace(of_model.pinned.facts, draft=None) if of_model else None
     return facts, of_draft.pinned.facts.draft if of_draft else None
+
+
+def _is_read_for(model: NeuronModel, revision: Revision) -> bool:
+    """Whether the facts hold for the engine of the manifest: what is to be converted depends on it."""
+    facts = revision.pinned.facts
+    is_quantized = facts.quantization or facts.conversion or facts.dtype not in DTYPE_BYTES
+    return not is_quantized or as_pinned(model, revision).spec.backend == revision.backend
 
 
 def _draft_key(model: NeuronModel, settings: Settings) -> str:
@@ -288,12 +300,13 @@ def pin(
     _check_parallelism(model)
     model, choice = chosen(model, facts, settings, free, before)
     check_engine(model)
+    facts, weights = _known_to(model, facts), weights_place(model, settings)
+    model = replace(model, reads_converted=_reads_converted(model, facts, weights))
     placement = choice.placement if choice else place(model, settings)
     if placement.nodes > 1 and model.spec.replicas > MAX_GROUPS // 2:
         raise InvalidSpec(
             "spec.replicas", f"{model.spec.replicas} exceeds {MAX_GROUPS // 2}, the limit for models on several nodes"
         )
-    weights = weights_place(model, settings)
     compiling = _compiling(model, settings, choice)
     config = config_document(model, facts, choice.chosen if choice else None)
     launch = launch_of(
@@ -338,7 +351,7 @@ def pin(
         instance_type=placement.instance_type,
         nodes=placement.nodes,
         plan=_plan(model, facts, placement, choice, minutes),
-        weights=weights if any(is_fetched_by_job(one, weights) for one in sources(model)) else None,
+        weights=weights if any(is_filled_by_job(one, weights) for one in sources(model)) else None,
         compiling=compiling,
         config=config,
         files=dict(model.spec.runs.files),
@@ -358,18 +371,36 @@ def chosen(
     if not model.spec.runs.on_device:
         return model, None
     if not settings.engine_defaults or not model.spec.leaves_engine_open:
-        return model, choose(model, facts, settings, free, before)
+        return model, choose(model, _known_to(model, facts), settings, free, before)
     found: list[tuple[NeuronModel, Choice]] = []
     refusals: list[InvalidSpec | Unplaceable] = []
     for family in families_for(model, settings, free):
         one = model.with_default(settings.engine_defaults.get(family, DEFAULT), family)
         try:
-            found.append((one, choose(one, facts, settings, free, before)))
+            found.append((one, choose(one, _known_to(one, facts), settings, free, before)))
         except (InvalidSpec, Unplaceable) as refusal:
             refusals.append(refusal)
     if not found:
         raise _of_all(refusals)
     return min(found, key=lambda one: one[1].order)
+
+
+def _known_to(model: NeuronModel, facts: Facts) -> Facts:
+    """The facts, without a conversion where the engine knows of none: it may have been chosen after they were read."""
+    return facts if model.spec.quantizes else msgspec.structs.replace(facts, conversion=None)
+
+
+def _reads_converted(model: NeuronModel, facts: Facts, weights: Place) -> bool:
+    """Whether a Job converts the weights. Raises InvalidSpec if one has to, and there is no place for the result."""
+    if facts.conversion is None:
+        return False
+    if not weights.is_shared and not model.spec.runs.quantizes_itself:
+        text = (
+            f"the weights are to be converted to {facts.conversion.format}, which needs a place that pods share; set "
+            "it, or the chart value storage.weights, for example storage.weights.pvcTemplate.size=1Ti"
+        )
+        raise InvalidSpec("spec.storage.weights", text, Reason.STORAGE_NOT_CONFIGURED)
+    return weights.is_shared
 
 
 def _of_all(refusals: Sequence[InvalidSpec | Unplaceable]) -> InvalidSpec | Unplaceable:
@@ -492,6 +523,7 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         compile_minutes=minutes,
         summary=f"each replica holds {placement.words}{where} and {model.spec.runs.does} "
         f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
+        + (f", as {facts.conversion.format} {facts.conversion.bytes} bytes" if facts.conversion else "")
         + (f"; {_words_of_draft(facts.draft)}" if facts.draft else "")
         + (f"; {choice.arithmetic}" if choice else "")
         + (f"; {compiling_words(minutes)}" if minutes else ""),

@@ -29,6 +29,7 @@ from neuron_operator.render.jobs import (
     MIN_RETRY_SECONDS,
     check_job,
     compile_jobs,
+    convert_job,
     fetch_job,
     keeper,
     memory_of,
@@ -66,6 +67,8 @@ class Known:
     revision: Revision | None = None
     weights: StoredWeights | None = None
     """What the fetch Job brought to the place of the weights."""
+    converted: StoredWeights | None = None
+    """What the Job made of them that converts them."""
     draft_weights: StoredWeights | None = None
     artifact: StoredArtifact | None = None
     adapter: AdapterFacts | None = None
@@ -114,15 +117,10 @@ class Task:
 @dataclass(frozen=True)
 class Step:
     finish: Callable[[Known], tuple[Known, Finding | None]]
-    """Called once the task is done. No finding: the rollout that follows sets the condition. Raises InvalidSpec or
+    """Called once the tasks are done. No finding: the rollout that follows sets the condition. Raises InvalidSpec or
     Unplaceable if the model cannot be served."""
-    task: Task | None = None
-    of_draft: Task | None = None
-    """The same for the draft model, after that."""
-
-    @property
-    def tasks(self) -> tuple[Task, ...]:
-        return tuple(task for task in (self.task, self.of_draft) if task)
+    tasks: tuple[Task, ...] = ()
+    """One after the other."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +358,10 @@ def _resolve_draft_jobs(known: Known) -> tuple[Object, ...]:
 
 
 def _learn_draft(known: Known, record: Record) -> Known | None:
-    return replace(known, draft=msgspec.structs.replace(record.facts, draft=None)) if record.facts else None
+    """Draft models are never converted."""
+    if record.facts is None:
+        return None
+    return replace(known, draft=msgspec.structs.replace(record.facts, draft=None, conversion=None))
 
 
 def _fetch_jobs(known: Known) -> tuple[Object, ...]:
@@ -392,9 +393,24 @@ def _learn_draft_weights(known: Known, record: Record) -> Known | None:
     return replace(known, draft_weights=weights) if weights and draft and weights.digest == draft.digest else None
 
 
+def _convert_jobs(known: Known) -> tuple[Object, ...]:
+    return convert_job(known.model, known.settings, known.pinned)
+
+
+def _learn_converted(known: Known, record: Record) -> Known | None:
+    weights, conversion = record.weights, known.pinned.pinned.conversion
+    is_it = weights and conversion and weights.digest == conversion.digest
+    return replace(known, converted=weights) if is_it else None
+
+
 def _finish_fetch(known: Known) -> tuple[Known, Finding]:
     facts, place = known.resolved, known.pinned.pinned.weights
     said, reason = _where(known.model, facts, place, known.weights)
+    if known.converted and place:
+        made = known.pinned.pinned.conversion
+        stored_format = f" as {made.format}" if made else ""
+        said = f"{known.converted.bytes} bytes{stored_format} at {known.converted.digest} are in {words(place)}"
+        reason = ""
     if known.model.draft and facts.draft:
         of_draft, _ = _where(known.model.draft, facts.draft, place, known.draft_weights)
         said += f"; draft model: {of_draft}"
@@ -456,52 +472,68 @@ _LOST = frozenset((*Reason.CHECKSUM_MISMATCH.row.exit_codes, *Reason.WEIGHTS_MIS
 STEPS = (
     Step(
         _finish_resolve,
-        Task(
-            waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the model's configuration"),
-            jobs=lambda known: (resolve_job(known.model, known.settings),),
-            learn=_learn_facts,
-            knows=lambda known: known.facts is not None,
-        ),
-        of_draft=Task(
-            waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the draft model's configuration"),
-            jobs=_resolve_draft_jobs,
-            learn=_learn_draft,
-            knows=lambda known: known.draft is not None,
+        (
+            Task(
+                waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the model's configuration"),
+                jobs=lambda known: (resolve_job(known.model, known.settings),),
+                learn=_learn_facts,
+                knows=lambda known: known.facts is not None,
+            ),
+            Task(
+                waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the draft model's configuration"),
+                jobs=_resolve_draft_jobs,
+                learn=_learn_draft,
+                knows=lambda known: known.draft is not None,
+            ),
         ),
     ),
     Step(_finish_place),
     Step(
         _finish_fetch,
-        Task(
-            waiting=unmet("WeightsReady", Reason.FETCHING, "fetching the weights"),
-            jobs=_fetch_jobs,
-            learn=_learn_weights,
-            void_after=_LOST,
-        ),
-        of_draft=Task(
-            waiting=unmet("WeightsReady", Reason.FETCHING, "fetching the weights of the draft model"),
-            jobs=_fetch_draft_jobs,
-            learn=_learn_draft_weights,
-            void_after=_LOST,
+        (
+            Task(
+                waiting=unmet("WeightsReady", Reason.FETCHING, "fetching the weights"),
+                jobs=_fetch_jobs,
+                learn=_learn_weights,
+                void_after=_LOST,
+            ),
+            Task(
+                waiting=unmet("WeightsReady", Reason.FETCHING, "fetching the weights of the draft model"),
+                jobs=_fetch_draft_jobs,
+                learn=_learn_draft_weights,
+                void_after=_LOST,
+            ),
+            Task(
+                waiting=unmet("WeightsReady", Reason.CONVERTING, "converting the weights"),
+                jobs=_convert_jobs,
+                learn=_learn_converted,
+                void_after=_LOST,
+            ),
         ),
     ),
     Step(
         _finish_compile,
-        Task(
-            waiting=unmet("Compiled", Reason.COMPILING, "compiling the model"),
-            jobs=_compile_jobs,
-            learn=lambda known, record: replace(known, artifact=record.artifact) if record.artifact else None,
-            void_after=frozenset(Reason.ARTIFACT_MISSING.row.exit_codes),
-            disputed=_disputed_artifact,
+        (
+            Task(
+                waiting=unmet("Compiled", Reason.COMPILING, "compiling the model"),
+                jobs=_compile_jobs,
+                learn=lambda known, record: replace(known, artifact=record.artifact) if record.artifact else None,
+                void_after=frozenset(Reason.ARTIFACT_MISSING.row.exit_codes),
+                disputed=_disputed_artifact,
+            ),
         ),
     ),
     Step(
         lambda known: (known, None),
-        Task(
-            waiting=unmet("UpToDate", Reason.CHECKING, "the runtime checks the configuration before a replica ends"),
-            jobs=_check_jobs,
-            learn=lambda known, record: known if record.command == names.ROLE_CHECK else None,
-            is_lasting=False,
+        (
+            Task(
+                waiting=unmet(
+                    "UpToDate", Reason.CHECKING, "the runtime checks the configuration before a replica ends"
+                ),
+                jobs=_check_jobs,
+                learn=lambda known, record: known if record.command == names.ROLE_CHECK else None,
+                is_lasting=False,
+            ),
         ),
     ),
 )

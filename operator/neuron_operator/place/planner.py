@@ -30,7 +30,7 @@ from neuron_operator.place.sizes import NAME_THE_TYPE, legal_sizes, place
 from neuron_operator.place.sizing import AdapterRoom, Load, Memory, Widths, gb
 from neuron_operator.read.objects import number_of
 from neuron_operator.read.placement import TOLERATES_NEURON, NodeRules, Placement, counted
-from neuron_operator.read.records import Facts
+from neuron_operator.read.records import Facts, PlannedConversion
 from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, NodeDevices, Object, Settings
 
 USUAL_SEQUENCES = (16, 8, 4, 2, 1)
@@ -346,6 +346,7 @@ def choose(
         text = f"{model.spec.backend} runs on Neuron devices: set accelerator.type Neuron"
         raise InvalidSpec("spec.engine.backend", text)
     rules = rules_of(model, settings)
+    facts = as_held(model, facts)
     wishes = wishes_of(model, facts, rules.cache)
     case = _Case(model, facts, rules, settings.device_mode, wishes, settings.groups.max_nodes)
     sites = case.compatible(_sites(model, settings, asked, free))
@@ -369,8 +370,19 @@ def choose(
     raise Unplaceable(
         Reason.MODEL_TOO_LARGE,
         f"the model does not fit on {closest.words}, the best of what may be used: {closest.problem}; "
-        f"{case.nearest(sites)}",
+        f"{case.if_quantized(sites)}{case.nearest(sites)}",
         needs=() if asked.instance_type else (Need.FREE_DEVICES,),
+    )
+
+
+def as_held(model: NeuronModel, facts: Facts) -> Facts:
+    """The facts, with the bytes of quantized weights that the engine computes as they are stored in the place of those
+    of a conversion."""
+    is_computed = facts.dtype in sizing.QUANTIZED and facts.quantization and not facts.num_experts
+    if facts.conversion or not is_computed or not model.spec.quantizes or model.spec.serving.quantization == "None":
+        return facts
+    return structs.replace(
+        facts, conversion=PlannedConversion(digest="", format=facts.dtype, bytes=facts.weights_bytes)
     )
 
 
@@ -565,6 +577,22 @@ class _Case:
             filter(None, (freely.with_least(load).first_that_fits(everywhere, (one,)) for load in self.smaller)), ""
         )
         return f"{nowhere}; less would fit on {smaller}" if smaller else nowhere
+
+    def if_quantized(self, sites: tuple[Site, ...]) -> str:
+        """Where the model would fit if its weights were quantized, for a message; empty: nowhere, or they are, or the
+        engine quantizes none."""
+        spec, facts = self.model.spec, self.facts
+        is_open = spec.quantizes and spec.serving.quantization in ("Auto", "None") and facts.dtype in sizing.DTYPE_BYTES
+        if not is_open or facts.num_experts or facts.conversion:
+            return ""
+        smaller = replace(self, facts=sizing.quantized(facts, "int8"))
+        for nodes, least in product(self.node_counts, self.wishes.least):
+            fitting = [one for one in smaller.options(sites, least, nodes) if one.fits]
+            if fitting:
+                best = min(fitting, key=lambda option: option.order)
+                words, weights = best.words, gb(best.memory.weights)
+                return f"serving.quantization: Int8 would, on {words}, with {weights} of weights on each core; "
+        return ""
 
     @property
     def smaller(self) -> Iterator[tuple[int, int]]:

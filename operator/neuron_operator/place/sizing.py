@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from neuron_operator.api.engines.engine import START_SECONDS, TORCH_BYTES, CacheBudget
 from neuron_operator.place.catalog import MIB, Family
 from neuron_operator.read.placement import counted
-from neuron_operator.read.records import Facts
+from neuron_operator.read.records import Facts, PlannedConversion
 
 USABLE_SHARE = 0.95
 """The share of a core's memory to plan with; the rest is for what is not counted here. Reports of full cores
@@ -53,6 +55,8 @@ SEGMENT_TOKENS = 2048
 SHORTEST_PREFIX = 512
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED = ("int8", "float8_e4m3fn")
+"""What quantized weights are computed in without being multiplied out, where an engine can."""
 COMPUTED_IN = "bfloat16"
 """What weights are computed in that are stored in none of these types (FP8, MXFP4)."""
 
@@ -227,12 +231,28 @@ def cached_numbers(facts: Facts, tensor: int = 1) -> int:
 
 def weights_bytes(facts: Facts, widths: Widths, tensor: int) -> int:
     """Per core. Matrices are shared out, experts included. Each core has all norms and routers; and heads of keys and
-    values that are held repeatedly have their weights repeated. Embedding and head are two matrices on the device."""
+    values that are held repeatedly have their weights repeated. Embedding and head are two matrices on the device, of
+    which no conversion changes the head."""
     head = facts.vocabulary_size * facts.hidden_size if facts.tied_embeddings else 0
     repeated = cached_heads(facts, tensor) - max(facts.num_kv_heads, 1)
     projections = 2 * facts.num_layers * max(repeated, 0) * facts.head_dim * facts.hidden_size
     whole = facts.num_layers * facts.hidden_size * (2 + facts.num_experts) if tensor > 1 else 0
-    return _up((facts.parameters + head + projections) * widths.weights, tensor) + whole * widths.activations
+    if facts.conversion is None:
+        shared = (facts.parameters + head + projections) * widths.weights
+    else:
+        stored = facts.conversion.bytes
+        shared = stored + projections * stored // max(facts.parameters, 1) + head * widths.activations
+    return _up(shared, tensor) + whole * widths.activations
+
+
+def quantized(facts: Facts, stored_format: str) -> Facts:
+    """The facts as a conversion to numbers of 8 bits would make them, which nobody has asked for: matrices of layers
+    with a scale of 4 bytes for each output; embedding, head and norms as they are."""
+    hidden, vocabulary = facts.hidden_size, facts.vocabulary_size * facts.hidden_size
+    kept = vocabulary * (1 if facts.tied_embeddings else 2) + (2 * facts.num_layers + 1) * hidden
+    outputs = facts.num_layers * sum(outputs for _, outputs in _projections(facts).values())
+    numbers = max(facts.parameters - kept, 0) + 4 * outputs + kept * width_of(facts.dtype)
+    return structs.replace(facts, conversion=PlannedConversion(digest="0" * 64, format=stored_format, bytes=numbers))
 
 
 def adapter_bytes(facts: Facts, room: AdapterRoom, width: int) -> int:
@@ -285,8 +305,13 @@ def activation_bytes(facts: Facts, widths: Widths, load: Load, tensor: int) -> i
 def host_bytes(facts: Facts, widths: Widths, nodes: int = 1) -> int:
     """Memory of the engine on a node's host while it loads weights onto devices: the whole checkpoint, and
     the shards that are made from it for the cores of this node; of the draft model, too."""
-    each = (one.weights_bytes + _up(one.parameters * widths.weights, nodes) for one in facts.loaded)
+    each = (one.read_bytes + _up(_held_bytes(one, widths), nodes) for one in facts.loaded)
     return TORCH_BYTES + sum(each)
+
+
+def _held_bytes(facts: Facts, widths: Widths) -> int:
+    """Of all weights as devices hold them."""
+    return facts.conversion.bytes if facts.conversion else facts.parameters * widths.weights
 
 
 def compile_minutes(facts: Facts, load: Load) -> int:
@@ -296,7 +321,7 @@ def compile_minutes(facts: Facts, load: Load) -> int:
 
 def start_seconds(facts: Facts, minutes: int) -> int:
     """How long a replica may take to start before it is restarted. minutes: that it compiles, see `compile_minutes`."""
-    weights = facts.weights_bytes
+    weights = facts.read_bytes
     usual = weights // READ_BYTES_PER_SECOND + weights // COPY_BYTES_PER_SECOND + 60 * minutes
     return min(max(START_SECONDS, START_FACTOR * usual), MAX_START_SECONDS)
 

@@ -57,6 +57,11 @@ class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tru
     """Of its draft model, which the operator adds: another Job reports them."""
 
     @property
+    def read_bytes(self) -> int:
+        """Of the weights that a replica reads."""
+        return self.conversion.bytes if self.conversion else self.weights_bytes
+
+    @property
     def loaded(self) -> tuple[Facts, ...]:
         """Of all models that a replica loads."""
         return (self, self.draft) if self.draft else (self,)

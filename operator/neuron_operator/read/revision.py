@@ -20,7 +20,7 @@ from neuron_operator.api.fields import as_json
 from neuron_operator.api.model_status import Plan
 from neuron_operator.read.objects import dig, items, name_of, text, whole
 from neuron_operator.read.placement import Placement
-from neuron_operator.read.records import Facts
+from neuron_operator.read.records import Facts, PlannedConversion
 from neuron_operator.read.world import Object, Place
 
 FORMAT = 1
@@ -78,6 +78,11 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
     versions that did not pin it have none."""
     template: dict[str, Any]
     """The pod template of a replica."""
+
+    @property
+    def conversion(self) -> PlannedConversion | None:
+        """What replicas read in the place of the source; None: they read that."""
+        return self.facts.conversion if dig(self.config, "model", "converted") else None
 
     @property
     def artifacts(self) -> Place | None:

@@ -25,7 +25,7 @@ VERSION = 1
 WHOLE = Spec(model=ModelSource(uri=""), serving=Serving(speculation=Speculation(model=DraftModel(uri=""))))
 """With every part that may be left out."""
 COMPILED_PATHS = (
-    *("version", "model.digest", "model.converted", "speculation.model.digest", "quantization"),
+    *("version", "model.digest", "model.converted", "speculation.model.digest"),
     *(to.path for _, one, _ in walk(WHOLE, "spec") for to in one.annotations(ConfigKey) if to.compiled),
 )
 """What a compiled artifact depends on; the runtime marks the same fields with `COMPILED`."""
@@ -38,7 +38,7 @@ def config_document(model: NeuronModel, facts: Facts, option: Option | None = No
     """
     document: dict[str, Any] = {
         "version": VERSION,
-        "model": {"digest": facts.digest},
+        "model": {"digest": facts.digest, **_converted(model, facts)},
         "servedNames": [model.name],
         "backend": model.spec.backend,
         "dtype": "auto",
@@ -61,6 +61,10 @@ def config_document(model: NeuronModel, facts: Facts, option: Option | None = No
     if facts.draft is not None:
         _put(document, "speculation.model.digest", facts.draft.digest)
     return document
+
+
+def _converted(model: NeuronModel, facts: Facts) -> dict[str, str]:
+    return {"converted": facts.conversion.digest} if model.reads_converted and facts.conversion else {}
 
 
 def ranks_of(model: NeuronModel) -> int:

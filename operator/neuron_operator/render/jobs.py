@@ -36,6 +36,7 @@ from neuron_operator.render.resources import (
     JOB_REQUESTS,
     Requests,
     compile_requests,
+    convert_requests,
     fetch_requests,
 )
 from neuron_operator.render.storage import Access, fetch_command, fetching, reading_adapter, source
@@ -78,6 +79,7 @@ RESOLVE_ADAPTER = JobKind(names.ROLE_RESOLVE, "adapter-facts", 1800, PREFER_NOT_
 FETCH_ADAPTER = JobKind(names.ROLE_FETCH, "adapter", 3600, NEVER_NEURON)
 RESOLVE = JobKind(names.ROLE_RESOLVE, "facts", 1800, PREFER_NOT_NEURON)
 FETCH = JobKind(names.ROLE_FETCH, "weights", 6 * 3600, NEVER_NEURON)
+CONVERT = JobKind(names.ROLE_CONVERT, "converted", 6 * 3600, NEVER_NEURON)
 COMPILE = JobKind(names.ROLE_COMPILE, "artifact", 6 * 3600, NEVER_NEURON)
 CHECK = JobKind(names.ROLE_CHECK, "check", 1800, PREFER_NOT_NEURON)
 
@@ -87,8 +89,12 @@ def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     """Reads the model's facts with the model's own credentials, before devices are allocated."""
     command = ["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG]
     engine = model.spec.runs
-    if engine.asks_cache or engine.is_narrow or not engine.is_ours:
+    wanted = model.spec.serving.quantization
+    is_converted = model.spec.quantizes and (wanted != "Auto" or not engine.quantizes_itself)
+    if engine.asks_cache or engine.is_narrow or not engine.is_ours or is_converted:
         command += ["--backend", model.spec.backend]
+    if is_converted and wanted != "Auto":
+        command += ["--quantization", wanted.lower()]
     if application_class := model.spec.engine.application_class:
         command += ["--application-class", application_class]
     return shared_job(model, settings, RESOLVE, command, source(model), image=runtime_image(model, settings))
@@ -107,6 +113,20 @@ def fetch_job(model: NeuronModel, settings: Settings, weights: Place, facts: Fac
     access = fetching(model, weights)
     command = fetch_command(model, access, facts.digest)
     return shared_job(model, settings, FETCH, command, access, image=image, requests=fetch_requests(weights, facts))
+
+
+def convert_job(model: NeuronModel, settings: Settings, revision: Revision) -> tuple[Object, ...]:
+    """Makes of the weights at their source, or where a Job has fetched them, what replicas read. Empty: they read what
+    is there."""
+    pinned, conversion = revision.pinned, revision.pinned.conversion
+    if conversion is None or pinned.weights is None:
+        return ()
+    access = storage.converting(model, pinned.weights)
+    command = ["neuron-runtime", "convert", model.spec.model.uri, *access.arguments, "--digest", pinned.facts.digest]
+    command += ["--backend", model.spec.backend, "--quantization", conversion.format]
+    command += ["--record", names.TERMINATION_LOG]
+    requests = convert_requests(pinned.weights, pinned.facts)
+    return (shared_job(model, settings, CONVERT, command, access, image=revision.image, requests=requests),)
 
 
 def resolve_adapter_job(

@@ -250,7 +250,7 @@ def step_pod_template(
         mounts=mounts,
     )
     own = {names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}
-    stays = UNMOVED if role in (names.ROLE_FETCH, names.ROLE_COMPILE) else {}
+    stays = UNMOVED if role in (names.ROLE_FETCH, names.ROLE_CONVERT, names.ROLE_COMPILE) else {}
     annotations = {**stays, **settings.jobs.annotations, **model.spec.jobs.annotations, **own, **(annotations or {})}
     labels = {**settings.jobs.labels, **model.spec.jobs.labels, **names.shared_labels(role), names.ROLE_LABEL: role}
     overlay = model.spec.pod_template.spec

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from neuron_operator.api.engines.engine import MIB, HostBytes
+from neuron_operator.api.engines.engine import MIB, TORCH_BYTES, HostBytes
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.place.planner import adapter_room
+from neuron_operator.place.planner import adapter_room, as_held
 from neuron_operator.place.sizing import DTYPE_BYTES, Widths, adapter_bytes, cached_numbers, host_bytes, width_of
 from neuron_operator.read.objects import number_of
 from neuron_operator.read.records import Facts
@@ -31,6 +31,10 @@ CHECK_REQUESTS: Requests = {"cpu": "100m", "memory": "256Mi"}
 FETCH_REQUESTS: Requests = {"cpu": "500m", "memory": "256Mi"}
 """`fetch` holds a few MB of each parallel read, and hashes what it reads."""
 
+CONVERTER_MILLICORES = 1000
+MATRIX_COPIES = 4
+"""Of the largest matrix, in bytes as it is stored: itself, in float32, and the result."""
+
 SMALL_FILES_BYTES = 64 * MIB
 """Files of a model beside its weights: tokenizer and configuration."""
 DEFAULT_SEQUENCES = 8
@@ -45,6 +49,18 @@ def fetch_requests(weights: Place, facts: Facts) -> Requests:
     if weights.object_store is None:
         return FETCH_REQUESTS
     return {**FETCH_REQUESTS, "ephemeral-storage": f"{_up(facts.weights_bytes + SMALL_FILES_BYTES, MIB) // MIB}Mi"}
+
+
+def convert_requests(place: Place, facts: Facts) -> Requests:
+    """What the Job that converts weights needs: it holds the largest matrix as it is stored, converted and compared."""
+    width = facts.weights_bytes / max(facts.parameters, 1)
+    widest = max(facts.vocabulary_size, facts.intermediate_size, facts.num_heads * facts.head_dim)
+    memory = TORCH_BYTES + int(MATRIX_COPIES * width * widest * facts.hidden_size)
+    requests = {"cpu": f"{CONVERTER_MILLICORES}m", "memory": mebibytes(_up(memory, 64 * MIB))}
+    if place.object_store is None:
+        return requests
+    num_bytes = facts.weights_bytes + facts.read_bytes + SMALL_FILES_BYTES
+    return {**requests, "ephemeral-storage": mebibytes(_up(num_bytes, MIB))}
 
 
 def serving_requests(model: NeuronModel, facts: Facts, nodes: int = 1) -> Requests:
@@ -108,7 +124,8 @@ def _requested(resources: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostBytes:
-    """The weights are as stored, or in `serving.dtype`."""
+    """The weights are as stored, or in `serving.dtype`, or as they are quantized."""
+    facts = as_held(model, facts) if model.spec.runs.on_device else facts
     width, computed = DTYPE_BYTES.get(model.spec.serving.dtype or ""), _width(model, facts)
     # A draft model is computed in the model's type, and has a cache as long.
     loaded = facts.loaded
@@ -116,10 +133,10 @@ def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostByte
     widened = (
         max(0, one.parameters * DTYPE_BYTES["bfloat16"] - one.weights_bytes)
         for one in loaded
-        if not width and one.dtype not in DTYPE_BYTES
+        if not width and one.dtype not in DTYPE_BYTES and one.conversion is None
     )
     return HostBytes(
-        weights=sum(one.parameters * width if width else one.weights_bytes for one in loaded),
+        weights=sum(one.read_bytes if one.conversion or not width else one.parameters * width for one in loaded),
         widened=sum(widened),
         embedding=sum(one.vocabulary_size * one.hidden_size for one in loaded) * computed,
         cache=_cached_tokens(model, facts) * cached,

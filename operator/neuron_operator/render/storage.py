@@ -138,9 +138,9 @@ def _with_draft(own: Access, model: NeuronModel, place: Place) -> Access:
 
 def loading(model: NeuronModel, place: Place) -> Access:
     """To load the weights: from where fetch Jobs put them, or else from where the URIs say."""
-    own = Access() if is_fetched_by_job(model, place) or is_fetched_before(model, place) else source(model)
+    own = Access() if is_filled_by_job(model, place) or is_fetched_before(model, place) else source(model)
     own = _with_draft(own, model, place)
-    if any(is_fetched_by_job(one, place) for one in sources(model)):
+    if any(is_filled_by_job(one, place) for one in sources(model)):
         return own + reading(WEIGHTS, place)
     return replace(own, arguments=(WEIGHTS.folder_flag, WEIGHTS.folder)) + Access((_in_pod(place),))
 
@@ -158,7 +158,7 @@ def adapters_of(model: NeuronModel, place: Place) -> Access:
 
 def adapters_claim(model: NeuronModel, place: Place) -> Place | None:
     """The claim into which Jobs fetch adapters: that of the model's weights; None: replicas fetch them themselves."""
-    return place if is_fetched_by_job(model, place) and place.persistent_volume_claim else None
+    return place if is_filled_by_job(model, place) and place.persistent_volume_claim else None
 
 
 def check_adapter(adapter: NeuronModel, has_own_secret: bool, base: NeuronModel, place: Place) -> None:
@@ -206,6 +206,11 @@ def is_fetched_by_job(model: NeuronModel, place: Place) -> bool:
     return place.is_shared and bool(source(model).remotes)
 
 
+def is_filled_by_job(model: NeuronModel, place: Place) -> bool:
+    """Whether all pods read from that place what Jobs fetched or converted."""
+    return model.reads_converted or is_fetched_by_job(model, place)
+
+
 def is_fetched_before(model: NeuronModel, place: Place) -> bool:
     """Whether an init container of each pod brings the weights, because its engine fetches nothing."""
     return not model.spec.runs.is_ours and not place.is_shared and bool(source(model).remotes)
@@ -227,15 +232,28 @@ def fetching(model: NeuronModel, place: Place) -> Access:
     return source(model) + replace(target, arguments=(WEIGHTS.folder,))
 
 
+def converting(model: NeuronModel, place: Place) -> Access:
+    """To convert weights into a shared place, where a Job has put them if pods do not read their source in place; the
+    argument is the destination."""
+    if is_fetched_by_job(model, place):
+        target = access_to(WEIGHTS, place)
+        return replace(target, arguments=fetching(model, place).arguments)
+    return fetching(model, place)
+
+
 def compiling(model: NeuronModel, weights: Place | None, artifacts: Place) -> Access:
     """To compile a model into a shared place. Weights that a Job put into a claim are at hand; otherwise the URI has
-    what the compiler reads. A draft model may have a Secret of its own, so it is read from where its Job put it."""
-    if weights and model.draft and is_fetched_by_job(model.draft, weights) and weights.object_store:
-        return source(model) + access_to(WEIGHTS, weights, read_only=True) + access_to(ARTIFACTS, artifacts)
-    if weights and weights.persistent_volume_claim:
-        own = _with_draft(Access() if is_fetched_by_job(model, weights) else source(model), model, weights)
+    what the compiler reads. A draft model may have a Secret of its own, so it is read from where its Job put it, and
+    what is converted is nowhere else."""
+    if weights and (weights.persistent_volume_claim or model.reads_converted or _has_draft(model, weights)):
+        in_claim = weights.persistent_volume_claim and is_fetched_by_job(model, weights)
+        own = _with_draft(Access() if in_claim or model.reads_converted else source(model), model, weights)
         return own + access_to(WEIGHTS, weights, read_only=True) + access_to(ARTIFACTS, artifacts)
     return _with_draft(source(model), model, Place()) + access_to(ARTIFACTS, artifacts)
+
+
+def _has_draft(model: NeuronModel, place: Place) -> bool:
+    return model.draft is not None and is_fetched_by_job(model.draft, place)
 
 
 def loading_artifact(model: NeuronModel, place: Place | None) -> Access:

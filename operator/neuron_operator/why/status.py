@@ -10,10 +10,10 @@ from datetime import datetime
 from typing import Literal
 
 from neuron_operator.api import model_status
-from neuron_operator.api.model_status import MAX_MESSAGE, MAX_WORD, ModelFacts
+from neuron_operator.api.model_status import MAX_MESSAGE, MAX_WORD, ConversionStatus, ModelFacts
 from neuron_operator.api.reasons import ABNORMAL, CONDITIONS, Condition, Finding, Reason
 from neuron_operator.read.objects import printable, written
-from neuron_operator.read.records import Facts
+from neuron_operator.read.records import ConversionFigures, Facts, PlannedConversion, StoredWeights
 from neuron_operator.read.views import ModelView
 from neuron_operator.read.world import Announcement
 
@@ -49,7 +49,24 @@ def facts_of(facts: Facts) -> ModelFacts:
         heads=facts.num_heads,
         bytes=facts.weights_bytes,
         digest=printable(facts.digest)[:MAX_WORD],
+        quantization=printable(facts.quantization)[:MAX_WORD] or None,
     )
+
+
+def conversion_of(planned: PlannedConversion, weights: StoredWeights, figures: ConversionFigures) -> ConversionStatus:
+    return ConversionStatus(
+        format=planned.format,
+        digest=planned.digest,
+        bytes=weights.bytes,
+        layer_error=f"{figures.layer_error:.4f}",
+        perplexity=_figure(figures.perplexity),
+        converted_perplexity=_figure(figures.converted_perplexity),
+        unmeasured=printable(figures.unmeasured)[:MAX_WORD] or None,
+    )
+
+
+def _figure(number: float | None) -> str | None:
+    return None if number is None else f"{number:.2f}"
 
 
 def announcements(model: ModelView, findings: Sequence[Finding]) -> tuple[Announcement, ...]:

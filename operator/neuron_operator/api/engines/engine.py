@@ -185,6 +185,9 @@ class Engine:
     """Whether it computes on the devices of a replica, which are then planned."""
     devices: Callable[[str, Sequence[str], Mapping[str, str]], DeviceRules] = lambda *_: DeviceRules()
     """By its version, and the flags and variables of the manifest."""
+    quantizes_itself: bool = False
+    """Of an engine that honours `serving.quantization`: whether a replica reads each format that it knows as it is, and
+    quantizes other weights while it loads them. Otherwise they are converted before."""
     asks_cache: bool = False
     """Whether `inspect` is told the engine, because it asks a cache for its graphs."""
     is_narrow: bool = False

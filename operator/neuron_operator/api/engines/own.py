@@ -111,6 +111,7 @@ NXDI = _row(
         "serving.adapters",
         "serving.contextBuckets",
         "serving.tokenGenerationBuckets",
+        "serving.quantization",
         "serving.sampling",
         "serving.speculation",
         "engine.compile",
@@ -177,8 +178,12 @@ TRANSFORMERS_NEURONX = _row(
 )
 TORCH = _row(
     does="computes on the host",
-    fields=IN_PARALLEL | IN_BLOCKS | COMPILED_IF_ASKED | {"serving.adapters", "serving.speculation"},
+    fields=IN_PARALLEL
+    | IN_BLOCKS
+    | COMPILED_IF_ASKED
+    | {"serving.adapters", "serving.quantization", "serving.speculation"},
     drafts=("NGram", "Draft", "Eagle"),
+    quantizes_itself=True,
     compiles="on request",
     # AOTInductor and g++, one graph at a time: 1.2 GB measured with 4 layers, 2.3 GB with 12.
     compiler=CompilerMemory(bytes=2048 * MIB, per_layer=96 * MIB),
