@@ -92,10 +92,16 @@ def success_record(facts: Mapping[str, Any] = FACTS) -> str:
 
 
 STORED = {"digest": FACTS["digest"], "bytes": 6_000_000, "readBytes": 6_000_000}
+CONVERSION = {"digest": "c0" * 32, "format": "int8", "bytes": 3_400_000}
+FIGURES = {"format": "int8", "layerError": 0.0081, "perplexity": 12.125, "convertedPerplexity": 12.131}
 COMPILED = {"key": "ab" * 32, "bytes": 5_000, "seconds": 31.5, "reused": False, "peakBytes": 2**31}
 RESULTS: dict[str, dict[str, Any]] = {
     "resolve": {"facts": FACTS},
     "fetch": {"weights": STORED},
+    "convert": {
+        "weights": {"digest": CONVERSION["digest"], "bytes": 3_400_000, "readBytes": 6_000_000},
+        "conversion": FIGURES,
+    },
     "compile": {"artifact": COMPILED},
     "check": {},
 }

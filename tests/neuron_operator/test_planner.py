@@ -26,7 +26,7 @@ from neuron_operator.place.planner import Choice, Held, Supply, choose, is_stran
 from neuron_operator.place.sizes import legal_sizes
 from neuron_operator.read.objects import number_of
 from neuron_operator.read.placement import NodeRules
-from neuron_operator.read.records import Facts
+from neuron_operator.read.records import Facts, PlannedConversion
 from neuron_operator.read.world import (
     DEVICE_MODES,
     DeviceMode,
@@ -393,6 +393,37 @@ def test_a_model_that_is_too_large_is_told_the_numbers_and_the_nearest_place() -
     )
     huge = refused(msgspec.structs.replace(LARGE, parameters=4 * 10**12, weights_bytes=8 * 10**12), ("trn2.48xlarge",))
     assert str(huge).endswith("; no 64 nodes of any known type hold it")
+
+
+def test_a_model_that_is_too_large_is_told_where_it_would_fit_with_eight_bits() -> None:
+    large = refused(LARGE, ("inf2.48xlarge",), accelerator={"devices": 6})
+    cure = (
+        "serving.quantization: Int8 would, on 6 Neuron devices of inf2.48xlarge, with 9.1 GB of weights on each core; "
+    )
+    assert cure in str(large)
+    wide = refused(LLAMA, ("inf2.24xlarge",), serving={"maxModelLength": 131_072, "maxSequences": 16})
+    assert "quantization" not in str(wide), "the cache alone is too large"
+    for spec in ({"serving": {"quantization": "Int8"}}, {"engine": {"backend": "optimum"}}):
+        assert "quantization" not in str(refused(LARGE, ("inf2.48xlarge",), accelerator={"devices": 6}, **spec))
+    experts = msgspec.structs.replace(LARGE, num_experts=8)
+    assert "quantization" not in str(refused(experts, ("inf2.48xlarge",), accelerator={"devices": 6}))
+
+
+def test_converted_weights_count_by_their_bytes_on_the_cores_and_on_the_host() -> None:
+    planned = PlannedConversion(digest="c0" * 32, format="int8", bytes=9_086_705_664)
+    converted = msgspec.structs.replace(LLAMA, conversion=planned)
+    before, after = chosen(LLAMA, ("inf2.8xlarge",)), chosen(converted, ("inf2.8xlarge",))
+    assert after.chosen.tensor == before.chosen.tensor == 2
+    extra = 32 * 4096 * 2 * 2  # each core has all norms
+    assert after.chosen.memory.weights == -(-planned.bytes // 2) + extra
+    assert before.chosen.memory.weights == LLAMA.parameters + extra
+    assert after.chosen.host.memory < before.chosen.host.memory
+    stored = msgspec.structs.replace(
+        LLAMA, weights_bytes=planned.bytes, dtype="int8", quantization="compressed-tensors: int8 per channel"
+    )
+    assert chosen(stored, ("inf2.8xlarge",)).chosen.memory.weights == after.chosen.memory.weights
+    plain = chosen(stored, ("inf2.8xlarge",), serving={"quantization": "None"})
+    assert plain.chosen.memory.weights == before.chosen.memory.weights
 
 
 def packed(billions: int) -> Facts:

@@ -396,7 +396,7 @@ def _reads_converted(model: NeuronModel, facts: Facts, weights: Place) -> bool:
         return False
     if not weights.is_shared and not model.spec.runs.quantizes_itself:
         text = (
-            f"the weights are to be converted to {facts.conversion.format}, which needs a place that pods share; set "
+            f"the weights are to be converted ({facts.conversion.words}), which needs a place that pods share; set "
             "it, or the chart value storage.weights, for example storage.weights.pvcTemplate.size=1Ti"
         )
         raise InvalidSpec("spec.storage.weights", text, Reason.STORAGE_NOT_CONFIGURED)
@@ -523,7 +523,7 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         compile_minutes=minutes,
         summary=f"each replica holds {placement.words}{where} and {model.spec.runs.does} "
         f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
-        + (f", as {facts.conversion.format} {facts.conversion.bytes} bytes" if facts.conversion else "")
+        + (f", {facts.conversion.words} {facts.conversion.bytes} bytes" if facts.conversion else "")
         + (f"; {_words_of_draft(facts.draft)}" if facts.draft else "")
         + (f"; {choice.arithmetic}" if choice else "")
         + (f"; {compiling_words(minutes)}" if minutes else ""),

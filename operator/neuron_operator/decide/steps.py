@@ -408,8 +408,8 @@ def _finish_fetch(known: Known) -> tuple[Known, Finding]:
     said, reason = _where(known.model, facts, place, known.weights)
     if known.converted and place:
         made = known.pinned.pinned.conversion
-        stored_format = f" as {made.format}" if made else ""
-        said = f"{known.converted.bytes} bytes{stored_format} at {known.converted.digest} are in {words(place)}"
+        how = f", {made.words}," if made else ""
+        said = f"{known.converted.bytes} bytes{how} at {known.converted.digest} are in {words(place)}"
         reason = ""
     if known.model.draft and facts.draft:
         of_draft, _ = _where(known.model.draft, facts.draft, place, known.draft_weights)

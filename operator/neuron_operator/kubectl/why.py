@@ -177,6 +177,7 @@ def _facts(body: Any, adapters: Sequence[Any] | None, holder: str) -> dict[str, 
         "model": text(body, "spec", "model", "uri"),
         "replicas": replicas,
         "adapters": _num_adapters(body, adapters),
+        "weights": _weights(body),
         "drafts": _drafts(body),
         "engine": _default_engine(body),
         "url": text(body, "status", "url"),
@@ -210,6 +211,17 @@ def _ready(body: Any) -> Any:
 
 def _is_ready(body: Any) -> bool:
     return text(_ready(body), "status") == "True"
+
+
+def _weights(model: Any) -> str:
+    """How they are quantized, and what a conversion changed; empty: they are not."""
+    made = dig(model, "status", "conversion")
+    if not made:
+        return text(model, "status", "model", "quantization")
+    error, before, after = (text(made, name) for name in ("layerError", "perplexity", "convertedPerplexity"))
+    told = [f"converted to {text(made, 'format')}", f"largest error of a layer {error}" if error else ""]
+    told.append(f"perplexity {after}, before {before}" if after and before else text(made, "unmeasured"))
+    return "; ".join(filter(None, told))
 
 
 def _drafts(model: Any) -> str:

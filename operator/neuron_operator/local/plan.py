@@ -51,7 +51,7 @@ from neuron_operator.read.world import (
     World,
 )
 from neuron_operator.render.config_document import to_json
-from neuron_operator.render.jobs import compile_jobs
+from neuron_operator.render.jobs import compile_jobs, convert_job, wanted_format
 
 EXIT_OK, EXIT_REFUSED, EXIT_USAGE = 0, 1, 2
 
@@ -62,6 +62,9 @@ SETTINGS = Settings(
 )
 """Those of an installation that is not known here."""
 
+
+WITH_WEIGHTS = msgspec.structs.replace(SETTINGS.storage, weights=Place(pvc_template=ClaimTemplate(size="1Ti")))
+"""Of one where a Job can convert weights."""
 
 DESCRIPTION = str(__doc__).partition("\n")[0]
 
@@ -142,6 +145,9 @@ def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None
         model = pin.as_pinned(parse(body, has_defaults=has_defaults), kept)
         known = before.pinned.facts if before else None
         facts = read_facts(options.facts) if options.facts else known or inspected(model, settings)
+        if wanted_format(model) in ("int8", "fp8") and not (facts.conversion or facts.quantization):
+            cure = f"inspect with --backend {model.spec.backend} --quantization {wanted_format(model)}"
+            raise CannotRunHere(f"the facts tell of no conversion, which serving.quantization asks for: {cure}")
         if model.draft is None:  # the newest revision of a model may have had one
             facts = msgspec.structs.replace(facts, draft=None)
         else:
@@ -149,6 +155,7 @@ def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None
             draft = facts.draft or inspected(model.draft, settings, ("--eagle-head",) if is_head else ())
             check_draft(model, facts, draft)
             facts = msgspec.structs.replace(facts, draft=draft)
+        settings = replace(settings, storage=WITH_WEIGHTS) if facts.conversion else settings
         pinned = pin.pin(model, facts, settings, 1, free=free)
         model, choice = pin.chosen(pin.as_pinned(model, pinned), facts, settings, free)
     except (InvalidSpec, Unplaceable) as refusal:
@@ -187,6 +194,7 @@ def inspected(model: NeuronModel, settings: Settings, flags: Sequence[str] = ())
     command = [program, "inspect", model.spec.model.uri, "--json", *flags]
     is_open = bool(settings.engine_defaults) and model.spec.leaves_engine_open
     command += ["--backend", model.spec.backend] if not is_open else []
+    command += ["--quantization", wanted] if (wanted := wanted_format(model)) else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -234,7 +242,8 @@ def objects(body: Object, model: NeuronModel, pinned: Revision, settings: Settin
     """What the operator would create, without owners: these do not exist yet."""
     world = World(body=body, children=(pin.to_object(model, pinned),), pods=(), now=datetime.now(UTC))
     decided = decide(replace(world, body={**body, "status": decide(world, settings, ()).status}), settings, ())
-    for obj in (*compile_jobs(model, settings, pinned)[:1], *decided.desired):
+    jobs = (*convert_job(model, settings, pinned), *compile_jobs(model, settings, pinned)[:1])
+    for obj in (*jobs, *decided.desired):
         metadata = {key: value for key, value in obj["metadata"].items() if key != "ownerReferences"}
         # Through JSON: YAML would refer from one object to a part of another.
         yield as_json({**obj, "metadata": metadata})

@@ -27,6 +27,10 @@ class PlannedConversion(Struct, frozen=True, kw_only=True, rename="camel"):
     format: Annotated[str, Meta(max_length=20)]
     bytes: Count
 
+    @property
+    def words(self) -> str:
+        return "multiplied out" if self.format == "none" else self.format
+
 
 class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """What `inspect` reports about a model. Fields with a default are missing in what earlier versions wrote."""

@@ -84,17 +84,22 @@ COMPILE = JobKind(names.ROLE_COMPILE, "artifact", 6 * 3600, NEVER_NEURON)
 CHECK = JobKind(names.ROLE_CHECK, "check", 1800, PREFER_NOT_NEURON)
 
 
+def wanted_format(model: NeuronModel) -> str:
+    """As the runtime is told it; empty: it decides."""
+    wanted = model.spec.serving.quantization
+    return "" if wanted == "Auto" or not model.spec.quantizes else wanted.lower()
+
+
 @remembered
 def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     """Reads the model's facts with the model's own credentials, before devices are allocated."""
     command = ["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG]
     engine = model.spec.runs
-    wanted = model.spec.serving.quantization
-    is_converted = model.spec.quantizes and (wanted != "Auto" or not engine.quantizes_itself)
-    if engine.asks_cache or engine.is_narrow or not engine.is_ours or is_converted:
+    wanted, may_convert = wanted_format(model), model.spec.quantizes and not engine.quantizes_itself
+    if engine.asks_cache or engine.is_narrow or not engine.is_ours or may_convert or wanted:
         command += ["--backend", model.spec.backend]
-    if is_converted and wanted != "Auto":
-        command += ["--quantization", wanted.lower()]
+    if wanted:
+        command += ["--quantization", wanted]
     if application_class := model.spec.engine.application_class:
         command += ["--application-class", application_class]
     return shared_job(model, settings, RESOLVE, command, source(model), image=runtime_image(model, settings))
