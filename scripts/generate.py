@@ -56,6 +56,7 @@ TARGETS = (
     Target("docs/sizing.md", sizing_tables.reported_memory, "reported memory"),
     Target("docs/sizing.md", sizing_tables.public_models, "public models"),
     Target("docs/sizing.md", sizing_tables.recipes, "recipes"),
+    Target("docs/sizing.md", sizing_tables.quantized_models, "quantized models"),
     Target("docs/benchmarks.md", published_step_times, "published step times"),
     Target("docs/neuron.md", nxdi_tables.models, "models of NxD Inference"),
     Target("docs/neuron.md", nxdi_tables.statuses, "statuses of the Neuron runtime"),

@@ -16,7 +16,7 @@ from neuron_operator.api.errors import Unplaceable
 from neuron_operator.api.model import ModelSource, NeuronModel, Spec
 from neuron_operator.place.catalog import FAMILIES, GIB, INSTANCE_TYPES
 from neuron_operator.place.planner import Option, choose
-from neuron_operator.place.sizing import Load, Memory, Widths, memory_of
+from neuron_operator.place.sizing import Load, Memory, Widths, memory_of, quantized, weights_bytes
 from neuron_operator.read.records import Facts
 from neuron_operator.read.world import FreeDevices, Provisionable, Settings
 
@@ -63,6 +63,23 @@ def reported_memory() -> str:
             )
         )
     return table(("Report", "Weights and cache", "The rest", "Estimate says"), rows)
+
+
+QUANTIZED = ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-32B", "meta-llama/Llama-3.3-70B-Instruct")
+
+
+def quantized_models() -> str:
+    """A line for each model: its weights, and what of them is on each core."""
+    rows = []
+    for name in QUANTIZED:
+        facts = models()[name]
+        forms = (facts, quantized(facts, "int8"))
+        cores = ([f"{weights_bytes(one, Widths(), tensor) / GB:.2f}" for one in forms] for tensor in (8, 32))
+        rows.append(
+            (_short(name), *(f"{one.read_bytes / GB:.1f}" for one in forms), *(cell for of in cores for cell in of))
+        )
+    at = [f"{form}, TP {tensor}" for tensor in (8, 32) for form in ("bfloat16", "Int8 or Fp8")]
+    return table(("Model", "bfloat16", "Int8 or Fp8", *at), rows)
 
 
 def models() -> dict[str, Facts]:

@@ -586,6 +586,57 @@ async def test_models_of_one_source_share_the_job_and_its_record(server: ApiServ
     }
 
 
+async def test_five_models_of_one_source_in_two_formats_have_one_download_and_two_conversions(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    wishes = {"a": "Int8", "b": "Fp8", "c": "Int8", "d": "Fp8", "e": "Int8"}
+    digests = {"int8": "c0" * 32, "fp8": "c1" * 32}
+
+    def end_both(role: str) -> bool:
+        """Once there is a Job for each format; false before."""
+        jobs = namespace.unfinished(role)
+        for job in jobs if len(jobs) == 2 else ():
+            (container,) = job["spec"]["template"]["spec"]["containers"]
+            form = container["command"][container["command"].index("--quantization") + 1]
+            planned = {"digest": digests[form], "format": form, "bytes": 1000}
+            weights = {"digest": digests[form], "bytes": 1000, "readBytes": 2000}
+            figures = {"format": form, "layerError": 0.01, "perplexity": 12.0, "convertedPerplexity": 12.5}
+            results = {"resolve": {"facts": FACTS | {"conversion": planned}}}
+            result = results.get(role, {"weights": weights, "conversion": figures})
+            record = {"version": 1, "command": role, "ok": True, **result}
+            namespace.end_job(job["metadata"]["name"], {"exitCode": 0, "message": json.dumps(record)})
+        return len(jobs) == 2
+
+    using = only(namespace, "--storage", json.dumps({"weights": {"persistentVolumeClaim": {"claimName": "models"}}}))
+    async with client_of(server) as client, operating(client, using):
+        for name, wish in wishes.items():
+            namespace.put_model(name, model={"uri": "hf://acme/tiny"}, serving={"quantization": wish})
+        await eventually(lambda: end_both("resolve"))
+        await eventually(namespace.finish_fetch)
+        await eventually(lambda: end_both("convert"))
+        for name in wishes:
+            await eventually(lambda n=name: namespace.condition("UpToDate", n)[0] == "True", 20)
+    created = [
+        event["objectRef"]["name"].partition("-")[0]
+        for event in server.requests(OPERATOR_USER)
+        if event["verb"] == "create"
+        and event["objectRef"]["resource"] == "jobs"
+        and event["objectRef"]["namespace"] == namespace.name
+        and event["responseStatus"]["code"] == 201
+    ]
+    assert sorted(created) == ["converted", "converted", "facts", "facts", "weights"]
+    for name, wish in wishes.items():
+        told = namespace.model(name)["status"]["conversion"]
+        assert (told["format"], told["convertedPerplexity"]) == (wish.lower(), "12.50")
+        (volume,) = (
+            one
+            for one in namespace.get(BY_KIND["Deployment"], name)["spec"]["template"]["spec"]["volumes"]
+            if one["name"] == "config"
+        )
+        document = json.loads(namespace.get(BY_KIND["ConfigMap"], volume["configMap"]["name"])["data"]["config.json"])
+        assert document["model"]["converted"] == digests[wish.lower()]
+
+
 async def test_a_draft_model_that_does_not_fit_is_refused_until_another_one_is_named(namespace: Namespace) -> None:
     def drafting(uri: str) -> Any:
         return {"speculation": {"method": "Draft", "model": {"uri": uri}}}
