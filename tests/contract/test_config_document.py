@@ -333,14 +333,28 @@ def test_the_class_that_runs_a_private_architecture_reaches_inspection_and_docum
 
 @pytest.mark.parametrize(
     ("backend", "told"),
-    [("optimum", "optimum"), ("nxdi", ""), ("transformers-neuronx", "transformers-neuronx")],
+    [
+        ("optimum", "optimum"),
+        ("nxdi", "nxdi"),
+        ("torch", ""),
+        ("simulated", ""),
+        ("transformers-neuronx", "transformers-neuronx"),
+    ],
 )
-def test_inspection_is_told_the_engine_whose_graphs_it_asks_for_or_that_refuses_most_models(
+def test_inspection_is_told_the_engine_if_that_asks_for_graphs_converts_weights_or_refuses_most_models(
     backend: str, told: str
 ) -> None:
     spec = {**SPEC, "accelerator": {"type": "Neuron"}, "engine": {"backend": backend}}
     options = build_parser().parse_args(command_of(resolve_job(parse(body(spec)), SETTINGS)["spec"]["template"]))
-    assert options.backend == told
+    assert (options.backend, options.quantization) == (told, "auto")
+
+
+def test_inspection_is_not_told_an_engine_while_that_is_open() -> None:
+    """Another one than the default may have the model's architecture."""
+    using = replace(SETTINGS, engine_defaults={"trn2": "vllm"})
+    spec: dict[str, Any] = {**SPEC, "accelerator": {"type": "Neuron"}, "engine": {}}
+    model = parse(body(spec), has_defaults=True)
+    assert build_parser().parse_args(command_of(resolve_job(model, using)["spec"]["template"])).backend == ""
 
 
 @pytest.mark.parametrize(

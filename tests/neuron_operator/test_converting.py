@@ -21,6 +21,7 @@ from helpers.operator_worlds import (
     find,
     finished,
     fresh,
+    job_pod,
     resolved_pod,
     serving_pod,
     settings,
@@ -298,3 +299,13 @@ def test_facts_of_quantized_weights_are_read_again_for_another_engine(backend: s
         edit = {**SPEC, **ON_DEVICES, "engine": {"backend": backend}, "serving": {"maxSequences": 2}}
         _, decision = settle(replace(world, body={**world.body, "spec": edit}))
         assert any(name.startswith("facts-") for name in jobs(decision)) == again
+
+
+def test_a_format_that_the_model_cannot_have_is_told_before_anything_is_fetched() -> None:
+    world, decision = settle(replace(fresh(spec={**SPEC, **INT8}), free=FREE))
+    said = "--quantization is int8, but the checkpoint is quantized already (fp8: fp8 per tensor)"
+    state = ended(2, failure_record(2, "InvalidEngineConfig", said))
+    world = replace(world, pods=(job_pod(find(decision.desired, "Job"), state),))
+    found = condition(decide(world, SETTINGS).status, "ModelResolved")
+    assert found["reason"] == "InvalidEngineConfig"
+    assert said in found["message"]

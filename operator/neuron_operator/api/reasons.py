@@ -55,6 +55,8 @@ class Row:
     """Only a NeuronAdapter has it."""
     of_models: bool = False
     """None has it."""
+    pods: Condition | None = None
+    """The condition that is false if a serving pod ends for this reason; None: see `of_pods`."""
 
     def is_of(self, condition: Condition) -> bool:
         """Whether the condition can have this reason."""
@@ -63,6 +65,8 @@ class Row:
     @property
     def of_pods(self) -> Condition:
         """The condition that is false if a serving pod ends for this reason: the last one before Compiled, if any."""
+        if self.pods is not None:
+            return self.pods
         before = [kind for kind in self.conditions if kind not in ("Compiled", "Available", "UpToDate")]
         return (before or self.conditions[:1])[-1]
 
@@ -390,13 +394,16 @@ class Reason(StrEnum):
     INVALID_ENGINE_CONFIG = Row(
         "InvalidEngineConfig",
         "The runtime refused its configuration; the message names the field. Often limits exceed the memory; the "
-        "message then has the arithmetic. As `UpToDate`: it was asked before a replica ended, and the earlier revision "
+        "message then has the arithmetic. As `ModelResolved`: the model, or the backend, cannot have what "
+        "`serving.quantization` asks for. As `UpToDate`: it was asked before a replica ended, and the earlier revision "
         "serves on",
         "Correct the field that the message names, or lower `serving.maxModelLength`, `maxSequences` or `numBlocks`, "
         "or give the pod more memory",
-        conditions=("Compiled", "UpToDate"),
+        conditions=("ModelResolved", "Compiled", "UpToDate"),
         exit_codes=(2,),
         final=True,
+        of_models=True,
+        pods="Compiled",
     )
     COMPILE_FAILED = Row(
         "CompileFailed",

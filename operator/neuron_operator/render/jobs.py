@@ -95,7 +95,9 @@ def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     """Reads the model's facts with the model's own credentials, before devices are allocated."""
     command = ["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG]
     engine = model.spec.runs
-    wanted, may_convert = wanted_format(model), model.spec.quantizes and not engine.quantizes_itself
+    # While the engine is open, another one may have the model.
+    is_open = bool(settings.engine_defaults) and model.spec.leaves_engine_open
+    wanted, may_convert = wanted_format(model), model.spec.quantizes and not (engine.quantizes_itself or is_open)
     if engine.asks_cache or engine.is_narrow or not engine.is_ours or may_convert or wanted:
         command += ["--backend", model.spec.backend]
     if wanted:
