@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -60,6 +60,19 @@ class InvalidModel(FatalError):
         super().__init__(ExitCode.INVALID_MODEL, message)
 
 
+class Slice(NamedTuple):
+    """What one tensor is of another one in the file, which has several.
+
+    number: of the first dimension. transposed: the next two are exchanged. begin, step: of the rows that are left, of
+    which it has `shape[0]`.
+    """
+
+    number: int
+    transposed: bool
+    begin: int
+    step: int
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor as described by its file's header; its data are bytes `begin` to `end` of the file."""
@@ -72,10 +85,12 @@ class TensorInfo:
     """File name within the folder, with its subfolder."""
     begin: int
     end: int
+    slice: Slice | None = None
+    """None: it is all of the tensor in the file. Otherwise what `name`, `begin` and `end` say is about that one."""
 
     @property
     def num_bytes(self) -> int:
-        return self.end - self.begin
+        return math.prod(self.shape) * BY_STORED[self.dtype].num_bytes
 
     @property
     def num_parameters(self) -> int:

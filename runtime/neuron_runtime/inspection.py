@@ -26,6 +26,7 @@ from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_pr
 from neuron_runtime.backend.optimum import models as optimum
 from neuron_runtime.backend.optimum.hub_cache import cached_graphs, in_words
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend.transformers_neuronx import settings as neuronx
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
@@ -255,7 +256,7 @@ def _runs_on_device(checkpoint: Checkpoint, backend: str, application_class: str
 def _checked_shape(checkpoint: Checkpoint) -> dict[str, Any]:
     """The shape of an architecture of ours, whose tensors are known."""
     config = decoder_config(checkpoint.config)
-    check_tensors(checkpoint, tensor_shapes(config), config.quantization)
+    check_tensors(as_named(checkpoint, config), tensor_shapes(config), config.quantization)
     return {"architecture": config.architecture, **{name: getattr(config, name) for name in SHAPE}}
 
 

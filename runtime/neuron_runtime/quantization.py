@@ -47,7 +47,8 @@ class Quantization:
 
     block: rows and columns that share a scale.
     weight, scale: the last words of the tensors' names.
-    packed: numbers in each stored one, along the columns; each is stored with half of its range added.
+    packed: numbers in each stored one, along the columns.
+    scale_stored: the types that scales may have; U8 is the exponent of a power of 2.
     """
 
     method: str
@@ -56,6 +57,7 @@ class Quantization:
     scale: str = "weight_scale"
     weight: str = "weight"
     packed: int = 1
+    scale_stored: tuple[str, ...] = COMPUTED_STORED
 
     @property
     def kind(self) -> str:
@@ -85,7 +87,7 @@ class Quantization:
         rows, columns = shape
         return (
             StoredTensor(self.weight_name(name), (rows, -(-columns // self.packed)), (self.stored,)),
-            StoredTensor(self.scale_name(name), self.scale_shape(shape), COMPUTED_STORED),
+            StoredTensor(self.scale_name(name), self.scale_shape(shape), self.scale_stored),
         )
 
 
@@ -162,9 +164,9 @@ def wanted_format(config: Mapping[str, Any], wanted: Quantizing, field: str = "$
 
 
 def has_known_method(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is quantized by a method of which `quantization_of` knows some."""
+    """Whether a checkpoint is quantized by a method of which `quantization_of` knows some, and which is converted."""
     given = config.get("quantization_config") or config.get("compression_config")
-    return isinstance(given, Mapping) and given.get("quant_method") in METHODS
+    return isinstance(given, Mapping) and given.get("quant_method") in METHODS.keys() - UNCONVERTED
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
@@ -242,13 +244,21 @@ def _modelopt(given: Mapping[str, Any]) -> Quantization:
     return Quantization("modelopt", "F8_E4M3", (WHOLE, WHOLE))
 
 
+def _mxfp4(given: Mapping[str, Any]) -> Quantization:
+    """Of OCP's Microscaling Formats: of gpt-oss, whose experts alone are quantized."""
+    return Quantization("mxfp4", "U8", (1, 32), scale="scales", weight="blocks", packed=2, scale_stored=("U8",))
+
+
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "compressed-tensors": _compressed_tensors,
     "fbgemm_fp8": _fbgemm,
     "fp8": _fp8,
     "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
 }
 """By `quant_method`."""
+UNCONVERTED = frozenset({"mxfp4"})
+"""Those of which nothing is converted: a backend has the family that they are of, or it does not."""
 
 
 def _unsupported(what: str, supported: str) -> FatalError:

@@ -27,6 +27,7 @@ from neuron_runtime.backend.torch.choices import stored_dtype
 from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
+from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.checkpoint import read_checkpoint
 
 BareSteps = Callable[[int, int, int], list[float]]
@@ -96,6 +97,7 @@ class BareDecoder:
     def __init__(self, model_dir: Path, num_lines: int, line_length: int) -> None:
         checkpoint = read_checkpoint(model_dir)
         model = decoder_config(checkpoint.config)
+        checkpoint = as_named(checkpoint, model)
         dtype = DTYPES[stored_dtype(checkpoint)]
         self._decoder: Decoder | CompiledDecoder = load_decoder(checkpoint, model, dtype, lambda stage, share: None)
         shape = (num_lines, model.num_kv_heads, line_length, model.head_dim)

@@ -45,10 +45,12 @@ def measure(model_dir: Path, num_iters: int = 3) -> Loading:
     from neuron_runtime.backend.torch.architecture import decoder_config
     from neuron_runtime.backend.torch.choices import stored_dtype
     from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
+    from neuron_runtime.backend.torch.naming import as_named
     from neuron_runtime.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(model_dir)
     model = decoder_config(checkpoint.config)
+    checkpoint = as_named(checkpoint, model)
     dtype = DTYPES[stored_dtype(checkpoint)]
     files = [model_dir / file for file in checkpoint.files]
     num_bytes = sum(file.stat().st_size for file in files)

@@ -63,6 +63,33 @@ def quantize(source: Path, target: Path, method: Mapping[str, Any], *, head: boo
     return folders[1]
 
 
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+_FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def quantize_experts(source: Path, target: Path) -> Path:
+    """A copy of a gpt-oss with one weights file, whose experts are MXFP4. Returns as `quantize`."""
+    config = json.loads((source / CONFIG_FILE).read_text())
+    stored = load_file(source / WEIGHTS_FILE)
+    plain = dict(stored)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        groups = stored.pop(name).transpose(1, 2).unflatten(2, (-1, 32))
+        exponents = groups.abs().amax(dim=-1).log2().floor() - 2
+        numbers = groups / exponents.exp2().unsqueeze(-1)
+        codes = (numbers.abs().unsqueeze(-1) - _FLOAT4).abs().argmin(dim=-1)
+        values = _FLOAT4[codes] * numbers.sign()
+        nibbles = (codes + 8 * (numbers < 0)).to(torch.uint8)
+        stored[f"{name}_blocks"] = nibbles[..., ::2] | nibbles[..., 1::2] << 4
+        stored[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+        plain[name] = (values * exponents.exp2().unsqueeze(-1)).flatten(2).transpose(1, 2).contiguous()
+    folders = target, target.with_name(f"{target.name}-plain")
+    for folder, content, fields in zip(folders, (stored, plain), ({"quantization_config": MXFP4}, {}), strict=True):
+        folder.mkdir(parents=True)
+        (folder / CONFIG_FILE).write_text(json.dumps({**config, **fields}))
+        save_file(content, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    return folders[1]
+
+
 def _weights(method: Mapping[str, Any]) -> dict[str, Any]:
     """The scheme of the weights, in compressed-tensors' words."""
     match method["quant_method"]:

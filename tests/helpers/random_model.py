@@ -17,9 +17,26 @@ from neuron_runtime.backend.torch.architecture import decoder_config, tensor_sha
 from neuron_runtime.backend.torch.loader import DTYPES
 from neuron_runtime.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 
+MODEL_TYPES = {"Llama4ForCausalLM": "llama4_text", "Llama4ForConditionalGeneration": "llama4"}
+
+
+VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "image_size": 28,
+    "vision_output_dim": 16,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+}
+"""Of a model with images, which tests of text have no use for."""
+
 
 def model_type(architecture: str) -> str:
     """What transformers calls the family: `SeedOssForCausalLM` is `seed_oss`."""
+    if architecture in MODEL_TYPES:
+        return MODEL_TYPES[architecture]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.removesuffix("ForCausalLM")).lower()
 
 
@@ -37,6 +54,21 @@ def model_config(
     **others: Any,
 ) -> dict[str, Any]:
     """A config.json; `others` are fields of the file, e.g. `tie_word_embeddings=True` or `sliding_window=64`."""
+    if architecture == "Llama4ForConditionalGeneration":
+        text = model_config(
+            architecture="Llama4ForCausalLM",
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            intermediate_size=intermediate_size,
+            vocabulary_size=vocabulary_size,
+            max_position_embeddings=max_position_embeddings,
+            dtype=dtype,
+            **others,
+        )
+        named = {"architectures": [architecture], "model_type": model_type(architecture), "torch_dtype": dtype}
+        return {**named, "text_config": text, "vision_config": VISION}
     return {
         "architectures": [architecture],
         "model_type": model_type(architecture),
@@ -58,6 +90,42 @@ def model_config(
     }
 
 
+def as_stored(tensors: dict[str, torch.Tensor], architecture: str) -> dict[str, torch.Tensor]:
+    """The tensors as transformers names and lays them in this class, from those of one expert each."""
+    if architecture == "GptOssForCausalLM":
+        return _stacked(tensors, alternate=True)
+    if architecture.startswith("Llama4"):
+        prefix = "language_model." if architecture == "Llama4ForConditionalGeneration" else ""
+        stacked = _stacked(tensors, alternate=False)
+        found = {prefix + name.replace(".mlp.", ".feed_forward."): tensor for name, tensor in stacked.items()}
+        return found | ({"vision_model.class_embedding": torch.zeros(16)} if prefix else {})
+    return tensors
+
+
+def _stacked(tensors: dict[str, torch.Tensor], *, alternate: bool) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    of_experts: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.\d+\.(.*)", name):
+            of_experts.setdefault((match[1], match[2]), []).append(tensor)
+        else:
+            found[name] = tensor
+    for (module, part), each in of_experts.items():
+        projection, kind = part.split(".")
+        if projection == "up_proj":
+            continue
+        stack, name = torch.stack(each), projection
+        if projection == "gate_proj":
+            both = stack, torch.stack(of_experts[module, f"up_proj.{kind}"])
+            stack, name = (
+                (torch.stack(both, dim=2).flatten(1, 2) if alternate else torch.cat(both, dim=1)),
+                "gate_up_proj",
+            )
+        ends = {"weight": "", "bias": "_bias", "blocks": "_blocks", "scales": "_scales"}
+        found[f"{module}.{name}{ends[kind]}"] = (stack.transpose(1, 2) if kind == "weight" else stack).contiguous()
+    return found
+
+
 def write_random_model(
     folder: Path, config: dict[str, Any], *, seed: int = 0, scale: float = 0.04, max_shard_bytes: int = 2**32
 ) -> None:
@@ -70,9 +138,11 @@ def write_random_model(
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, torch.Tensor]] = [{}]
     num_shard_bytes = 0
+    tensors = {}
     for name, shape in tensor_shapes(decoder_config(config)).items():
         values = torch.randn(shape, generator=generator) * scale
-        tensor = (values + 1.0 if name.endswith("norm.weight") else values).to(dtype)
+        tensors[name] = (values + 1.0 if name.endswith("norm.weight") else values).to(dtype)
+    for name, tensor in as_stored(tensors, config["architectures"][0]).items():
         if shards[-1] and num_shard_bytes + tensor.nbytes > max_shard_bytes:
             shards.append({})
             num_shard_bytes = 0

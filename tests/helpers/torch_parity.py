@@ -15,6 +15,7 @@ from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_lo
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.loader import load_decoder
+from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
 from neuron_runtime.backend.torch.step_module import DecodeStep, constants
 from neuron_runtime.backend_protocol import Rank
@@ -40,6 +41,7 @@ def load_decoder_and_cache(
     """Decoder, cache and cache lines of each row, scattered if the layout allows; or one rank's part of them."""
     checkpoint = read_checkpoint(folder)
     model = decoder_config(checkpoint.config)
+    checkpoint = as_named(checkpoint, model)
     check_tensors(checkpoint, tensor_shapes(model), model.quantization)
     decoder = load_decoder(checkpoint, model, torch.float32, lambda what, share: None, ranks)
     line_length = max_length if layout == "slots" else 8

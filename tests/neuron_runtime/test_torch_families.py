@@ -25,12 +25,13 @@ from helpers.torch_parity import (
     serve,
     traced_step,
 )
-from neuron_runtime.backend.torch.architecture import FAMILIES
+from neuron_runtime.backend.torch.architecture import FAMILIES, Window
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.core import Request, Sampling
 
 WINDOWS = ("Mistral", "Qwen2, window in the upper layers", "Qwen3 with biases and a window in some layers")
+CHUNKS = ("gpt-oss", "Llama 4")
 LENGTHS = (300, 1, 25, 90)
 MAX_LENGTH = 304
 
@@ -107,7 +108,7 @@ def test_a_window_changes_only_logits_after_it(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("layout", "line_length"), [("slots", 1024), ("blocks", 16)])
 def test_decoding_past_a_window_reads_only_the_window(layout: str, line_length: int) -> None:
     lines = np.arange(4 * 1024 // line_length).reshape(4, -1)
-    cache = KVCache.empty((None, 64), (lines.size, 1, line_length, 2), torch.float32)
+    cache = KVCache.empty((None, Window(64)), (lines.size, 1, line_length, 2), torch.float32)
     rows = StepRows(start=np.array([900, 910, 1000]), num_tokens=np.ones(3, dtype=np.int64), lines=lines[:3])
     full, near = (reads.decode for reads in cache.plan(rows).reads)
     assert full is not None

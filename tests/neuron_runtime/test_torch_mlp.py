@@ -17,7 +17,7 @@ from helpers.torch_parity import TOLERANCE, feed, load_decoder_and_cache, random
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.graphs import TorchCompiler
 from neuron_runtime.backend.torch.linear import Widened
-from neuron_runtime.backend.torch.mlp import Dense, Experts
+from neuron_runtime.backend.torch.mlp import Dense, Experts, Route
 from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.checkpoint import CONFIG_FILE, InvalidModel
 from neuron_runtime.config import AdapterOptions
@@ -43,7 +43,7 @@ def test_a_step_reads_each_expert_that_it_needs_once_for_all_its_rows() -> None:
         Dense(Counted(torch.randn(2 * INNER, HIDDEN), None), Widened(torch.randn(HIDDEN, INNER), None))
         for _ in range(NUM_EXPERTS)
     ]
-    experts = Experts(torch.randn(NUM_EXPERTS, HIDDEN), tuple(layers), TOP_K, normalises=True)
+    experts = Experts(torch.randn(NUM_EXPERTS, HIDDEN), tuple(layers), Route("softmax", TOP_K, normalises=True))
     x = torch.randn(8, HIDDEN)
     found, num_read = experts(x), len(Counted.calls)
     assert sum(Counted.calls) == 8 * TOP_K

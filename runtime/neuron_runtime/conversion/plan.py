@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.choices import EMBEDDING
 from neuron_runtime.checkpoint import TensorInfo
 from neuron_runtime.dtypes import BY_STORED
@@ -107,6 +107,14 @@ def conversion_of(
         what = stored.in_words() if stored else f"weights in {to}"
         raise InvalidConfig(field, f"the {backend} backend does not compute {what}: set none, or leave it out")
     model = decoder_config(config)
+    if FAMILIES[model.architecture].stored is not None:
+        if does.quantizes:
+            return None
+        raise FatalError(
+            ExitCode.UNSUPPORTED_ARCHITECTURE,
+            f"config.json: {model.architecture} has several experts in one tensor, which is not converted: leave "
+            f"{field.removeprefix('$.')} out",
+        )
     if to != "none" and model.experts is not None and not does.experts:
         raise FatalError(
             ExitCode.UNSUPPORTED_ARCHITECTURE,

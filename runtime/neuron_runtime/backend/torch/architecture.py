@@ -27,8 +27,6 @@ MAX_INTEGER = 2**63 - 1
 MAX_EXPERTS = 100_000
 """Of all layers, as `MAX_LAYERS`."""
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
-
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
@@ -47,23 +45,55 @@ class Rope:
     truncate: bool = True
     scale: float = 1.0
     """Of cosines and sines."""
+    interleaved: bool = False
+    """A pair of dimensions lies side by side; otherwise in the two halves of a head."""
+
+
+class Window(NamedTuple):
+    """The positions that a token sees: the last `size`, or in chunks those from the last multiple of `size` on."""
+
+    size: int
+    is_chunk: bool = False
+
+    def first(self, position: Any) -> Any:
+        """The first one that a token at `position` sees, which may be below 0. Of numbers, or of arrays of them."""
+        return position // self.size * self.size if self.is_chunk else position + 1 - self.size
+
+
+class Tempering(NamedTuple):
+    """Queries at position p are multiplied by `1 + scale * log(1 + floor((p + 1) / step))`."""
+
+    step: float
+    scale: float
+
+
+Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Where a family has its experts: fields of config.json, and tensors, whose names begin with that of their layer.
 
-    shared: the expert that all tokens have, beside the others, and the gate of its outputs.
+    dense_layers, expert_layers, step: which layers have experts; empty: the family has no such field.
+    shared: the expert that all tokens have, beside the others, and the gate of its outputs, if it has one.
     """
 
     num_experts: str = "num_experts"
     intermediate_size: str = "moe_intermediate_size"
     shared_size: str = ""
+    dense_layers: str = "mlp_only_layers"
+    expert_layers: str = ""
+    step: str = "decoder_sparse_step"
     router: str = "mlp.gate"
     expert: str = "mlp.experts"
     gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
+
+
+class Clamp(NamedTuple):
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +103,10 @@ class ExpertsConfig:
     normalises: whether the shares of a token's experts are divided by their sum.
     shared_size: of the expert that all tokens have; 0: there is none.
     layers: whether each layer has experts, or one MLP.
+    scores: how the router's outputs become shares.
+    scales_inputs: whether a share is multiplied with what the expert reads; otherwise with what it writes.
+    has_bias: of the router and of all experts.
+    clamp: of the experts' activation, see `mlp.Clamped`; None: it is SwiGLU.
     """
 
     num_experts: int
@@ -82,6 +116,10 @@ class ExpertsConfig:
     shared_size: int
     layers: tuple[bool, ...]
     names: ExpertNames
+    scores: Scores = "softmax"
+    scales_inputs: bool = False
+    has_bias: bool = False
+    clamp: Clamp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +144,19 @@ class DecoderConfig:
     mlp_bias: bool
     query_key_norm: bool
     """RMSNorm over each head of queries and of keys, before rotation."""
-    windows: tuple[int | None, ...]
-    """Sliding window per layer: how many positions a token sees, including its own; None for all of them."""
+    windows: tuple[Window | None, ...]
+    """Per layer, which positions a token sees; None for all of them."""
     quantization: Quantization | None = None
     """How weights of linear layers are stored."""
     experts: ExpertsConfig | None = None
+    sinks: bool = False
+    """Each head of queries has a score that takes part in the softmax, and no value."""
+    unrotated: frozenset[int] = frozenset()
+    """Layers without rotary positions."""
+    tempering: Tempering | None = None
+    """Of the queries of these layers."""
+    plain_norm: bool = False
+    """RMSNorm without weights over each head of queries and of keys, in the layers that rotate them."""
 
     @property
     def attention_scale(self) -> float:
@@ -119,6 +165,41 @@ class DecoderConfig:
     @property
     def kv_elements_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+class Stack(NamedTuple):
+    """A tensor with the weights of all experts: `[experts, outputs, inputs]`, or as it says.
+
+    parts: the ends of the names of what it has of each expert. Their rows alternate, or follow one another.
+    transposed: `[experts, inputs, outputs]`.
+    """
+
+    parts: tuple[str, ...]
+    alternate: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How checkpoints of a family name tensors, where that is not as the decoder does.
+
+    stacks: by the ends of their names. replaced: parts of names, by what the decoder has. unread: what others begin
+    with, which text does not need.
+    """
+
+    stacks: Mapping[str, Stack]
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+
+
+def _stacks(*, alternate: bool) -> dict[str, Stack]:
+    """Those of transformers: weights are transposed, but for MXFP4."""
+    ends = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
+    return {
+        f"{name}{end}": Stack(tuple(f"{part}.{kind}" for part in parts), alternate, transposed=not end)
+        for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+        for end, kind in ends.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +211,11 @@ class TorchFamily:
     fixed: fields with only one supported value, which is also their default. Other values are refused, because
         transformers would ignore them.
     output_bias: whether `attention_bias` also applies to the output projection.
+    dense_size: the field with the size of dense layers.
+    rope: where config.json says nothing of rotary positions.
+    layer_types: those of layers, where config.json does not name them; None: windows follow from other fields.
+    more: more fields of `DecoderConfig`.
+    text: the field that has the text model's fields. stored: how checkpoints name its tensors, see `naming.py`.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -137,8 +223,18 @@ class TorchFamily:
     output_bias: bool = True
     query_key_norm: bool = False
     experts: ExpertNames | None = None
+    scores: Scores = "softmax"
+    clamps: bool = False
+    """Its experts have biases and the activation of `mlp.Clamped`."""
     theta: float = 10_000.0
     """Of rotary positions, where config.json has none."""
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: bool = False
+    dense_size: str = "intermediate_size"
+    layer_types: Callable[[Mapping[str, Any], int], list[str]] | None = None
+    more: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = lambda config, num_layers: {}
+    text: str = ""
+    stored: Stored | None = None
 
 
 # For every architecture.
@@ -146,6 +242,69 @@ FIXED: Mapping[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0, 
 
 # Qwen's sliding layers begin at max_window_layers; where all layers slide (Mistral), that is layer 0.
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+
+def _alternating(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    return [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+
+
+def _by_rotation(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    unrotated = _unrotated(config, num_layers)
+    return ["full_attention" if layer in unrotated else "chunked_attention" for layer in range(num_layers)]
+
+
+def _unrotated(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    """Layers of Llama 4 without rotary positions: those with a 0 in `no_rope_layers`."""
+    every = positive(config, "no_rope_layer_interval")
+    rotated = config.get("no_rope_layers") or [(layer + 1) % every for layer in range(num_layers)]
+    if not isinstance(rotated, list) or len(rotated) < num_layers or not all(isinstance(one, int) for one in rotated):
+        raise InvalidModel(f"config.json: no_rope_layers must be a list of num_hidden_layers ({num_layers}) 0 and 1")
+    return frozenset(layer for layer in range(num_layers) if not rotated[layer])
+
+
+def _llama4(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    # Early files have a number in the place of true.
+    tempers = bool(config["attn_temperature_tuning"])
+    return {
+        "unrotated": _unrotated(config, num_layers),
+        "tempering": Tempering(_number(config, "floor_scale"), _number(config, "attn_scale")) if tempers else None,
+        "plain_norm": boolean(config, "use_qk_norm", True),
+    }
+
+
+_LLAMA4 = TorchFamily(
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 16384,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+    fixed={"mlp_bias": False, "norm_topk_prob": False},
+    experts=ExpertNames(
+        num_experts="num_local_experts",
+        intermediate_size="intermediate_size",
+        shared_size="intermediate_size",
+        dense_layers="",
+        expert_layers="moe_layers",
+        step="interleave_moe_layer_step",
+        router="mlp.router",
+        shared_gate="",
+    ),
+    scores="sigmoid",
+    theta=500_000.0,
+    interleaved=True,
+    dense_size="intermediate_size_mlp",
+    layer_types=_by_rotation,
+    more=_llama4,
+    stored=Stored(_stacks(alternate=False), replaced={".feed_forward.": ".mlp."}),
+)
 
 FAMILIES: Mapping[str, TorchFamily] = {
     "LlamaForCausalLM": TorchFamily(fixed={"sliding_window": None}),
@@ -210,6 +369,52 @@ FAMILIES: Mapping[str, TorchFamily] = {
         query_key_norm=True,
         experts=ExpertNames(),
     ),
+    "GptOssForCausalLM": TorchFamily(
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        # A softmax over the chosen experts is one over all of them, divided by the sum of theirs.
+        fixed={"mlp_bias": False, "norm_topk_prob": True, "use_sliding_window": True},
+        experts=ExpertNames(
+            num_experts="num_local_experts",
+            intermediate_size="intermediate_size",
+            dense_layers="",
+            step="",
+            router="mlp.router",
+        ),
+        clamps=True,
+        theta=150_000.0,
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        layer_types=_alternating,
+        more=lambda config, num_layers: {"sinks": True},
+        stored=Stored(_stacks(alternate=True)),
+    ),
+    "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": replace(
+        _LLAMA4,
+        text="text_config",
+        fixed={**_LLAMA4.fixed, "tie_word_embeddings": False},
+        stored=Stored(
+            _stacks(alternate=False),
+            replaced={".feed_forward.": ".mlp.", "language_model.": ""},
+            unread=("vision_model.", "multi_modal_projector."),
+        ),
+    ),
 }
 """By the class named in `architectures` of config.json. One decoder computes all of them."""
 
@@ -224,7 +429,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     architecture = _architecture(config)
     family = FAMILIES[architecture]
     quantization = quantization_of(config)
-    config = _filled_in(config, architecture)
+    config = _filled_in(_text_of(config, family.text), architecture)
     attention_bias = boolean(config, "attention_bias", False)
     num_layers = positive(config, "num_hidden_layers")
     if num_layers > MAX_LAYERS:
@@ -240,19 +445,22 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     if head_dim % 2:
         raise InvalidModel(f"config.json: head_dim must be even for rotary positions, got {head_dim}")
     max_position_embeddings = positive(config, "max_position_embeddings")
-    experts = _experts(config, family.experts, num_layers) if family.experts else None
+    experts = _experts(config, family, family.experts, num_layers) if family.experts else None
+    more = family.more(config, num_layers)
+    rope = replace(_rope(config, max_position_embeddings, family), interleaved=family.interleaved)
     return DecoderConfig(
         architecture=architecture,
         vocabulary_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=0 if experts and all(experts.layers) else positive(config, "intermediate_size"),
+        intermediate_size=0 if experts and all(experts.layers) else positive(config, family.dense_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         rms_norm_epsilon=_number(config, "rms_norm_eps", 1e-6),
-        rope=_rope(config, max_position_embeddings, family.theta),
+        # A norm after rotation takes the scale back.
+        rope=replace(rope, scale=1.0) if more.get("plain_norm") else rope,
         tied_embeddings=boolean(config, "tie_word_embeddings", False),
         qkv_bias=attention_bias,
         output_bias=attention_bias and family.output_bias,
@@ -260,11 +468,12 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         query_key_norm=family.query_key_norm,
         # A window as long as the longest sequence has no effect.
         windows=tuple(
-            None if window is None or window >= max_position_embeddings else window
+            None if window is None or window.size >= max_position_embeddings else window
             for window in _windows(config, architecture, num_layers)
         ),
         quantization=quantization,
         experts=experts,
+        **more,
     )
 
 
@@ -310,6 +519,8 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)
+        if config.sinks:
+            shapes[f"{prefix}.self_attn.sinks"] = (config.num_heads,)
         if config.query_key_norm:
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)
@@ -323,16 +534,20 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def _expert_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, int, bool]]:
     """Rows, columns and whether there is a bias, by the names of linear layers."""
-    names, inner, shared = experts.names, experts.intermediate_size, experts.shared_size
+    names, inner, shared, bias = experts.names, experts.intermediate_size, experts.shared_size, experts.has_bias
 
     def mlp(name: str, size: int) -> dict[str, tuple[int, int, bool]]:
         gate, up, down = (f"{name}.{part}" for part in names.gate_up_down)
-        return {gate: (size, hidden, False), up: (size, hidden, False), down: (hidden, size, False)}
+        return {gate: (size, hidden, bias), up: (size, hidden, bias), down: (hidden, size, bias)}
 
-    shapes = {names.router: (experts.num_experts, hidden, False)}
+    shapes = {names.router: (experts.num_experts, hidden, bias)}
     for number in range(experts.num_experts):
         shapes |= mlp(f"{names.expert}.{number}", inner)
-    return shapes | (mlp(names.shared, shared) | {names.shared_gate: (1, hidden, False)} if shared else {})
+    if shared:
+        shapes |= mlp(names.shared, shared)
+    if shared and names.shared_gate:
+        shapes[names.shared_gate] = (1, hidden, False)
+    return shapes
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -344,6 +559,14 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if name not in FAMILIES:
         raise _unsupported(f"architecture {name}", ", ".join(sorted(FAMILIES)))
     return name
+
+
+def _text_of(config: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    """The fields of the text model, which this field has, if any."""
+    text = config.get(part) if part else {}
+    if not isinstance(text, Mapping):
+        raise InvalidModel(f"config.json: {part} must be an object")
+    return {**config, **text}
 
 
 def _filled_in(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -358,37 +581,58 @@ def _filled_in(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     return {**family.defaults, **config, **fixed}
 
 
-def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Sliding window of each layer, None where a layer sees everything."""
-    window: int | None = None
+LAYER_TYPES: Mapping[str, tuple[str, bool]] = {
+    "sliding_attention": ("sliding_window", False),
+    "chunked_attention": ("attention_chunk_size", True),
+}
+"""Kinds of layers beside `full_attention`: the field with the size of their `Window`, and whether it is a chunk."""
+
+
+def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[Window | None, ...]:
+    """The window of each layer, None where a layer sees everything."""
+    family, kinds = FAMILIES[architecture], config.get("layer_types")
+    if family.layer_types is not None:
+        return _windows_by_kind(config, architecture, kinds or family.layer_types(config, num_layers), num_layers)
+    window: Window | None = None
     first: Any = 0
     if boolean(config, "use_sliding_window", False) and config.get("sliding_window") is not None:
-        window, first = positive(config, "sliding_window"), config.get("max_window_layers")
+        window, first = Window(positive(config, "sliding_window")), config.get("max_window_layers")
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise InvalidModel(f"config.json: max_window_layers must be an integer of at least 0, got {first!r}")
     by_number = tuple(window if layer >= first else None for layer in range(num_layers))
-    kinds = config.get("layer_types")
     if kinds is None:
         return by_number
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise InvalidModel(f"config.json: layer_types must be a list of num_hidden_layers ({num_layers}) names")
-    for kind in kinds:
-        if kind not in LAYER_TYPES:
-            raise _unsupported(f"layer_types {kind!r} of {architecture}", ", ".join(LAYER_TYPES))
-    if window is None and "sliding_attention" in kinds:
-        raise InvalidModel(
-            "config.json: layer_types names sliding_attention, but sliding_window is null or use_sliding_window false"
-        )
-    by_kind = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    if by_kind != by_number and "max_window_layers" not in FAMILIES[architecture].defaults:
-        raise _unsupported(f"layer_types that differ from sliding_window {window} of {architecture}", "no layer_types")
+    allowed = config if window else {**config, "sliding_window": None}
+    by_kind = _windows_by_kind(allowed, architecture, kinds, num_layers)
+    if by_kind != by_number and "max_window_layers" not in family.defaults:
+        size = window and window.size
+        raise _unsupported(f"layer_types that differ from sliding_window {size} of {architecture}", "no layer_types")
     return by_kind
 
 
-def _experts(config: Mapping[str, Any], names: ExpertNames, num_layers: int) -> ExpertsConfig:
-    dense, step = config.get("mlp_only_layers") or [], positive(config, "decoder_sparse_step", 1)
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise InvalidModel(f"config.json: mlp_only_layers must be a list of numbers of layers, got {dense!r}")
+def _windows_by_kind(
+    config: Mapping[str, Any], architecture: str, kinds: Any, num_layers: int
+) -> tuple[Window | None, ...]:
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise InvalidModel(f"config.json: layer_types must be a list of num_hidden_layers ({num_layers}) names")
+    own = "chunked_attention" if "attention_chunk_size" in FAMILIES[architecture].defaults else "sliding_attention"
+    windows: dict[Any, Window | None] = {"full_attention": None}
+    for kind in kinds:
+        if kind not in ("full_attention", own):
+            raise _unsupported(f"layer_types {kind!r} of {architecture}", f"full_attention, {own}")
+        if kind in windows:
+            continue
+        size, is_chunk = LAYER_TYPES[kind]
+        if config.get(size) is None:
+            also = " or use_sliding_window false" if size == "sliding_window" else ""
+            raise InvalidModel(f"config.json: layer_types names {kind}, but {size} is null{also}")
+        windows[kind] = Window(positive(config, size), is_chunk)
+    return tuple(windows[kind] for kind in kinds)
+
+
+def _experts(config: Mapping[str, Any], family: TorchFamily, names: ExpertNames, num_layers: int) -> ExpertsConfig:
+    dense, sparse = (_layers(config, name) if name else None for name in (names.dense_layers, names.expert_layers))
+    step = positive(config, names.step, 1) if names.step else 1
     num_experts, top_k = (positive(config, name) for name in (names.num_experts, "num_experts_per_tok"))
     if num_experts > (most := MAX_EXPERTS // num_layers):
         what = f"must be at most {most} with {num_layers} layers"
@@ -403,17 +647,32 @@ def _experts(config: Mapping[str, Any], names: ExpertNames, num_layers: int) -> 
         intermediate_size=positive(config, names.intermediate_size),
         normalises=boolean(config, "norm_topk_prob", False),
         shared_size=positive(config, names.shared_size) if names.shared_size else 0,
-        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+        layers=tuple(
+            layer not in (dense or ()) and (layer + 1) % step == 0 if sparse is None else layer in sparse
+            for layer in range(num_layers)
+        ),
         names=names,
+        scores=family.scores,
+        scales_inputs=family.scores == "sigmoid",
+        has_bias=family.clamps,
+        clamp=Clamp(_number(config, "swiglu_alpha"), _number(config, "swiglu_limit")) if family.clamps else None,
     )
 
 
-def _rope(config: Mapping[str, Any], max_position_embeddings: int, usual_theta: float) -> Rope:
+def _layers(config: Mapping[str, Any], name: str) -> list[int] | None:
+    layers = config.get(name)
+    if layers is not None and not (isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)):
+        raise InvalidModel(f"config.json: {name} must be a list of numbers of layers, got {layers!r}")
+    return layers
+
+
+def _rope(config: Mapping[str, Any], max_position_embeddings: int, family: TorchFamily) -> Rope:
     # transformers 5 writes one object, rope_parameters; transformers 4 writes rope_theta beside rope_scaling.
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(name) or {}, Mapping):
             raise InvalidModel(f"config.json: {name} must be an object")
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    old = old if new else old or family.rope
     for what, one, other in (
         *((f"rope_parameters.{name} and rope_scaling.{name}", new[name], old[name]) for name in new if name in old),
         ("rope_theta and rope_parameters.rope_theta", config.get("rope_theta"), new.get("rope_theta")),
@@ -425,7 +684,7 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int, usual_theta: 
     for name, value in (*old.items(), *new.items()):
         if value is not None and (name, value) != ("partial_rotary_factor", 1):
             parameters[name] = value
-    theta = _number(parameters, "rope_theta", usual_theta)
+    theta = _number(parameters, "rope_theta", family.theta)
     if theta <= 1:
         raise InvalidModel(f"config.json: rope_theta must be above 1, got {theta}")
     kind: Any = str(parameters.pop("rope_type", parameters.pop("type", "default")))
@@ -437,10 +696,11 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int, usual_theta: 
         parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
     values = {name: read(parameters, name) for name, read in ROPE_FIELDS[kind].items()}
     rope = Rope(theta, kind, **(_yarn(values) if kind == "yarn" else values))
-    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+    for low, high, may_equal in (("low_freq_factor", "high_freq_factor", True), ("beta_slow", "beta_fast", False)):
         least, most = getattr(rope, low), getattr(rope, high)
-        if least >= most:
-            raise InvalidModel(f"config.json: {low} ({least}) must be below {high} ({most})")
+        if least > most or (least == most and not may_equal):
+            must = "must not be above" if may_equal else "must be below"
+            raise InvalidModel(f"config.json: {low} ({least}) {must} {high} ({most})")
     return rope
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from neuron_runtime.backend.slots import IntArray
+from neuron_runtime.backend.torch.architecture import Window
 
 LENGTH_STEP = 32
 """Decode attention rounds lengths up to a multiple of this."""
@@ -124,14 +125,14 @@ CachePlan = StepPlan | TracedPlan
 class KVCache:
     """Storage of `[lines, kv_heads, line_length, dim]` for keys and for values of each layer.
 
-    windows: per layer, how many positions a token sees, including its own; None for all. Every layer stores all
-        positions; positions outside every window are not read.
+    windows: per layer, which positions a token sees; None for all. Every layer stores all positions, so that any of
+        them may be shared; positions outside every window are not read.
     first: the first position that is stored, which is as if the sequence began there.
     """
 
     def __init__(
         self,
-        windows: Sequence[int | None],
+        windows: Sequence[Window | None],
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
         first: int = 0,
@@ -140,7 +141,7 @@ class KVCache:
         self.line_length = keys[0].shape[2]
 
     @classmethod
-    def empty(cls, windows: Sequence[int | None], shape: Sequence[int], dtype: torch.dtype, first: int = 0) -> Self:
+    def empty(cls, windows: Sequence[Window | None], shape: Sequence[int], dtype: torch.dtype, first: int = 0) -> Self:
         """A cache that takes memory as it is used. shape: of the storage."""
         keys, values = ([lazy_zeros(shape, dtype) for _ in windows] for _ in range(2))
         return cls(windows, keys, values, first)
@@ -204,7 +205,7 @@ class KVCache:
             return storage[int(part.lines), :, part.span]
         return storage.index_select(0, part.lines).transpose(0, 1).flatten(1, 2)[:, part.span]
 
-    def seen(self, positions: IntArray, lines: IntArray, window: int | None) -> SeenColumns:
+    def seen(self, positions: IntArray, lines: IntArray, window: Window | None) -> SeenColumns:
         """What a token at each of `positions` `[rows]` attends to, of `lines` `[rows, lines per sequence]`."""
         ends, firsts = positions + 1, self._first_seen(positions, window)
         if lines.shape[1] == 1:
@@ -220,7 +221,7 @@ class KVCache:
         wanted_lines = np.take_along_axis(lines, columns, axis=1)
         return SeenColumns(wanted_lines, 0, self.line_length, firsts - origins, ends - origins)
 
-    def _plan_decode(self, rows: StepRows, decodes: IntArray, begins: IntArray, window: int | None) -> DecodePart:
+    def _plan_decode(self, rows: StepRows, decodes: IntArray, begins: IntArray, window: Window | None) -> DecodePart:
         seen = self.seen(rows.start[decodes], rows.lines[decodes], window)
         read_range, gather, lanes = None, None, np.arange(len(decodes))
         begin, end = seen.begin, seen.begin + (seen.end - seen.begin) * seen.lines.shape[1]
@@ -247,7 +248,7 @@ class KVCache:
             mask=additive(visible, self.keys[0].dtype),
         )
 
-    def _plan_prompt(self, rows: StepRows, row: int, begin: int, end: int, window: int | None) -> PromptPart:
+    def _plan_prompt(self, rows: StepRows, row: int, begin: int, end: int, window: Window | None) -> PromptPart:
         start = int(rows.start[row])
         length = start + end - begin
         first = int(self._first_seen(rows.start[row : row + 1], window)[0])
@@ -256,8 +257,8 @@ class KVCache:
         query, key = torch.arange(start, length).view(-1, 1), torch.arange(first, length)
         visible = key <= query
         if window is not None:
-            visible &= key > query - window
-        sees_all_of_itself = start == self.first and (window is None or length - start <= window)
+            visible &= key >= window.first(query)
+        sees_all_of_itself = start == self.first and (window is None or window.first(length - 1) <= start)
         return PromptPart(
             begin=begin,
             end=end,
@@ -266,9 +267,9 @@ class KVCache:
             mask=None if sees_all_of_itself else additive(visible, self.keys[0].dtype),
         )
 
-    def _first_seen(self, position: IntArray, window: int | None) -> IntArray:
+    def _first_seen(self, position: IntArray, window: Window | None) -> IntArray:
         """The first position that a token at `position` sees."""
-        return np.full_like(position, self.first) if window is None else np.maximum(position + 1 - window, self.first)
+        return np.full_like(position, self.first) if window is None else np.maximum(window.first(position), self.first)
 
 
 def _rounded(number: np.int64, step: int) -> int:

@@ -16,7 +16,7 @@ from neuron_runtime.backend.torch.architecture import DecoderConfig
 from neuron_runtime.backend.torch.attention import decode_attention, prompt_attention
 from neuron_runtime.backend.torch.cache import CachePlan, DecodePart, KVCache
 from neuron_runtime.backend.torch.linear import Linear, linear
-from neuron_runtime.backend.torch.mlp import Dense, Experts, Mlp
+from neuron_runtime.backend.torch.mlp import Clamped, Dense, Experts, Mlp, Route
 from neuron_runtime.backend.torch.parts import part_of_model, tokens_of
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 
@@ -26,6 +26,7 @@ class Layer(NamedTuple):
 
     attention_norm: None if attention computes with its input as it is.
     head_norm: `[heads + kv_heads, head_dim]`, for each head of queries and keys; None where they are not normalised.
+    sinks: `[heads]`, float32; see `attention.py`.
     """
 
     attention_norm: torch.Tensor | None
@@ -34,6 +35,7 @@ class Layer(NamedTuple):
     output: Linear
     mlp_norm: torch.Tensor
     mlp: Mlp
+    sinks: torch.Tensor | None = None
 
 
 class Weights(NamedTuple):
@@ -88,18 +90,18 @@ class Decoder:
         """The hidden states after all blocks, from those before. first: what the first block's attention computes with,
         in the place of its normalised input."""
         config, weights, ranks = self.config, self.weights, self._ranks
-        num_rotated = config.num_heads + config.num_kv_heads
-        cosine, sine = rotary.turns(plan.positions, weights.frequencies, config.rope.scale, x.dtype)
-        for index, layer in enumerate(weights.layers):
+        num_placed = config.num_heads + config.num_kv_heads
+        places = rotary.placing(config, plan.positions, weights.frequencies, x.dtype)
+        for index, (layer, place) in enumerate(zip(weights.layers, places, strict=True)):
             if tap is not None:
                 tap(index, x)
             attended = first if index == 0 and first is not None else self._normalise(x, layer.attention_norm)
             heads = layer.qkv(attended).view(x.shape[0], -1, config.head_dim)
-            turning = heads[:, :num_rotated]
+            turning = heads[:, :num_placed]
             if layer.head_norm is not None:
                 turning = self._normalise(turning, layer.head_norm)
-            rotated = rotary.rotate(turning, cosine, sine)
-            query, key, value = rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, num_rotated:]
+            placed = place(turning)
+            query, key, value = placed[:, : config.num_heads], placed[:, config.num_heads :], heads[:, num_placed:]
             plan.cache.write(index, plan, key, value)
             x = x + ranks.sum(layer.output(self._attend(index, plan, query, key, value)))
             x = x + ranks.sum(layer.mlp(self._normalise(x, layer.mlp_norm)))
@@ -134,13 +136,14 @@ class Decoder:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if decode is not None:
             out[decode.flat] = self._attend_decode(layer, decode, plan.cache, query[decode.flat])
+        sinks = self.weights.layers[layer].sinks
         for part in prompts:
             span = slice(part.begin, part.end)
             if part.mask is None:
                 keys, values = key[span].transpose(0, 1), value[span].transpose(0, 1)
             else:
                 keys, values = plan.cache.read_prompt(layer, part)
-            out[span] = prompt_attention(query[span], keys, values, part.mask, self.config.attention_scale)
+            out[span] = prompt_attention(query[span], keys, values, part.mask, self.config.attention_scale, sinks=sinks)
         return out.flatten(1)
 
     def _attend_decode(self, layer: int, part: DecodePart, cache: KVCache, query: torch.Tensor) -> torch.Tensor:
@@ -148,7 +151,8 @@ class Decoder:
         if part.lanes is not None:
             lanes = lanes.new_zeros((len(part.mask), *lanes.shape[1:])).index_copy_(0, part.lanes, lanes)
         key, value = cache.read_decode(layer, part)
-        out = decode_attention(lanes, key, value, part.mask, self.config.attention_scale)
+        sinks = self.weights.layers[layer].sinks
+        out = decode_attention(lanes, key, value, part.mask, self.config.attention_scale, sinks=sinks)
         return out if part.lanes is None else out.index_select(0, part.lanes)
 
     def _normalise(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -172,8 +176,8 @@ def read_weights(config: DecoderConfig, reader: Reader, make: MakeLinear = linea
     frequencies = rotary.inverse_frequencies(config.rope, config.head_dim)
     has_experts = config.experts.layers if config.experts else (False,) * config.num_layers
     layers = tuple(
-        read_layer(config, reader, make, f"model.layers.{number}.", has_experts=has)
-        for number, has in enumerate(has_experts)
+        read_layer(config, reader, make, f"model.layers.{i}.", has_experts=has, is_rotated=i not in config.unrotated)
+        for i, has in enumerate(has_experts)
     )
     norm = reader.take("model.norm.weight").float()
     head = make(embedding if config.tied_embeddings else reader.take("lm_head.weight"), None)
@@ -188,12 +192,17 @@ def read_layer(
     *,
     has_attention_norm: bool = True,
     has_experts: bool = False,
+    is_rotated: bool = True,
 ) -> Layer:
     def projection(has_bias: bool, *names: str) -> Linear:
         weight = reader.take(*(f"{prefix}{name}.weight" for name in names))
         return make(weight, reader.take_if_any(has_bias, *(f"{prefix}{name}.bias" for name in names)))
 
-    def head_norm() -> torch.Tensor:
+    def head_norm() -> torch.Tensor | None:
+        if config.plain_norm and is_rotated:
+            return torch.ones(config.num_heads + config.num_kv_heads, config.head_dim)
+        if not config.query_key_norm:
+            return None
         query, key = (reader.take(f"{prefix}self_attn.{name}.weight").float() for name in ("q_norm", "k_norm"))
         return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
 
@@ -206,20 +215,24 @@ def read_layer(
         if experts is None or not has_experts:
             return dense(config.mlp_bias, "mlp")
         names, has_shared = experts.names, experts.shared_size > 0
+        each = (dense(experts.has_bias, f"{names.expert}.{i}", names.gate_up_down) for i in range(experts.num_experts))
         return Experts(
             router=reader.take(f"{prefix}{names.router}.weight"),
-            experts=tuple(dense(False, f"{names.expert}.{i}", names.gate_up_down) for i in range(experts.num_experts)),
-            top_k=experts.top_k,
-            normalises=experts.normalises,
+            router_bias=reader.take_if_any(experts.has_bias, f"{prefix}{names.router}.bias"),
+            experts=tuple(one if experts.clamp is None else Clamped(*one, *experts.clamp) for one in each),
+            route=Route(experts.scores, experts.top_k, experts.normalises, experts.scales_inputs),
             shared=dense(False, names.shared) if has_shared else None,
-            shared_gate=reader.take(f"{prefix}{names.shared_gate}.weight") if has_shared else None,
+            shared_gate=reader.take(f"{prefix}{names.shared_gate}.weight")
+            if has_shared and names.shared_gate
+            else None,
         )
 
     return Layer(
         attention_norm=reader.take(f"{prefix}input_layernorm.weight").float() if has_attention_norm else None,
         qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        head_norm=head_norm() if config.query_key_norm else None,
+        head_norm=head_norm(),
         output=projection(config.output_bias, "self_attn.o_proj"),
         mlp_norm=reader.take(f"{prefix}post_attention_layernorm.weight").float(),
         mlp=mlp(),
+        sinks=reader.take(f"{prefix}self_attn.sinks").float() if config.sinks else None,
     )

@@ -43,8 +43,17 @@ def dequantize(weight: Quantized, rows: slice, columns: slice, out: torch.Tensor
         part = slice(rows.start + at, min(rows.start + at + step, rows.stop))
         skipped = begin - used.start * packed
         plain = numbers(weight.numbers[part, used])[:, skipped : skipped + out.shape[1]]
-        factors = weight.scale.index_select(0, of_row[at : at + step]).float()
+        factors = factors_of(weight.scale.index_select(0, of_row[at : at + step]))
         out[at : at + step] = plain.mul_(factors if factors.shape[1] == 1 else factors.index_select(1, of_column))
+
+
+def factors_of(scale: torch.Tensor) -> torch.Tensor:
+    """The scales as float32."""
+    return _POWERS[scale.int()] if scale.dtype == torch.uint8 else scale.float()
+
+
+_POWERS = (2.0 ** torch.arange(-127, 129, dtype=torch.float64)).float()
+"""By the exponents that are stored. The last one means not a number, and is infinite here."""
 
 
 def _block_of(begin: int, end: int, size: int) -> torch.Tensor:
@@ -71,9 +80,17 @@ def _bytes(stored: torch.Tensor) -> torch.Tensor:
     return ((stored.unsqueeze(-1) >> shifts) & 0xFF).flatten(1).float().sub_(128)
 
 
+def _float4(stored: torch.Tensor) -> torch.Tensor:
+    """Two float4_e2m1 in each byte, the first one in the lower bits, by the same way: the exponent is 126 too small."""
+    both = torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(1).to(torch.int16)
+    bits = ((both & 0x7) << 6) | ((both & 0x8) << 12)
+    return bits.view(torch.bfloat16).float().mul_(2.0**126)
+
+
 NUMBERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "I8": lambda stored: stored.float(),
     "F8_E4M3": _float8,
     "I32": _bytes,
+    "U8": _float4,
 }
 """The numbers as float32, by the dtype in which they are stored."""

@@ -62,15 +62,15 @@ class TorchCompiler(Compiler):
             message = f"is for processors of {PROCESSOR}, not {platform.machine()}: leave it out"
             raise InvalidConfig("$.compile", message)
         checkpoint = read_whole_checkpoint(model_dir)
-        self._dtype, self._block_size = dtype_of(config, checkpoint), block_size_of(config)
-        if self._dtype not in COMPILED_DTYPES:
-            supported = " or ".join(COMPILED_DTYPES)
-            raise InvalidConfig("$.dtype", f"must be {supported} if `compile` is true, got {self._dtype}")
         self._model = decoder_config(checkpoint.config)
         if self._model.experts is not None:
             raise InvalidConfig(
                 "$.compile", "is for models without experts, whose steps depend on tokens: leave it out"
             )
+        self._dtype, self._block_size = dtype_of(config, checkpoint), block_size_of(config)
+        if self._dtype not in COMPILED_DTYPES:
+            supported = " or ".join(COMPILED_DTYPES)
+            raise InvalidConfig("$.dtype", f"must be {supported} if `compile` is true, got {self._dtype}")
 
     @property
     def needs(self) -> Needs:

@@ -18,6 +18,7 @@ from neuron_runtime.backend.torch.decoder import Decoder, read_weights
 from neuron_runtime.backend.torch.draft_model import Network, SecondModel
 from neuron_runtime.backend.torch.eagle import URI, head_shapes, read_eagle
 from neuron_runtime.backend.torch.eagle_head import EagleHead
+from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend.torch.sizing import DraftNeeds, needs_of_head, needs_of_model
 from neuron_runtime.backend.torch.weights import WeightReader
 from neuron_runtime.backend_protocol import ProgressCallback
@@ -66,6 +67,7 @@ def find_drafts(speculation: Speculation, model: DecoderConfig) -> FoundDrafts |
 
 def _second_model(checkpoint: Checkpoint, model: DecoderConfig) -> FoundDrafts:
     draft = decoder_config(checkpoint.config)
+    checkpoint = as_named(checkpoint, draft)
     shapes = tensor_shapes(draft)
     check_tensors(checkpoint, shapes, draft.quantization)
     check_tied_head(checkpoint)

@@ -22,6 +22,7 @@ from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
 from neuron_runtime.backend.torch.decoder import Decoder, read_weights
 from neuron_runtime.backend.torch.draft_model import Network
 from neuron_runtime.backend.torch.load_drafts import find_drafts
+from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend.torch.parts import part_of_model, parts_of
 from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
 from neuron_runtime.backend.torch.sizing import derive_limits
@@ -51,6 +52,7 @@ def load(
     """See `load_backend`."""
     checkpoint = read_whole_checkpoint(model_dir)
     model = decoder_config(checkpoint.config)
+    checkpoint = as_named(checkpoint, model)
     check_tensors(checkpoint, tensor_shapes(model), model.quantization)
     check_tied_head(checkpoint)
     dtype = DTYPES[dtype_of(config, checkpoint)]

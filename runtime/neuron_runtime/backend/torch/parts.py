@@ -81,6 +81,7 @@ def parts_of(model: DecoderConfig, rank: int, size: int) -> Mapping[str, TensorP
     return {
         **dict.fromkeys(("embed_tokens.weight", "lm_head.weight", "w1.weight", "w3.weight"), rows),
         **{f"{name}.{kind}": part for name, part in by_rows.items() for kind in ("weight", "bias")},
+        "self_attn.sinks": rows,
         **dict.fromkeys(("o_proj.weight", "down_proj.weight", "w2.weight"), columns),
         **dict.fromkeys(("o_proj.bias", "down_proj.bias"), once),
     }

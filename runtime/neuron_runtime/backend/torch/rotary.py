@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from neuron_runtime.backend.torch.architecture import Rope, RopeKind
+from neuron_runtime.backend.torch.architecture import DecoderConfig, Rope, RopeKind
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+"""Called with heads of queries and keys `[tokens, heads + kv_heads, head_dim]`, queries first, and returns as much."""
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
@@ -39,6 +42,31 @@ def turns(
     return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
 
 
+def placing(
+    config: DecoderConfig, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+) -> list[Place]:
+    """What each layer does to heads of queries and keys that are at these positions `[tokens]`."""
+    cosine, sine = turns(positions, frequencies, config.rope.scale, dtype)
+    factors: torch.Tensor | None = None
+    if config.tempering is not None:
+        step, scale = config.tempering
+        of_queries = torch.log1p(torch.floor((positions.float() + 1) / step)) * scale + 1
+        factors = of_queries.new_ones(len(positions), config.num_heads + config.num_kv_heads, 1)
+        factors[:, : config.num_heads] = of_queries.view(-1, 1, 1)
+        factors = factors.to(dtype)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        if config.rope.interleaved:
+            # Scores of queries and keys are the same in any order of dimensions.
+            x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+        return rotate(x, cosine, sine)
+
+    def unturned(x: torch.Tensor) -> torch.Tensor:
+        return x if factors is None else x * factors
+
+    return [unturned if layer in config.unrotated else turned for layer in range(config.num_layers)]
+
+
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Rotate `x` `[tokens, heads, head_dim]` by `cosine` and `sine` `[tokens, 1, head_dim]`."""
     half = x.shape[-1] // 2
@@ -49,8 +77,9 @@ def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.T
 def _llama3(plain: torch.Tensor, rope: Rope) -> torch.Tensor:
     original = rope.original_max_position_embeddings
     wavelength = 2 * math.pi / plain
-    share = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    share = share.clamp(0.0, 1.0)
+    # Llama 4 has equal factors: between them is nothing.
+    between = (rope.high_freq_factor - rope.low_freq_factor) or 1e-6
+    share = ((original / wavelength - rope.low_freq_factor) / between).clamp(0.0, 1.0)
     return (1 - share) * plain / rope.factor + share * plain
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as trees
 
-from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
+from neuron_runtime.backend.torch.architecture import DecoderConfig, Window, tensor_shapes
 from neuron_runtime.backend.torch.cache import DecodePart, KVCache, Reads, StepPlan, TracedPlan, additive, lazy_zeros
 from neuron_runtime.backend.torch.decoder import Decoder, read_weights
 from neuron_runtime.backend.torch.linear import Packed
@@ -46,7 +46,7 @@ class StepInputs(NamedTuple):
         return [*self[:4], *(tensor for one in self.seen for tensor in one), *self.keys, *self.values]
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], windows: Sequence[int | None]) -> Self:
+    def of(cls, tensors: Sequence[torch.Tensor], windows: Sequence[Window | None]) -> Self:
         """From `tensors` for a model with these windows per layer."""
         begin, end = 4, 4 + 4 * len(distinct(windows))
         seen = tuple(SeenInputs(*tensors[i : i + 4]) for i in range(begin, end, 4))
@@ -55,7 +55,7 @@ class StepInputs(NamedTuple):
         return cls(token_ids, positions, write_line, write_offset, seen, tuple(keys), tuple(values))
 
 
-def distinct(windows: Sequence[int | None]) -> list[int | None]:
+def distinct(windows: Sequence[Window | None]) -> list[Window | None]:
     """The different windows of a model's layers, in the order of the layers."""
     return list(dict.fromkeys(windows))
 

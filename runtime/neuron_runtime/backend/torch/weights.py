@@ -16,7 +16,7 @@ from neuron_runtime.backend.torch.dequantizing import Quantized, dequantize
 from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, TensorPart
 from neuron_runtime.backend.torch.read_ahead import LOADING
 from neuron_runtime.backend_protocol import ProgressCallback
-from neuron_runtime.checkpoint import Checkpoint, InvalidModel, stored_as
+from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo, stored_as
 from neuron_runtime.quantization import Quantization
 
 
@@ -94,12 +94,25 @@ class WeightReader:
 
     def _whole(self, name: str) -> torch.Tensor:
         info = self._checkpoint.tensors[name]
-        return self._files[info.file].get_tensor(info.name)  # type: ignore[no-any-return, no-untyped-call]
+        whole = self._files[info.file].get_tensor(info.name)  # type: ignore[no-untyped-call]
+        return _slice(whole, info)
 
     def _slice(self, name: str) -> Any:
         """Of which parts can be read."""
         info = self._checkpoint.tensors[name]
+        if info.slice is not None:
+            return self._whole(name)  # a view: nothing is read yet
         return self._files[info.file].get_slice(info.name)  # type: ignore[no-untyped-call]
+
+
+def _slice(whole: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    """A tensor of one in the file, as a view. See `checkpoint.Slice`."""
+    if info.slice is None:
+        return whole
+    number, transposed, begin, step = info.slice
+    found = whole[number].transpose(0, 1) if transposed else whole[number]
+    found = found[begin : begin + info.shape[0] * step : step]
+    return found.flatten(1) if found.dim() > 2 else found
 
 
 def _open(path: Path) -> safe_open:

@@ -1,0 +1,50 @@
+"""The tensors of a checkpoint by the names that the decoder has for them, one for each expert. Needs no torch.
+
+Called before tensors are checked and read. Most families need nothing of it: their checkpoints have these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from neuron_runtime.backend.torch.architecture import FAMILIES, DecoderConfig, ExpertsConfig, Stack, Stored
+from neuron_runtime.checkpoint import Checkpoint, Slice, TensorInfo
+
+
+def as_named(checkpoint: Checkpoint, model: DecoderConfig) -> Checkpoint:
+    """The same checkpoint. model: its shape. What does not fit it keeps its name, so that `check_tensors` names it."""
+    stored = FAMILIES[model.architecture].stored
+    if stored is None or model.experts is None:
+        return checkpoint
+    return replace(checkpoint, tensors=dict(_named(checkpoint, stored, model.experts)))
+
+
+def _named(checkpoint: Checkpoint, stored: Stored, experts: ExpertsConfig) -> Iterator[tuple[str, TensorInfo]]:
+    for stored_name, info in checkpoint.tensors.items():
+        if stored_name.startswith(stored.unread):
+            continue
+        name = stored_name
+        for theirs, ours in stored.replaced.items():
+            name = name.replace(theirs, ours, 1)
+        module, found, end = name.rpartition(f".{experts.names.expert}.")
+        stack = stored.stacks.get(end) if found else None
+        if stack is None or not 2 <= len(info.shape) <= 4 or info.shape[0] != experts.num_experts:
+            yield name, info
+            continue
+        for number in range(experts.num_experts):
+            for part, of_expert in zip(stack.parts, _parts(info, stack, number), strict=True):
+                yield f"{module}{found}{number}.{part}", of_expert
+
+
+def _parts(info: TensorInfo, stack: Stack, number: int) -> Iterator[TensorInfo]:
+    rows, *columns = info.shape[1:]
+    if stack.transposed and columns:
+        rows, columns[0] = columns[0], rows
+    # A block and the numbers in it are one dimension of the weight.
+    shape = columns if len(columns) < 2 else [columns[0] * columns[1]]
+    count = len(stack.parts)
+    for place in range(count):
+        begin, step = (place, count) if stack.alternate else (place * (rows // count), 1)
+        of_expert = Slice(number, stack.transposed, begin, step)
+        yield replace(info, shape=(rows // count, *shape), slice=of_expert)

@@ -1,0 +1,186 @@
+"""gpt-oss and Llama 4: experts that lie in one tensor, in MXFP4, and attention that ends at windows and chunks while
+blocks are shared and sequences are preempted. Both are compared with transformers in `test_torch_families.py`, too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.quantized import quantize_experts
+from helpers.random_model import model_config
+from helpers.torch_models import MODELS, load_backend, random_model, reference, reference_logits, runtime_config
+from helpers.torch_parity import (
+    TOLERANCE,
+    check_greedy,
+    feed,
+    load_decoder_and_cache,
+    on_ranks,
+    random_sequences,
+    serve,
+)
+from neuron_runtime.backend.torch.architecture import Rope, Tempering, Window, decoder_config
+from neuron_runtime.backend.torch.graphs import TorchCompiler
+from neuron_runtime.backend.torch.linear import Widened
+from neuron_runtime.backend.torch.mlp import Clamped, Dense, Experts, Route
+from neuron_runtime.backend.torch.ranks import Ranks
+from neuron_runtime.checkpoint import CONFIG_FILE, WEIGHTS_FILE, InvalidModel, read_checkpoint
+from neuron_runtime.core import Request, Sampling
+from neuron_runtime.errors import FatalError, InvalidConfig
+from neuron_runtime.inspection import model_facts
+
+FAMILIES = ("gpt-oss", "Llama 4")
+STEPS = [[(0, 0, 18), (1, 0, 24)], [(0, 18, 19), (1, 24, 31)]]
+
+
+def test_experts_in_mxfp4_are_computed_as_the_numbers_that_they_stand_for(tmp_path: Path) -> None:
+    source = random_model(tmp_path / "source", **MODELS["gpt-oss"])
+    plain = quantize_experts(source, tmp_path / "model")
+    sequences = random_sequences(19, 31)
+    whole = feed(*load_decoder_and_cache(tmp_path / "model", "blocks"), STEPS, sequences)
+    model = reference(plain)
+    for logits, tokens in zip(whole, sequences, strict=True):
+        torch.testing.assert_close(logits, reference_logits(model, tokens), atol=TOLERANCE, rtol=0)
+
+    def logits_of(ranks: Ranks) -> Any:
+        return feed(*load_decoder_and_cache(tmp_path / "model", "blocks", ranks=ranks), STEPS, sequences)
+
+    # Four ranks cut through the blocks of 32 numbers that share a scale.
+    for split in on_ranks(4, tmp_path, logits_of):
+        for found, expected in zip(split, whole, strict=True):
+            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    facts, original = (model_facts(read_checkpoint(folder)) for folder in (tmp_path / "model", source))
+    assert facts.parameters == original.parameters
+    assert facts.weights_bytes < 0.7 * original.weights_bytes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shared_blocks_and_preemption_change_no_token(name: str, tmp_path: Path) -> None:
+    folder = random_model(tmp_path, **MODELS[name])
+    rng = np.random.default_rng(2)
+    # The prefix ends behind the first window and within the third chunk.
+    prefix = rng.integers(0, 256, 44).tolist()
+    asked = [
+        Request(f"r{i}", (*prefix, *rng.integers(0, 256, 3 + 5 * i).tolist()), Sampling(max_tokens=36, temperature=0.0))
+        for i in range(5)
+    ]
+    tokens, engine, _ = serve(
+        folder,
+        [(8 * i, request) for i, request in enumerate(asked)],
+        layout="blocks",
+        block_size=4,
+        num_blocks=40,
+        max_sequences=4,
+        max_step_tokens=32,
+        max_model_length=112,
+    )
+    assert engine.stats.num_preemptions_total > 0
+    assert engine.stats.num_prefix_hits_total > 0
+    check_greedy(folder, asked, tokens)
+
+
+def test_the_shapes_of_llama_4_follow_its_fields() -> None:
+    model = decoder_config(_config("Llama 4"))
+    assert model.unrotated == {3}
+    assert model.windows == (*[Window(20, is_chunk=True)] * 3, None)
+    assert model.tempering == Tempering(16, 0.1)
+    assert model.experts is not None
+    assert model.experts.layers == (False, True, False, True)
+    assert decoder_config(_config("Llama 4", attention_chunk_size=512)).windows == (None,) * 4
+    assert decoder_config(_config("Llama 4", no_rope_layers=[], no_rope_layer_interval=2)).unrotated == {1, 3}
+
+
+def test_a_gpt_oss_without_a_rope_has_that_of_transformers() -> None:
+    fields = _config("gpt-oss")
+    del fields["rope_theta"], fields["rope_scaling"]
+    rope = Rope(150_000.0, "yarn", 32.0, original_max_position_embeddings=4096, truncate=False, scale=ANY)
+    assert decoder_config(fields).rope == rope
+    plain = {"rope_type": "default", "rope_theta": 5000.0}
+    assert decoder_config(fields | {"rope_parameters": plain}).rope == Rope(5000.0)
+
+
+def test_a_chunk_begins_at_its_multiples_and_a_window_where_it_ends() -> None:
+    positions = np.array([0, 19, 20, 41])
+    assert Window(20, is_chunk=True).first(positions).tolist() == [0, 0, 20, 40]
+    assert Window(20).first(positions).tolist() == [-19, 0, 1, 22]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("Llama 4", {"no_rope_layers": [1]}, r"no_rope_layers must be a list of num_hidden_layers \(4\)"),
+        ("Llama 4", {"moe_layers": "all"}, "moe_layers must be a list of numbers of layers"),
+        ("Llama 4", {"attention_chunk_size": None}, "names chunked_attention, but attention_chunk_size is null"),
+        ("Llama 4", {"floor_scale": 0}, "floor_scale must be a positive number"),
+        ("Llama 4", {"layer_types": ["sliding_attention"] * 4}, "supported: full_attention, chunked_attention"),
+        ("Llama 4", {"attention_chunk_size": True}, "attention_chunk_size must be a positive integer"),
+        ("Llama 4 with images", {"text_config": 3}, "text_config must be an object"),
+        ("gpt-oss", {"swiglu_limit": -1}, "swiglu_limit must be a positive number"),
+        ("gpt-oss", {"sliding_window": None}, "names sliding_attention, but sliding_window is null"),
+        ("gpt-oss", {"layer_types": ["full_attention"]}, r"layer_types must be a list of num_hidden_layers \(3\)"),
+    ],
+)
+def test_impossible_fields_are_an_error_that_names_them(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(FatalError, match=message):
+        decoder_config(_config(name, **fields))
+
+
+def test_a_stack_of_another_number_of_experts_is_named(tmp_path: Path) -> None:
+    folder = random_model(tmp_path, **MODELS["gpt-oss"])
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(config | {"num_local_experts": 5}))
+    with pytest.raises(InvalidModel, match=r"unexpected: .*experts\.down_proj"):
+        load_backend(folder)
+
+
+def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
+    folder = random_model(tmp_path, **MODELS["Llama 4"])
+    tensors = load_file(folder / WEIGHTS_FILE)
+    name = "model.layers.1.feed_forward.experts.down_proj"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, folder / WEIGHTS_FILE)
+    with pytest.raises(InvalidModel, match=r"down_proj.* has shape \[64, 47\], config.json requires \[64, 48\]"):
+        load_backend(folder)
+
+
+def test_the_activation_of_gpt_oss_is_clamped() -> None:
+    torch.manual_seed(0)
+    layer = Clamped(Widened(torch.randn(8, 4), None), Widened(torch.eye(4), None), alpha=1.5, limit=0.7)
+    x = torch.randn(9, 4) * 3
+    gate, up = layer.gate_up(x).split(4, dim=-1)
+    gate, up = torch.minimum(gate, torch.tensor(0.7)), up.clip(-0.7, 0.7)
+    torch.testing.assert_close(layer(x), (up + 1) * gate / (1 + torch.exp(-1.5 * gate)))
+
+
+@pytest.mark.parametrize("scales_inputs", [False, True])
+def test_sigmoids_of_the_highest_outputs_scale_what_an_expert_reads_or_writes(scales_inputs: bool) -> None:
+    torch.manual_seed(0)
+    layers = [Dense(Widened(torch.randn(8, 4), None), Widened(torch.randn(4, 4), None)) for _ in range(3)]
+    route = Route("sigmoid", 1, normalises=False, scales_inputs=scales_inputs)
+    x = torch.randn(5, 4)
+    # So far from 0 that all sigmoids round to 1.
+    router, bias = torch.randn(3, 4), torch.tensor([90.0, 100.0, 80.0])
+    found = Experts(router, tuple(layers), route, bias)(x)
+    torch.testing.assert_close(found, layers[1](x))
+    shares, chosen = route(x @ router.T)
+    assert torch.equal(chosen[:, 0], (x @ router.T).argmax(dim=-1))
+    for row, (share, expert) in enumerate(zip(shares[:, 0], chosen[:, 0].tolist(), strict=True)):
+        one = x[row : row + 1]
+        expected = layers[expert](one * share) if scales_inputs else layers[expert](one) * share
+        torch.testing.assert_close(Experts(router, tuple(layers), route)(x)[row : row + 1], expected)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "Llama 4 with images"])
+def test_their_steps_are_not_compiled(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="without experts"):
+        TorchCompiler(runtime_config(), random_model(tmp_path, **MODELS[name]))
+
+
+def _config(name: str, **fields: Any) -> dict[str, Any]:
+    return model_config(**MODELS[name]) | fields
