@@ -148,7 +148,7 @@ BROKEN = [
     (configure(hidden_size=None), ExitCode.INVALID_MODEL, "hidden_size must be a positive integer"),
     (drop("tokenizer.json"), ExitCode.INVALID_MODEL, "tokenizer is missing; add tokenizer.json or"),
     (move("tokenizer.json", "tokenizer.model"), ExitCode.INVALID_MODEL, "tokenizer.json is missing, and tokenizer.mod"),
-    (configure(architectures=["MambaForCausalLM"]), ExitCode.UNSUPPORTED_ARCHITECTURE, "supported: LlamaForCausalLM"),
+    (configure(architectures=["MambaForCausalLM"]), ExitCode.UNSUPPORTED_ARCHITECTURE, "supported: GptOssForCausalLM"),
 ]
 
 
@@ -194,19 +194,17 @@ def test_inspection_imports_neither_torch_nor_transformers(tmp_path: Path) -> No
     assert done.stdout.strip() == "[]"
 
 
-GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}
-}  # fmt: skip
+DBRX = {"architectures": ["DbrxForCausalLM"], "model_type": "dbrx"}
 
 
 def test_an_architecture_that_only_nxd_inference_runs_has_facts(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | GPT_OSS | {"head_dim": None}))
+    (folder / "config.json").write_text(json.dumps(config | DBRX | {"head_dim": None}))
     facts = inspect_model(f"file://{folder}")
     assert facts == inspect_model(f"file://{folder}", "nxdi")
-    assert (facts.architecture, facts.num_layers, facts.head_dim) == ("GptOssForCausalLM", 2, 8)
-    assert "GptOssForCausalLM (supported, with backend nxdi)" in facts_as_text("model", facts)
+    assert (facts.architecture, facts.num_layers, facts.head_dim) == ("DbrxForCausalLM", 2, 8)
+    assert "DbrxForCausalLM (supported, with backend nxdi)" in facts_as_text("model", facts)
     with pytest.raises(FatalError, match="not supported by the torch backend"):
         inspect_model(f"file://{folder}", "torch")
 

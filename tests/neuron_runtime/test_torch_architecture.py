@@ -110,7 +110,10 @@ def test_an_unsupported_value_is_named_with_the_supported_ones(fields: dict[str,
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000"),
         ({"rope_scaling": 4}, "must be an object"),
-        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 5}}, "must not be above high_freq_factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 5}},
+            "must not be above high_freq_factor",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "factor must be a positive number"),
         (
             {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_theta": 1e5}},

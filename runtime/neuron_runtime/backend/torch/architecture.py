@@ -124,7 +124,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Shape of a pre-norm decoder with RMSNorm, rotary positions, grouped queries and SwiGLU."""
+    """Shape of a pre-norm decoder with RMSNorm, rotary positions, grouped queries and SwiGLU or experts."""
 
     architecture: str
     vocabulary_size: int
@@ -382,7 +382,7 @@ FAMILIES: Mapping[str, TorchFamily] = {
             "swiglu_limit": 7.0,
         },
         # A softmax over the chosen experts is one over all of them, divided by the sum of theirs.
-        fixed={"mlp_bias": False, "norm_topk_prob": True, "use_sliding_window": True},
+        fixed={"mlp_bias": False, "norm_topk_prob": True},
         experts=ExpertNames(
             num_experts="num_local_experts",
             intermediate_size="intermediate_size",
