@@ -408,6 +408,9 @@ class BackendLimits:
     """Shortest prompt that can be prefilled."""
     max_drafts: int = 0
     """Drafts that a decode row may feed behind its token; 0: none."""
+    drafts_every_row: bool = False
+    """Each decode step makes all drafts of each row, whether asked or not. A row that takes fewer than were accepted
+    loses them, and the next drafts of an EAGLE head are worse."""
     layout: Literal["slots", "blocks"] = "blocks"
     block_size: int = 16
     num_blocks: int = 0

@@ -341,11 +341,21 @@ def test_one_row_that_repeats_gets_1_8_times_the_tokens() -> None:
     waits=st.floats(0, 0.5),
     noise=st.floats(0, 0.15),
     most=st.integers(1, 8),
+    for_every_row=st.booleans(),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_drafts_of_the_device_cost_two_percent_at_most(
-    *, num_rows: int, right: float, per_row: float, fixed: float, waits: float, noise: float, most: int, seed: int
+    *,
+    num_rows: int,
+    right: float,
+    per_row: float,
+    fixed: float,
+    waits: float,
+    noise: float,
+    most: int,
+    for_every_row: bool,
+    seed: int,
 ) -> None:
     """Whatever share of them is right, a step costs with them, and they cost each: from nothing to as much as a row."""
 
@@ -354,7 +364,7 @@ def test_drafts_of_the_device_cost_two_percent_at_most(
 
     without = Device(seconds).speed(num_rows, 50, no_text)
     num_steps = min(60_000 // num_rows, 3000)
-    drafts = Drafts(OnDevice(), most)
+    drafts = Drafts(OnDevice(), most, for_every_row=for_every_row)
     device = Device(seconds, waits=waits, noise=noise, right=right)
     assert device.speed(num_rows, num_steps, no_text, drafts, seed) >= 0.98 * without
 
@@ -385,6 +395,22 @@ def test_drafts_that_did_not_pay_are_tried_again_and_made_as_soon_as_they_pay(nu
     assert 3 <= bad.num_drafted < 50
     good = Device(seconds, waits=0.05, right=0.85)
     assert good.speed(num_rows, 2500, no_text, drafts) >= 1.2 * num_rows
+
+
+@pytest.mark.parametrize("for_every_row", [True, False])
+def test_every_row_takes_all_drafts_where_the_device_makes_them_whether_asked_or_not(for_every_row: bool) -> None:
+    """What a row leaves is lost, and an EAGLE head goes on behind the last token that the device accepted."""
+    asked: list[tuple[int, int]] = []
+
+    class Watched(OnDevice):
+        def propose(self, tokens: list[int], state: Any, most: int) -> tuple[int, ...]:
+            asked.append((len(tokens), most))
+            return super().propose(tokens, state, most)
+
+    device = Device(lambda rows, drafts: 1.0, waits=0.1, right=0.3)
+    device.speed(8, 300, no_text, Drafts(Watched(), 4, for_every_row=for_every_row))
+    assert device.num_drafted > 100
+    assert all(most == min(4, 150 - tokens) for tokens, most in asked) == for_every_row
 
 
 def test_rows_are_not_looked_at_where_drafts_cannot_pay() -> None:

@@ -299,8 +299,9 @@ class Drafts:
     is measured by number of rows. What it yields is estimated by each sequence's rate.
     """
 
-    def __init__(self, proposer: Proposer, max_drafts: int) -> None:
-        self._proposer, self._max = proposer, max_drafts
+    def __init__(self, proposer: Proposer, max_drafts: int, *, for_every_row: bool = False) -> None:
+        """for_every_row: see `BackendLimits.drafts_every_row`."""
+        self._proposer, self._max, self._for_every_row = proposer, max_drafts, for_every_row
         self._paces: dict[int, _Pace] = {}
         self._threshold = 1.0
         """Probability from which a draft pays in this step."""
@@ -420,6 +421,8 @@ class Drafts:
 
     def _number(self, rate: float) -> int:
         """Drafts that pay for a sequence: the last of them is right with at least the threshold's probability."""
+        if self._for_every_row:
+            return self._max
         if rate <= self._threshold:
             return 0
         if self._threshold <= 0 or rate >= 1:
@@ -432,4 +435,4 @@ def drafts_of(configured: Speculation, limits: BackendLimits) -> Drafts | None:
     if not configured.method or not limits.max_drafts:
         return None
     proposer: Proposer = OnDevice() if configured.method in METHODS_WITH_MODEL else NGram(*configured.match)
-    return Drafts(proposer, limits.max_drafts)
+    return Drafts(proposer, limits.max_drafts, for_every_row=limits.drafts_every_row)

@@ -109,6 +109,7 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
             if size > 1 or not slots
         ),
         max_drafts=settings.max_drafts,
+        drafts_every_row=settings.draft is not None,
         max_prefill_start=reach if reach < longest_prefix else 0,
         layout=settings.layout,
         block_size=settings.block_size,
