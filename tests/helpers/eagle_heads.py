@@ -39,6 +39,7 @@ def write_head(
     folder.mkdir(parents=True)
     of_model = json.loads((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     hidden, inner = of_model["hidden_size"], of_model["intermediate_size"]
     size = of_model.get("head_dim") or hidden // of_model["num_attention_heads"]
     queries, keys = of_model["num_attention_heads"] * size, of_model["num_key_value_heads"] * size
@@ -65,7 +66,6 @@ def write_head(
         attention = {"q_proj": 3 * token, "k_proj": 3 * token, "v_proj": token, "o_proj": one}
         tensors |= {f"{layer}.self_attn.{name}.weight": tensor for name, tensor in attention.items()}
         tensors |= {f"{layer}.hidden_norm.weight": torch.ones(hidden), "norm.weight": torch.ones(hidden)}
-        head = weights["lm_head.weight"]
         if known:
             tokens = torch.randperm(len(head), generator=random)[:known].sort().values
             tensors["d2t"] = tokens - torch.arange(known)
@@ -77,6 +77,7 @@ def write_head(
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
     names = {1: "LlamaForCausalLM", 3: "LlamaForCausalLMEagle3"}
     draft = {"draft_vocab_size": known} if known else {}
-    document = {**of_model, "architectures": [names[version]], "num_hidden_layers": 1, **draft, **config}
+    kind = {"architectures": [names[version]], "model_type": "llama", "num_hidden_layers": 1}
+    document = {**of_model, **kind, **draft, **config}
     (folder / "config.json").write_text(json.dumps(document))
     return folder

@@ -17,7 +17,9 @@ import torch
 
 from helpers.eagle_heads import memoryless
 from helpers.nxdi import Mode, fake_nxdi, installed
+from helpers.told_drafts import events_of, tokens_of
 from helpers.torch_models import NEAR_TIE, random_model, reference
+from neuron_runtime.backend import nxdi
 from neuron_runtime.backend.neuron.device import DeviceBackend
 from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
@@ -25,8 +27,10 @@ from neuron_runtime.backend.nxdi.buckets import limits_of
 from neuron_runtime.backend.nxdi.draft_model import accepting, draft_files
 from neuron_runtime.backend.nxdi.library import application
 from neuron_runtime.backend.nxdi.settings import DraftFiles, Settings, settings_of
-from neuron_runtime.config import parse_config
+from neuron_runtime.backend_protocol import Backend
+from neuron_runtime.config import RuntimeConfig, parse_config
 from neuron_runtime.core import BackendLimits, Request, Sampling
+from neuron_runtime.engine.drafting import Drafting
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import InvalidConfig
@@ -91,9 +95,23 @@ def drafts_by(draft: Path, num_tokens: int, method: str = "Draft") -> dict[str, 
 
 
 def settings_for(model: Model, **document: Any) -> Settings:
-    base = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "dtype": "float32"}
-    config = parse_config(msgspec.json.encode(base | document))
+    config = config_for(model, **document)
     return settings_of(config, model.config, TARGET, draft=draft_files(config))
+
+
+def config_for(model: Model, **document: Any) -> RuntimeConfig:
+    base = {"version": 1, "model": {"uri": model.folder.as_uri()}, "servedNames": ["m"], "backend": "nxdi"}
+    return parse_config(msgspec.json.encode({**base, "compile": True, "dtype": "float32", **document}))
+
+
+def compiled_for(config: RuntimeConfig, model: Model, folder: Path) -> Backend:
+    """Compiled into `folder` as the command does, and loaded."""
+    compiler = nxdi.compiler(config, model.folder)
+    folder.mkdir()
+    for unit in compiler.graphs():
+        unit.compile(folder)
+    compiler.check(folder)
+    return nxdi.load_backend(model.folder, config, lambda stage, share: None, folder)
 
 
 def refusals(document: dict[str, Any]) -> dict[str, str]:
@@ -125,6 +143,19 @@ def backend_for(model: Model, settings: Settings, folder: Path, draft: Path | No
     made.load(str(folder), skip_warmup=True)
     made = accepting(made) if draft else made
     return NxdiBackend(made, settings, limits_of(settings, 600.0), model_config=model.config)
+
+
+def served(backend: Backend, requests: Sequence[Request], drafting: Drafting | None = None) -> dict[str, list[int]]:
+    """Answers by request, which have all tokens that they asked for. The backend is closed."""
+    backend.warm_up(lambda stage, share: None)
+    engine = Engine(backend, drafting=drafting)
+    found = tokens_of(events_of(engine, requests))
+    engine.close()
+    backend.close()
+    assert {name: len(tokens) for name, tokens in found.items()} == {
+        one.request_id: one.sampling.max_tokens for one in requests
+    }
+    return found
 
 
 def some_requests(random: Random, limits: BackendLimits, vocabulary_size: int) -> Iterator[Request]:

@@ -1,8 +1,9 @@
-"""An S3 server for the tests that use one; a machine that cannot build it skips them."""
+"""Fixtures of several files: an S3 server, which a machine must be able to build, and what NxD Inference is told."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,10 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     """The one that clients of this test use; it has been asked nothing so far."""
     use(running, monkeypatch)
     return running
+
+
+@pytest.fixture
+def one_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NxD Inference compiles into a folder of the test, and has one core."""
+    monkeypatch.setenv("BASE_COMPILE_WORK_DIR", str(tmp_path / "work"))
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "1")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.chi_square import assert_follows, bound
 from neuron_runtime.backend.host_sampling.adjustments import Adjustments
 from neuron_runtime.backend.host_sampling.drawing import SamplingTable, choose, weighed_at
 from neuron_runtime.backend.host_sampling.likeliest import Scores
@@ -67,23 +68,6 @@ def drawn(params: Sampling, *, seeds: Any = 0, choices: Any = 0, positions: Any 
     slots = np.arange(num)
     scores = Scores.of(logits.expand(num, -1).contiguous(), weighed_at(table, slots, VOCABULARY))
     return choose(scores, table, slots, positions + len(PROMPT))
-
-
-def bound(degrees: int) -> float:
-    """The 99.9 % point of chi-square, after Wilson and Hilferty (1931)."""
-    part = 2 / (9 * degrees)
-    return float(degrees * (1 - part + 3.0902 * math.sqrt(part)) ** 3)
-
-
-def assert_follows(counts: np.ndarray, shares: np.ndarray) -> None:
-    assert not counts[shares == 0].any()
-    expected = shares * counts.sum()
-    rare = expected < 5
-    merged = [(expected[~rare], counts[~rare]), (expected[rare].sum(keepdims=True), counts[rare].sum(keepdims=True))]
-    wanted, found = (np.concatenate(both) for both in zip(*merged, strict=True))
-    wanted, found = wanted[wanted > 0], found[wanted > 0]
-    if len(wanted) > 1:
-        assert (((found - wanted) ** 2) / wanted).sum() < bound(len(wanted) - 1)
 
 
 @pytest.mark.parametrize(

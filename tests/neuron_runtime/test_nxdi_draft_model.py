@@ -22,9 +22,12 @@ from helpers.nxdi_engine import (
     TARGET,
     Model,
     backend_for,
+    compiled_for,
+    config_for,
     drafts_by,
     library,
     refusals,
+    served,
     settings_for,
 )
 from neuron_runtime.backend import nxdi
@@ -33,23 +36,19 @@ from neuron_runtime.backend.nxdi.foreign import differences
 from neuron_runtime.backend.nxdi.graph_plan import plan_of
 from neuron_runtime.backend.nxdi.settings import DraftFiles
 from neuron_runtime.checkpoint import InvalidModel
-from neuron_runtime.config import parse_config
+from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import Request, Sampling
-from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import InvalidConfig
 
 DRAFT: dict[str, Any] = {"speculation": {"method": "Draft", "numTokens": 3, "model": {"uri": "file:///d"}}}
 
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     return {family: Model(tmp_path_factory.mktemp(family) / "model", family) for family in ("Llama", "Qwen3")}
-
-
-@pytest.fixture(autouse=True)
-def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BASE_COMPILE_WORK_DIR", str(tmp_path / "work"))
-    monkeypatch.setenv("NEURON_RT_NUM_CORES", "1")
 
 
 def some_requests(random: Random, model: Model, length: int, count: int) -> list[Request]:
@@ -76,56 +75,33 @@ def test_an_answer_is_as_without_the_drafts_of_a_second_model(
         settings = settings_for(model, **document, **drafts_by(second.folder, 3))
         requests = some_requests(Random(5), model, settings.max_model_length, 9)
         backend = backend_for(model, settings, tmp_path / "artifact", second.folder)
-        backend.warm_up(lambda stage, share: None)
         drafting = OfTheDevice(backend.limits)
-        engine, random, waiting = Engine(backend, drafting=drafting), Random(3), requests[:]
-        answers: dict[str, list[int]] = {one.request_id: [] for one in requests}
-        while waiting or engine.has_work:
-            if waiting and random.random() < 0.3:
-                engine.add(waiting.pop(0))
-            for event in engine.step():
-                answers[event.request_id] += event.token_ids
-        engine.close()
-        backend.close()
+        answers = served(backend, requests, drafting)
     for one in requests:
-        assert len(answers[one.request_id]) == one.sampling.max_tokens
         model.check(one, answers[one.request_id])
     share = sum(accepted for _, accepted in drafting.learned) / sum(count for count, _ in drafting.learned)
     # Several rows open their places to one another's drafts.
     assert share < 0.3 if draft != "Llama" else share > 0.99 if rows == 1 else 0.3 < share < 0.99
 
 
-def config_of(model: Path, draft: Path, **document: Any) -> Any:
-    base = {"version": 1, "model": {"uri": model.as_uri()}, "servedNames": ["m"], "backend": "nxdi", "compile": True}
-    base |= {"dtype": "float32", "limits": {"maxSequences": 2, "maxModelLength": 96}}
-    base["speculation"] = {"method": "Draft", "numTokens": 2, "model": {"uri": draft.as_uri()}}
-    return parse_config(msgspec.json.encode(base | document))
+def config_of(model: Model, draft: Path, **document: Any) -> RuntimeConfig:
+    limits = {"maxSequences": 2, "maxModelLength": 96}
+    return config_for(model, **{"limits": limits, **drafts_by(draft, 2), **document})
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_both_models_are_compiled_into_one_artifact_and_loaded(
     sharded: bool, models: dict[str, Model], tmp_path: Path
 ) -> None:
-    model, draft, folder = models["Qwen3"], models["Llama"], tmp_path / "artifact"
+    model, draft = models["Qwen3"], models["Llama"]
+    request = Request("r", (5, 7, 11), Sampling(max_tokens=40, temperature=0.0))
     with library():
         config = config_of(
-            model.folder, draft.folder, overrideNeuronConfig={"save_sharded_checkpoint": True} if sharded else {}
+            model, draft.folder, overrideNeuronConfig={"save_sharded_checkpoint": True} if sharded else {}
         )
-        compiler = nxdi.compiler(config, model.folder)
-        folder.mkdir()
-        for unit in compiler.graphs():
-            unit.compile(folder)
-        compiler.check(folder)
-        backend = nxdi.load_backend(model.folder, config, lambda stage, share: None, folder)
-        engine = Engine(backend, drafting=OfTheDevice(backend.limits))
-        request = Request("r", (5, 7, 11), Sampling(max_tokens=40, temperature=0.0))
-        engine.add(request)
-        answer: list[int] = []
-        while engine.has_work:
-            answer += [token for event in engine.step() for token in event.token_ids]
-        engine.close()
-        backend.close()
-    model.check(request, answer)
+        backend = compiled_for(config, model, tmp_path / "artifact")
+        answers = served(backend, [request], OfTheDevice(backend.limits))
+    model.check(request, answers["r"])
 
 
 def test_a_draft_model_with_a_sliding_window_as_long_as_the_model_drafts_for_short_prompts(
@@ -136,31 +112,23 @@ def test_a_draft_model_with_a_sliding_window_as_long_as_the_model_drafts_for_sho
     with library():
         settings = settings_for(model, **document, **drafts_by(draft.folder, 3))
         backend = backend_for(model, settings, tmp_path / "artifact", draft.folder)
-        engine = Engine(backend, drafting=OfTheDevice(backend.limits))
         request = Request("r", (5, 7, 11), Sampling(max_tokens=20, temperature=0.0))
-        engine.add(request)
-        answer: list[int] = []
-        while engine.has_work:
-            answer += [token for event in engine.step() for token in event.token_ids]
-        engine.close()
-        backend.close()
-    model.check(request, answer)
+        answers = served(backend, [request], OfTheDevice(backend.limits))
+    model.check(request, answers["r"])
 
 
 def test_a_weight_of_the_draft_model_that_no_module_reads_ends_the_load(
     models: dict[str, Model], tmp_path: Path
 ) -> None:
-    model, draft = models["Llama"].folder, tmp_path / "draft"
+    model, draft = models["Llama"], tmp_path / "draft"
     shutil.copytree(models["Qwen3"].folder, draft)
     tensors = load_file(draft / "model.safetensors")
     tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(128)
     save_file(tensors, draft / "model.safetensors")
     with library():
         config = config_of(model, draft)
-        (unit,) = nxdi.compiler(config, model).graphs()
-        unit.compile(tmp_path)
         with pytest.raises(InvalidModel, match=r"draft: .* the tensors model.layers.1.self_attn.q_proj.bias, so"):
-            nxdi.load_backend(model, config, lambda stage, share: None, tmp_path)
+            compiled_for(config, model, tmp_path / "artifact")
 
 
 def test_the_key_has_the_draft_models_shape_but_not_its_weights(models: dict[str, Model], tmp_path: Path) -> None:
@@ -175,12 +143,10 @@ def test_the_key_has_the_draft_models_shape_but_not_its_weights(models: dict[str
     (deeper / "config.json").write_text(json.dumps(document | {"num_hidden_layers": 7}))
     with library():
         first, same, another = (
-            nxdi.compiler(config_of(model.folder, one), model.folder).needs for one in (draft, other, deeper)
+            nxdi.compiler(config_of(model, one), model.folder).needs for one in (draft, other, deeper)
         )
         shards = {"overrideNeuronConfig": {"save_sharded_checkpoint": True}}
-        held, not_same = (
-            nxdi.compiler(config_of(model.folder, one, **shards), model.folder).needs for one in (draft, other)
-        )
+        held, not_same = (nxdi.compiler(config_of(model, one, **shards), model.folder).needs for one in (draft, other))
     assert first == same != another
     assert held != not_same
 
@@ -195,6 +161,7 @@ def test_graphs_are_longer_than_the_promised_length_and_the_device_is_greedy(mod
     limits = limits_of(settings, 600.0)
     assert (limits.max_model_length, limits.max_drafts, limits.sampling) == (length, 3, "Device")
     assert limits.greedy_only
+    assert limits.drafts_every_row
     assert not limits_of(replace(settings, draft=None), 600.0).greedy_only
     decodes = [graph.name for graph in all_graphs(settings) if graph.name.startswith("decode")]
     assert all(name.endswith("_of_4") for name in decodes)
@@ -202,7 +169,7 @@ def test_graphs_are_longer_than_the_promised_length_and_the_device_is_greedy(mod
 
 def test_a_plan_counts_the_cache_of_the_draft_model(models: dict[str, Model]) -> None:
     model, draft = models["Llama"], models["Qwen3"]
-    with_draft = config_of(model.folder, draft.folder, layout="slots")
+    with_draft = config_of(model, draft.folder, layout="slots")
     plain = msgspec.structs.replace(with_draft, speculation=type(with_draft.speculation)())
     alone = plan_of(plain, model.config, TARGET).cache_bytes
     other = plan_of(plain, draft.config, TARGET).cache_bytes
@@ -236,31 +203,21 @@ def test_graphs_that_others_compiled_for_prompts_as_long_as_their_cache_are_load
     with library():
         settings = settings_for(model, **document, **drafts_by(draft.folder, 3))
         backend_for(model, settings, theirs, draft.folder).close()
-        config = config_of(model.folder, draft.folder, limits={}, **drafts_by(draft.folder, 3))
+        config = config_of(model, draft.folder, limits={}, **drafts_by(draft.folder, 3))
         assert nxdi.compiler(config, model.folder).ready_made(theirs) == theirs
         backend = nxdi.load_backend(model.folder, config, lambda stage, share: None, theirs)
         assert backend.limits.max_model_length == 96
-        backend.warm_up(lambda stage, share: None)
-        engine = Engine(backend, drafting=OfTheDevice(backend.limits))
         requests = [
             Request(f"{size}", tuple(range(size)), Sampling(max_tokens=96 - size, temperature=0.0))
             for size in (3, 90, 95)
         ]
-        answers: dict[str, list[int]] = {one.request_id: [] for one in requests}
-        for one in requests:
-            engine.add(one)
-        while engine.has_work:
-            for event in engine.step():
-                answers[event.request_id] += event.token_ids
-        engine.close()
-        backend.close()
+        answers = served(backend, requests, OfTheDevice(backend.limits))
     for one in requests:
-        assert len(answers[one.request_id]) == one.sampling.max_tokens
         model.check(one, answers[one.request_id])
 
 
 def test_a_draft_model_that_is_elsewhere_is_named(models: dict[str, Model]) -> None:
-    config = config_of(models["Llama"].folder, Path("/d"))
+    config = config_of(models["Llama"], Path("/d"))
     elsewhere = replace_uri(config, "hf://org/draft")
     with library(), pytest.raises(InvalidConfig, match="is not on this machine: fetch it"):
         nxdi.compiler(elsewhere, models["Llama"].folder)

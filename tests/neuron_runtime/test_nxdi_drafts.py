@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from helpers.engine_driver import Guesses
 from helpers.nxdi import Mode
 from helpers.nxdi_engine import BLOCKS, SLOTS, Model, backend_for, library, refusals, settings_for
+from helpers.told_drafts import Told, events_of, tokens_of
 from neuron_runtime.backend.nxdi.buckets import all_graphs, limits_of
 from neuron_runtime.backend.nxdi.foreign import differences
 from neuron_runtime.backend.nxdi.library import application
 from neuron_runtime.backend.nxdi.settings import Settings
-from neuron_runtime.core import BackendLimits, Request, Sampling
+from neuron_runtime.core import Request, Sampling, TokenEvent
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.engine.sequence import Sequence
 
 DRAFTS: dict[str, Any] = {"speculation": {"method": "NGram", "numTokens": 3}}
+
+
+pytestmark = pytest.mark.usefixtures("one_core")
 
 
 @pytest.fixture(scope="module")
@@ -27,45 +29,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     return {family: Model(tmp_path_factory.mktemp(family) / "model", family) for family in ("Llama", "Qwen3")}
 
 
-@pytest.fixture(autouse=True)
-def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BASE_COMPILE_WORK_DIR", str(tmp_path / "work"))
+class Run(NamedTuple):
+    events: dict[str, list[TokenEvent]]
+    num_steps: int
 
 
-class Remembered(Guesses):
-    """Drafts from the answers of an earlier run, some of them wrong."""
-
-    def __init__(self, limits: BackendLimits, answers: dict[str, list[int]]) -> None:
-        super().__init__(limits)
-        self._answers = answers
-
-    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        known = len(sequence.tokens) - sequence.num_prompt
-        right = self._answers[sequence.request.request_id][known : known + most]
-        return tuple(token if self._random.random() < 0.8 else token ^ 1 for token in right)
-
-
-def served(model: Model, settings: Settings, requests: list[Request], folder: Path, drafts: Any = None) -> Any:
-    """The answers, and the backend's graphs that ran."""
+def run(model: Model, settings: Settings, requests: list[Request], folder: Path, drafting: Told | None = None) -> Run:
     backend = backend_for(model, settings, folder)
     backend.warm_up(lambda stage, share: None)
-    drafting = None if drafts is None else Remembered(backend.limits, drafts)
-    engine, random = Engine(backend, drafting=drafting), Random(3)
-    waiting = requests[:]
-    answers: dict[str, list[int]] = {one.request_id: [] for one in requests}
-    logprobs: dict[str, list[float]] = {one.request_id: [] for one in requests}
-    steps = []
-    while waiting or engine.has_work:
-        if waiting and random.random() < 0.3:
-            engine.add(waiting.pop(0))
-        for event in engine.step():
-            answers[event.request_id] += event.token_ids
-            logprobs[event.request_id] += [one.logprob for one in event.logprobs]
-        if engine.stats.last_step:
-            steps.append(engine.stats.last_step)
+    engine = Engine(backend, drafting=drafting)
+    events = events_of(engine, requests)
+    assert engine.stats.last_step is not None
     engine.close()
     backend.close()
-    return answers, logprobs, steps, drafting
+    return Run(events, engine.stats.last_step.step)
 
 
 def some_requests(random: Random, model: Model, length: int, count: int) -> list[Request]:
@@ -94,15 +71,16 @@ def test_an_answer_has_the_same_tokens_with_and_without_drafts(
     with library(mode=mode):
         plain = settings_for(model, **document)
         requests = some_requests(Random(5), model, plain.max_model_length, 12)
-        expected, expected_logprobs, steps, _ = served(model, plain, requests, tmp_path / "plain")
+        without = run(model, plain, requests, tmp_path / "plain")
         settings = settings_for(model, **document, **DRAFTS)
-        found, logprobs, fewer, drafting = served(model, settings, requests, tmp_path / "drafts", expected)
-    assert found == expected
-    for name, of_request in logprobs.items():
-        assert of_request == pytest.approx(expected_logprobs[name], abs=1e-4)
-    accepted = sum(count for _, count in drafting.learned)
-    assert 0 < accepted < sum(count for count, _ in drafting.learned)
-    assert len(fewer) < 0.7 * len(steps)
+        drafting = Told(tokens_of(without.events))
+        found = run(model, settings, requests, tmp_path / "drafts", drafting)
+    assert tokens_of(found.events) == tokens_of(without.events)
+    for name, events in found.events.items():
+        expected = [one.logprob for event in without.events[name] for one in event.logprobs]
+        assert [one.logprob for event in events for one in event.logprobs] == pytest.approx(expected, abs=1e-4)
+    assert 0 < drafting.num_accepted < drafting.num_drafts
+    assert found.num_steps < 0.7 * without.num_steps
 
 
 @pytest.mark.parametrize("version", ["0.7", "0.9"])
@@ -118,10 +96,11 @@ def test_a_single_row_has_drafts_up_to_the_models_length(
     ]
     with library(version=version):
         plain, drafting = (settings_for(model, **document, **given) for given in ({}, DRAFTS))
-        expected, _, steps, _ = served(model, plain, requests, tmp_path / "plain")
-        found, _, fewer, _ = served(model, drafting, requests, tmp_path / "drafts", expected)
-    assert found == expected
-    assert len(fewer) < len(steps)
+        without = run(model, plain, requests, tmp_path / "plain")
+        expected = tokens_of(without.events)
+        found = run(model, drafting, requests, tmp_path / "drafts", Told(expected))
+    assert tokens_of(found.events) == expected
+    assert found.num_steps < without.num_steps
 
 
 def test_the_promised_length_is_reached_because_graphs_are_longer(models: dict[str, Model]) -> None:
@@ -131,6 +110,7 @@ def test_the_promised_length_is_reached_because_graphs_are_longer(models: dict[s
     assert settings.neuron_config["speculation_length"] == 4
     limits = limits_of(settings, 600.0)
     assert (limits.max_model_length, limits.max_drafts, limits.sampling) == (length, 3, "Host")
+    assert not limits.drafts_every_row
     decodes = [graph.name for graph in all_graphs(settings) if graph.name.startswith("decode")]
     assert all(name.endswith("_of_4") for name in decodes)
 

@@ -6,54 +6,62 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.chi_square import assert_follows
 from helpers.eagle_heads import write_head
 from helpers.engine_driver import OfTheDevice
-from helpers.nxdi import Mode
-from helpers.nxdi_engine import BLOCKS, SLOTS, Model, backend_for, drafts_by, library, refusals, settings_for
-from neuron_runtime.backend import nxdi
+from helpers.nxdi import Mode, installed
+from helpers.nxdi_engine import (
+    BLOCKS,
+    SLOTS,
+    Model,
+    backend_for,
+    compiled_for,
+    config_for,
+    drafts_by,
+    library,
+    refusals,
+    served,
+    settings_for,
+)
 from neuron_runtime.backend.nxdi.buckets import limits_of
 from neuron_runtime.backend.nxdi.eagle import converted, not_computed, read_tensor
 from neuron_runtime.backend.nxdi.foreign import differences
 from neuron_runtime.checkpoint import InvalidModel
-from neuron_runtime.config import parse_config
 from neuron_runtime.core import Request, Sampling
-from neuron_runtime.engine.loop import Engine
 
 EAGLE: dict[str, Any] = {"speculation": {"method": "Eagle", "numTokens": 3, "model": {"uri": "file:///h"}}}
 SHAPES_1 = {"fc.weight": (32, 64)}
 NORMS = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
 SHAPES_3: dict[str, tuple[int, ...]] = {"fc.weight": (32, 96), **dict.fromkeys(NORMS, (32,))}
+LAYERS = {1: 2, 3: 7}
 LLAMA = {"model_type": "llama", "num_hidden_layers": 1}
+
+
+pytestmark = pytest.mark.usefixtures("one_core")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Model]:
     """By the version of EAGLE."""
     folder = tmp_path_factory.mktemp("models")
-    layers: dict[int, int] = {1: 2, 3: 7}
     return {
         version: Model(folder / f"{version}", forgets=0.05, num_layers=count, num_kv_heads=4)
-        for version, count in layers.items()
+        for version, count in LAYERS.items()
     }
 
 
-@pytest.fixture(autouse=True)
-def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BASE_COMPILE_WORK_DIR", str(tmp_path / "work"))
-    monkeypatch.setenv("NEURON_RT_NUM_CORES", "1")
-
-
 @pytest.mark.parametrize(
-    ("version", "library_version", "mode", "head"),
+    ("version", "family", "library_version", "mode", "head"),
     [
-        (1, "0.9", "strict", {}),
-        (1, "0.7", "damage", {"input_norm": True}),
-        (3, "0.9", "strict", {"known": 220}),
+        (1, "", "0.9", "strict", {}),
+        (1, "", "0.7", "damage", {"input_norm": True}),
+        (3, "", "0.9", "strict", {"known": 220}),
+        (1, "Qwen3", "0.9", "strict", {}),
+        (1, "Qwen2.5", "0.9", "damage", {"input_norm": True}),
     ],
 )
 def test_an_answer_is_as_without_an_eagle_head(
@@ -61,20 +69,21 @@ def test_an_answer_is_as_without_an_eagle_head(
     tmp_path: Path,
     *,
     version: Literal[1, 3],
+    family: str,
     library_version: str,
     mode: Mode,
     head: dict[str, Any],
 ) -> None:
     """Greedy ones are equal. Sampled ones have only tokens that their own parameters allow."""
-    model = models[version]
+    layers = LAYERS[version]
+    other = Model(tmp_path / "model", family, forgets=0.05, num_layers=layers, num_kv_heads=4) if family else None
+    model = other or models[version]
     draft = write_head(tmp_path / "head", model.folder, version, **head)
     document = {**SLOTS, "limits": {"maxSequences": 4, "maxModelLength": 96}, "buckets": {"context": [32, 64, 96]}}
     with library(library_version, mode):
         settings = settings_for(model, **document, **drafts_by(draft, 3, "Eagle"))
         backend = backend_for(model, settings, tmp_path / "artifact", draft)
-        backend.warm_up(lambda stage, share: None)
         drafting, random = OfTheDevice(backend.limits), Random(3)
-        engine = Engine(backend, drafting=drafting)
         requests = []
         for number in range(9):
             prompt = tuple(random.randrange(256) for _ in range(random.choice((1, 3, 4, 5, 33, 60))))
@@ -84,40 +93,56 @@ def test_an_answer_is_as_without_an_eagle_head(
                 top_k=0 if number % 3 else 3,
             )
             requests.append(Request(f"{number}", prompt, sampling))
-        answers: dict[str, list[int]] = {one.request_id: [] for one in requests}
-        waiting = requests[:]
-        while waiting or engine.has_work:
-            if waiting and random.random() < 0.3:
-                engine.add(waiting.pop(0))
-            for event in engine.step():
-                answers[event.request_id] += event.token_ids
-        engine.close()
-        backend.close()
+        answers = served(backend, requests, drafting)
     for one in requests:
         answer = answers[one.request_id]
-        assert len(answer) == one.sampling.max_tokens
         if one.sampling.greedy:
             model.check(one, answer)
         else:
             logits = model.logits((*one.prompt_token_ids, *answer))[len(one.prompt_token_ids) - 1 : -1]
             likeliest = logits.topk(3, dim=-1).indices.tolist()
             assert all(token in candidates for token, candidates in zip(answer, likeliest, strict=True))
-    assert sum(accepted for _, accepted in drafting.learned) > 0.3 * len(drafting.learned)
+    assert sum(accepted for _, accepted in drafting.learned) > 0.15 * len(drafting.learned)
+
+
+def test_sampled_tokens_have_the_distribution_of_their_own_rows_parameters(tmp_path: Path) -> None:
+    """Drafts, what came instead of one, and what followed them. By chi-square over the ranks of tokens."""
+    model = Model(tmp_path / "model", forgets=0.0, num_kv_heads=4)
+    draft = write_head(tmp_path / "head", model.folder, 1)
+    document = {"limits": {"maxSequences": 4, "maxModelLength": 256}, "buckets": {"context": [32, 256]}}
+    asked = [Sampling(max_tokens=240, temperature=t, top_k=k) for t, k in ((1.0, 4), (0.4, 3), (3.0, 8), (0.0, 0))]
+    requests = [Request(f"{at}", (7 * at + 3,), asked[at % 4]) for at in range(8)]
+    with library():
+        if not installed():
+            from fake_nxdi import sampler
+
+            sampler.seed(5)
+        settings = settings_for(model, **document, **drafts_by(draft, 3, "Eagle"))
+        backend = backend_for(model, settings, tmp_path / "artifact", draft)
+        drafting = OfTheDevice(backend.limits)
+        answers = served(backend, requests, drafting)
+    found, expected = torch.zeros(4, 8), torch.zeros(4, 8)
+    for at, one in enumerate(requests):
+        tokens, sampling, row = answers[one.request_id], one.sampling, at % 4
+        logits = model.logits((*one.prompt_token_ids, *tokens))[len(one.prompt_token_ids) - 1 : -1]
+        likeliest = logits.topk(sampling.top_k or 1, dim=-1)
+        ranks = (likeliest.indices == torch.tensor(tokens)[:, None]).nonzero()[:, 1]
+        assert len(ranks) == len(tokens)
+        found[row] += torch.bincount(ranks, minlength=8)
+        shares = (likeliest.values / (sampling.temperature or 1.0)).softmax(dim=-1).sum(dim=0)
+        expected[row, : len(shares)] += shares
+    for counts, sums in zip(found.numpy(), expected.numpy(), strict=True):
+        assert_follows(counts, sums / sums.sum())
+    num_drafts, num_accepted = (sum(numbers) for numbers in zip(*drafting.learned, strict=True))
+    assert 0.1 < num_accepted / num_drafts < 0.9
 
 
 def test_a_published_head_is_compiled_and_loaded(models: dict[int, Model], tmp_path: Path) -> None:
-    model, folder = models[3], tmp_path / "artifact"
-    head = write_head(tmp_path / "head", model.folder, 3, known=200)
-    base = {"version": 1, "model": {"uri": model.folder.as_uri()}, "servedNames": ["m"], "backend": "nxdi"}
-    base |= {"compile": True, "dtype": "float32", "limits": {"maxSequences": 2, "maxModelLength": 96}}
-    config = parse_config(msgspec.json.encode(base | drafts_by(head, 2, "Eagle")))
+    head = write_head(tmp_path / "head", models[3].folder, 3, known=200)
+    limits = {"maxSequences": 2, "maxModelLength": 96}
+    config = config_for(models[3], limits=limits, **drafts_by(head, 2, "Eagle"))
     with library():
-        compiler = nxdi.compiler(config, model.folder)
-        folder.mkdir()
-        for unit in compiler.graphs():
-            unit.compile(folder)
-        compiler.check(folder)
-        backend = nxdi.load_backend(model.folder, config, lambda stage, share: None, folder)
+        backend = compiled_for(config, models[3], tmp_path / "artifact")
         backend.close()
     assert backend.limits.max_drafts == 2
 
@@ -185,6 +210,7 @@ def test_drafts_are_kept_by_each_rows_own_parameters(models: dict[int, Model], t
     assert "is_eagle3" not in given
     limits = limits_of(settings, 600.0)
     assert (limits.greedy_only, limits.sampling, limits.max_top_k) == (False, "Device", 256)
+    assert limits.drafts_every_row
     assert settings.token_buckets[-1] == limits.max_model_length + 3
 
 
@@ -223,8 +249,12 @@ def test_a_head_of_version_3_needs_sequence_parallelism_and_norms(models: dict[i
         ({"shapes": {}}, "$.speculation.model.uri", "must be 32 times 64 (EAGLE 1) or 96 (EAGLE 3), got 0 times 0"),
         ({"draft": {**LLAMA, "num_hidden_layers": 2}}, "$.speculation.model.uri", "it has 2 layers"),
         ({"draft": {**LLAMA, "vocab_size": 90}}, "$.speculation.model.uri", "it has 90 tokens, and the model 100"),
-        ({"draft": {"num_hidden_layers": 1}}, "$.speculation.method", "for a llama with a head of the same kind"),
-        ({"config": {"architectures": ["Qwen3ForCausalLM"]}}, "$.speculation.method", "for a llama with a head"),
+        ({"draft": {**LLAMA, "model_type": "qwen2"}}, "$.speculation.model.uri", "it is a qwen2, and NxD Inference"),
+        (
+            {"shapes": SHAPES_3, "config": {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 7}},
+            "$.speculation.method",
+            "EAGLE 3 needs sequence parallelism, which NxD Inference lacks in a part of qwen3",
+        ),
         ({"shapes": SHAPES_3}, "$.speculation.method", "EAGLE 3 needs a model of at least 7 layers, got 2"),
         (
             {"shapes": {"fc.weight": (32, 96), "norm.weight": (32,)}, "config": {"num_hidden_layers": 7}},

@@ -41,7 +41,8 @@ MIN_ADAPTER_RANK = 2
 WITH_DRAFTS = ("llama", "mistral", "qwen2", "qwen3")
 """Applications whose graphs are known to verify drafts rightly."""
 EAGLE_FAMILY = "llama"
-"""The application, and the kind of head, of which EAGLE was tried on the public source."""
+"""The application whose class also is one of EAGLE heads. Those of version 1 may be for models of others: what makes
+hidden states is common to all."""
 MIN_EAGLE_3_LAYERS = 7
 """Else two of the three layers whose hidden states an EAGLE 3 head reads would be the same."""
 DEFAULT_MAX_SEQUENCES = 16
@@ -365,9 +366,9 @@ class _Derivation:
             message = f"must be an EAGLE head: {FUSION} must be {hidden} times {2 * hidden} (EAGLE 1) or {3 * hidden}"
             self._refuse(path, f"{message} (EAGLE 3), got {' times '.join(map(str, fusion))}")
             return None
-        if text.get("model_type") != EAGLE_FAMILY or self._family.application != EAGLE_FAMILY:
-            message = f"Eagle is known to be right for a {EAGLE_FAMILY} with a head of the same kind alone: use Draft"
-            self._refuse("$.speculation.method", message)
+        if (kind := text.get("model_type")) != EAGLE_FAMILY:
+            message = f"it is a {kind}, and NxD Inference has heads of the kind {EAGLE_FAMILY} alone, also for others"
+            self._refuse(path, message)
         if text.get("num_hidden_layers", 1) != 1:
             self._refuse(path, f"it has {text['num_hidden_layers']} layers, and a head must have one")
         names = named_as_layers(shapes)
@@ -383,6 +384,9 @@ class _Derivation:
 
     def _check_eagle_3(self, files: DraftFiles, names: set[str], tensor: int, context: tuple[int, ...]) -> None:
         path, shapes = "$.speculation.model.uri", files.shapes
+        if (name := self._family.application) != EAGLE_FAMILY:
+            message = f"EAGLE 3 needs sequence parallelism, which NxD Inference lacks in a part of {name}: use Draft"
+            self._refuse("$.speculation.method", message)
         if missing := [one for one in (*HEAD_NORMS, "norm.weight") if one not in names]:
             self._refuse(path, f"it has no {missing[0]}, which an EAGLE 3 head must have")
         size, of_head = number_of(self._model, "vocab_size"), shapes.get("lm_head.weight", (0, 0))[0]
