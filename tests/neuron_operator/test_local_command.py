@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import fcntl
 import io
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -363,3 +366,32 @@ async def test_no_line_of_a_pod_lands_inside_a_printed_answer(tmp_path: Path) ->
         "demo-0 | an access log line",
         "demo-0 | a later line",
     ]
+
+
+@pytest.mark.timeout(300)
+async def test_a_draft_model_makes_drafts_and_the_status_shows_how_many_are_right(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(DEMO_MODEL / "draft", draft)
+    for file in DEMO_MODEL.glob("tokenizer*.json"):  # a model without is none
+        shutil.copy(file, draft)
+    speculation = f'{{method: Draft, model: {{uri: "{draft.as_uri()}"}}}}'
+    serving = f"  serving: {{speculation: {speculation}}}\n  rollout: {{drainDelaySeconds: 0}}"
+    (tmp_path / "model.yaml").write_text(MODEL % (DEMO_MODEL.as_uri(), "CPU", serving))
+    with free_ports() as port:
+        options = argparse.Namespace(port=port, ask="", exit=False, quiet=True)
+        session = _Session(read_manifest(tmp_path / "model.yaml"), tmp_path, options)
+        running = asyncio.create_task(session.run())
+        try:
+            while not session.announced and not running.done():
+                await asyncio.sleep(0.1)
+            asked = {"model": "demo", "messages": [{"role": "user", "content": "What is neuron-serving?"}]}
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+                while not running.done() and "acceptedLength" not in session.model.body["status"]:
+                    await client.post("/v1/chat/completions", json={**asked, "temperature": 0})
+                    session.wake.set()
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            await running
+    status = session.model.body["status"]
+    assert status["draft"]["digest"] != status["model"]["digest"]
+    assert 2 < float(status["acceptedLength"]) <= 5
