@@ -79,7 +79,7 @@ class ModelSource(Document, frozen=True, kw_only=True):
         str,
         "Digest of the model with converted weights, which `convert` left in the store: they are read in the place of "
         "those at `uri`",
-        Flag(metavar="DIGEST"),
+        Flag(metavar="DIGEST", llm=True),
         COMPILED,
     ] = ""
 

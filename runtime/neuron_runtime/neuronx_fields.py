@@ -43,7 +43,7 @@ def _all(make: Callable[..., NeuronxField], names: str, **more: Any) -> tuple[Ne
 
 FIELDS = (
     # With effect on results.
-    NeuronxField("quant", dict, cure=_QUANTIZES),
+    NeuronxField("quant", dict, cure="set the quantization instead"),
     NeuronxField("kv_cache_quant", dict, cure=_QUANTIZES, neutral=(False,), shared=True),
     NeuronxField(
         "on_device_generation",

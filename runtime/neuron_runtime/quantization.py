@@ -166,7 +166,8 @@ def wanted_format(config: Mapping[str, Any], wanted: Quantizing, field: str = "$
 def has_known_method(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint is quantized by a method of which `quantization_of` knows some, and which is converted."""
     given = config.get("quantization_config") or config.get("compression_config")
-    return isinstance(given, Mapping) and given.get("quant_method") in METHODS.keys() - UNCONVERTED
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    return isinstance(method, str) and method in METHODS.keys() - UNCONVERTED
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:

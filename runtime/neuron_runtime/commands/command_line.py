@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from neuron_runtime import record
 from neuron_runtime.bench import simulate
-from neuron_runtime.commands import compile_model, fetch, follow, inspect, plan_buckets, serve, weights
+from neuron_runtime.commands import compile_model, convert, fetch, follow, inspect, plan_buckets, serve, weights
 from neuron_runtime.console import say
 from neuron_runtime.errors import ServingError
 
@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "follow": (follow.add_arguments, "run the ranks of one node of a group that another node leads"),
     "inspect": (inspect.add_arguments, "show facts about a model from its config and the headers of its weights"),
     "fetch": (fetch.add_arguments, "fetch a model into a store, from where it can be served"),
+    "convert": (convert.add_arguments, "convert the weights of a model, quantized or not, for a backend"),
     "compile": (compile_model.add_arguments, "compile a model into a store, from where it can be served"),
     "plan-buckets": (plan_buckets.add_arguments, "list the graphs that a model would be compiled to, with estimates"),
     "weights": (weights.add_commands, "list, verify or prune the models of a store"),
