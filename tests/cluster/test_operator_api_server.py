@@ -612,8 +612,9 @@ async def test_five_models_of_one_source_in_two_formats_have_one_download_and_tw
         for name, wish in wishes.items():
             namespace.put_model(name, model={"uri": "hf://acme/tiny"}, serving={"quantization": wish})
         await eventually(lambda: end_both("resolve"))
-        await eventually(namespace.finish_fetch)
-        await eventually(lambda: end_both("convert"))
+        fetched = {"digest": FACTS["digest"], "bytes": 2000, "readBytes": 2000}
+        await eventually(lambda: namespace.finish_job("fetch", weights=fetched))
+        await eventually(lambda: end_both("convert"), about=namespace.list_all)
         for name in wishes:
             await eventually(lambda n=name: namespace.condition("UpToDate", n)[0] == "True", 20)
     created = [
@@ -1029,7 +1030,10 @@ async def test_what_is_said_about_a_claim_that_is_not_bound_is_shown(server: Api
 async def test_a_long_message_of_wide_characters_is_announced(server: ApiServer, namespace: Namespace) -> None:
     word = "😀" * 60
     async with client_of(server) as client, operating(client, only(namespace)):
-        namespace.put_model(accelerator={"instanceTypes": [word] * 8}, serving={"kvCacheDtype": word})
+        namespace.put_model(
+            accelerator={"instanceTypes": [word] * 8},
+            engine={"backend": "torch", "args": [word] * 8, "overrideNeuronConfig": {word: word}},
+        )
         (event,) = await eventually(lambda: namespace.list(EVENTS))
         assert event["reason"] == "FieldNotSupported"
         assert len(event["note"]) < 1000 < len(event["note"].encode())
