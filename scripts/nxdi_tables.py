@@ -31,6 +31,10 @@ def _notes(family: NxdiFamily) -> Iterator[str]:
         yield f"older releases by `{family.before}`, up to the sliding window's length"
     if len(family.layouts) == 1:
         yield f"layout `{family.layouts[0]}` only"
+    for sdk, rows in family.least_rows.items():
+        yield f"SDK {sdk} runs it with {rows} sequences or more only"
+    if family.quantized:
+        yield "also with [quantized weights](#quantized-weights)"
     if family.note:
         yield family.note
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from neuron_runtime.adapters.peft import Target
-from neuron_runtime.dtypes import ComputedDtype, dtype_name
+from neuron_runtime.dtypes import ComputedDtype, cache_dtype_name, dtype_name
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import Flag, json_or_pairs, json_or_text, numbers, template, word_or_folder
 from neuron_runtime.quantization import Quantizing
@@ -287,6 +287,14 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
         "`fp8`, which an unquantized checkpoint is converted to. vLLM's other words must be what the checkpoint says",
         Flag(llm=True),
         COMPILED,
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        "Data type of the KV cache: `auto`, that of the model; or `fp8`, with which it takes half the memory of "
+        "bfloat16, and answers change a little",
+        Flag(llm=True, read=cache_dtype_name),
+        COMPILED,
+        ON_DEVICE,
     ] = "auto"
     layout: Annotated[
         Literal["auto", "slots", "blocks"],

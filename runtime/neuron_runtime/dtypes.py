@@ -54,3 +54,8 @@ def dtype_name(text: str) -> str:
     """The name of a type that a user may have written as vLLM or torch do; other words unchanged."""
     word = text.removeprefix("torch.")
     return _ALIASES.get(word, word)
+
+
+def cache_dtype_name(text: str) -> str:
+    """The name of a type of the cache that a user may have written as vLLM does; other words unchanged."""
+    return {"fp8_e4m3": "fp8"}.get(text, text)

@@ -120,7 +120,6 @@ ROWS = (
     NotBuilt("hf_config_path", _LLM),
     NotBuilt("hf_overrides", _LLM, ({},)),
     NotBuilt("hf_token", _LLM, cure="set the environment variable HF_TOKEN"),
-    NotBuilt("kv_cache_dtype", _LLM, ("auto",)),
     NotBuilt("kv_transfer_params", _BODY),
     NotBuilt("length_penalty", _BODY | _PARAMS, (1,)),
     NotBuilt("limit_mm_per_prompt", _LLM, ({},)),

@@ -263,7 +263,7 @@ def replace_uri(config: Any, uri: str) -> Any:
         (
             {"draft": {"quantization_config": {"quant_method": "fp8"}}},
             "$.speculation.model.uri",
-            "the draft model: config.json: the weights are fp8",
+            "its weights are fp8: NxD Inference makes drafts with unquantized ones",
         ),
         (
             {"draft": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}},

@@ -298,7 +298,7 @@ def test_an_override_of_the_cache_makes_blocks() -> None:
         ({"allow_input_truncation": True}, {}, {".allow_input_truncation": "is True, but the other"}),
         ({"fused_qkv": "yes"}, {}, {".fused_qkv": "must be true or false, got 'yes'"}),
         ({"speculation_length": 4}, {}, {".speculation_length": "make it 0: set speculation instead"}),
-        ({"quantized": True}, {}, {".quantized": "True: quantization is not supported yet"}),
+        ({"quantized": True}, {}, {".quantized": "is True, but the model's config.json makes it unset"}),
         ({"chunked_prefill_config": {"max_num_seqs": 4}}, {}, {".chunked_prefill_config": "segments do"}),
         ({"moe_tp_degree": 2}, {}, {".moe_tp_degree": "is for mixtures of experts, which llama is not"}),
         (

@@ -19,6 +19,7 @@ from neuron_runtime.backend.nxdi.graph_plan import GraphPlan, plan_of
 from neuron_runtime.backend.nxdi.graphs import NxdiCompiler
 from neuron_runtime.backend.nxdi.models import is_private, reads_stored
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
+from neuron_runtime.backend.nxdi.quantized import LINEAR
 from neuron_runtime.backend.nxdi.settings import MIN_ADAPTER_RANK as MIN_ADAPTER_RANK
 from neuron_runtime.backend.nxdi.settings import settings_of
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
@@ -30,9 +31,7 @@ FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
 DRAFT_METHODS = ("NGram", "Draft", "Eagle")
-QUANTIZED_WEIGHTS = QuantizedWeights(
-    formats=("int8", "fp8"), reads=reads_stored, plain_with_bias=("q_proj", "k_proj", "v_proj")
-)
+QUANTIZED_WEIGHTS = QuantizedWeights(formats=("int8", "fp8"), reads=reads_stored, plain_with_bias=LINEAR)
 
 
 def needs_weights(config: RuntimeConfig) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_runtime.checkpoint import InvalidModel, read_checkpoint
+from neuron_runtime.dtypes import COMPUTED_STORED
 
 TOKENS = "d2t"
 """For each token that the head knows, how far behind it the model's token is."""
@@ -73,6 +74,8 @@ def read_tensor(folder: Path, name: str) -> Any:
     found = next((one for one in names if one in tensors), None)
     if found is None:
         raise InvalidModel(f"{folder} has no {name}, which its EAGLE head lacks too")
+    if (dtype := tensors[found].dtype) not in COMPUTED_STORED:
+        raise InvalidModel(f"{folder}: {found} is quantized ({dtype}), but its EAGLE head has none of its own")
     with safe_open(folder / tensors[found].file, "pt") as file:
         return file.get_tensor(found)
 

@@ -16,7 +16,17 @@ import msgspec
 
 from neuron_runtime.artifacts.store import DOCUMENT
 from neuron_runtime.backend.nxdi.models import text_config
-from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, OF_EAGLE, SAMPLING, SAMPLING_FIELDS, SHARDED, spelled
+from neuron_runtime.backend.nxdi.neuron_config import (
+    BY_NAME,
+    CACHE_FLAG,
+    CACHE_TYPE,
+    OF_EAGLE,
+    SAMPLING,
+    SAMPLING_FIELDS,
+    SHARDED,
+    spelled,
+)
+from neuron_runtime.backend.nxdi.quantized import CHECKPOINT, EXCLUDED, OF_WEIGHTS
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE
 from neuron_runtime.config import RuntimeConfig
@@ -39,6 +49,9 @@ NOT_NEUTRAL_BY_DEFAULT |= {"quantize_clamp_bound", "spec_batch_size"}
 OF_DRAFTS = {"speculation_length": 0, **dict.fromkeys(("enable_fused_speculation", *OF_EAGLE), False)}
 """Graphs with drafts lack those for single tokens, so they are others than those of settings that name none. So are
 those of an EAGLE head of another version, or of a draft model, which may have the same config.json."""
+
+OF_NUMBERS = {OF_WEIGHTS[0]: False, CACHE_FLAG: False, CACHE_TYPE: None}
+"""So are graphs of quantized weights, or with a quantized cache."""
 
 OF_BLOCKS = ("pa_num_blocks", "pa_block_size")
 """They have a value without blocks too."""
@@ -70,7 +83,8 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
     Raises FatalError (ARTIFACT_MISSING) if the folder's file is no configuration of NxD Inference.
     """
     theirs = _read(folder)["neuron_config"]
-    taken = BY_NAME.keys() - NOT_NEUTRAL_BY_DEFAULT - {"attn_cls"}  # of the application's class
+    # The first one is of the application's class, the next one of another machine; the last one follows from its flag.
+    taken = BY_NAME.keys() - NOT_NEUTRAL_BY_DEFAULT - {"attn_cls", CHECKPOINT, CACHE_TYPE}
     if not theirs.get("is_block_kv_layout"):
         taken -= {*OF_BLOCKS}
     if theirs.get("is_prefix_caching"):
@@ -122,9 +136,10 @@ def differences(settings: Settings, model: Mapping[str, Any], folder: Path) -> l
     """
     document = _read(folder)
     theirs, differing = document["neuron_config"] | _default_buckets(document["neuron_config"]), []
-    for name, ours in {**OF_DRAFTS, **settings.neuron_config}.items():
+    for name, ours in {**OF_DRAFTS, **OF_NUMBERS, **settings.neuron_config}.items():
         # Without bucketing it compiles one size, which is a list of one. Weights are no part of the graphs.
-        if name in theirs and name not in ("enable_bucketing", SHARDED) and not _agrees(ours, theirs[name]):
+        agrees = _is_same if name == EXCLUDED else _agrees
+        if name in theirs and name not in ("enable_bucketing", SHARDED) and not agrees(ours, theirs[name]):
             differing.append(f"{name}: {_shown(theirs[name])} instead of {_shown(ours)}")
     models = [(model, document, "")]
     if settings.draft is not None:
@@ -144,6 +159,11 @@ def _agrees(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, list) and isinstance(theirs, list):
         return set(ours) <= set(theirs)  # graphs of more sizes do no harm
     return bool(ours == theirs) or (not ours and not theirs)
+
+
+def _is_same(ours: list[str], theirs: Any) -> bool:
+    """Of modules: graphs that leave out more are others."""
+    return set(ours) == set(theirs or ())
 
 
 def _shown(value: Any) -> str:

@@ -131,7 +131,7 @@ def plan_of(
         settings,
         [_planned(graph, settings, facts, lengths) for graph in all_graphs(settings)],
         _padding(lengths, settings),
-        cached * num_blocks * settings.block_size * BY_NAME[settings.dtype].num_bytes,
+        cached * num_blocks * settings.block_size * BY_NAME[settings.cache_dtype or settings.dtype].num_bytes,
     )
 
 

@@ -30,13 +30,22 @@ from neuron_runtime.backend.nxdi.foreign import (
     within,
 )
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
+from neuron_runtime.backend.nxdi.quantized import check_stored
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.backend.nxdi.unread import all_weights_read
 from neuron_runtime.backend_protocol import CompileUnit, Needs
-from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE, SHARD_FILE, has_only_shards, read_config
+from neuron_runtime.checkpoint import (
+    GRAPHS_CONFIG_FILE,
+    GRAPHS_FILE,
+    SHARD_FILE,
+    has_only_shards,
+    read_checkpoint,
+    read_config,
+)
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, joined
+from neuron_runtime.quantization import wanted_format
 from neuron_runtime.weights.store import Damaged, read_entry
 
 PREFILLS, DECODES, VERIFIES = "context_encoding_model", "token_generation_model", "speculation_model"
@@ -147,6 +156,8 @@ class NxdiCompiler:
         with tempfile.TemporaryDirectory(prefix="nxdi-") as scratch:
             self._work = Path(scratch, "work")
             prepare_environment(self._settings, self._target, self._work)
+            if self._settings.neuron_config.get(SHARDED):
+                check_stored(read_checkpoint(self._model_dir))
             with all_weights_read(self._model_dir, self._settings, self._draft_dir):
                 library.application(self._settings, self._model_dir, self._draft_dir).compile(str(folder))
 
@@ -213,13 +224,19 @@ def missing_weights(settings: Settings, folder: Path) -> list[str]:
 def prepare_environment(settings: Settings, target: Target, scratch: Path | None = None) -> None:
     """Set the variables that the Neuron libraries read. Must run before they are imported."""
     os.environ.update(environment_of(target, settings.tensor, settings.max_context_length, scratch))
+    os.environ.update(settings.environment)
 
 
 def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]:
-    """What to compile or to load. Raises as `settings_of` and `find_target`, and as `check_cores` on a machine with
-    devices."""
+    """What to compile or to load. Raises as `settings_of`, `find_target` and `library.check_rows`, and as `check_cores`
+    on a machine with devices."""
     target = find_target(config, ask=platform_target)
-    settings = settings_of(config, read_config(model_dir), target, draft=draft_files(config))
+    model = read_config(model_dir)
+    if config.quantization != "auto" and wanted_format(model, config.quantization):
+        message = f"is {config.quantization}, but these weights are not: run `neuron-runtime convert` first"
+        raise InvalidConfig("$.quantization", message)
+    settings = settings_of(config, model, target, draft=draft_files(config))
+    library.check_rows(settings)
     if target.granted_cores:
         check_cores(target, settings.tensor)
     return settings, target

@@ -24,7 +24,8 @@ from neuron_runtime.backend.neuron.model_config import ROPE, completed
 from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.nxdi.eagle import converted, read_tensor
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_config
-from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, SAMPLING
+from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, CACHE_TYPE, SAMPLING
+from neuron_runtime.backend.nxdi.quantized import CHECKPOINT, EXCLUDED, OF_DRAFT
 from neuron_runtime.backend.nxdi.settings import DraftModel, Settings
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
@@ -93,6 +94,17 @@ def sdk_of(version: str) -> str:
     return releases[0] if releases else ""
 
 
+def check_rows(settings: Settings) -> None:
+    """Raises InvalidConfig if the installed release computes a model only with more sequences at once."""
+    family, sdk = BY_APPLICATION.get(settings.application), sdk_of(version_of(INFERENCE))
+    least = family.least_rows.get(sdk, 1) if family is not None else 1
+    rows = min(settings.row_buckets, default=settings.max_rows)
+    if rows < least:
+        at = "$.buckets.sequences" if settings.row_buckets else "$.limits.maxSequences"
+        message = f"must be at least {least}: Neuron SDK {sdk} runs {settings.application} with no fewer, got {rows}"
+        raise InvalidConfig(at, f"{message}; or use an image with a newer one")
+
+
 def versions(sys: Path = Path("/sys")) -> dict[str, str]:
     """All versions that a report of a problem should have; imports nothing."""
     named = {name: version_of(name) for name in (*PACKAGES, *OTHERS)}
@@ -118,11 +130,12 @@ def application(settings: Settings, model_dir: Path, draft_dir: Path | None = No
     check_installed()
     application_class = _class_of(settings, read_config(model_dir))
     config_class = application_class.get_config_cls().get_neuron_config_cls()
-    _check_known(settings.neuron_config, config_class)
+    arguments = _arguments(settings, config_class, model_dir)
+    _check_known(arguments, config_class)
     if settings.max_adapters:
         _check_adapters()
     try:
-        neuron_config = config_class(**copy.deepcopy(dict(settings.neuron_config)))
+        neuron_config = config_class(**arguments)
     except Exception as error:
         raise InvalidConfig(PATH, f"NxD Inference refuses it: {_text(error)}") from error
     _check_taken(settings.neuron_config, neuron_config, config_class())
@@ -145,14 +158,30 @@ def application(settings: Settings, model_dir: Path, draft_dir: Path | None = No
         raise InvalidConfig(PATH, f"NxD Inference refuses the model with it: {_text(error)}") from error
 
 
+def _arguments(settings: Settings, config_class: Any, model_dir: Path) -> dict[str, Any]:
+    """Those of a NeuronConfig of this release, which JSON cannot have, or which only this machine knows, too."""
+    arguments: dict[str, Any] = copy.deepcopy(dict(settings.neuron_config))
+    if settings.quantized is not None:
+        arguments[CHECKPOINT] = str(model_dir)
+    if cache := arguments.pop(CACHE_TYPE, None):
+        import torch  # noqa: PLC0415  (as the library)
+
+        if hasattr(config_class(), CACHE_TYPE):  # in older releases the flag is enough
+            arguments[CACHE_TYPE] = {**cache, "quant_dtype": getattr(torch, cache["quant_dtype"])}
+    return arguments
+
+
 def _with_draft(settings: Settings, draft: DraftModel, application_class: Any, draft_dir: Path, model_dir: Path) -> Any:
     """What an application is told of the model that makes its drafts. Raises as `application`."""
     draft_class = _class_of(replace(settings, application=draft.application), draft.config)
     config_class = draft_class.get_config_cls()
     # Another class may have another kind of NeuronConfig.
-    neuron_config = config_class.get_neuron_config_cls()(**copy.deepcopy(dict(settings.neuron_config)))
+    neuron_config_class = config_class.get_neuron_config_cls()
+    neuron_config = neuron_config_class(**_arguments(settings, neuron_config_class, model_dir))
     for name, value in draft.arguments.items():
         setattr(neuron_config, name, value)
+    if settings.quantized is not None:
+        setattr(neuron_config, EXCLUDED, list(OF_DRAFT))
     config = config_class(neuron_config, load_config=_load_config(draft_dir))
     for name, value in corrected(replace(settings, application=draft.application), text_config(draft.config)).items():
         setattr(config, name, value)

@@ -22,6 +22,7 @@ from neuron_runtime.backend.nxdi.foreign import is_foreign
 from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weights, prepare_environment
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
+from neuron_runtime.backend.nxdi.quantized import check_stored
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.nxdi.unread import all_weights_read
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
@@ -43,7 +44,9 @@ def load(
         cure = "add it" if is_foreign(artifact) else "compile the model again"
         raise FatalError(ExitCode.ARTIFACT_MISSING, f"{artifact} has no {missing[0]}: {cure}")
     if not settings.neuron_config.get(SHARDED):
-        check_tied_head(read_checkpoint(model_dir))
+        checkpoint = read_checkpoint(model_dir)
+        check_tied_head(checkpoint)
+        check_stored(checkpoint)
         if draft_dir is not None and not (settings.draft and settings.draft.eagle):
             check_tied_head(read_checkpoint(draft_dir))
     report(settings, target)

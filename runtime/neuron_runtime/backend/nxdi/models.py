@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from neuron_runtime.backend.neuron.model_config import ignored_by, own_head_dim, quantization_of
+from neuron_runtime.backend.nxdi.quantized import FORMS, check_modules, form_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -41,9 +42,15 @@ class NxdiFamily:
     ignores: tuple[str, ...] = ()
     """Fields of config.json that the class does not read, or fails on, so they must be off: see `ignored_by`."""
     quantizations: tuple[str, ...] = ("",)
-    """What `quantization_of` may be. The class would drop the scales of others, and compute garbage."""
+    """What `quantization_of` may be for the class itself. It would drop the scales of others, and compute garbage."""
+    quantized: bool = False
+    """Whether it computes weights in the forms of `quantized.FORMS`."""
+    experts: bool = False
+    """Whether its NeuronConfig is one for mixtures of experts."""
     needs: Mapping[str, bool] = field(default_factory=dict)
     """Arguments of NeuronConfig without which its tokens are wrong."""
+    least_rows: Mapping[str, int] = field(default_factory=dict)
+    """By Neuron SDK, how many sequences a decode step must have."""
     note: str = ""
     """What a user should know, for the log."""
 
@@ -52,7 +59,7 @@ _OF_MIXTURES = ("num_experts_per_tok", "tie_word_embeddings", "mlp_only_layers",
 
 FAMILIES = (
     # Tokens of all were compared with those of transformers, on the Python part of NxD Inference.
-    NxdiFamily("llama", "0.1", ("LlamaForCausalLM",)),
+    NxdiFamily("llama", "0.1", ("LlamaForCausalLM",), quantized=True),
     NxdiFamily(
         "mistral",
         "0.9",
@@ -60,18 +67,34 @@ FAMILIES = (
         before="llama",
         windows="kept",
         ignores=("rope_scaling", "head_dim"),
+        quantized=True,
     ),
-    NxdiFamily("qwen2", "0.5", ("Qwen2ForCausalLM",), windows="ignored", ignores=("rope_scaling", "head_dim")),
-    NxdiFamily("qwen3", "0.5", ("Qwen3ForCausalLM",), windows="ignored", ignores=("rope_scaling", "attention_bias")),
+    NxdiFamily(
+        "qwen2",
+        "0.5",
+        ("Qwen2ForCausalLM",),
+        windows="ignored",
+        ignores=("rope_scaling", "head_dim"),
+        quantized=True,
+    ),
+    NxdiFamily(
+        "qwen3",
+        "0.5",
+        ("Qwen3ForCausalLM",),
+        windows="ignored",
+        ignores=("rope_scaling", "attention_bias"),
+        quantized=True,
+    ),
     NxdiFamily(
         "mixtral",
         "0.1",
         ("MixtralForCausalLM",),
         windows="ignored",
         ignores=("rope_scaling", "head_dim", *_OF_MIXTURES),
+        experts=True,
         note="faster with SDK 2.28 than with newer ones",
     ),
-    NxdiFamily("dbrx", "0.1", ("DbrxForCausalLM",), note="faster with SDK 2.28 than with newer ones"),
+    NxdiFamily("dbrx", "0.1", ("DbrxForCausalLM",), experts=True, note="faster with SDK 2.28 than with newer ones"),
     NxdiFamily(
         "qwen3_moe",
         "0.6",
@@ -79,7 +102,8 @@ FAMILIES = (
         windows="ignored",
         ignores=("rope_scaling", "attention_bias", *_OF_MIXTURES),
         quantizations=("", "fp8 in blocks"),
-        note="SDK 2.28 runs it with 16 rows or more only",
+        experts=True,
+        least_rows={"2.28": 16},
     ),
     NxdiFamily(
         "gpt_oss",
@@ -89,6 +113,7 @@ FAMILIES = (
         windows="kept",
         mixed=True,
         quantizations=("mxfp4",),
+        experts=True,
         note="its MXFP4 weights, and no others, are computed in bfloat16",
     ),
     NxdiFamily(
@@ -97,6 +122,7 @@ FAMILIES = (
         ("Llama4ForConditionalGeneration",),
         text_class="models.llama4.modeling_llama4_text:NeuronLlama4TextForCausalLM",
         layouts=("slots",),
+        experts=True,
         note="text only; faster with SDK 2.28 than with newer ones",
     ),
     NxdiFamily(
@@ -129,14 +155,8 @@ def family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
     family = _family_of(model, application_class)
     if is_private(family.application):
         return family
-    quantization, text = quantization_of(model), text_config(model)
-    if quantization not in family.quantizations:
-        reads = " or ".join(one or "unquantized" for one in family.quantizations)
-        raise FatalError(
-            ExitCode.UNSUPPORTED_ARCHITECTURE,
-            f"config.json: the weights are {quantization or 'unquantized'}, but NxD Inference's {family.application} "
-            f"computes those that are {reads} alone: serve a checkpoint that has them",
-        )
+    text = text_config(model)
+    _check_weights(family, model)
     for name, value in ignored_by(text, family.ignores):
         raise FatalError(
             ExitCode.UNSUPPORTED_ARCHITECTURE,
@@ -144,6 +164,21 @@ def family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
             "so it would fail, or its tokens would be wrong: remove it if the model was made without it",
         )
     return family
+
+
+def _check_weights(family: NxdiFamily, model: Mapping[str, Any]) -> None:
+    """Raises FatalError (UNSUPPORTED_ARCHITECTURE, INVALID_MODEL) unless the class computes such weights."""
+    form = form_of(model)
+    if quantization_of(model) not in family.quantizations and not (family.quantized and form in FORMS):
+        computed = (*family.quantizations, *(FORMS if family.quantized else ()))
+        reads = " or ".join(one or "unquantized" for one in computed)
+        experts = "; its quantized experts need a form that none of these checkpoints has" if family.experts else ""
+        raise FatalError(
+            ExitCode.UNSUPPORTED_ARCHITECTURE,
+            f"config.json: the weights are {form or 'unquantized'}, but NxD Inference's {family.application} "
+            f"computes those that are {reads} alone{experts}: serve a checkpoint that has them",
+        )
+    check_modules(model)
 
 
 def _family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:

@@ -13,12 +13,17 @@ from typing import Any
 
 from neuron_runtime.backend.neuron.override import PATH, check_kind, near
 from neuron_runtime.backend.neuron.unread import UNREAD, read_unread
-from neuron_runtime.backend.nxdi.models import is_private
+from neuron_runtime.backend.nxdi.models import FAMILIES, is_private
+from neuron_runtime.backend.nxdi.quantized import CHECKPOINT, EXCLUDED, OF_WEIGHTS
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import plain
 from neuron_runtime.not_built import is_neutral
 
 SAMPLING = "on_device_sampling_config"
+
+CACHE_FLAG, CACHE_TYPE = "kv_cache_quant", "kv_quant_config"
+"""Until release 0.7 the first one decides the type of the cache; since then the second one, and the first one tells the
+compiler."""
 
 OF_EAGLE = ("enable_eagle_speculation", "is_eagle3", "enable_eagle_draft_input_norm")
 
@@ -35,6 +40,8 @@ class NeuronField:
     """The field of our configuration that means the same."""
     derived: bool = False
     """It follows from other fields, so only its own value is accepted."""
+    by: str = "the other settings make"
+    """What a derived field follows from."""
     feature: str = ""
     """What is not supported yet; only neutral values are accepted."""
     neutral: tuple[Any, ...] = (False, 0, [], {})
@@ -49,7 +56,8 @@ class NeuronField:
 
 _Flag, _Number = partial(NeuronField, kind=bool), partial(NeuronField, kind=int)
 _Ours, _Derived = NeuronField, partial(NeuronField, derived=True)
-_SPECULATION, _QUANTIZATION, _DEBUGGING = "drafts of a model or of heads", "quantization", "capturing tensors"
+_SPECULATION, _DEBUGGING = "drafts of a model or of heads", "capturing tensors"
+_QUANTIZATION = "another quantization than that of weights by channel"
 _CHUNKS = "chunked prefill of NxD Inference, which does not work, but segments do"
 
 
@@ -93,12 +101,14 @@ FIELDS = (
     ),
     *_all(
         NeuronField,
-        "quantized quantized_checkpoints_path quantization_type quantization_dtype kv_cache_quant "
-        "quantized_mlp_kernel_enabled rmsnorm_quantize_kernel_enabled modules_to_not_convert "
-        "activation_quantization_type quantize_clamp_bound quantization_block_size quantization_block_axis "
-        "quantization_scale_dtype is_mxfp4_compute is_full_model_shuffled kv_quant_config",
+        "quantized_mlp_kernel_enabled rmsnorm_quantize_kernel_enabled activation_quantization_type "
+        "quantize_clamp_bound quantization_block_size quantization_block_axis quantization_scale_dtype "
+        "is_mxfp4_compute is_full_model_shuffled",
         feature=_QUANTIZATION,
     ),
+    *_all(_Derived, " ".join((*OF_WEIGHTS, CHECKPOINT)), by="the model's config.json makes"),
+    _Ours(CACHE_FLAG, path="$.kvCacheDtype", kind=bool),
+    _Derived(CACHE_TYPE, path="$.kvCacheDtype", kind=dict),
     _Derived("lora_config", path="$.adapters.maxActive"),
     _Derived("speculation_length", path="$.speculation", kind=int),
     *_all(_Derived, " ".join(("enable_fused_speculation", *OF_EAGLE)), path="$.speculation"),
@@ -154,7 +164,7 @@ FIELDS = (
 
 BY_NAME = {field.name: field for field in FIELDS}
 
-EXPERTS = frozenset({"mixtral", "dbrx", "qwen3_moe", "gpt_oss", "llama4"})
+EXPERTS = frozenset(family.application for family in FAMILIES if family.experts)
 """Applications whose NeuronConfig is one for mixtures of experts."""
 
 SAMPLING_FIELDS = {
@@ -248,6 +258,8 @@ def _read(name: str, value: Any, at: str, application: str) -> Any:
         return 0
     if name in ("enable_fused_speculation", *OF_EAGLE):
         return not is_neutral(value, field.neutral)
+    if name == EXCLUDED and isinstance(value, list):
+        return sorted(map(str, value))
     return _of_kind(field, value, at)
 
 
@@ -304,8 +316,13 @@ def merge(ours: Mapping[str, Any], also_derived: Mapping[str, Any], override: Ov
         field = BY_NAME.get(name)
         if field is None or not (field.path or field.derived or field.feature):
             merged[name] = value
-        elif field.derived and value != known[name]:
+        elif field.derived and not _same(value, known[name], field):
             cure = f"set {field.path.removeprefix('$.')} instead" if field.path else "leave it out"
-            problems.add(f"{PATH}.{name}", f"is {value!r}, but the other settings make it {known[name]!r}: {cure}")
+            made = "unset" if known[name] is None else repr(known[name])
+            problems.add(f"{PATH}.{name}", f"is {value!r}, but {field.by} it {made}: {cure}")
     problems.check()
     return merged
+
+
+def _same(value: Any, known: Any, field: NeuronField) -> bool:
+    return bool(value == known) or (known is None and is_neutral(value, field.neutral))

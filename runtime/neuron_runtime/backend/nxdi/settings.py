@@ -21,7 +21,26 @@ from neuron_runtime.backend.neuron.model_config import number_of
 from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.nxdi.eagle import HEAD_NORMS, TOKENS, named_as_layers, not_computed
 from neuron_runtime.backend.nxdi.models import NxdiFamily, family_of, text_config, window_of
-from neuron_runtime.backend.nxdi.neuron_config import OF_EAGLE, SAMPLING, SHARDED, Override, merge, read_override
+from neuron_runtime.backend.nxdi.neuron_config import (
+    CACHE_FLAG,
+    CACHE_TYPE,
+    OF_EAGLE,
+    SAMPLING,
+    SHARDED,
+    Override,
+    merge,
+    read_override,
+)
+from neuron_runtime.backend.nxdi.quantized import (
+    CHECKPOINT,
+    ENVIRONMENT,
+    EXCLUDED,
+    OF_WEIGHTS,
+    Quantized,
+    form_of,
+    projections,
+    weights_of,
+)
 from neuron_runtime.checkpoint import FUSION
 from neuron_runtime.config import METHODS_WITH_MODEL, AdapterOptions, RuntimeConfig, uses_blocks
 from neuron_runtime.core import SamplingMode
@@ -31,11 +50,13 @@ from neuron_runtime.errors import ConfigProblems, FatalError
 WITH_ADAPTERS = {**dict.fromkeys(("llama", "qwen2", "qwen3"), TARGETS), "mistral": TARGETS[:4]}
 """By application, the projections that are told whose adapter a row has. Mistral's layers do not tell their MLP."""
 KERNELS = {
-    "mlp_kernel_enabled": TARGETS[4:],
+    **dict.fromkeys(("qkv_kernel_enabled", "qkv_nki_kernel_enabled"), TARGETS[:3]),
+    **dict.fromkeys(("mlp_kernel_enabled", "mlp_tkg_nki_kernel_enabled"), TARGETS[4:]),
     "out_proj_kernel_enabled": ("o_proj",),
     "attn_block_tkg_nki_kernel_enabled": TARGETS[:4],
 }
-"""Kernels that take the weights of layers themselves, and so know nothing of the adapters of these projections."""
+"""Kernels that take the weights of layers themselves, and so know nothing of the adapters, or scales, of these
+projections."""
 MIN_ADAPTER_RANK = 2
 """NxD Inference takes an axis of one for none."""
 WITH_DRAFTS = ("llama", "mistral", "qwen2", "qwen3")
@@ -54,6 +75,9 @@ RECOMPUTED = (256, 512)
 """NxD Inference computes a prompt above the first and up to the second size without its cached prefix, if it has a
 bucket of the second: its authors measured that this is faster."""
 SMALLEST_BUCKET = 128
+
+CACHE_DTYPES = {"auto": "", "fp8": "float8_e4m3fn"}
+"""By `kvCacheDtype`. Numbers are cast as they are, without a scale."""
 
 MIN_ACTIVE_TOKENS = 128
 """NxD Inference takes a shorter prefill over a prefix for token generation."""
@@ -145,6 +169,10 @@ class Settings:
     """With drafts every decode graph computes so many tokens of a row beside its own. It returns logits of each, or
     makes them itself with `draft`, and returns the tokens that it accepts."""
     draft: DraftModel | None = None
+    quantized: Quantized | None = None
+    """None: the weights are not quantized, or the class multiplies them out itself."""
+    cache_dtype: str = ""
+    """That of keys and values in the cache; empty: `dtype`."""
     unread_weights: tuple[str, ...] = ()
     """Patterns of names of tensors that no module needs to read. It changes no graph."""
 
@@ -152,6 +180,12 @@ class Settings:
     def compiled_length(self) -> int:
         """Positions of a graph. A row writes its drafts behind its last token, also where that is the last of all."""
         return self.max_model_length + self.max_drafts
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that the libraries must find when they are imported."""
+        has_fp8 = self.cache_dtype or (self.quantized is not None and self.quantized.dtype.startswith("f8"))
+        return dict(ENVIRONMENT) if has_fp8 else {}
 
 
 def settings_of(
@@ -241,6 +275,9 @@ class _Derivation:
         if drafts:
             self._check_drafts(blocks, window_ends=0 < window < length, context=context, row_buckets=row_buckets)
         draft = self._draft_model(vocabulary_size, tensor, length, context)
+        quantized = self._quantized()
+        words = {True: "fp8", False: "auto"}
+        cache = self._chosen("$.kvCacheDtype", config.kv_cache_dtype, CACHE_FLAG, words)
         if blocks and len(prefix) > 1:
             self._check_prefix_prefill(context, "$.prefixCaching" if shares else "$.chunkedPrefill")
         problems.check()
@@ -269,6 +306,8 @@ class _Derivation:
             **_adapters(config.adapters),
             max_drafts=drafts,
             draft=draft,
+            quantized=quantized,
+            cache_dtype=CACHE_DTYPES[cache],
             unread_weights=self._override.unread,
         )
         ours = {
@@ -301,6 +340,22 @@ class _Derivation:
             if wrong and self._override.get(name):
                 message = f"computes no adapters of {', '.join(wrong)}: leave it out, or these of adapters.targets"
                 self._refuse(f"{PATH}.{name}", message)
+
+    def _quantized(self) -> Quantized | None:
+        """What the graphs have of quantized weights. Refuses kernels that would read their numbers without scales."""
+        fused = bool(self._override.get("fused_qkv"))
+        found = weights_of(self._model, self._override.get(EXCLUDED) or (), fused=fused)
+        if not self._family.quantized or found is None:
+            return None
+        quantized = projections(self._model)
+        for name, taken in KERNELS.items():
+            if self._override.get(name) and (wrong := [one for one in taken if one in quantized]):
+                message = f"takes the quantized weights of {', '.join(wrong)} without their scales: leave it out"
+                self._refuse(f"{PATH}.{name}", message)
+        if fused and not {*TARGETS[:3]} <= quantized:
+            message = "needs q_proj, k_proj and v_proj quantized, or no weights: leave it out"
+            self._refuse(f"{PATH}.fused_qkv", message)
+        return found
 
     def _check_drafts(
         self, blocks: bool, *, window_ends: bool, context: tuple[int, ...], row_buckets: tuple[int, ...]
@@ -335,6 +390,9 @@ class _Derivation:
         if self._config.speculation.method == "NGram" or files is None:
             return None
         text = text_config(files.config)
+        if form := form_of(files.config):
+            self._refuse(path, f"its weights are {form}: NxD Inference makes drafts with unquantized ones alone")
+            return None
         for name in ("num_attention_heads", "intermediate_size"):
             if isinstance(number := text.get(name), int) and number % tensor:
                 self._refuse(path, f"its {name} of {number} cannot be shared out to {tensor} cores")
@@ -755,6 +813,10 @@ def _arguments(settings: Settings) -> dict[str, Any]:
             arguments["enable_eagle_draft_input_norm"] = settings.draft.has_input_norm
         if settings.draft.eagle == 3:
             arguments |= {"is_eagle3": True, "sequence_parallel_enabled": True}
+    if settings.quantized is not None:
+        arguments |= settings.quantized.arguments
+    if settings.cache_dtype:
+        arguments |= {CACHE_FLAG: True, CACHE_TYPE: {"quant_dtype": settings.cache_dtype, "direct_cast": True}}
     if settings.row_buckets:
         arguments["token_generation_batches"] = list(settings.row_buckets)
     return arguments
@@ -786,4 +848,5 @@ def _derived(settings: Settings) -> dict[str, Any]:
         "lora_config": None,
         "speculation_length": 0,
         **dict.fromkeys(("enable_fused_speculation", *OF_EAGLE), False),
+        **dict.fromkeys((*OF_WEIGHTS, CHECKPOINT, CACHE_TYPE)),
     }

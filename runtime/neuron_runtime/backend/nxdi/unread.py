@@ -14,7 +14,9 @@ from pathlib import Path
 from neuron_runtime.backend.neuron import unread
 from neuron_runtime.backend.neuron.unread import HARMLESS
 from neuron_runtime.backend.nxdi.models import is_private
+from neuron_runtime.backend.nxdi.quantized import named_by_checkpoint
 from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.quantization import UNREAD
 
 _COPIES = (
     (re.compile(r"\.(q_proj|k_proj|v_proj|Wqkv)\.(?=\w+$)"), r".qkv_proj.\1."),
@@ -38,8 +40,10 @@ def all_weights_read(
 
 
 def _lost(dropped: Collection[str], *, application: str) -> set[str]:
-    copied = _COPIED_BY.get(application, HARMLESS)
-    return {name for name in dropped if not (HARMLESS.search(name) or copied.search(name) or _is_copied(name, dropped))}
+    harmless = (HARMLESS, UNREAD, _COPIED_BY.get(application, HARMLESS))
+    return named_by_checkpoint(
+        name for name in dropped if not (any(pattern.search(name) for pattern in harmless) or _is_copied(name, dropped))
+    )
 
 
 def _is_copied(name: str, dropped: Collection[str]) -> bool:

@@ -155,6 +155,7 @@ def check_document(config: RuntimeConfig) -> None:
         ("chunkedPrefill", config.chunked_prefill == "enabled", "computes a prompt in one call: leave it out"),
         ("buckets.prefix", bool(buckets.prefix), "has no prefix caching: leave it out"),
         ("buckets.sequences", bool(buckets.sequences), "decodes all lines in every step: leave it out"),
+        ("kvCacheDtype", config.kv_cache_dtype != "auto", "quantizes it by overrideNeuronConfig.kv_cache_quant alone"),
         ("asyncMode", config.async_mode, "has no such mode: leave it out"),
         ("applicationClass", bool(config.application_class), "chooses the class by the architecture: leave it out"),
         (

@@ -95,6 +95,8 @@ class Counts:
 
 SETTINGS = from_environment()
 COUNTS = Counts()
+AT_IMPORT: dict[str, str] = {}
+"""The environment when the library was imported."""
 
 
 def configure(settings: Settings) -> Settings:

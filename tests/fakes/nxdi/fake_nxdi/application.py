@@ -18,7 +18,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fake_nxdi
-from fake_nxdi import buckets, device, lora, platform
+from fake_nxdi import buckets, device, lora, platform, quantized
 from fake_nxdi.ahead import run_ahead
 from fake_nxdi.config import InferenceConfig, NeuronConfig
 from fake_nxdi.decoder import Decoder, Head, preprocess, read_checkpoint
@@ -129,6 +129,10 @@ class NeuronApplicationBase(torch.nn.Module):
     def _checkpoint(self) -> dict[str, torch.Tensor]:
         named = getattr(self.config, "_name_or_path", None)
         folder = named if named and os.path.exists(named) else self.model_path
+        if self.neuron_config.quantized:
+            folder = self.neuron_config.quantized_checkpoints_path
+            if not os.path.exists(folder):
+                raise FileNotFoundError(f"Quantized checkpoint file not found: {folder}")
         if not os.path.isdir(folder):
             raise OSError(f"{folder} is not a local folder and is not a valid model identifier")
         found = self.convert_hf_to_neuron_state_dict(read_checkpoint(Path(folder)), self.config)
@@ -264,13 +268,14 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             raise NotImplementedError("Chunked Prefill is not available in NxDI for now")
         for wanted, name in (
             (neuron.is_medusa or neuron.enable_token_tree, "heads of Medusa, and trees of drafts"),
-            (neuron.quantized or neuron.kv_cache_quant, "quantization"),
             (neuron.padding_side != "right", "padding on the left"),
             (neuron.is_chunked_prefill, "chunked prefill"),
             (neuron.attention_dp_degree > 1 or neuron.flash_decoding_enabled, "a cache split over cores"),
         ):
             if wanted:
                 raise NotImplementedError(f"the fake has no {name}")
+        quantized.check(neuron)
+        quantized.check_experts(self.config)
         if neuron.lora_config:
             lora.check(neuron)
             self.lora_model_manager = lora.LoraModelManager(neuron.lora_config)

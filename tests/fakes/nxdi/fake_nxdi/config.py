@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import fake_nxdi
-from fake_nxdi import lora, platform
+from fake_nxdi import lora, platform, quantized
 
 CONFIG_FILE = "neuron_config.json"
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")}
@@ -244,6 +244,8 @@ class NeuronConfig:
             self.on_device_sampling_config = OnDeviceSamplingConfig(**self.on_device_sampling_config)
         if type(self.lora_config) is dict:
             self.lora_config = lora.config_class()(**self.lora_config)
+        if type(getattr(self, "kv_quant_config", None)) is dict:
+            self.kv_quant_config = quantized.KVQuantizationConfig(**self.kv_quant_config)
         if self.enable_eagle_speculation:
             self.enable_fused_speculation = True
         self.enable_token_tree = self.token_tree_config is not None

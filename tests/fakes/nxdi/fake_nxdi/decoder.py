@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import fake_nxdi
+from fake_nxdi import quantized
 from fake_nxdi.lora import Weights
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -86,7 +87,7 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
         found.update(torch.load(file, map_location="cpu", weights_only=True))
     if not found:
         raise FileNotFoundError(f"Can not find model.safetensors or pytorch_model.bin in {folder}")
-    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    return quantized.renamed({name.removeprefix("model."): tensor for name, tensor in found.items()})
 
 
 DROPPED = "Removing redundant keys from checkpoint: "
@@ -113,6 +114,12 @@ def parameters(shape: Shape, config: Any) -> set[str]:
     return read | {f"layers.{number}.{one}.bias" for number in range(shape.layers) for one in biased}
 
 
+def linear_modules(names: set[str]) -> list[str]:
+    """The modules of these parameters that can be quantized."""
+    modules = sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+    return [name for name in modules if name.endswith(("_proj", "lm_head"))]
+
+
 def moved(name: str) -> str:
     """Where the library puts a parameter."""
     module, _, parameter = name.rpartition(".")
@@ -129,6 +136,9 @@ def preprocess(config: Any, checkpoint: dict[str, torch.Tensor], prefix: str = "
     read = head_parameters(shape_of(config), config) if is_head else parameters(shape_of(config), config)
     if is_head and (missing := sorted(read - checkpoint.keys() - {"fc.bias"})):
         raise KeyError(missing[0])
+    linear = {name: moved(f"{name}.weight").removesuffix(".weight") for name in linear_modules(read)}
+    numbers = quantized.taken(linear, checkpoint, config.neuron_config, tied=shape_of(config).tied)
+    read |= numbers.keys()
     dropped = []
     for name in checkpoint:
         is_copied = moved(name) != name
@@ -137,7 +147,7 @@ def preprocess(config: Any, checkpoint: dict[str, torch.Tensor], prefix: str = "
         if name not in read and is_copied:
             dropped.append(f"{prefix}{moved(name)}")
     warnings.warn(f"{DROPPED}{dropped}", stacklevel=1)
-    return {f"{prefix}{name}": tensor for name, tensor in checkpoint.items() if name in read}
+    return {f"{prefix}{name}": tensor for name, tensor in (checkpoint | numbers).items() if name in read}
 
 
 def frequencies(shape: Shape) -> torch.Tensor:
@@ -175,7 +185,15 @@ class Decoder:
     def __init__(self, shape: Shape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
         self.shape = shape
         self.dtype = dtype
-        self._weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        scales = {name: tensor for name, tensor in weights.items() if name.endswith(".scale")}
+        wide = {
+            name: quantized.multiplied(weights[name], scale)
+            for scale_name, scale in scales.items()
+            for name in (f"{scale_name.removesuffix('.scale')}.weight",)
+        }
+        self._saved = sum(wide[name].numel() * dtype.itemsize - weights[name].nbytes for name in wide)
+        self._saved -= sum(scale.nbytes for scale in scales.values())
+        self._weights = {name: tensor.to(dtype) for name, tensor in (weights | wide).items() if name not in scales}
         if shape.tied or "lm_head.weight" not in self._weights:
             self._weights["lm_head.weight"] = self._weights["embed_tokens.weight"]
         self._rates = frequencies(shape)
@@ -184,7 +202,7 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._weights.values())
+        return sum(tensor.nbytes for tensor in self._weights.values()) - self._saved
 
     taps: tuple[int, ...] = ()
     """Layers behind which hidden states are kept for an EAGLE 3 head; empty: those at the end, for EAGLE 1."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import fake_nxdi
-from fake_nxdi import lora
+from fake_nxdi import lora, quantized
 from fake_nxdi.decoder import Shape, shape_of
 
 CONTEXT = "context_encoding_model"
@@ -75,6 +75,9 @@ class Plan:
     eagle: int = 0
     """The version of the EAGLE head that it is."""
     sequence_parallel: bool = False
+    quantized: dict[str, Any] | None = None
+    """See `quantized.facts_of`."""
+    cache_dtype: str = ""
 
     @property
     def line_length(self) -> int:
@@ -100,7 +103,7 @@ class Plan:
 
     @property
     def num_cache_bytes(self) -> int:
-        width = {"float32": 4}.get(self.dtype, 2)
+        width = 1 if self.cache_dtype else {"float32": 4}.get(self.dtype, 2)
         drafts = 0 if self.draft is None else math.prod(self.draft_cache_shape) * self.draft.layers
         return 2 * (self.decoder.layers * math.prod(self.cache_shape) + drafts) * width
 
@@ -167,6 +170,8 @@ def plan_of(config: Any, platform: str) -> Plan:
         draft=shape_of(config.fused_spec_config.draft_config) if neuron.enable_fused_speculation else None,
         eagle=(3 if neuron.is_eagle3 else 1) if neuron.enable_eagle_speculation else 0,
         sequence_parallel=neuron.sequence_parallel_enabled,
+        quantized=quantized.facts_of(neuron),
+        cache_dtype=quantized.cache_dtype(neuron),
     )
 
 

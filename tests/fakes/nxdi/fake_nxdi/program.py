@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import fake_nxdi
-from fake_nxdi import device, sampler
+from fake_nxdi import device, quantized, sampler
 from fake_nxdi.decoder import Decoder, Layer
 from fake_nxdi.ledger import COPY, NEVER, ROOT, RULES, TAIL, WARM, Ledger, numbers
 from fake_nxdi.lora import Seats
@@ -149,7 +149,7 @@ class Program:
             hidden, new = self.draft.forward(fed[-1], at, before, torch.cat((seen[:, None], own), dim=2))
             for layer, pair in enumerate(new):
                 for cache, values in zip(self.draft_past[2 * layer : 2 * layer + 2], pair, strict=True):
-                    cache[lines[:, None], :, at.long()] = values.transpose(1, 2)
+                    cache[lines[:, None], :, at.long()] = self._cast(values).transpose(1, 2)
             seen = seen.clone()
             seen[:, at.long().flatten()] = True  # each row's place is opened to all rows (3.3)
             fed.append(self.draft.logits(hidden).argmax(-1).to(torch.int32))
@@ -182,7 +182,7 @@ class Program:
         mask = torch.cat((seen[:, None].expand(-1, ids.shape[1], -1), own), dim=2)
         hidden, (pair,) = self.draft.forward(ids, at, before, mask, states)
         for cache, values in zip(past, pair, strict=True):
-            cache[torch.arange(graph.rows)[:, None], :, at.long()] = values.transpose(1, 2)
+            cache[torch.arange(graph.rows)[:, None], :, at.long()] = self._cast(values).transpose(1, 2)
         return hidden
 
     def _follow(self, graph: Graph, inputs: Tensors, following: torch.Tensor) -> None:
@@ -269,8 +269,8 @@ class Program:
             written.append((self.draft_past, self.draft.forward(ids, positions, None, causal)[1]))
         for past, of_layers in written:
             for layer, (keys, values) in enumerate(of_layers):
-                past[2 * layer][lines, :, :width] = keys
-                past[2 * layer + 1][lines, :, :width] = values
+                past[2 * layer][lines, :, :width] = self._cast(keys)
+                past[2 * layer + 1][lines, :, :width] = self._cast(values)
         return hidden
 
     def _check_prompts(
@@ -320,7 +320,7 @@ class Program:
         self._check_decodes(ids, mask, positions, where, notes)
         for layer, pair in enumerate(new):
             for cache, values in zip(self.past[2 * layer : 2 * layer + 2], pair, strict=True):
-                cache[lines[:, None], :, where] = values.transpose(1, 2)
+                cache[lines[:, None], :, where] = self._cast(values).transpose(1, 2)
         return hidden
 
     def _check_decodes(
@@ -370,7 +370,7 @@ class Program:
             raise IndexError(f"index {int(slots.max())} is out of bounds for dimension 0 with size {last + 1}")
         for layer, pair in enumerate(new):
             for cache, values in zip(self._flat(layer), pair, strict=True):
-                cache[slots] = values.transpose(1, 2).flatten(0, 1)
+                cache[slots] = self._cast(values).transpose(1, 2).flatten(0, 1)
 
     def _prefill_blocks(self, graph: Graph, inputs: Tensors, notes: Notes) -> torch.Tensor:
         ids, mask, positions, *_ = inputs
@@ -464,6 +464,9 @@ class Program:
         return hidden
 
     # Both
+
+    def _cast(self, values: torch.Tensor) -> torch.Tensor:
+        return quantized.cast(values, self.plan.cache_dtype)
 
     def _places(self, line: int, positions: Any) -> Any:
         return line * self.plan.line_length + positions
