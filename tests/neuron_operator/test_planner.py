@@ -231,6 +231,13 @@ def test_an_engine_that_caps_its_cache_is_given_more_cores_unless_the_manifest_r
     assert outcome(half)[:3] == (1, "trn2.3xlarge", 4)
 
 
+def test_a_cache_of_fp8_counts_as_one_byte_a_number() -> None:
+    fp8 = chosen(LLAMA, ("trn2.3xlarge",), serving={"kvCacheDtype": "Fp8"}).chosen.memory.cache
+    override = {"overrideNeuronConfig": {"kv_cache_quant": True}}
+    assert fp8 == chosen(LLAMA, ("trn2.3xlarge",), engine=override).chosen.memory.cache
+    assert 2 * fp8 == chosen(LLAMA, ("trn2.3xlarge",)).chosen.memory.cache
+
+
 def test_the_budget_of_the_cache_is_what_weights_leave_of_the_share_that_the_manifest_sets() -> None:
     short = {"maxModelLength": 2048, "maxSequences": 1}
     for args in (["--gpu-memory-utilization=0.19"], ["--gpu_memory_utilization", "0.19"]):

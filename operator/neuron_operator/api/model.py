@@ -346,10 +346,12 @@ class Serving(SpecPart, frozen=True):
         ),
     ] = "Auto"
     kv_cache_dtype: Annotated[
-        ShortText | None,
-        "Number type of the KV cache.",
-        Supported("remove it: the cache has serving.dtype"),
-    ] = None
+        Literal["Auto", "Fp8"],
+        "Number type of the [KV cache](neuron.md#quantized-cache): that of the model, or with `Fp8` 8 bits for each "
+        "number.",
+        ConfigKey("kvCacheDtype", {"Auto": None, "Fp8": "fp8"}, compiled=True),
+        Supported("remove it: the cache has serving.dtype; vllm takes --kv-cache-dtype in engine.args"),
+    ] = "Auto"
     context_buckets: Annotated[
         Buckets,
         "Prompt lengths to compile for, ascending; by default chosen by the backend.",

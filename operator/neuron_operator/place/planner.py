@@ -752,6 +752,7 @@ def wishes_of(model: NeuronModel, facts: Facts, budget: CacheBudget | None = Non
     stored = str(override.get("torch_dtype", "")).removeprefix("torch.") or facts.dtype
     dtype = serving.dtype if serving.dtype and serving.dtype != "auto" else stored
     width = sizing.width_of(dtype)
+    small_cache = serving.kv_cache_dtype == "Fp8" or override.get("kv_cache_quant") is True
     return Wishes(
         tensor=number(model.spec.parallelism.tensor, "tp_degree"),
         length=number(serving.max_model_length, "seq_len"),
@@ -766,7 +767,7 @@ def wishes_of(model: NeuronModel, facts: Facts, budget: CacheBudget | None = Non
         token_buckets=serving.token_generation_buckets,
         widths=Widths(
             weights=1 if override.get("quantized") is True else width,
-            cache=1 if override.get("kv_cache_quant") is True else (budget and budget.number_bytes) or width,
+            cache=1 if small_cache else (budget and budget.number_bytes) or width,
             activations=width,
         ),
         longest=facts.max_position_embeddings or USUAL_LENGTH,

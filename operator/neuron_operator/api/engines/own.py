@@ -112,6 +112,7 @@ NXDI = _row(
         "serving.contextBuckets",
         "serving.tokenGenerationBuckets",
         "serving.quantization",
+        "serving.kvCacheDtype",
         "serving.sampling",
         "serving.speculation",
         "engine.compile",
