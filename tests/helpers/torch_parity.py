@@ -36,18 +36,24 @@ Cut = tuple[int, int, int]
 
 
 def load_decoder_and_cache(
-    folder: Path, layout: str, *, rows: int = 4, max_length: int = MAX_LENGTH, ranks: Ranks = ALONE
+    folder: Path,
+    layout: str,
+    *,
+    rows: int = 4,
+    max_length: int = MAX_LENGTH,
+    ranks: Ranks = ALONE,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Any, KVCache, np.ndarray[Any, Any]]:
     """Decoder, cache and cache lines of each row, scattered if the layout allows; or one rank's part of them."""
     checkpoint = read_checkpoint(folder)
     model = decoder_config(checkpoint.config)
     checkpoint = as_named(checkpoint, model)
     check_tensors(checkpoint, tensor_shapes(model), model.quantization)
-    decoder = load_decoder(checkpoint, model, torch.float32, lambda what, share: None, ranks)
+    decoder = load_decoder(checkpoint, model, dtype, lambda what, share: None, ranks)
     line_length = max_length if layout == "slots" else 8
     lines = np.random.default_rng(3).permutation(rows * max_length // line_length).reshape(rows, -1)
     shape = (lines.size, decoder.config.num_kv_heads, line_length, model.head_dim)
-    return decoder, KVCache.empty(model.windows, shape, torch.float32), lines
+    return decoder, KVCache.empty(model.windows, shape, dtype), lines
 
 
 @torch.inference_mode()

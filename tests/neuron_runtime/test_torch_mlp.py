@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from helpers.torch_models import MODELS, load_backend, random_model, reference, 
 from helpers.torch_parity import TOLERANCE, feed, load_decoder_and_cache, random_sequences
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.graphs import TorchCompiler
-from neuron_runtime.backend.torch.linear import Widened
-from neuron_runtime.backend.torch.mlp import Dense, Experts, Route
+from neuron_runtime.backend.torch.linear import Linear, Widened
+from neuron_runtime.backend.torch.mlp import Clamped, Dense, Experts, Route
 from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.checkpoint import CONFIG_FILE, InvalidModel
 from neuron_runtime.config import AdapterOptions
 from neuron_runtime.errors import InvalidConfig
 
+MakeExpert = Callable[[Linear, Linear], Dense | Clamped]
 HIDDEN, INNER, NUM_EXPERTS, TOP_K = 8, 4, 64, 4
 
 
@@ -36,23 +38,38 @@ class Counted(Widened):
         return super().__call__(x)
 
 
-def test_a_step_reads_each_expert_that_it_needs_once_for_all_its_rows() -> None:
+def clamped(gate_up: Linear, down: Linear) -> Clamped:
+    return Clamped(gate_up, down, alpha=1.7, limit=2.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "route"),
+    [
+        (Dense, Route("softmax", TOP_K, normalises=True)),
+        (clamped, Route("softmax", TOP_K, normalises=True)),
+        (Dense, Route("sigmoid", TOP_K, normalises=False, scales_inputs=True)),
+    ],
+    ids=["Mixtral", "gpt-oss", "Llama 4"],
+)
+def test_a_step_reads_each_expert_that_it_needs_once_for_all_its_rows(make: MakeExpert, route: Route) -> None:
     torch.manual_seed(0)
     Counted.calls = []
     layers = [
-        Dense(Counted(torch.randn(2 * INNER, HIDDEN), None), Widened(torch.randn(HIDDEN, INNER), None))
+        make(Counted(torch.randn(2 * INNER, HIDDEN), None), Widened(torch.randn(HIDDEN, INNER), None))
         for _ in range(NUM_EXPERTS)
     ]
-    experts = Experts(torch.randn(NUM_EXPERTS, HIDDEN), tuple(layers), Route("softmax", TOP_K, normalises=True))
+    experts = Experts(torch.randn(NUM_EXPERTS, HIDDEN), tuple(layers), route)
     x = torch.randn(8, HIDDEN)
     found, num_read = experts(x), len(Counted.calls)
     assert sum(Counted.calls) == 8 * TOP_K
-    shares, chosen = (x @ experts.router.T).softmax(dim=-1).topk(TOP_K, dim=-1)
+    outputs, chosen = (x @ experts.router.T).topk(TOP_K, dim=-1)
     assert num_read == len(chosen.unique()) < 8 * TOP_K
-    shares = shares / shares.sum(dim=-1, keepdim=True)
+    shares = outputs.sigmoid() if route.scales_inputs else outputs.softmax(dim=-1)
     for row, (of_row, by) in enumerate(zip(chosen.tolist(), shares, strict=True)):
-        expected = sum(share * layers[expert](x[row : row + 1])[0] for expert, share in zip(of_row, by, strict=True))
-        torch.testing.assert_close(found[row], expected)
+        one, expected = x[row : row + 1], torch.zeros(1, HIDDEN)
+        for expert, share in zip(of_row, by, strict=True):
+            expected += layers[expert](one * share) if route.scales_inputs else share * layers[expert](one)
+        torch.testing.assert_close(found[row], expected[0])
 
 
 def test_quantized_experts_are_computed_with_their_scales(tmp_path: Path) -> None:

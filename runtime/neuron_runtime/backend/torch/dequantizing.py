@@ -33,9 +33,9 @@ class Quantized(NamedTuple):
 def dequantize(weight: Quantized, rows: slice, columns: slice, out: torch.Tensor) -> None:
     """Write a part `[rows, columns]` of a weight to `out`."""
     packed = weight.how.packed
-    begin, end = columns.start, columns.stop
+    begin, end, size = columns.start, columns.stop, weight.how.block[1]
     of_row = _block_of(rows.start, rows.stop, weight.how.block[0])
-    of_column = _block_of(begin, end, weight.how.block[1])
+    of_column = _block_of(begin, end, size)
     used = slice(begin // packed, -(-end // packed))
     numbers = NUMBERS[weight.how.stored]
     step = max(1, PART_ELEMENTS // out.shape[1])
@@ -44,7 +44,13 @@ def dequantize(weight: Quantized, rows: slice, columns: slice, out: torch.Tensor
         skipped = begin - used.start * packed
         plain = numbers(weight.numbers[part, used])[:, skipped : skipped + out.shape[1]]
         factors = factors_of(weight.scale.index_select(0, of_row[at : at + step]))
-        out[at : at + step] = plain.mul_(factors if factors.shape[1] == 1 else factors.index_select(1, of_column))
+        if factors.shape[1] == 1:
+            plain.mul_(factors)
+        elif begin % size == 0 and end % size == 0:  # three times as fast as a factor for each number
+            plain.view(len(plain), -1, size).mul_(factors[:, begin // size : end // size].unsqueeze(-1))
+        else:
+            plain.mul_(factors.index_select(1, of_column))
+        out[at : at + step] = plain
 
 
 def factors_of(scale: torch.Tensor) -> torch.Tensor:
@@ -81,10 +87,17 @@ def _bytes(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _float4(stored: torch.Tensor) -> torch.Tensor:
-    """Two float4_e2m1 in each byte, the first one in the lower bits, by the same way: the exponent is 126 too small."""
-    both = torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(1).to(torch.int16)
-    bits = ((both & 0x7) << 6) | ((both & 0x8) << 12)
-    return bits.view(torch.bfloat16).float().mul_(2.0**126)
+    """Two float4_e2m1 in each byte, the first one in the lower bits: both are looked up at once."""
+    pairs = _FLOAT4_PAIRS.index_select(0, stored.flatten().int())
+    return pairs.view(torch.float32).view(len(stored), -1)
+
+
+def _pairs(values: torch.Tensor) -> torch.Tensor:
+    """Two float32 in each int64, by the bytes that stand for them."""
+    return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1).view(torch.int64).flatten()
+
+
+_FLOAT4_PAIRS = _pairs(torch.tensor([sign * n for sign in (1, -1) for n in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]))
 
 
 NUMBERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
