@@ -184,7 +184,7 @@ def test_bfloat16_is_near_float32(name: str, tmp_path: Path) -> None:
         for dtype in (torch.float32, torch.bfloat16)
     )
     # A token whose experts are nearly tied may get others.
-    assert (exact - found).abs().mean() < 0.03 < 0.5 < exact.abs().mean()
+    assert (exact - found).abs().mean() < exact.abs().mean() / 20
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "Llama 4 with images"])
