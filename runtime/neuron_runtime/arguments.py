@@ -186,8 +186,9 @@ def _of_transformers_neuronx(arguments: Mapping[str, Any], written: Callable[[st
         problems.check()
         return values
     if dtype in QUANT_KINDS:
-        say(f"{said_by}: weights are quantized to {dtype}")
         values[kind] = QUANT_KINDS[dtype][0]
+        if given != values[kind]:
+            say(f"{said_by}: weights are quantized to {values[kind]}")
     elif dtype:
         problems.add(QUANT_VARIABLE, f"is {dtype!r}: set {' or '.join(QUANT_KINDS)}, or unset it")
     if unread := [variable for variable in OTHER_VARIABLES if os.environ.get(variable)]:

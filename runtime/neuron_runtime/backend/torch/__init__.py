@@ -20,7 +20,7 @@ from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.host import FreeMemory
-from neuron_runtime.quantization import QuantizedWeights
+from neuron_runtime.quantization import QuantizedWeights, wanted_format
 
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
@@ -58,10 +58,13 @@ def _check_compiled(config: RuntimeConfig, num_ranks: int) -> None:
 
 
 def check_model(model_dir: Path, config: RuntimeConfig) -> None:
-    """Raises InvalidConfig for limits that this model cannot have, however much memory there is."""
+    """Raises InvalidConfig for limits that this model cannot have, however much memory there is, and for weights that
+    it is not quantized to."""
     from neuron_runtime.backend.torch.sizing import derive_limits  # noqa: PLC0415 - not needed to serve
 
-    model = decoder_config(read_config(model_dir))
+    stored = read_config(model_dir)
+    wanted_format(stored, config.quantization)
+    model = decoder_config(stored)
     part = part_of_model(model, config.parallelism.tensor or 1)
     derive_limits(config, part, 1, FreeMemory(UNLIMITED))
 
