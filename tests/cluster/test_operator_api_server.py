@@ -1030,7 +1030,10 @@ async def test_what_is_said_about_a_claim_that_is_not_bound_is_shown(server: Api
 async def test_a_long_message_of_wide_characters_is_announced(server: ApiServer, namespace: Namespace) -> None:
     word = "😀" * 60
     async with client_of(server) as client, operating(client, only(namespace)):
-        namespace.put_model(accelerator={"instanceTypes": [word] * 8})
+        namespace.put_model(
+            accelerator={"instanceTypes": [word] * 8},
+            engine={"backend": "torch", "args": [word] * 8, "overrideNeuronConfig": {word: word}},
+        )
         (event,) = await eventually(lambda: namespace.list(EVENTS))
         assert event["reason"] == "FieldNotSupported"
         assert len(event["note"]) < 1000 < len(event["note"].encode())
