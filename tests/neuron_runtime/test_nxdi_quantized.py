@@ -25,6 +25,7 @@ from helpers.nxdi import fake_nxdi, installed
 from helpers.nxdi_engine import TARGET
 from helpers.nxdi_tokens import settings_of as tokens_settings
 from helpers.quantized import FORMATS
+from helpers.tiny_model import write_tiny_model
 from helpers.torch_models import random_model, reference, with_adapters
 from neuron_runtime.artifacts.store import DOCUMENT
 from neuron_runtime.backend import nxdi
@@ -37,10 +38,12 @@ from neuron_runtime.backend.nxdi.quantized import ENVIRONMENT, OF_WEIGHTS, words
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.backend.nxdi.unread import all_weights_read
 from neuron_runtime.checkpoint import CONFIG_FILE, WEIGHTS_FILE, InvalidModel
-from neuron_runtime.config import RuntimeConfig, parse_config
+from neuron_runtime.config import ModelSource, RuntimeConfig, parse_config
+from neuron_runtime.conversion.converting import convert
 from neuron_runtime.core import Request, Sampling
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import FatalError, InvalidConfig
+from neuron_runtime.weights.store import Store
 
 PROMPT = (5, 9, 13, 2, 8, 7, 3, 21)
 FAMILIES: Mapping[str, dict[str, Any]] = {
@@ -67,10 +70,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(tmp_path_factory.mktemp("model") / "llama")
 
 
-def config_of(model: Path, **document: Any) -> RuntimeConfig:
+def config_of(folder: Path, **document: Any) -> RuntimeConfig:
     base = {
         "version": 1,
-        "model": {"uri": model.as_uri()},
+        "model": {"uri": folder.as_uri()},
         "servedNames": ["m"],
         "backend": "nxdi",
         "compile": True,
@@ -98,17 +101,17 @@ def int8(llama: Path) -> Path:
 
 
 def answer(
-    model: Path, folder: Path, count: int = 6, *, adapter: Path | None = None, foreign: bool = False, **document: Any
+    weights: Path, folder: Path, count: int = 6, *, adapter: Path | None = None, foreign: bool = False, **document: Any
 ) -> list[int]:
     """Compiled, loaded, and asked for the likeliest tokens behind PROMPT. foreign: as graphs of others."""
-    config = config_of(model, **document)
-    compiler = nxdi.compiler(config, model)
+    config = config_of(weights, **document)
+    compiler = nxdi.compiler(config, weights)
     folder.mkdir()
     for graph in compiler.graphs():
         graph.compile(folder)
     if not foreign:
         (folder / DOCUMENT).touch()
-    backend = nxdi.load_backend(model, config, lambda stage, share: None, folder)
+    backend = nxdi.load_backend(weights, config, lambda stage, share: None, folder)
     try:
         engine = Engine(backend, drafting=OfTheDevice(backend.limits) if backend.limits.max_drafts else None)
         if adapter is not None:
@@ -209,6 +212,29 @@ def test_an_adapter_is_added_to_quantized_weights(int8: Path, tmp_path: Path) ->
     tuned = expected(with_adapters(reference(plain), {"a": adapter}))
     assert tuned != expected(plain)
     assert found == tuned
+
+
+@on_the_fake
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_what_convert_makes_is_served(kind: Literal["int8", "fp8"], tmp_path: Path) -> None:
+    """Of a model with biases, whose modules stay as they are."""
+    source = random_model(tmp_path / "source", architecture="Qwen2ForCausalLM")
+    shutil.copy(write_tiny_model(tmp_path / "tiny") / "tokenizer.json", source)
+    store = Store(tmp_path / "store")
+    found, folder = convert(
+        ModelSource(uri=source.as_uri()), store, lambda title: lambda amount: None, backend="nxdi", wanted=kind
+    )
+    tensors, fields = load_file(Path(folder) / WEIGHTS_FILE), {"quantization_config": None}
+    plain = changed(Path(folder), tmp_path / "plain", fields, **multiplied(tensors))
+    with fake_nxdi():
+        served = {"uri": source.as_uri(), "converted": found.weights.digest}
+        assert answer(Path(folder), tmp_path / "artifact", model=served, quantization=kind) == expected(plain)
+
+
+def multiplied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    scales = {name: one for name, one in tensors.items() if name.endswith("_scale")}
+    weights = {name.removesuffix("_scale"): one for name, one in scales.items()}
+    return {**dict.fromkeys(scales), **{name: tensors[name].float() * scale for name, scale in weights.items()}}
 
 
 # What the library is told

@@ -232,7 +232,7 @@ def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]
     on a machine with devices."""
     target = find_target(config, ask=platform_target)
     model = read_config(model_dir)
-    if config.quantization != "auto" and wanted_format(model, config.quantization):
+    if config.quantization != "auto" and not config.model.converted and wanted_format(model, config.quantization):
         message = f"is {config.quantization}, but these weights are not: run `neuron-runtime convert` first"
         raise InvalidConfig("$.quantization", message)
     settings = settings_of(config, model, target, draft=draft_files(config))
