@@ -142,7 +142,7 @@ def changed(model: Path, target: Path, change: Mapping[str, Any] = MappingProxyT
     """A copy with other fields of config.json and other tensors; None: without."""
     shutil.copytree(model, target)
     config = json.loads((model / CONFIG_FILE).read_text()) | change
-    (target / CONFIG_FILE).write_text(json.dumps(config))
+    (target / CONFIG_FILE).write_text(json.dumps({name: one for name, one in config.items() if one is not None}))
     found = load_file(model / WEIGHTS_FILE) | {name: one for name, one in tensors.items() if one is not None}
     save_file({name: one for name, one in found.items() if tensors.get(name, 0) is not None}, target / WEIGHTS_FILE)
     return target
@@ -555,6 +555,16 @@ def test_the_fake_computes_the_garbage_that_the_library_would(case: str, int8: P
             sampling_params=torch.tensor([[1.0, 1.0, 1.0]]),
         )
     assert int(found.tokens) != expected(int8.with_name("model-plain"), 1)[0]
+
+
+@on_the_fake
+def test_the_strict_fake_refuses_experts_that_drop_tokens(llama: Path, tmp_path: Path) -> None:
+    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    model = changed(llama, tmp_path / "model", {**experts, "model_type": "mixtral", "rope_theta": 1e4})
+    found = settings(model)
+    told = dataclasses.replace(found, neuron_config={**found.neuron_config, "capacity_factor": 2.0})
+    with fake_nxdi(), pytest.raises(InvalidConfig, match="NxDI rule E1:"):
+        library.application(told, model)
 
 
 def run_with(model: Path, folder: Path, **changes: Any) -> Any:
