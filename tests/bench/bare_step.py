@@ -20,15 +20,17 @@ import torch
 from bench import offline
 from bench.report import Meter
 from neuron_runtime.backend.host_sampling.drawing import best
-from neuron_runtime.backend.torch.architecture import decoder_config
+from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.choices import stored_dtype
 from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
 from neuron_runtime.backend.torch.decoder import Decoder
+from neuron_runtime.backend.torch.held import held_as
 from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
 from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.checkpoint import read_checkpoint
+from neuron_runtime.quantization import Quantizing
 
 BareSteps = Callable[[int, int, int], list[float]]
 """Runs (number of rows, start position, number of steps); returns seconds of each step."""
@@ -94,12 +96,15 @@ class BareDecoder:
     num_lines, line_length: rows and tokens of its cache; those of the engine where both are compared.
     """
 
-    def __init__(self, model_dir: Path, num_lines: int, line_length: int) -> None:
+    def __init__(self, model_dir: Path, num_lines: int, line_length: int, quantization: Quantizing = "auto") -> None:
         checkpoint = read_checkpoint(model_dir)
         model = decoder_config(checkpoint.config)
         checkpoint = as_named(checkpoint, model)
         dtype = DTYPES[stored_dtype(checkpoint)]
-        self._decoder: Decoder | CompiledDecoder = load_decoder(checkpoint, model, dtype, lambda stage, share: None)
+        held = held_as(checkpoint, tensor_shapes(model), model.quantization, quantization)
+        self._decoder: Decoder | CompiledDecoder = load_decoder(
+            checkpoint, model, dtype, lambda stage, share: None, held=held
+        )
         shape = (num_lines, model.num_kv_heads, line_length, model.head_dim)
         self._cache = KVCache.empty(model.windows, shape, dtype)
 

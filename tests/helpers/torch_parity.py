@@ -14,6 +14,7 @@ from helpers.step_counts import StepCounts
 from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_logits, use_adapter, with_adapters
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
+from neuron_runtime.backend.torch.held import held_as
 from neuron_runtime.backend.torch.loader import load_decoder
 from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
@@ -22,6 +23,7 @@ from neuron_runtime.backend_protocol import Rank
 from neuron_runtime.checkpoint import check_tensors, read_checkpoint
 from neuron_runtime.core import Request
 from neuron_runtime.engine.loop import Engine
+from neuron_runtime.quantization import Quantizing
 
 Result = TypeVar("Result")
 
@@ -43,13 +45,15 @@ def load_decoder_and_cache(
     max_length: int = MAX_LENGTH,
     ranks: Ranks = ALONE,
     dtype: torch.dtype = torch.float32,
+    quantization: Quantizing = "auto",
 ) -> tuple[Any, KVCache, np.ndarray[Any, Any]]:
     """Decoder, cache and cache lines of each row, scattered if the layout allows; or one rank's part of them."""
     checkpoint = read_checkpoint(folder)
     model = decoder_config(checkpoint.config)
     checkpoint = as_named(checkpoint, model)
     check_tensors(checkpoint, tensor_shapes(model), model.quantization)
-    decoder = load_decoder(checkpoint, model, dtype, lambda what, share: None, ranks)
+    held = held_as(checkpoint, tensor_shapes(model), model.quantization, quantization)
+    decoder = load_decoder(checkpoint, model, dtype, lambda what, share: None, ranks, held=held)
     line_length = max_length if layout == "slots" else 8
     lines = np.random.default_rng(3).permutation(rows * max_length // line_length).reshape(rows, -1)
     shape = (lines.size, decoder.config.num_kv_heads, line_length, model.head_dim)

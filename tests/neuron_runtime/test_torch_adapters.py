@@ -155,7 +155,7 @@ def test_a_mixture_of_places_adds_to_each_token_what_its_place_adds_alone() -> N
     generator = torch.Generator().manual_seed(0)
     num_places, num_inputs, sizes = 12, 24, (12, 6, 6)
     base, route = torch.randn(24, num_inputs, generator=generator), Route()
-    layer = AdaptedLinear(linear(base), num_inputs, sizes, num_places=num_places, rank=4, route=route)
+    layer = AdaptedLinear(linear(base), num_inputs, sizes, base.dtype, num_places=num_places, rank=4, route=route)
     added = torch.zeros(num_places + 1, 24, num_inputs)
     for place in (*range(1, num_places + 1), 3, 5):  # two get other weights, of a smaller rank
         rank = int(rng.integers(1, 5))
@@ -185,7 +185,7 @@ def test_a_mixture_of_places_adds_to_each_token_what_its_place_adds_alone() -> N
 
 def test_infinite_numbers_of_one_sequence_reach_no_other() -> None:
     route = Route()
-    layer = AdaptedLinear(linear(torch.eye(4)), 4, (4,), num_places=2, rank=1, route=route)
+    layer = AdaptedLinear(linear(torch.eye(4)), 4, (4,), torch.float32, num_places=2, rank=1, route=route)
     for place in (1, 2):
         layer.put(place, [Pair(torch.ones(4, 1), torch.ones(1, 4))])
     # The first token also fills the lane that is too short.

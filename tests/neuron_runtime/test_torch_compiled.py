@@ -242,6 +242,6 @@ def test_a_processor_without_the_products_of_a_dtype_runs_eager_steps_and_says_w
 ) -> None:
     decoder, *_ = load_decoder_and_cache(random_model(tmp_path), "slots")
     assert eager_because(decoder) is None
-    monkeypatch.setattr("neuron_runtime.backend.torch.linear._packs", lambda dtype: False)
+    monkeypatch.setattr("neuron_runtime.backend.torch.linear.packs", lambda dtype: False)
     plain, *_ = load_decoder_and_cache(tmp_path, "slots")
     assert "oneDNN has no torch.float32 products" in str(eager_because(plain))

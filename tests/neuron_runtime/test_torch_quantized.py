@@ -15,10 +15,14 @@ from safetensors.torch import load_file, save_file
 from helpers.quantized import FORMATS, compressed, quantize
 from helpers.torch_models import random_model, reference, reference_logits
 from helpers.torch_parity import TOLERANCE, feed, load_decoder_and_cache, on_ranks, random_sequences
-from neuron_runtime.backend.torch.ranks import Ranks
-from neuron_runtime.checkpoint import CONFIG_FILE, WEIGHTS_FILE, InvalidModel, read_checkpoint
-from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, held_as
+from neuron_runtime.backend.torch.ranks import ALONE, Ranks
+from neuron_runtime.backend.torch.step_module import constants
+from neuron_runtime.backend.torch.weights import WeightReader
+from neuron_runtime.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, InvalidModel, TensorInfo, read_checkpoint
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.inspection import model_facts
+from neuron_runtime.quantization import Quantizing, quantization_of
 
 STEPS = [[(0, 0, 18), (1, 0, 24)], [(0, 18, 19), (1, 24, 31)]]
 PER_CHANNEL = FORMATS["int8 per channel"]
@@ -49,6 +53,83 @@ def test_facts_of_a_quantized_model_count_its_numbers_and_name_their_type(name: 
     facts, original = (model_facts(read_checkpoint(tmp_path / part)) for part in ("model", "source"))
     assert original.parameters <= facts.parameters <= 1.1 * original.parameters
     assert facts.weights_bytes < 0.6 * original.weights_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "int8 per" in name])
+def test_int8_weights_of_one_scale_per_row_take_the_memory_that_they_have_on_disk(name: str, tmp_path: Path) -> None:
+    quantize(
+        random_model(tmp_path / "source", hidden_size=128, intermediate_size=512), tmp_path / "model", FORMATS[name]
+    )
+    decoder, _, _ = load_decoder_and_cache(tmp_path / "model", "blocks")
+    assert resident_bytes(decoder) == pytest.approx(read_checkpoint(tmp_path / "model").num_bytes, rel=0.05)
+    plain, _, _ = load_decoder_and_cache(tmp_path / "model", "blocks", quantization="none")
+    assert resident_bytes(plain) == pytest.approx(read_checkpoint(tmp_path / "source").num_bytes, rel=0.05)
+
+
+def resident_bytes(decoder: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in constants(decoder.weights).values())
+
+
+def test_weights_that_are_quantized_while_they_are_read_are_those_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    source = random_model(tmp_path / "source", mlp_bias=True)
+    model = reference(quantize(source, tmp_path / "model", PER_CHANNEL))
+    sequences = random_sequences(19, 31)
+
+    def logits_of(ranks: Ranks) -> Any:
+        return feed(*load_decoder_and_cache(source, "blocks", ranks=ranks, quantization="int8"), STEPS, sequences)
+
+    for found in (logits_of(ALONE), *on_ranks(4, tmp_path, logits_of)):
+        for logits, tokens in zip(found, sequences, strict=True):
+            torch.testing.assert_close(logits, reference_logits(model, tokens), atol=TOLERANCE, rtol=0)
+
+
+def test_weights_that_are_quantized_to_fp8_while_they_are_read_are_multiplied_out(tmp_path: Path) -> None:
+    source = random_model(tmp_path / "source")
+    weight, held = load_file(source / WEIGHTS_FILE)[O_PROJ], Held(made={O_PROJ: "fp8"})
+    shapes = {O_PROJ: tuple(weight.shape)}
+    reader = WeightReader(read_checkpoint(source), shapes, torch.float32, lambda stage, share: None, {}, held=held)
+    scale = weight.abs().amax(dim=1, keepdim=True) / 240
+    expected = (weight / scale).to(torch.float8_e4m3fn).float() * scale
+    torch.testing.assert_close(reader.take_weight(O_PROJ), expected)
+
+
+SHAPES = {
+    "model.embed_tokens.weight": (256, 64),
+    **{f"model.layers.0.self_attn.{name}_proj.weight": (64, 64) for name in "qkvo"},
+    "model.layers.0.input_layernorm.weight": (64,),
+    "lm_head.weight": (256, 64),
+}
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+
+
+def checkpoint_of(stored: Mapping[str, str], config: Mapping[str, Any]) -> Checkpoint:
+    tensors = {name: TensorInfo(name, stored.get(name, "BF16"), shape, "f", 0, 0) for name, shape in SHAPES.items()}
+    return Checkpoint(Path(), config, tensors, "")
+
+
+def held(stored: Mapping[str, str], wanted: Quantizing, config: Mapping[str, Any], *, compiled: bool = False) -> Held:
+    return held_as(checkpoint_of(stored, config), SHAPES, quantization_of(config), wanted, compiled=compiled)
+
+
+def test_embedding_head_and_norms_are_not_quantized_and_compiled_steps_have_no_int8_weights() -> None:
+    linears = {name for name in SHAPES if name.endswith("_proj.weight")}
+    assert held({}, "auto", {}) == MULTIPLIED_OUT
+    assert (held({}, "int8", {}).int8, held({}, "int8", {}).made) == (linears, dict.fromkeys(linears, "int8"))
+    assert (held({}, "fp8", {}).int8, held({}, "fp8", {}).made) == (set(), dict.fromkeys(linears, "fp8"))
+    compiled = held({}, "int8", {}, compiled=True)
+    assert (compiled.int8, compiled.made) == (set(), dict.fromkeys(linears, "int8"))
+
+
+def test_projections_that_are_computed_side_by_side_are_held_alike() -> None:
+    config = {"quantization_config": PER_CHANNEL}
+    q, k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+    assert held({O_PROJ: "I8", q: "I8", k: "I8"}, "auto", config).int8 == {O_PROJ}
+    every = {O_PROJ: "I8", q: "I8", k: "I8", v: "I8", "lm_head.weight": "I8"}
+    assert held(every, "auto", config).int8 == set(every)
+    assert held(every, "none", config) == MULTIPLIED_OUT
+    assert held(every, "auto", {"quantization_config": FORMATS["int8 in groups, packed"]}) == MULTIPLIED_OUT
+    with pytest.raises(InvalidConfig, match=r"quantization.*fp8"):
+        held(every, "fp8", config)
 
 
 def refused(config: Mapping[str, Any], folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from helpers.random_model import model_config
 from helpers.torch_models import runtime_config
-from neuron_runtime.backend.torch.architecture import decoder_config
+from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.config import AdapterOptions
 from neuron_runtime.core import BackendLimits
@@ -33,6 +34,19 @@ BYTES_PER_TOKEN = 2 * 12 * 4 * 64 * 2
 
 def limits(available_bytes: int = 16 * GIB, **config: Any) -> BackendLimits:
     return derive_limits(runtime_config(**config), MODEL, 2, FreeMemory(available_bytes))
+
+
+def test_weights_that_are_held_as_int8_numbers_leave_their_memory_to_the_cache() -> None:
+    shapes = tensor_shapes(MODEL)
+    int8 = frozenset(name for name in shapes if name.endswith("_proj.weight"))
+    saved = sum(math.prod(shapes[name]) - 2 * shapes[name][0] for name in int8)
+
+    def blocks(available: int, int8: frozenset[str]) -> int:
+        config = runtime_config(layout="blocks", max_sequences=500)
+        return derive_limits(config, MODEL, 2, FreeMemory(available), int8=int8).num_blocks
+
+    more = blocks(2 * GIB, int8) - blocks(2 * GIB, frozenset())
+    assert more == pytest.approx(saved / (16 * BYTES_PER_TOKEN), abs=1)
 
 
 def test_with_enough_memory_the_defaults_are_eight_slots_of_the_model_length() -> None:

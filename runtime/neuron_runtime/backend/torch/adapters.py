@@ -60,7 +60,7 @@ class Adapters:
             sizes = [part[name].outputs for name in names]
             places, rank = limits.max_adapters, limits.max_adapter_rank
             num_inputs = part[names[0]].inputs
-            return AdaptedLinear(base, num_inputs, sizes, num_places=places, rank=rank, route=self._route)
+            return AdaptedLinear(base, num_inputs, sizes, self._dtype, num_places=places, rank=rank, route=self._route)
 
         fields = [field for field, names in LAYERS.items() if not set(names).isdisjoint(limits.adapter_targets)]
         for layer in decoder.weights.layers:

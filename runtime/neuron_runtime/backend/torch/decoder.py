@@ -15,7 +15,7 @@ from neuron_runtime.backend.torch import rotary
 from neuron_runtime.backend.torch.architecture import DecoderConfig
 from neuron_runtime.backend.torch.attention import decode_attention, prompt_attention
 from neuron_runtime.backend.torch.cache import CachePlan, DecodePart, KVCache
-from neuron_runtime.backend.torch.linear import Linear, linear
+from neuron_runtime.backend.torch.linear import Linear, Weight, linear
 from neuron_runtime.backend.torch.mlp import Clamped, Dense, Experts, Mlp, Route
 from neuron_runtime.backend.torch.parts import part_of_model, tokens_of
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
@@ -56,10 +56,12 @@ class Reader(Protocol):
 
     def take(self, *names: str) -> torch.Tensor: ...
 
+    def take_weight(self, *names: str) -> Weight: ...
+
     def take_if_any(self, present: bool, *names: str) -> torch.Tensor | None: ...
 
 
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+MakeLinear = Callable[[Weight, torch.Tensor | None], Linear]
 Tap = Callable[[int, torch.Tensor], None]
 """Called with the number of blocks done, from 0 on, and the hidden states then."""
 
@@ -180,7 +182,7 @@ def read_weights(config: DecoderConfig, reader: Reader, make: MakeLinear = linea
         for i, has in enumerate(has_experts)
     )
     norm = reader.take("model.norm.weight").float()
-    head = make(embedding if config.tied_embeddings else reader.take("lm_head.weight"), None)
+    head = make(embedding if config.tied_embeddings else reader.take_weight("lm_head.weight"), None)
     return Weights(embedding, frequencies, layers, norm, head)
 
 
@@ -195,7 +197,7 @@ def read_layer(
     is_rotated: bool = True,
 ) -> Layer:
     def projection(has_bias: bool, *names: str) -> Linear:
-        weight = reader.take(*(f"{prefix}{name}.weight" for name in names))
+        weight = reader.take_weight(*(f"{prefix}{name}.weight" for name in names))
         return make(weight, reader.take_if_any(has_bias, *(f"{prefix}{name}.bias" for name in names)))
 
     def head_norm() -> torch.Tensor | None:

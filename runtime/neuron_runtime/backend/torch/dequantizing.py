@@ -1,17 +1,19 @@
-"""Weights from quantized ones: the stored numbers times their scales, computed in float32.
+"""Weights from quantized ones: the stored numbers times their scales, computed in float32; or int8 numbers and
+scales as they are.
 
 Called by the reader, for all weights of a layer or for the part of one rank. `quantization.Quantization` says where
-numbers lie, and which share a scale.
+numbers lie, and which share a scale. A weight that is not stored quantized is quantized first, where that is wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 
-from neuron_runtime.quantization import WHOLE, Quantization
+from neuron_runtime.backend.torch.quantizing import quantize
+from neuron_runtime.quantization import WHOLE, Kind, Quantization
 
 PART_ELEMENTS = 2**20
 """Numbers that are converted at a time, so that what is in between stays in the processor's cache."""
@@ -29,28 +31,63 @@ class Quantized(NamedTuple):
     numbers: Numbers
     scale: torch.Tensor
 
+    @property
+    def num_columns(self) -> int:
+        """That share a scale."""
+        return self.how.block[1]
 
-def dequantize(weight: Quantized, rows: slice, columns: slice, out: torch.Tensor) -> None:
+    def part(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers as float32, and scales `[rows, all blocks of columns]`."""
+        packed = self.how.packed
+        used = slice(columns.start // packed, -(-columns.stop // packed))
+        skipped = columns.start - used.start * packed
+        numbers = NUMBERS[self.how.stored](self.numbers[rows, used])
+        scale = factors_of(self.scale.index_select(0, _block_of(rows, self.how.block[0])))
+        return numbers[:, skipped : skipped + columns.stop - columns.start], scale
+
+
+class Made(NamedTuple):
+    """A weight that is not stored quantized, of which a part can be read; what it is quantized to."""
+
+    kind: Kind
+    weight: Numbers
+    num_columns: int = WHOLE
+
+    def part(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Quantized.part`. The scale of a row depends on all of its columns."""
+        numbers, scale = quantize(self.weight[rows, :].float(), self.kind)
+        return numbers[:, columns].float(), scale
+
+
+def dequantize(weight: Quantized | Made, rows: slice, columns: slice, out: torch.Tensor) -> None:
     """Write a part `[rows, columns]` of a weight to `out`."""
-    packed = weight.how.packed
-    begin, end, size = columns.start, columns.stop, weight.how.block[1]
-    of_row = _block_of(rows.start, rows.stop, weight.how.block[0])
-    of_column = _block_of(begin, end, size)
-    used = slice(begin // packed, -(-end // packed))
-    numbers = NUMBERS[weight.how.stored]
-    step = max(1, PART_ELEMENTS // out.shape[1])
-    for at in range(0, len(out), step):
-        part = slice(rows.start + at, min(rows.start + at + step, rows.stop))
-        skipped = begin - used.start * packed
-        plain = numbers(weight.numbers[part, used])[:, skipped : skipped + out.shape[1]]
-        factors = factors_of(weight.scale.index_select(0, of_row[at : at + step]))
-        if factors.shape[1] == 1:
-            plain.mul_(factors)
+    begin, end, size = columns.start, columns.stop, weight.num_columns
+    for part, at in _in_parts(rows, columns):
+        numbers, scale = weight.part(part, columns)
+        if scale.shape[1] == 1:
+            numbers.mul_(scale)
         elif begin % size == 0 and end % size == 0:  # three times as fast as a factor for each number
-            plain.view(len(plain), -1, size).mul_(factors[:, begin // size : end // size].unsqueeze(-1))
+            numbers.view(len(numbers), -1, size).mul_(scale[:, begin // size : end // size].unsqueeze(-1))
         else:
-            plain.mul_(factors.index_select(1, of_column))
-        out[at : at + step] = plain
+            numbers.mul_(scale.index_select(1, _block_of(columns, size)))
+        out[at] = numbers
+
+
+def read_int8(
+    weight: Quantized | Made, rows: slice, columns: slice, numbers: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """Write a part of a weight that has one scale per row, `[rows, columns]` and `[rows]`."""
+    for part, at in _in_parts(rows, columns):
+        numbers[at], factors = weight.part(part, columns)
+        scale[at] = factors.view(-1)
+
+
+def _in_parts(rows: slice, columns: slice) -> Iterator[tuple[slice, slice]]:
+    """Rows of a weight, and where they are in what is read."""
+    step = max(1, PART_ELEMENTS // max(1, columns.stop - columns.start))
+    for begin in range(rows.start, rows.stop, step):
+        part = slice(begin, min(begin + step, rows.stop))
+        yield part, slice(part.start - rows.start, part.stop - rows.start)
 
 
 def factors_of(scale: torch.Tensor) -> torch.Tensor:
@@ -62,9 +99,10 @@ _POWERS = (2.0 ** torch.arange(-127, 129, dtype=torch.float64)).float()
 """By the exponents that are stored. The last one means not a number, and is infinite here."""
 
 
-def _block_of(begin: int, end: int, size: int) -> torch.Tensor:
+def _block_of(span: slice, size: int) -> torch.Tensor:
     """The block that each of these rows or columns is in."""
-    return torch.zeros(end - begin, dtype=torch.int64) if size == WHOLE else torch.arange(begin, end) // size
+    numbers = torch.arange(span.start, span.stop)
+    return torch.zeros_like(numbers) if size == WHOLE else numbers // size
 
 
 def _float8(stored: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from neuron_runtime.backend.torch.choices import dtype_of
 from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
 from neuron_runtime.backend.torch.decoder import Decoder, read_weights
 from neuron_runtime.backend.torch.draft_model import Network
+from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, held_as
 from neuron_runtime.backend.torch.load_drafts import find_drafts
 from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend.torch.parts import part_of_model, parts_of
@@ -59,12 +60,16 @@ def load(
     drafts = find_drafts(config.speculation, model)
     ranks = Gloo(place) if place.size > 1 else ALONE
     part = part_of_model(model, ranks.size)
+    wanted = config.quantization
+    held = held_as(checkpoint, tensor_shapes(model), model.quantization, wanted, compiled=config.compile)
     free = measure()
     # The ranks of a node share its memory, and all ranks must come to the same limits.
     share = replace(free, available=ranks.least(free.available // place.per_node))
-    limits = derive_limits(config, part, dtype.itemsize, share, drafts and drafts.needs)
+    limits = derive_limits(config, part, dtype.itemsize, share, drafts and drafts.needs, int8=held.int8)
     device = device_thread(partial(_limit_threads, place.per_node))
-    decoder = _load_on(device, progress, lambda report: load_decoder(checkpoint, model, dtype, report, ranks))
+    decoder = _load_on(
+        device, progress, lambda report: load_decoder(checkpoint, model, dtype, report, ranks, held=held)
+    )
     network = drafts and _load_on(device, progress, lambda report: drafts.read(decoder, limits, dtype, report))
     shape = (limits.num_blocks, part.num_kv_heads, limits.block_size, model.head_dim)
     return TorchBackend(
@@ -97,11 +102,18 @@ def _load_on(
 
 
 def load_decoder(
-    checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: ProgressCallback, ranks: Ranks = ALONE
+    checkpoint: Checkpoint,
+    model: DecoderConfig,
+    dtype: torch.dtype,
+    progress: ProgressCallback,
+    ranks: Ranks = ALONE,
+    *,
+    held: Held = MULTIPLIED_OUT,
 ) -> Decoder:
-    """Read the weights of a checked checkpoint in `dtype`, or what one rank needs of them."""
+    """Read the weights of a checked checkpoint, or what one rank needs of them. dtype: of those that are not
+    `held` otherwise."""
     shapes, parts = tensor_shapes(model), parts_of(model, ranks.rank, ranks.size)
-    reader = WeightReader(checkpoint, shapes, dtype, progress, parts, quantization=model.quantization)
+    reader = WeightReader(checkpoint, shapes, dtype, progress, parts, quantization=model.quantization, held=held)
     with torch.inference_mode():
         return Decoder(model, read_weights(part_of_model(model, ranks.size), reader), ranks)
 

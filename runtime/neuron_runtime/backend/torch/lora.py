@@ -17,7 +17,7 @@ import torch
 
 from neuron_runtime.backend.slots import IntArray
 from neuron_runtime.backend.torch.cache import lazy_zeros
-from neuron_runtime.backend.torch.linear import Linear, Packed
+from neuron_runtime.backend.torch.linear import Linear, packs
 
 MAX_SHORT = 16
 """Neighbouring runs of at most so many tokens are computed together, a longer one alone: all lanes of a product have
@@ -92,16 +92,23 @@ class AdaptedLinear:
     """
 
     def __init__(
-        self, base: Linear, num_inputs: int, sizes: Sequence[int], *, num_places: int, rank: int, route: Route
+        self,
+        base: Linear,
+        num_inputs: int,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        num_places: int,
+        rank: int,
+        route: Route,
     ) -> None:
         self._base, self._route, self._rank = base, route, rank
         self._block = math.gcd(*sizes)
         self._counts = tuple(size // self._block for size in sizes)
         self._parts = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(self._counts))
         """Of each block, the projection whose outputs it has."""
-        dtype = base.weight.dtype
         # Half precision without instructions for it is computed in float32, as `Widened` does.
-        self._dtype = dtype if isinstance(base, Packed) else torch.float32
+        self._dtype = dtype if packs(dtype) else torch.float32
         self._a = lazy_zeros((num_places, len(sizes) * rank, num_inputs), dtype)
         self._b = lazy_zeros((num_places, len(self._parts), rank, self._block), dtype)
         self._used: set[int] = set()

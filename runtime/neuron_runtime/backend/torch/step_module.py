@@ -16,7 +16,7 @@ from torch.utils import _pytree as trees
 from neuron_runtime.backend.torch.architecture import DecoderConfig, Window, tensor_shapes
 from neuron_runtime.backend.torch.cache import DecodePart, KVCache, Reads, StepPlan, TracedPlan, additive, lazy_zeros
 from neuron_runtime.backend.torch.decoder import Decoder, read_weights
-from neuron_runtime.backend.torch.linear import Packed
+from neuron_runtime.backend.torch.linear import Packed, Weight
 
 
 class SeenInputs(NamedTuple):
@@ -96,7 +96,7 @@ class DecodeStep(nn.Module):
     def __init__(self, model: DecoderConfig, dtype: torch.dtype, *, blocks: bool) -> None:
         super().__init__()
         self._model, self._blocks = model, blocks
-        weights = read_weights(model, _Shapes(tensor_shapes(model), dtype), Packed)
+        weights = read_weights(model, _Shapes(tensor_shapes(model), dtype), _packed)
         leaves, self._structure = trees.tree_flatten(weights)
         self._names = [None if leaf is None else f"weight_{i}" for i, leaf in enumerate(leaves)]
         used = constants(weights[:4])  # the head is no part of a step
@@ -121,6 +121,11 @@ class DecodeStep(nn.Module):
             tuple(Reads(parts[window], ()) for window in model.windows),
         )
         return decoder.forward(inputs.token_ids, plan)
+
+
+def _packed(weight: Weight, bias: torch.Tensor | None) -> Packed:
+    assert isinstance(weight, torch.Tensor)  # `held_as`: weights of compiled steps are multiplied out
+    return Packed(weight, bias)
 
 
 class _GraphCache(KVCache):
@@ -166,6 +171,8 @@ class _Shapes:
         shapes = [self._shapes[name] for name in names]
         rows = sum(shape[0] for shape in shapes)
         return torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device="meta")
+
+    take_weight = take
 
     def take_if_any(self, present: bool, *names: str) -> torch.Tensor | None:
         return self.take(*names) if present else None

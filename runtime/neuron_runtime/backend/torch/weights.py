@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from neuron_runtime.backend.torch.dequantizing import Quantized, dequantize
+from neuron_runtime.backend.torch.dequantizing import Made, Quantized, dequantize, read_int8
+from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held
+from neuron_runtime.backend.torch.linear import Int8Weight, Weight
 from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, TensorPart
 from neuron_runtime.backend.torch.read_ahead import LOADING
 from neuron_runtime.backend_protocol import ProgressCallback
@@ -32,10 +34,11 @@ class WeightReader:
         parts: Mapping[str, TensorPart | None],
         *,
         quantization: Quantization | None = None,
+        held: Held = MULTIPLIED_OUT,
     ) -> None:
         """shapes: of all tensors that are taken. parts: what of a tensor is read, by its last words; see
-        `parts.parts_of`. quantization: how weights are stored, where they are quantized."""
-        self._checkpoint, self._quantization = checkpoint, quantization
+        `parts.parts_of`. quantization: how weights are stored, where they are quantized. held: which ones stay so."""
+        self._checkpoint, self._quantization, self._held = checkpoint, quantization, held
         self._shapes = shapes
         self._stored = {name: stored_as(checkpoint, name, shape, quantization) for name, shape in shapes.items()}
         self._parts = parts
@@ -48,13 +51,26 @@ class WeightReader:
         """The named tensors, or their parts, concatenated along the first dimension as a new contiguous tensor."""
         shapes = [self._shape(name) for name in names]
         out = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self._dtype)
-        begin = 0
-        for name, shape in zip(names, shapes, strict=True):
-            self._read(name, out[begin : begin + shape[0]])
-            begin += shape[0]
-            self._num_bytes_done += sum(self._checkpoint.tensors[one.name].num_bytes for one in self._stored[name])
-        self._progress(LOADING, min(1.0, self._num_bytes_done / self._checkpoint.num_bytes))
+        for name, part in zip(names, torch.split(out, [shape[0] for shape in shapes]), strict=True):
+            self._read(name, part)
+            self._report(name)
         return out
+
+    def take_weight(self, *names: str) -> Weight:
+        """As `take`, in the form in which linear layers hold these weights."""
+        if not self._held.int8.issuperset(names):
+            return self.take(*names)
+        shapes = [self._shape(name) for name in names]
+        sizes = [shape[0] for shape in shapes]
+        numbers = torch.zeros((sum(sizes), shapes[0][1]), dtype=torch.int8)
+        scale = torch.ones(sum(sizes), dtype=self._dtype)
+        for name, *parts in zip(names, torch.split(numbers, sizes), torch.split(scale, sizes), strict=True):
+            weight = self._quantized(name)
+            assert weight is not None
+            rows, columns = self._spans(name)
+            read_int8(weight, rows, columns, *parts)
+            self._report(name)
+        return Int8Weight(numbers, scale)
 
     def take_whole(self, name: str) -> torch.Tensor:
         """The named tensor as it is stored."""
@@ -73,24 +89,39 @@ class WeightReader:
             return shape
         return (*shape[: part.dimension], len(part.span(shape[part.dimension])), *shape[part.dimension + 1 :])
 
-    def _read(self, name: str, out: torch.Tensor) -> None:
-        """The part of a tensor; rows beyond its end are zeros."""
+    def _spans(self, name: str) -> list[slice]:
+        """The part of a tensor that exists."""
         part, shape = self._part(name), self._shapes[name]
         spans = [slice(0, size) for size in shape]
         if part is not WHOLE:
             span, size = part.span(shape[part.dimension]), shape[part.dimension]
             spans[part.dimension] = slice(min(span.start, size), min(span.stop, size))
+        return spans
+
+    def _read(self, name: str, out: torch.Tensor) -> None:
+        """The part of a tensor; rows beyond its end are zeros."""
+        spans = self._spans(name)
         num_rows = spans[0].stop - spans[0].start
-        weight, *scales = self._stored[name]
-        if self._quantization is not None and scales:
-            scale = self._whole(scales[0].name).view(self._quantization.scale_shape(shape))
-            numbers = self._slice(weight.name)
-            dequantize(Quantized(self._quantization, numbers, scale), spans[0], spans[1], out[:num_rows])
-        elif part is WHOLE:
+        if weight := self._quantized(name):
+            dequantize(weight, spans[0], spans[1], out[:num_rows])
+        elif self._part(name) is WHOLE:
             out.copy_(self._whole(name))
         elif num_rows:
             out[:num_rows] = self._slice(name)[tuple(spans)]
         out[num_rows:] = 0
+
+    def _quantized(self, name: str) -> Quantized | Made | None:
+        """None: this tensor is read as it is stored."""
+        weight, *scales = self._stored[name]
+        if self._quantization is not None and scales:
+            scale = self._whole(scales[0].name).view(self._quantization.scale_shape(self._shapes[name]))
+            return Quantized(self._quantization, self._slice(weight.name), scale)
+        kind = self._held.made.get(name)
+        return None if kind is None else Made(kind, self._slice(name))
+
+    def _report(self, name: str) -> None:
+        self._num_bytes_done += sum(self._checkpoint.tensors[one.name].num_bytes for one in self._stored[name])
+        self._progress(LOADING, min(1.0, self._num_bytes_done / self._checkpoint.num_bytes))
 
     def _whole(self, name: str) -> torch.Tensor:
         info = self._checkpoint.tensors[name]
