@@ -93,16 +93,17 @@ def model_config(
 def as_stored(tensors: dict[str, torch.Tensor], architecture: str) -> dict[str, torch.Tensor]:
     """The tensors as transformers names and lays them in this class, from those of one expert each."""
     if architecture == "GptOssForCausalLM":
-        return _stacked(tensors, alternate=True)
+        return stacked(tensors, alternate=True)
     if architecture.startswith("Llama4"):
         prefix = "language_model." if architecture == "Llama4ForConditionalGeneration" else ""
-        stacked = _stacked(tensors, alternate=False)
-        found = {prefix + name.replace(".mlp.", ".feed_forward."): tensor for name, tensor in stacked.items()}
+        both = stacked(tensors, alternate=False)
+        found = {prefix + name.replace(".mlp.", ".feed_forward."): tensor for name, tensor in both.items()}
         return found | ({"vision_model.class_embedding": torch.zeros(16)} if prefix else {})
     return tensors
 
 
-def _stacked(tensors: dict[str, torch.Tensor], *, alternate: bool) -> dict[str, torch.Tensor]:
+def stacked(tensors: dict[str, torch.Tensor], *, alternate: bool) -> dict[str, torch.Tensor]:
+    """The experts of a layer in one tensor. alternate: rows of gate and up do, instead of following one another."""
     found: dict[str, torch.Tensor] = {}
     of_experts: dict[tuple[str, str], list[torch.Tensor]] = {}
     for name, tensor in tensors.items():

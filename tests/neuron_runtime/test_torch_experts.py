@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from helpers.quantized import quantize_experts
-from helpers.random_model import model_config
+from helpers.quantized import FORMATS, quantize, quantize_experts
+from helpers.random_model import model_config, stacked
 from helpers.torch_models import MODELS, load_backend, random_model, reference, reference_logits, runtime_config
 from helpers.torch_parity import (
     TOLERANCE,
@@ -59,6 +60,35 @@ def test_experts_in_mxfp4_are_computed_as_the_numbers_that_they_stand_for(tmp_pa
     facts, original = (model_facts(read_checkpoint(folder)) for folder in (tmp_path / "model", source))
     assert facts.parameters == original.parameters
     assert facts.weights_bytes < 0.7 * original.weights_bytes
+
+
+def test_the_numbers_of_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    source = random_model(tmp_path / "source", **MODELS["gpt-oss"])
+    folders = quantize_experts(source, tmp_path / "model"), tmp_path / "model"
+    plain, stored = (load_file(folder / WEIGHTS_FILE) for folder in folders)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    packed = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+    assert torch.equal(convert_moe_packed_tensors(*packed, dtype=torch.float32), plain[name])
+
+
+def test_experts_of_llama_4_may_lie_in_tensors_of_their_own_in_fp8(tmp_path: Path) -> None:
+    source, apart = random_model(tmp_path / "source", **MODELS["Llama 4"]), {}
+    for name, tensor in load_file(source / WEIGHTS_FILE).items():
+        module, found, projection = name.partition(".experts.")
+        for number, expert in enumerate(tensor.transpose(1, 2) if found else ()):
+            names = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else ["down_proj"]
+            for part, weight in zip(names, expert.chunk(len(names)), strict=True):
+                apart[f"{module}.experts.{number}.{part}.weight"] = weight.contiguous()
+        if not found:
+            apart[name] = tensor
+    save_file(apart, source / WEIGHTS_FILE)
+    plain = quantize(source, tmp_path / "model", FORMATS["fp8 per channel"])
+    save_file(
+        stacked(load_file(plain / WEIGHTS_FILE), alternate=False), plain / WEIGHTS_FILE, metadata={"format": "pt"}
+    )
+    (tokens,) = sequences = random_sequences(30)
+    (found,) = feed(*load_decoder_and_cache(tmp_path / "model", "blocks"), [[(0, 0, 30)]], sequences)
+    torch.testing.assert_close(found, reference_logits(reference(plain), tokens), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
