@@ -272,6 +272,31 @@ def test_a_fault_of_a_fetch_has_a_reason_that_vanishes_with_it(installation: Ins
 
 
 @pytest.mark.long
+def test_two_formats_of_one_model_have_one_download_and_one_conversion(
+    installation: Installation, story: Story
+) -> None:
+    hub, formats = installation.hub, {"plain": {}, "int8": {"quantization": "Int8"}}
+    sent, audit = hub.sent_bytes(), len(story.rig.audit_events())
+    with shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM) as volume:
+        with story.stage("both ready"):
+            for name, chosen in formats.items():
+                serving = {"maxModelLength": 256, **chosen}
+                story.apply(model_of(name, "hf://demo/small", engine=TORCH, serving=serving))
+            for name in formats:
+                story.until_ready(1, name)
+        jobs = story.created_jobs(audit)
+        assert sorted(job.partition("-")[0] for job in jobs) == ["converted", "facts", "facts", "weights"], jobs
+        made = story.rig.get("nm", "int8", "-n", story.namespace)["status"]["conversion"]
+        assert 0 < float(made["layerError"]) < 0.02
+        assert sorted(entries(volume)) == sorted((hub.commit("demo/small"), made["digest"]))
+        assert hub.sent_bytes() - sent <= 8 * 2**20, "the model has 6 MB"
+        for name in formats:
+            url = f"http://{name}.{story.namespace}.svc.cluster.local:8000"
+            assert story.run_client(installation.images.runtime, "asks", ASK, url, name, QUESTION) == ANSWERS[QUESTION]
+        story.kubectl("delete", "nm", "--all")
+
+
+@pytest.mark.long
 def test_a_fetch_goes_on_after_its_node_lost_power(installation: Installation, story: Story) -> None:
     hub, rig = installation.hub, story.rig
     with shared_volume(rig, story.namespace, WEIGHTS_CLAIM) as volume:
