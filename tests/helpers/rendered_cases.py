@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from helpers.manifests import CASES
-from helpers.operator_worlds import NOW, body, settings, settle, stepped, stored
+from helpers.operator_worlds import FACTS, NOW, body, finished, resolved_pod, settings, settle, stepped, stored
 from neuron_operator.read.world import FreeDevices, NodeDevices, World
 
 FULL = CASES / "rendered" / "cpu-demo.yaml"
@@ -27,6 +28,10 @@ def render(given: dict[str, Any]) -> dict[str, Any]:
     free = FreeDevices(tuple(NodeDevices(**node) for node in given["nodes"])) if "nodes" in given else None
     world = World(body=body(given["spec"], **given.get("metadata", {})), children=(), pods=(), now=NOW, free=free)
     world, decision = settle(world, using)
+    if "facts" in given:
+        (job,) = (made for made in decision.desired if made["kind"] == "Job")
+        world, _ = settle(replace(world, pods=(resolved_pod(job, FACTS | given["facts"]),)), using)
+        world, decision = settle(finished(world), using)
     if given["resolved"]:
         world, decision = stepped(world, decision, using)
     assert decision.status is not None

@@ -31,7 +31,9 @@ from helpers.operator_worlds import (
 )
 from neuron_operator.api import names
 from neuron_operator.decide.course import decide
+from neuron_operator.kubectl import why
 from neuron_operator.read.objects import kind_of, name_of
+from neuron_operator.read.views import observe
 from neuron_operator.read.world import Decision, FreeDevices, NodeDevices, Object, Settings, World
 
 CONVERTED = FACTS | {"conversion": CONVERSION}
@@ -288,6 +290,19 @@ def test_the_status_tells_what_the_conversion_changed() -> None:
         "convertedPerplexity": "12.13",
     }
     assert FIGURES["convertedPerplexity"] == 12.131
+
+
+def test_kubectl_tells_what_the_conversion_changed_or_why_that_is_unknown() -> None:
+    world, _ = stepped(*resolved(INT8))
+    assert "\n  weights   converted to int8; largest error of a layer 0.0081; perplexity 12.13, before 12.12\n" in (
+        why.report(world.body, observe(world), (), "")
+    )
+    told = {**world.body["status"]["conversion"], "unmeasured": "70,000,000,000 parameters take too long"}
+    for name in ("perplexity", "convertedPerplexity"):
+        del told[name]
+    status = {**world.body["status"], "conversion": told}
+    text = why.report({**world.body, "status": status}, observe(world), (), "")
+    assert "a layer 0.0081; 70,000,000,000 parameters take too long\n" in text
 
 
 @pytest.mark.parametrize("backend", ["torch", "nxdi"])

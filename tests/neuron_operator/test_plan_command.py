@@ -167,6 +167,28 @@ def test_the_facts_are_those_that_the_runtime_prints(
     assert "16 sequences of 128 tokens" in capsys.readouterr().out
 
 
+def test_quantized_weights_are_planned_with_what_the_runtime_would_convert_them_to(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = manifest.read_text().replace("spec: {", "spec: {serving: {quantization: Int8}, ")
+    manifest.write_text(wanted)
+    assert main(["plan", "-f", str(manifest), "--facts", facts(tmp_path, LARGE)]) == 2
+    cure = "the facts tell of no conversion, which serving.quantization asks for: inspect with --backend nxdi"
+    assert cure in capsys.readouterr().err
+    model = write_tiny_model(tmp_path / "model")
+    manifest.write_text(wanted.replace("hf://acme/llama", f"file://{model}"))
+    assert main(["plan", "-f", str(manifest)]) == 0
+    found = inspect_model(f"file://{model}", "nxdi", quantization="int8")
+    assert found.conversion is not None
+    assert f", int8 {found.conversion.bytes} bytes" in capsys.readouterr().out
+    assert main(["plan", "-f", str(manifest), "-o", "yaml"]) == 0
+    made = yaml.safe_load_all(capsys.readouterr().out)
+    assert [one["metadata"]["name"].partition("-")[0] for one in made if one["kind"] == "Job"] == [
+        "converted",
+        "artifact",
+    ]
+
+
 def test_a_model_that_is_computed_on_the_host_is_not_planned(
     manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
