@@ -122,7 +122,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int]]:
         return answers(ours.url)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # three quarters of a minute of CPU; its parser reads our flags in test_vllm_flags.py always
 @pytest.mark.timeout(600, func_only=True)
 def test_vllm_answers_as_torch_does_and_ends_a_stream_before_itself(
     tmp_path: Path, real: dict[str, str], expected: list[tuple[str, int]]
