@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -16,7 +15,7 @@ from neuron_runtime.adapters.tensors import pairs
 from neuron_runtime.errors import ExitCode, FatalError
 
 pytestmark = [
-    pytest.mark.slow,  # the library takes ten seconds to import
+    pytest.mark.slow,  # the library takes seconds to import, which processes that collect this file would all spend
     pytest.mark.filterwarnings("ignore"),  # it uses names that transformers will drop
 ]
 
@@ -26,6 +25,8 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 
 def written(folder: Path, architecture: str = "LlamaForCausalLM", **lora: Any) -> tuple[Any, dict[str, Any]]:
     """A PEFT model with random adapter weights, saved to the folder, and the config.json of its base."""
+    import peft
+
     config = model_config(architecture=architecture, head_dim=16)
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
@@ -54,13 +55,15 @@ def written(folder: Path, architecture: str = "LlamaForCausalLM", **lora: Any) -
 def test_every_pair_is_the_difference_that_peft_computes(
     tmp_path: Path, architecture: str, lora: dict[str, Any]
 ) -> None:
+    from peft.tuners.lora import LoraLayer
+
     model, config = written(tmp_path, architecture, **lora)
     facts = read_adapter(tmp_path, config, RULES)
     layers = {
         (layer, name.rpartition(".")[2]): module
         for layer, block in enumerate(model.base_model.model.model.layers)
         for name, module in block.named_modules()
-        if isinstance(module, peft.tuners.lora.LoraLayer)
+        if isinstance(module, LoraLayer)
     }
     found = list(pairs(tmp_path))
     assert {(pair.layer, pair.module) for pair in found} == layers.keys()
@@ -101,6 +104,8 @@ def test_fields_that_peft_adds_by_default_are_known(tmp_path: Path) -> None:
 
 
 def test_another_kind_of_adapter_is_refused(tmp_path: Path) -> None:
+    import peft
+
     config = model_config()
     base = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     made = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
@@ -111,6 +116,8 @@ def test_another_kind_of_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_adapter_saved_without_safetensors_is_refused(tmp_path: Path) -> None:
+    import peft
+
     model, _ = written(tmp_path)
     (tmp_path / "adapter_model.safetensors").unlink()
     torch.save(peft.get_peft_model_state_dict(model), tmp_path / "adapter_model.bin")
