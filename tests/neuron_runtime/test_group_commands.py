@@ -108,16 +108,7 @@ def test_a_killed_rank_of_one_command_ends_it_by_name() -> None:
         assert command.wait() == ExitCode.GROUP_MEMBER_LOST
 
 
-def test_a_node_that_is_drained_ends_the_group_in_good_order() -> None:
-    with nodes(simulated(), 2, silence_seconds=30.0) as group:
-        stream = Stream(group.url, max_tokens=60)
-        group.commands[1].process.send_signal(signal.SIGTERM)
-        assert "finish_reason" in stream.end()
-        assert stream.lines[-1] == "data: [DONE]"
-        assert group.wait() == [0, 0]
-
-
-def test_a_group_serves_only_when_it_is_complete_and_counts_its_ranks() -> None:
+def test_a_group_serves_when_it_is_complete_and_ends_in_good_order_when_a_node_is_drained() -> None:
     with nodes(simulated(), 2, silence_seconds=30.0) as group:
         assert get(f"{group.url}/health").status_code == 200
         answer_of(group.url)
@@ -130,6 +121,12 @@ def test_a_group_serves_only_when_it_is_complete_and_counts_its_ranks() -> None:
         lines = group.commands[0].lines
         assert any("waiting for the other ranks" in line for line in lines)
         assert any("following 127.0.0.1 as node 1 of 2, with 1 ranks" in line for line in group.commands[1].lines)
+
+        stream = Stream(group.url, max_tokens=60)
+        group.commands[1].process.send_signal(signal.SIGTERM)
+        assert "finish_reason" in stream.end()
+        assert stream.lines[-1] == "data: [DONE]"
+        assert group.wait() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,9 @@ DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 DELAY_SECONDS = 2.0
 SLOW, SLOWEST = {"stepMilliseconds": 5}, {"stepMilliseconds": 20}
 """Step times of a simulated device: LONG takes 17 seconds with SLOW, a minute with SLOWEST."""
-SLOWLY = ("--backend", "simulated", "--override-neuron-config", json.dumps(SLOWEST))
+SIMULATED = ("--backend", "simulated")
+"""Of a test that asks for no tokens of the model: this engine does not import torch."""
+SLOWLY = (*SIMULATED, "--override-neuron-config", json.dumps(SLOWEST))
 
 
 @pytest.fixture
@@ -209,7 +211,7 @@ def test_adapters_come_back_after_a_crash_of_either_process(
 
 def test_too_many_restarts_end_the_command_with_a_record(model_dir: Path, tmp_path: Path) -> None:
     record = tmp_path / "record"
-    with serve(str(model_dir), "--port", "0", "--record", str(record)) as command:
+    with serve(str(model_dir), "--port", "0", *SIMULATED, "--record", str(record)) as command:
         killed: set[int] = set()
         while command.process.poll() is None and len(killed) < 4:
             for pid, line in children(command.process.pid):
@@ -223,14 +225,14 @@ def test_too_many_restarts_end_the_command_with_a_record(model_dir: Path, tmp_pa
 
 
 def test_the_children_of_a_killed_supervisor_exit(model_dir: Path, short_dir: Path) -> None:
-    command = ServeCommand([str(model_dir), "--port", "0"], short_dir)
+    command = ServeCommand([str(model_dir), "--port", "0", *SIMULATED], short_dir)
     command.until_ready()
     pids = [pid for pid, _ in children(command.process.pid)]
     assert len(pids) == 2
     assert command.end(signal.SIGKILL) == -signal.SIGKILL
     until(lambda: not any(alive(pid) for pid in pids))
     (left,) = short_dir.iterdir()
-    command = ServeCommand([str(model_dir), "--port", "0"], short_dir)
+    command = ServeCommand([str(model_dir), "--port", "0", *SIMULATED], short_dir)
     command.url()
     command.until(lambda: not left.exists())
     assert command.end() == 0
@@ -241,7 +243,7 @@ def test_a_stopped_engine_is_not_ready_until_it_continues_and_is_detected_as_hun
     """The process of a hung step is ended; the limit comes from the shared file."""
     from neuron_runtime.processes.lifeline import Deadline
 
-    with serve(str(model_dir), "--port", "0") as command:
+    with serve(str(model_dir), "--port", "0", *SIMULATED) as command:
         url = command.until_ready()
         engine = command.child(ENGINE)
         with stopped(engine):
@@ -298,9 +300,6 @@ def broken(folder: Path, file: str, content: bytes | None) -> Path:
     [
         ("config.json", None, 13, "config.json"),
         ("model.safetensors", b"\x10\x00\x00", 13, "model.safetensors"),
-        ("tokenizer.json", b"{", 13, "tokenizer.json"),
-        ("tokenizer.json", None, 13, "tokenizer is missing; add tokenizer.json or tokenizer.model or vocab.json"),
-        ("tokenizer_config.json", b'{"chat_template": [{}]}', 13, "tokenizer_config.json: an entry of chat_template"),
         ("chat_template.jinja", b"{% if %}", 13, "is invalid: line 1: Expected an expression"),
         ("generation_config.json", b"[]", 13, "generation_config.json"),
     ],
@@ -351,7 +350,7 @@ def test_an_unreachable_hub_ends_the_command_with_what_to_check(tmp_path: Path) 
 def test_the_port_is_released_on_exit(model_dir: Path) -> None:
     with free_ports() as port:
         for _ in range(2):
-            with serve(str(model_dir), "--port", str(port)) as command:
+            with serve(str(model_dir), "--port", str(port), *SIMULATED) as command:
                 get(f"{command.url()}/live")
                 assert command.end() == 0
 
