@@ -53,6 +53,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
             rig.up(() if was_up else images_for(request.session.items))
             yield rig
         finally:
+            rig.disconnect()
             if not was_up:
                 rig.down()
                 of_tests.unlink()

@@ -95,7 +95,7 @@ async def kubelet(namespace: Namespace, status_of: Callable[[Any], Status] = fin
     async def work() -> None:
         while True:
             await asyncio.to_thread(sweep)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
 
     task = asyncio.create_task(work())
     try:
