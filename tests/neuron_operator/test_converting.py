@@ -122,7 +122,8 @@ def test_the_job_reads_what_was_fetched_on_a_node_without_devices_with_room_for_
         *("--backend", "torch", "--quantization", "int8", "--record", names.TERMINATION_LOG),
     ]
     (container,) = pod["containers"]
-    assert [variable["name"] for variable in container["env"]] == ["HOME"], "the source is on the claim"
+    names_of = [variable["name"] for variable in container["env"]]
+    assert names_of == ["HF_TOKEN", "HOME"], "what somebody deleted meanwhile is fetched again"
     (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "weights"]
     assert "readOnly" not in mount
     (term,) = pod["affinity"]["nodeAffinity"][names.REQUIRED_AFFINITY]["nodeSelectorTerms"]

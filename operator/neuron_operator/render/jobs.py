@@ -123,12 +123,12 @@ def fetch_job(model: NeuronModel, settings: Settings, weights: Place, facts: Fac
 
 
 def convert_job(model: NeuronModel, settings: Settings, revision: Revision) -> tuple[Object, ...]:
-    """Makes of the weights at their source, or where a Job has fetched them, what replicas read. Empty: they read what
-    is there."""
+    """Makes of the weights, which a Job has fetched to the same place unless they are read where their URI says, what
+    replicas read. It fetches them again if they are lost. Empty: replicas read what is there."""
     pinned, conversion = revision.pinned, revision.pinned.conversion
     if conversion is None or pinned.weights is None:
         return ()
-    access = storage.converting(model, pinned.weights)
+    access = fetching(model, pinned.weights)
     command = ["neuron-runtime", "convert", model.spec.model.uri, *access.arguments, "--digest", pinned.facts.digest]
     command += ["--backend", model.spec.backend, "--quantization", conversion.format]
     command += ["--record", names.TERMINATION_LOG]

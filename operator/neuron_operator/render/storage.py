@@ -232,15 +232,6 @@ def fetching(model: NeuronModel, place: Place) -> Access:
     return source(model) + replace(target, arguments=(WEIGHTS.folder,))
 
 
-def converting(model: NeuronModel, place: Place) -> Access:
-    """To convert weights into a shared place, where a Job has put them if pods do not read their source in place; the
-    argument is the destination."""
-    if is_fetched_by_job(model, place):
-        target = access_to(WEIGHTS, place)
-        return replace(target, arguments=fetching(model, place).arguments)
-    return fetching(model, place)
-
-
 def compiling(model: NeuronModel, weights: Place | None, artifacts: Place) -> Access:
     """To compile a model into a shared place. Weights that a Job put into a claim are at hand; otherwise the URI has
     what the compiler reads. A draft model may have a Secret of its own, so it is read from where its Job put it, and
