@@ -6,6 +6,7 @@ Called by `writing`. Memory is that of the rows: never of a whole tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,12 +20,13 @@ from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.errors import FatalError
 from neuron_runtime.quantization import CONVERTER, WHOLE, Kind, quantization_of
 
-PART_ELEMENTS = 2**21
-"""Numbers that are converted at a time."""
+PART_ELEMENTS = 2**19
+"""Numbers that are converted at a time, so that what is in between stays in the processor's cache."""
 BUFFER_BYTES = 2**20
 NUM_ACTIVATIONS = 16
 """Random inputs of a layer, by which errors are measured."""
 SEED = 20
+_float8 = NUMBERS["F8_E4M3"]
 NOT_A_NUMBER = 0x7F
 """Of float8_e4m3fn, without the sign."""
 
@@ -85,7 +87,7 @@ class Weights:
         step = max(1, PART_ELEMENTS // columns)
         for begin in range(0, rows, step):
             part = self._part(name, slice(begin, min(begin + step, rows)), columns)
-            if not bool(torch.isfinite(part.plain).all()):
+            if not bool(torch.isfinite(torch.stack(part.plain.aminmax())).all()):
                 raise InvalidModel(f"{self._where(name)} has numbers that are not finite, so it cannot be converted")
             yield part
 
@@ -153,6 +155,17 @@ class _Checked:
         return self._weights.raw(self._name, part)
 
 
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Parts are so small that threads would wait for one another longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class LayerError:
     """The error of a layer's output as a share of that output, over random activations of a fixed seed."""
 
@@ -165,8 +178,11 @@ class LayerError:
         if len(self._activations) != columns:
             seeded = torch.Generator().manual_seed(SEED)
             self._activations = torch.randn((columns, NUM_ACTIVATIONS), generator=seeded)
-        again = part.stored.float() if part.scale is None else part.stored.float() * part.scale
-        self._error += float((again - part.plain).matmul(self._activations).square().sum(dtype=torch.float64))
+        again = _float8(part.stored) if part.stored.dtype == torch.float8_e4m3fn else part.stored.float()
+        if part.scale is not None:
+            again.mul_(part.scale)
+        error = again.sub_(part.plain)
+        self._error += float(error.matmul(self._activations).square().sum(dtype=torch.float64))
         self._output += float(part.plain.matmul(self._activations).square().sum(dtype=torch.float64))
 
     @property

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from neuron_runtime.conversion.shards import Place, Shard
-from neuron_runtime.conversion.weights import LayerError, Weights
+from neuron_runtime.conversion.weights import LayerError, Weights, on_one_thread
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.disk import make_folder, open_file, read_blocks, write_all, writing
 from neuron_runtime.weights.journal import Claim, Journal
@@ -63,7 +63,7 @@ def write_weights(
     """
     files, places = work / "files", {place.output.name: place for shard in shards for place in shard.places}
     total = sum(shard.num_bytes for shard in shards)
-    with writing(work), contextlib.ExitStack() as stack:
+    with writing(work), on_one_thread(), contextlib.ExitStack() as stack:
         make_folder(files)
         _check_space(files, shards, tools)
         journal = stack.enter_context(contextlib.closing(Journal(work / JOURNAL, digest)))
