@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from helpers.adapters import write_adapter
 from helpers.quantized import FORMATS, quantize, quantize_experts
 from helpers.random_model import model_config, stacked
 from helpers.torch_models import MODELS, load_backend, random_model, reference, reference_logits, runtime_config
@@ -28,10 +29,11 @@ from helpers.torch_parity import (
 )
 from neuron_runtime.backend.torch.architecture import Rope, Tempering, Window, decoder_config
 from neuron_runtime.backend.torch.graphs import TorchCompiler
-from neuron_runtime.backend.torch.linear import Widened
+from neuron_runtime.backend.torch.linear import Scaled, Widened
 from neuron_runtime.backend.torch.mlp import Clamped, Route
 from neuron_runtime.backend.torch.ranks import Ranks
-from neuron_runtime.checkpoint import CONFIG_FILE, WEIGHTS_FILE, InvalidModel, read_checkpoint
+from neuron_runtime.checkpoint import CONFIG_FILE, WEIGHTS_FILE, InvalidModel, read_checkpoint, read_config
+from neuron_runtime.config import AdapterOptions
 from neuron_runtime.conversion.plan import conversion_of
 from neuron_runtime.core import Request, Sampling
 from neuron_runtime.errors import FatalError, InvalidConfig
@@ -114,6 +116,38 @@ def test_shared_blocks_and_preemption_change_no_token(name: str, tmp_path: Path)
     assert engine.stats.num_preemptions_total > 0
     assert engine.stats.num_prefix_hits_total > 0
     check_greedy(folder, asked, tokens)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_of_their_attention_give_the_tokens_of_peft(name: str, tmp_path: Path) -> None:
+    model = random_model(tmp_path / "model", **MODELS[name])
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    loaded = {"one": write_adapter(tmp_path / "one", read_config(model), targets=targets)}
+    asked = [
+        Request(str(i), tuple(prompt), Sampling(max_tokens=9, temperature=0.0), adapter=adapter)
+        for i, (prompt, adapter) in enumerate(zip(random_sequences(33, 21, 40), ("one", "", "one"), strict=True))
+    ]
+    options = AdapterOptions(max_active=1, max_rank=4)
+    limits = {"max_sequences": 3, "max_model_length": 64, "max_step_tokens": 24}
+    tokens, *_ = serve(model, list(enumerate(asked)), loaded=loaded, adapters=options, **limits)
+    check_greedy(model, asked, tokens, loaded)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_in_one_tensor_are_quantized_while_they_are_read(name: str, tmp_path: Path) -> None:
+    folder, sequences = random_model(tmp_path / "model", **MODELS[name]), random_sequences(19, 31)
+    decoder, *rest = load_decoder_and_cache(folder, "blocks", quantization="int8")
+    assert isinstance(decoder.weights.layers[1].mlp.experts[2].gate_up, Scaled)
+    exact = feed(*load_decoder_and_cache(folder, "blocks"), STEPS, sequences)
+    found = feed(decoder, *rest, STEPS, sequences)
+
+    def logits_of(ranks: Ranks) -> Any:
+        return feed(*load_decoder_and_cache(folder, "blocks", quantization="int8", ranks=ranks), STEPS, sequences)
+
+    for split in on_ranks(2, tmp_path, logits_of):
+        for ours, whole, expected in zip(split, found, exact, strict=True):
+            torch.testing.assert_close(ours, whole, atol=1e-3, rtol=0)
+            assert (whole - expected).abs().mean() < expected.abs().mean() / 20
 
 
 def test_the_shapes_of_llama_4_follow_its_fields() -> None:

@@ -80,7 +80,7 @@ def test_the_step_that_is_compiled_computes_what_the_decoder_does(name: str, lay
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", [*WINDOWS, *CHUNKS])
 def test_a_prompt_longer_than_the_window_matches_transformers(name: str, layout: str, tmp_path: Path) -> None:
     folder = random_model(tmp_path, **MODELS[name])
     sequences = random_sequences(300, 60)
