@@ -29,6 +29,7 @@ from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.held import held_as
 from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
 from neuron_runtime.backend.torch.naming import as_named
+from neuron_runtime.backend.torch.step_module import constants
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.quantization import Quantizing
 
@@ -107,6 +108,12 @@ class BareDecoder:
         )
         shape = (num_lines, model.num_kv_heads, line_length, model.head_dim)
         self._cache = KVCache.empty(model.windows, shape, dtype)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the weights."""
+        assert isinstance(self._decoder, Decoder)
+        return sum(one.numel() * one.element_size() for one in constants(self._decoder.weights).values())
 
     def eager_because(self) -> str | None:
         """Why this machine cannot run compiled steps, if so."""

@@ -45,6 +45,10 @@ RAW_TARGETS = {1: 0.90, 8: 0.93, 16: 0.93, 32: 0.93}
 """Bounds of engine decode relative to bare steps, by number of sequences."""
 COMPILED_TARGETS = {1: 1.2, 8: 1.25, 32: 1.15}
 """Bounds of compiled steps relative to eager ones, by number of rows."""
+QUANTIZED_TARGETS = {("int8", 1): 1.6, ("fp8", 1): 1.0}
+"""Bounds of steps with quantized weights relative to those of the model's dtype, by kind and number of rows."""
+QUANTIZED_PREFILL_TARGET = 0.8
+RESIDENT_TARGET = 1.05
 ADAPTERS, ADAPTER_RANK = 8, 16
 ADAPTER_TARGETS = {0: 1.02, ADAPTERS: 1.25}
 """Bounds of a step relative to one of the base model, by the number of adapters that its rows use."""
@@ -330,6 +334,49 @@ def compiled_section(effort: Effort) -> Found:
     return Found(title, (*found, bound), {str(rows): [one.ratio for one in some] for rows, some in points.items()})
 
 
+def quantized_section(effort: Effort) -> Found:
+    """Steps with quantized weights compared with those of the model's dtype, and their memory."""
+    from neuron_runtime.backend.torch.before_import import set_up_allocation
+
+    set_up_allocation()
+    from bench import quantized
+
+    folder = random_model(SHAPE)
+    turns, counts = 8 * effort.num_turns, (1, 8, MAX_ROWS)
+    runs = [
+        quantized.measure(folder, ("int8", "fp8"), counts, prompt=PREFILL_TOKENS, start=INPUT_LEN, num_turns=turns)
+        for _ in range(effort.num_iters)
+    ]
+
+    def row(name: str, tokens: int, target: float | None, points: Sequence[quantized.Point]) -> Row:
+        rates = (
+            tokens / statistics.median(seconds)
+            for seconds in ([one.plain_seconds for one in points], [one.seconds for one in points])
+        )
+        return Row(
+            name,
+            (statistics.median(one.ratio for one in points),),
+            "ratio",
+            None if target is None else at_least(target),
+            "{:.0f} to {:.0f} tokens/s".format(*rates),
+            Load.together([one.load for one in points]),
+        )
+
+    rows: list[Row] = []
+    for kind in ("int8", "fp8"):
+        found = [run[kind] for run in runs]
+        for count in counts:
+            name = f"{kind} : bfloat16, step of {count} row{'s' if count > 1 else ''}"
+            rows.append(row(name, count, QUANTIZED_TARGETS.get((kind, count)), [one.decode[count] for one in found]))
+        name = f"{kind} : bfloat16, prefill of {PREFILL_TOKENS} tokens"
+        rows.append(row(name, PREFILL_TOKENS, QUANTIZED_PREFILL_TARGET, [one.prefill for one in found]))
+        resident, stored = found[0].resident_bytes, found[0].format_bytes
+        note = f"{resident / 2**20:.0f} MiB for {stored / 2**20:.0f}"
+        limit = at_most(RESIDENT_TARGET) if kind == "int8" else None  # fp8 is multiplied out
+        rows.append(Row(f"{kind} in memory : on disk", (resident / stored,), "ratio", limit, note))
+    return Found(f"quantized weights, eager steps, {MODEL}", tuple(rows), {})
+
+
 def adapters_section(effort: Effort) -> Found:
     """Decode steps with adapters compared with those of the base model."""
     from bench import adapters
@@ -607,6 +654,7 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "front-end": front_end_section,
     "engine": engine_section,
     "compiled": compiled_section,
+    "quantized": quantized_section,
     "adapters": adapters_section,
     "drafts": drafts_section,
     "http": http_section,

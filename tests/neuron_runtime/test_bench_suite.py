@@ -37,13 +37,15 @@ def test_sections_run_in_process_fill_every_declared_row(
 ) -> None:
     folder, page = tmp_path / "out", tmp_path / "README.md"
     page.write_text(f"before\n{suite.BEGIN}\nold\n{suite.END}\nafter\n")
-    wanted = ["engine", "adapters", "drafts", "prefix", "loading"]
+    wanted = ["engine", "quantized", "adapters", "drafts", "prefix", "loading"]
     assert main(["--quick", "--only", *wanted, "--folder", str(folder), "--markdown", str(page)]) == 0
     found = json.loads((folder / "figures.json").read_bytes())
     values = {one["name"]: one for table in found["tables"] for one in table["rows"]}
     assert values["decode : bare step, 1 sequences"]["target"] == ">= 0.9"
     assert values["decode : bare step, 8 sequences"]["values"]["value"] > 0
     assert values["rows of 8 adapters : base, 32 rows"]["target"] == "<= 1.25"
+    assert values["int8 : bfloat16, step of 1 row"]["target"] == ">= 1.6"
+    assert values["int8 in memory : on disk"]["values"]["value"] == pytest.approx(1.0, abs=0.05)
     assert values["no row with an adapter : base, 32 rows"]["values"]["value"] > 0
     assert values["with drafts : without, 1 sequences, edited prompts"]["target"] == ">= 1.8"
     assert values["with drafts : without, 32 sequences, noise"]["values"]["value"] > 0
