@@ -325,6 +325,7 @@ def test_loading_says_that_support_has_ended_and_names_the_successor(
         ({"buckets": {"prefix": [8]}}, "buckets.prefix", "no prefix caching"),
         ({"buckets": {"sequences": [2]}}, "buckets.sequences", "decodes all lines"),
         ({"asyncMode": True}, "asyncMode", "has no such mode"),
+        ({"kvCacheDtype": "fp8"}, "kvCacheDtype", "quantizes it by overrideNeuronConfig.kv_cache_quant alone"),
         ({"sampling": "DeviceWithLogits"}, "sampling", "use Device, or Host"),
         ({"applicationClass": "llama"}, "applicationClass", "by the architecture"),
         ({"buckets": {"context": [1, 8]}}, "buckets.context", "the least is 2"),

@@ -353,8 +353,11 @@ def test_the_key_of_an_artifact_has_types_and_exclusions_and_no_scales_or_folder
 )
 def test_other_forms_are_refused_by_name(llama: Path, method: dict[str, Any], form: str, tmp_path: Path) -> None:
     model = changed(llama, tmp_path / "model", {"quantization_config": method})
-    with pytest.raises(FatalError, match=f"the weights are {form}, but .* int8 per channel or fp8 per channel alone"):
+    with pytest.raises(
+        FatalError, match=f"the weights are {form}, but .* int8 per channel or fp8 per channel alone"
+    ) as no:
         settings(model)
+    assert ("`neuron-runtime convert`" in str(no.value)) == (form not in ("awq", "gptq"))
 
 
 def test_quantized_experts_are_refused_by_name() -> None:
@@ -388,10 +391,15 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 def test_tensors_that_contradict_config_json_are_refused_before_a_device_is_held(
     int8: Path, tensors: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    """Before they are compiled, if they are there by then."""
     model = changed(int8, tmp_path / "model", **tensors)
     with fake_nxdi() as fake, pytest.raises(InvalidModel, match=message):
         answer(model, tmp_path / "artifact")
-    assert not fake.COUNTS.steps
+    assert not fake.COUNTS.compiled
+    (tmp_path / "artifact" / DOCUMENT).touch()
+    with fake_nxdi() as fake, pytest.raises(InvalidModel, match=message):
+        nxdi.load_backend(model, config_of(model), lambda stage, share: None, tmp_path / "artifact")
+    assert not fake.device.DEVICE.world_size
 
 
 def test_a_quantized_draft_model_is_refused(int8: Path, tmp_path: Path) -> None:
@@ -403,11 +411,13 @@ def test_a_quantized_draft_model_is_refused(int8: Path, tmp_path: Path) -> None:
 def test_weights_that_are_not_as_wanted_must_be_converted_first(llama: Path, int8: Path) -> None:
     with (
         fake_nxdi(),
-        pytest.raises(InvalidConfig, match="is int8, but these weights are not: run `neuron-runtime conv"),
+        pytest.raises(InvalidConfig, match="is int8, but these weights are not: convert them"),
     ):
         nxdi.compiler(config_of(llama, quantization="int8"), llama)
     with fake_nxdi():
         assert nxdi.compiler(config_of(int8, quantization="int8"), int8)
+        with pytest.raises(InvalidConfig, match="is none, but these weights are not: convert them"):
+            nxdi.compiler(config_of(int8, quantization="none"), int8)
 
 
 def test_a_scale_that_the_library_drops_is_an_error(int8: Path) -> None:

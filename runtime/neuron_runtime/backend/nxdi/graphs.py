@@ -18,6 +18,7 @@ from typing import Any
 
 from neuron_runtime.backend.neuron.devices import Target, check_cores, environment_of, find_target
 from neuron_runtime.backend.neuron.installed import platform_target
+from neuron_runtime.backend.neuron.model_config import quantization_of
 from neuron_runtime.backend.neuron.step_graphs import Prefill
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import all_graphs
@@ -29,6 +30,7 @@ from neuron_runtime.backend.nxdi.foreign import (
     is_foreign,
     within,
 )
+from neuron_runtime.backend.nxdi.models import reads_stored
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.quantized import check_stored
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
@@ -156,7 +158,7 @@ class NxdiCompiler:
         with tempfile.TemporaryDirectory(prefix="nxdi-") as scratch:
             self._work = Path(scratch, "work")
             prepare_environment(self._settings, self._target, self._work)
-            if self._settings.neuron_config.get(SHARDED):
+            if any(self._model_dir.glob("*.safetensors")):  # else they are elsewhere, and compared when they are loaded
                 check_stored(read_checkpoint(self._model_dir))
             with all_weights_read(self._model_dir, self._settings, self._draft_dir):
                 library.application(self._settings, self._model_dir, self._draft_dir).compile(str(folder))
@@ -232,14 +234,21 @@ def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]
     on a machine with devices."""
     target = find_target(config, ask=platform_target)
     model = read_config(model_dir)
-    if config.quantization != "auto" and not config.model.converted and wanted_format(model, config.quantization):
-        message = f"is {config.quantization}, but these weights are not: run `neuron-runtime convert` first"
-        raise InvalidConfig("$.quantization", message)
+    _check_wanted(config, model)
     settings = settings_of(config, model, target, draft=draft_files(config))
     library.check_rows(settings)
     if target.granted_cores:
         check_cores(target, settings.tensor)
     return settings, target
+
+
+def _check_wanted(config: RuntimeConfig, model: Mapping[str, Any]) -> None:
+    """Weights are converted before they come here, unless the class multiplies them out. Raises InvalidConfig."""
+    if config.quantization == "auto" or config.model.converted or (quantization_of(model) and reads_stored(model)):
+        return
+    if wanted_format(model, config.quantization):
+        message = f"is {config.quantization}, but these weights are not: convert them with `neuron-runtime convert`"
+        raise InvalidConfig("$.quantization", f"{message}, and set model.converted to the digest that it prints")
 
 
 def fitting(config: RuntimeConfig, model_dir: Path, folder: Path) -> RuntimeConfig:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from neuron_runtime.backend.neuron.model_config import ignored_by, own_head_dim, quantization_of
 from neuron_runtime.backend.nxdi.quantized import FORMS, check_modules, form_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.quantization import has_known_method
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A class that is not registered: `module:Class`."""
@@ -172,11 +173,14 @@ def _check_weights(family: NxdiFamily, model: Mapping[str, Any]) -> None:
     if quantization_of(model) not in family.quantizations and not (family.quantized and form in FORMS):
         computed = (*family.quantizations, *(FORMS if family.quantized else ()))
         reads = " or ".join(one or "unquantized" for one in computed)
+        cure = "serve a checkpoint that has them"
+        if family.quantized and has_known_method(model):
+            cure += ", or convert this one with `neuron-runtime convert`"
         experts = "; its quantized experts need a form that none of these checkpoints has" if family.experts else ""
         raise FatalError(
             ExitCode.UNSUPPORTED_ARCHITECTURE,
             f"config.json: the weights are {form or 'unquantized'}, but NxD Inference's {family.application} "
-            f"computes those that are {reads} alone{experts}: serve a checkpoint that has them",
+            f"computes those that are {reads} alone{experts}: {cure}",
         )
     check_modules(model)
 
