@@ -89,6 +89,17 @@ def test_a_simulated_device_needs_neither_weights_nor_torch() -> None:
     assert requested(EIGHT_B, engine={"backend": "simulated"}) == (0.2, 0.3125)
 
 
+def test_converted_weights_need_their_own_memory_if_they_are_computed_as_they_are() -> None:
+    plain, converted = {**EIGHT_B, "dtype": "bfloat16"}, {"digest": "c0" * 32, "bytes": 9_090_000_000}
+    _, unquantized = requested(plain)
+    _, int8 = requested({**plain, "conversion": {**converted, "format": "int8"}})
+    _, fp8 = requested({**plain, "conversion": {**converted, "format": "fp8"}})
+    compiled = {"engine": {"backend": "torch", "compile": "Enabled"}}
+    _, in_graphs = requested({**plain, "conversion": {**converted, "format": "int8"}}, **compiled)
+    assert unquantized - int8 > 6
+    assert fp8 == in_graphs == unquantized, "they are multiplied out"
+
+
 def test_quantized_weights_are_computed_in_bfloat16_and_need_its_memory() -> None:
     _, unquantized = requested({**EIGHT_B, "dtype": "bfloat16"})
     _, quantized = requested({**EIGHT_B, "dtype": "float8_e4m3fn", "weightsBytes": 9_090_000_000})

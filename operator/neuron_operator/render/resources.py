@@ -130,10 +130,12 @@ def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostByte
     # A draft model is computed in the model's type, and has a cache as long.
     loaded = facts.loaded
     cached = sum(cached_numbers(one, ranks_of(model)) for one in loaded) * computed
+    held = () if model.spec.is_compiled else model.spec.runs.held
     widened = (
-        max(0, one.parameters * DTYPE_BYTES["bfloat16"] - one.weights_bytes)
+        max(0, one.parameters * (width or DTYPE_BYTES["bfloat16"]) - one.read_bytes)
         for one in loaded
-        if not width and one.dtype not in DTYPE_BYTES and one.conversion is None
+        if (one.conversion and one.conversion.format not in held)
+        or (one.conversion is None and not width and one.dtype not in DTYPE_BYTES)
     )
     return HostBytes(
         weights=sum(one.read_bytes if one.conversion or not width else one.parameters * width for one in loaded),

@@ -185,6 +185,9 @@ class Engine:
     """Whether it computes on the devices of a replica, which are then planned."""
     devices: Callable[[str, Sequence[str], Mapping[str, str]], DeviceRules] = lambda *_: DeviceRules()
     """By its version, and the flags and variables of the manifest."""
+    held: tuple[str, ...] = ()
+    """Of an engine on a host: formats of converted weights that it does not multiply out in memory, unless steps are
+    compiled."""
     quantizes_itself: bool = False
     """Of an engine that honours `serving.quantization`: whether a replica reads each format that it knows as it is, and
     quantizes other weights while it loads them. Otherwise they are converted before."""

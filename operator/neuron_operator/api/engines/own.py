@@ -184,6 +184,7 @@ TORCH = _row(
     | COMPILED_IF_ASKED
     | {"serving.adapters", "serving.quantization", "serving.speculation"},
     drafts=("NGram", "Draft", "Eagle"),
+    held=("int8",),
     quantizes_itself=True,
     compiles="on request",
     # AOTInductor and g++, one graph at a time: 1.2 GB measured with 4 layers, 2.3 GB with 12.
