@@ -23,11 +23,18 @@ from neuron_operator.decide.pin import pin
 from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.planner import choose
 from neuron_operator.read.adapters import adapters_in
-from neuron_operator.read.records import Facts
+from neuron_operator.read.records import Facts, PlannedConversion
 from neuron_operator.read.world import Place, StorageSettings
 from neuron_operator.render import config_document as operator
 from neuron_operator.render.adapters import MAX_LISTED, adapter_list
-from neuron_operator.render.jobs import compile_jobs, fetch_adapter_job, fetch_job, resolve_adapter_job, resolve_job
+from neuron_operator.render.jobs import (
+    compile_jobs,
+    convert_job,
+    fetch_adapter_job,
+    fetch_job,
+    resolve_adapter_job,
+    resolve_job,
+)
 from neuron_runtime import config as runtime
 from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.artifacts.key import compiled_part
@@ -441,6 +448,27 @@ def test_the_runtime_parses_the_commands_that_fetch_and_read_stored_weights(plac
     assert serve.weights_dir.as_posix() == names.WEIGHTS_DIR
     assert serve.weights_store == (store.uri if store else "")
     assert serve.on_weights_miss == "fail"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_runtime_parses_the_command_that_converts_weights(place: str) -> None:
+    using = replace(SETTINGS, storage=StorageSettings(weights=PLACES[place]))
+    spec = {**SPEC, "model": {"uri": "hf://acme/tiny"}, "engine": {"backend": "torch"}}
+    model = parse(body({**spec, "serving": {"quantization": "Int8"}}))
+    planned = PlannedConversion(digest="c0" * 32, format="int8", bytes=10**9)
+    facts = msgspec.structs.replace(KNOWN, conversion=planned)
+    revision = pin(model, facts, using, 1)
+    (job, *_) = convert_job(model, using, revision)
+    convert = build_parser().parse_args(command_of(job["spec"]["template"]))
+    store = PLACES[place].object_store
+    assert convert.run.__module__.endswith("convert")
+    assert (convert.uri, convert.digest) == ("hf://acme/tiny", KNOWN.digest)
+    assert (convert.backend, convert.quantization) == ("torch", "int8")
+    assert convert.store == (store.uri if store else names.WEIGHTS_DIR)
+    document = operator.config_document(replace(model, reads_converted=True), facts)
+    parsed = runtime.parse_config(operator.to_json(document).encode())
+    assert compiled_part(parsed) == runtime.parse_config(operator.to_json(operator.compiled_part(document)).encode())
+    assert (parsed.model.converted, parsed.quantization) == (planned.digest, "int8")
 
 
 @pytest.mark.parametrize("arguments", [(), own.API_KEYS])

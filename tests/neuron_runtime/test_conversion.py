@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from helpers.chat_model import write_chat_model
 from helpers.quantized import FORMATS, quantize
 from helpers.tiny_model import write_tiny_model
+from helpers.torch_models import reference, reference_logits
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
@@ -29,7 +30,7 @@ from neuron_runtime.checkpoint import (
 )
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import ModelSource
-from neuron_runtime.conversion import converting, shards, weights, writing
+from neuron_runtime.conversion import converting, measuring, shards, weights, writing
 from neuron_runtime.conversion.converting import convert
 from neuron_runtime.conversion.plan import Conversion, conversion_of
 from neuron_runtime.conversion.shards import shards_of
@@ -38,6 +39,7 @@ from neuron_runtime.conversion.writing import write_weights
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.quantization import quantization_of
 from neuron_runtime.record import Converted
+from neuron_runtime.text.tokenizer import load_tokenizer
 from neuron_runtime.weights.fetching import described, materialize
 from neuron_runtime.weights.store import MANIFEST, Store
 from neuron_runtime.weights.transfer import Amount, Tools
@@ -395,6 +397,15 @@ def test_the_command_tells_the_error_that_a_conversion_makes(
     assert figures["convertedPerplexity"] != figures["perplexity"]
     config = json.loads((Path(out.strip()) / CONFIG_FILE).read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_the_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path / "model", dtype="float32")
+    save_file({name: one.float() * 8 for name, one in load_file(folder / WEIGHTS_FILE).items()}, folder / WEIGHTS_FILE)
+    ids = load_tokenizer(folder).encode(measuring.TEXT)[: measuring.MAX_TOKENS]
+    logits = reference_logits(reference(folder), list(ids))
+    expected = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).exp()
+    assert measuring.perplexity(read_checkpoint(folder), folder) == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_a_perplexity_that_takes_too_much_memory_is_not_computed(
