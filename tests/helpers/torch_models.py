@@ -117,8 +117,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "floor_scale": 16,
         "rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0},
     },
-    "Llama 4 with two experts and plain heads": {
-        "architecture": "Llama4ForCausalLM",
+    "Llama 4 with images, two experts and plain heads": {
+        "architecture": "Llama4ForConditionalGeneration",
         "head_dim": 16,
         "num_layers": 3,
         "intermediate_size": 48,
@@ -130,16 +130,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
         "attn_temperature_tuning": False,
         "attention_chunk_size": 32,
-    },
-    "Llama 4 with images": {
-        "architecture": "Llama4ForConditionalGeneration",
-        "head_dim": 16,
-        "intermediate_size": 32,
-        "intermediate_size_mlp": 96,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        "no_rope_layers": [0, 1],
-        "attention_chunk_size": 24,
     },
 }
 """Fields of every family that tests compare with transformers."""

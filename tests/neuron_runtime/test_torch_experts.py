@@ -40,6 +40,7 @@ from neuron_runtime.errors import FatalError, InvalidConfig
 from neuron_runtime.inspection import model_facts
 
 FAMILIES = ("gpt-oss", "Llama 4")
+IMAGES = "Llama 4 with images, two experts and plain heads"
 STEPS = [[(0, 0, 18), (1, 0, 24)], [(0, 18, 19), (1, 24, 31)]]
 
 
@@ -185,7 +186,7 @@ def test_a_chunk_begins_at_its_multiples_and_a_window_where_it_ends() -> None:
         ("Llama 4", {"floor_scale": 0}, "floor_scale must be a positive number"),
         ("Llama 4", {"layer_types": ["sliding_attention"] * 4}, "supported: full_attention, chunked_attention"),
         ("Llama 4", {"attention_chunk_size": True}, "attention_chunk_size must be a positive integer"),
-        ("Llama 4 with images", {"text_config": 3}, "text_config must be an object"),
+        (IMAGES, {"text_config": 3}, "text_config must be an object"),
         ("gpt-oss", {"swiglu_limit": -1}, "swiglu_limit must be a positive number"),
         ("gpt-oss", {"sliding_window": None}, "names sliding_attention, but sliding_window is null"),
         ("gpt-oss", {"layer_types": ["full_attention"]}, r"layer_types must be a list of num_hidden_layers \(3\)"),
@@ -251,7 +252,7 @@ def test_bfloat16_is_near_float32(name: str, tmp_path: Path) -> None:
     assert (exact - found).abs().mean() < exact.abs().mean() / 20
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "Llama 4 with images"])
+@pytest.mark.parametrize("name", [*FAMILIES, IMAGES])
 def test_their_steps_are_not_compiled(name: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="without experts"):
         TorchCompiler(runtime_config(), random_model(tmp_path, **MODELS[name]))
