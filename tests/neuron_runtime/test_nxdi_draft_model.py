@@ -30,6 +30,7 @@ from helpers.nxdi_engine import (
     served,
     settings_for,
 )
+from helpers.told_drafts import events_of, tokens_of
 from neuron_runtime.backend import nxdi
 from neuron_runtime.backend.nxdi.buckets import all_graphs, limits_of
 from neuron_runtime.backend.nxdi.foreign import differences
@@ -38,6 +39,7 @@ from neuron_runtime.backend.nxdi.settings import DraftFiles
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import Request, Sampling
+from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import InvalidConfig
 
 DRAFT: dict[str, Any] = {"speculation": {"method": "Draft", "numTokens": 3, "model": {"uri": "file:///d"}}}
@@ -82,6 +84,58 @@ def test_an_answer_is_as_without_the_drafts_of_a_second_model(
     share = sum(accepted for _, accepted in drafting.learned) / sum(count for count, _ in drafting.learned)
     # Several rows open their places to one another's drafts.
     assert share < 0.3 if draft != "Llama" else share > 0.99 if rows == 1 else 0.3 < share < 0.99
+
+
+@pytest.mark.parametrize(("version", "mode"), [("0.9", "strict"), ("0.7", "damage")])
+def test_answers_over_blocks_share_prefixes_and_are_as_without_drafts(
+    version: str, mode: Mode, models: dict[str, Model], tmp_path: Path
+) -> None:
+    """Up to the model's length, which is that of blocks; some drafts of a row have no block."""
+    model, random = models["Llama"], Random(6)
+    limits = {"maxSequences": 3, "maxModelLength": 192, "blockSize": 32, "numBlocks": 12}
+    document = {**BLOCKS, "chunkedPrefill": "auto", "limits": limits}
+    document["buckets"] = {"context": [128, 192], "prefix": [64, 192], "tokenGeneration": [128, 224]}
+    beginning = tuple(random.randrange(256) for _ in range(70))
+    requests = []
+    for number in range(9):
+        prompt = (
+            *beginning[: random.choice((0, 40, 70))],
+            *(random.randrange(256) for _ in range(random.randint(1, 60))),
+        )
+        most = random.choice((1, 9, 30)) if number % 4 else 192 - len(prompt)
+        requests.append(Request(f"{number}", prompt, Sampling(max_tokens=most, temperature=0.0)))
+    with library(version, mode):
+        settings = settings_for(model, **document, **drafts_by(model.folder, 3))
+        assert settings.neuron_config["seq_len"] == 224
+        backend = backend_for(model, settings, tmp_path / "artifact", model.folder)
+        drafting = OfTheDevice(backend.limits)
+        engine = Engine(backend, drafting=drafting)
+        backend.warm_up(lambda stage, share: None)
+        answers = tokens_of(events_of(engine, requests))
+        engine.close()
+        backend.close()
+    for one in requests:
+        assert len(answers[one.request_id]) == one.sampling.max_tokens
+        model.check(one, answers[one.request_id])
+    assert engine.stats.num_prefix_hits_total > 0
+    assert sum(accepted for _, accepted in drafting.learned) > 0.3 * sum(count for count, _ in drafting.learned)
+
+
+def test_graphs_over_blocks_that_others_compiled_are_loaded_for_what_is_shorter_by_a_block(
+    models: dict[str, Model], tmp_path: Path
+) -> None:
+    model, draft = models["Llama"], models["Qwen3"].folder
+    limits = {"maxSequences": 2, "maxModelLength": 192, "blockSize": 32, "numBlocks": 12}
+    document = {"layout": "blocks", "prefixCaching": "enabled", "limits": limits, **drafts_by(draft, 3)}
+    with library():
+        settings = settings_for(model, **document)
+        assert not settings.segments
+        backend_for(model, settings, tmp_path / "theirs", draft).close()
+        config = config_of(model, draft, limits={}, prefixCaching="enabled", **drafts_by(draft, 3))
+        assert nxdi.compiler(config, model.folder).ready_made(tmp_path / "theirs") == tmp_path / "theirs"
+        backend = nxdi.load_backend(model.folder, config, lambda stage, share: None, tmp_path / "theirs")
+        backend.close()
+    assert (backend.limits.max_model_length, backend.limits.layout) == (192, "blocks")
 
 
 def config_of(model: Model, draft: Path, **document: Any) -> RuntimeConfig:
@@ -231,7 +285,7 @@ def replace_uri(config: Any, uri: str) -> Any:
 @pytest.mark.parametrize(
     ("document", "path", "message"),
     [
-        ({**BLOCKS}, "$.layout", "blocks cannot be combined with drafts"),
+        ({**BLOCKS}, "$.chunkedPrefill", "prompts in several calls cannot be combined with drafts"),
         ({"sampling": "Host"}, "$.sampling", "returns no logits: set Device, or method NGram"),
         ({"sampling": "DeviceWithLogits"}, "$.sampling", "returns no logits: set Device, or method NGram"),
         (

@@ -98,7 +98,9 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
     if theirs.get("enable_fused_speculation"):
         del values[SAMPLING]  # drafts of the device decide it
     if drafts := theirs.get("speculation_length"):
-        values["seq_len"] = theirs["seq_len"] - drafts + 1  # behind the last token there is room for drafts
+        # Behind the last token there is room for drafts: with blocks, a block of it.
+        room = theirs["pa_block_size"] if theirs.get("is_block_kv_layout") else drafts - 1
+        values["seq_len"] = theirs["seq_len"] - room
     values |= _default_buckets(theirs)
     if not (folder / "weights").is_dir():
         # They are made from the checkpoint when the graphs are loaded.

@@ -233,14 +233,11 @@ class Inputs:
             **self._adapters_of(places.of_place),
         }
         if self._settings.layout == "blocks":
-            block, offset = np.divmod(positions, self._block_size)
-            kept = self._mirror.blocks[places.of_place, block] * self._block_size + offset
-            kept[~places.is_real] = NO_SLOT
-            width = graph.length // self._block_size
+            width = min(graph.length // self._block_size, self._mirror.blocks.shape[1])
             if places.table is None or places.table.shape[1] != width:
                 places.table = torch.from_numpy(self._mirror.blocks[places.of_place, :width])
             arguments |= {
-                "slot_mapping": column(kept),
+                "slot_mapping": torch.from_numpy(self._kept(rows, positions, graph.width, places)),
                 "block_table": places.table,
                 "full_context_lens": column(positions + 1),
                 "computed_context_lens": column(positions.copy()),
@@ -253,6 +250,19 @@ class Inputs:
         num_tokens = count if rows.num_drafts is None else count + int(rows.num_drafts[:count].sum())
         drafts = _padded_drafts(rows, count, graph.width - 1 if verifies else 0)
         return Call(graph, arguments, places.rows, places.places, num_tokens, named, after, places.source, drafts)
+
+    def _kept(self, rows: FedRows, positions: IntArray, width: int, places: _Places) -> IntArray:
+        """For each row of a decode call, where the keys and values of its token and of drafts are kept: drafts of the
+        device beyond those that the row takes have no place in its blocks."""
+        count, blocks = rows.num_decodes, self._mirror.blocks
+        num_drafts = np.zeros(count, dtype=np.int64) if rows.num_drafts is None else rows.num_drafts[:count]
+        run = np.arange(width)
+        block, offset = np.divmod(positions[:, None] + run, self._block_size)
+        block = np.minimum(block, blocks.shape[1] - 1)
+        kept: IntArray = blocks[places.of_place[:, None], block] * self._block_size + offset
+        kept[~places.is_real] = NO_SLOT
+        kept[run > num_drafts[places.source][:, None]] = NO_SLOT
+        return kept
 
 
 def _padded_drafts(rows: FedRows, count: int, width: int) -> IntArray:

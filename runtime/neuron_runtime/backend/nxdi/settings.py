@@ -178,8 +178,7 @@ class Settings:
 
     @property
     def compiled_length(self) -> int:
-        """Positions of a graph. A row writes its drafts behind its last token, also where that is the last of all."""
-        return self.max_model_length + self.max_drafts
+        return _compiled_length(self.max_model_length, self.max_drafts, self.block_size, blocks=self.layout == "blocks")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -266,7 +265,8 @@ class _Derivation:
         context = self._context_buckets(length, blocks, segments, fills, room=drafts)
         prefix = self._prefix_buckets(length, block_size, context) if blocks and (segments or shares) else (0,) * blocks
         one = self._one_size or self._mixes(length)
-        tokens = self._token_buckets(length + drafts, block_size, blocks, rows, one=one)
+        compiled = _compiled_length(length, drafts, block_size, blocks=blocks)
+        tokens = self._token_buckets(compiled, block_size, blocks, rows, one=one)
         asynchronous = self._chosen("$.asyncMode", config.async_mode, "async_mode")
         sampling, sampling_config = self._sampling(vocabulary_size, asynchronous)
         row_buckets = self._row_buckets(rows, blocks, asynchronous)
@@ -365,8 +365,10 @@ class _Derivation:
         if name not in WITH_DRAFTS:
             message = f"the {name} of NxD Inference is not known to verify drafts: only {', '.join(WITH_DRAFTS)} are"
             self._refuse("$.speculation.method", message)
+        keeps_blocks = blocks and config.speculation.method == "Draft"
         against = {
-            "$.layout": (blocks, "blocks"),
+            "$.layout": (blocks and not keeps_blocks, "blocks"),
+            "$.chunkedPrefill": (keeps_blocks and config.chunked_prefill == "enabled", "prompts in several calls"),
             "$.adapters.maxActive": (config.adapters.max_active > 0, "adapters"),
             "$.buckets.sequences": (bool(row_buckets), "decode sizes for fewer sequences"),
             "$.asyncMode": (config.async_mode or self._override.get("async_mode"), "asyncMode"),
@@ -548,7 +550,8 @@ class _Derivation:
         if not blocks:
             return False, False, False
         shares = caching == "enabled" or (caching == "auto" and not one)
-        segments = config.chunked_prefill == "enabled" or (config.chunked_prefill == "auto" and (not one or shares))
+        cuts = (not one or shares) and not config.speculation.max_drafts
+        segments = config.chunked_prefill == "enabled" or (config.chunked_prefill == "auto" and cuts)
         return True, shares, segments
 
     def _check_blocks(self, length: int, block_size: int, num_blocks: int) -> None:
@@ -750,6 +753,12 @@ def _default_block_size(length: int) -> int:
     while size < length and size % _tile(length, size):
         size *= 2
     return min(size, length)
+
+
+def _compiled_length(length: int, drafts: int, block_size: int, *, blocks: bool) -> int:
+    """Positions of a graph. A row writes its drafts behind its last token, also where that is the last of all; with
+    blocks its graph must be longer than that."""
+    return _rounded(length + drafts + 1, block_size) if drafts and blocks else length + drafts
 
 
 def _rounded(size: int, multiple: int) -> int:

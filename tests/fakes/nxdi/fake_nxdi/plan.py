@@ -110,6 +110,8 @@ class Plan:
     @property
     def draft_cache_shape(self) -> tuple[int, ...]:
         assert self.draft is not None
+        if self.layout == "blocks":
+            return (self.num_blocks + 1, self.block_size, self.draft.kv_heads, self.draft.head_size)
         return (self.lines, self.draft.kv_heads, self.line_length, self.draft.head_size)
 
 
@@ -205,10 +207,11 @@ def trace(plan: Plan, tag: str, buckets: list[Any], rows: int) -> list[Graph]:
                     "20-13", f"active bucket {active}: a prefill after a prefix is taken for a decode step"
                 )
             raise RuntimeError(f"The size of tensor a ({active}) must match the size of tensor b ({prefix})")
-        width = active if context else 1
-        found.append(
-            Graph(tag=tag, rows=rows, width=width, keys=prefix, shapes=_block_shapes(plan, rows, width, prefix))
-        )
+        width = active if context else plan.speculation or 1
+        if context and width == plan.speculation:
+            raise RuntimeError(f"a context bucket of {width} tokens is taken for a verification (3.2)")
+        shapes = _block_shapes(plan, rows, 1 if tag == FUSED else width, prefix, width)
+        found.append(Graph(tag=tag, rows=rows, width=width, keys=prefix, shapes=shapes))
     return found
 
 
@@ -216,8 +219,8 @@ def _trace_drafts(plan: Plan) -> None:
     """What tracing a graph with two models raises."""
     assert plan.draft is not None
     assert plan.sampling is not None
-    if plan.layout == "blocks":
-        raise NotImplementedError("the fake has no drafts of a device over blocks")
+    if plan.layout == "blocks" and plan.eagle:
+        raise NotImplementedError("the fake has no EAGLE heads over blocks")
     if plan.output_logits:
         raise RuntimeError("the alias of the draft's cache points at logits (3.4)")
     if plan.eagle == 3 and not plan.sequence_parallel:
@@ -234,7 +237,8 @@ def _line_shapes(rows: int, width: int, keys: int) -> Shapes:
     return [[rows, width], [rows, keys], [rows, width], [rows], [rows, 3], [rows], [rows]]
 
 
-def _block_shapes(plan: Plan, rows: int, width: int, prefix: int) -> Shapes:
+def _block_shapes(plan: Plan, rows: int, width: int, prefix: int, stored: int) -> Shapes:
+    """width: tokens of a row that are given. stored: those whose keys and values have a slot."""
     blocks = prefix // plan.block_size
     adapters = [rows] if plan.release >= 8 else [0]
     return [
@@ -246,7 +250,7 @@ def _block_shapes(plan: Plan, rows: int, width: int, prefix: int) -> Shapes:
         [0],
         adapters,
         *([0] for _ in range(4)),
-        [rows, width],
+        [rows, stored],
         [rows, blocks] if blocks else [1],
         [rows, 1],
         [rows, 1],

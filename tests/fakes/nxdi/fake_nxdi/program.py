@@ -137,17 +137,22 @@ class Program:
         assert self.draft is not None
         ids, mask, positions, *others = inputs
         fed, seen = [ids], mask.bool()
-        lines = torch.arange(graph.rows)
+        lines, blocks = torch.arange(graph.rows), self.plan.layout == "blocks"
         # The last run only fills the cache.
         for ahead in range(graph.width):
             at = positions + ahead
-            before = [
-                (self.draft_past[2 * layer][:, :, : graph.keys], self.draft_past[2 * layer + 1][:, :, : graph.keys])
-                for layer in range(self.draft.shape.layers)
-            ]
+            if blocks:
+                before = self._gathered(inputs[12], self.draft_past)
+            else:
+                before = [
+                    (self.draft_past[2 * layer][:, :, : graph.keys], self.draft_past[2 * layer + 1][:, :, : graph.keys])
+                    for layer in range(self.draft.shape.layers)
+                ]
             own = torch.ones(graph.rows, 1, 1, dtype=torch.bool)
             hidden, new = self.draft.forward(fed[-1], at, before, torch.cat((seen[:, None], own), dim=2))
-            for layer, pair in enumerate(new):
+            if blocks:
+                self._stored(inputs[11][:, ahead], new, self.draft_past)
+            for layer, pair in enumerate(new if not blocks else ()):
                 for cache, values in zip(self.draft_past[2 * layer : 2 * layer + 2], pair, strict=True):
                     cache[lines[:, None], :, at.long()] = self._cast(values).transpose(1, 2)
             seen = seen.clone()
@@ -219,7 +224,8 @@ class Program:
         """The same of prompts."""
         accepted = torch.full((len(tokens), self.plan.speculation), self._filler, dtype=torch.int32)
         accepted[:, 0] = tokens
-        following = inputs[1].sum(dim=1, keepdim=True).to(torch.int32)
+        following = inputs[13] + inputs[14] if self.plan.layout == "blocks" else inputs[1].sum(dim=1, keepdim=True)
+        following = following.to(torch.int32)
         seen = (torch.arange(self.plan.max_length) < following).to(torch.int32)
         return [accepted, accepted[:, :1], seen, following]
 
@@ -344,12 +350,11 @@ class Program:
 
     # Blocks
 
-    def _flat(self, layer: int) -> Layer:
-        heads, size = self.plan.decoder.kv_heads, self.plan.decoder.head_size
-        keys, values = self.past[2 * layer : 2 * layer + 2]
-        return keys.view(-1, heads, size), values.view(-1, heads, size)
+    def _flat(self, past: Tensors) -> list[Layer]:
+        flat = [one.view(-1, *one.shape[-2:]) for one in past]
+        return list(zip(flat[::2], flat[1::2], strict=True))
 
-    def _gathered(self, table: torch.Tensor) -> list[Layer]:
+    def _gathered(self, table: torch.Tensor, past: Tensors) -> list[Layer]:
         rows = len(table)
         size = self.plan.block_size
         wanted = table.long()
@@ -358,18 +363,15 @@ class Program:
         if int(wanted.min()) < 0 or int(wanted.max()) > self.plan.num_blocks:
             raise IndexError("index out of range in self (block_table)")
         places = (wanted[:, :, None] * size + torch.arange(size)).reshape(rows, -1)
-        return [
-            (keys[places].transpose(1, 2), values[places].transpose(1, 2))
-            for keys, values in map(self._flat, range(self.plan.decoder.layers))
-        ]
+        return [(keys[places].transpose(1, 2), values[places].transpose(1, 2)) for keys, values in self._flat(past)]
 
-    def _stored(self, slots: torch.Tensor, new: list[Layer]) -> None:
+    def _stored(self, slots: torch.Tensor, new: list[Layer], past: Tensors) -> None:
         slots = torch.where(slots == -1, self.plan.num_blocks * self.plan.block_size, slots).long().flatten()
         last = (self.plan.num_blocks + 1) * self.plan.block_size - 1
         if int(slots.min()) < 0 or int(slots.max()) > last:
             raise IndexError(f"index {int(slots.max())} is out of bounds for dimension 0 with size {last + 1}")
-        for layer, pair in enumerate(new):
-            for cache, values in zip(self._flat(layer), pair, strict=True):
+        for caches, pair in zip(self._flat(past), new, strict=True):
+            for cache, values in zip(caches, pair, strict=True):
                 cache[slots] = self._cast(values).transpose(1, 2).flatten(0, 1)
 
     def _prefill_blocks(self, graph: Graph, inputs: Tensors, notes: Notes) -> torch.Tensor:
@@ -377,17 +379,20 @@ class Program:
         slots, table = inputs[11], inputs[12]
         width, prefix = graph.width, graph.keys
         seen = torch.ones(width, width, dtype=torch.bool).tril().expand(graph.rows, -1, -1)
-        before = None
         if prefix:
-            before = self._gathered(table)
             used = torch.full((graph.rows,), prefix)
             if self.plan.masks_prefix(width):
                 used = mask.sum(dim=1)
             cached = torch.arange(prefix)[None, None].expand(graph.rows, width, -1) < used[:, None, None]
             seen = torch.cat((cached, seen), dim=2)
         self._check_prefix_prefill(graph, inputs, notes)
-        hidden, new = self.decoder.forward(ids, positions, before, seen)
-        self._stored(slots, new)
+        hidden = None
+        for decoder, past in ((self.draft, self.draft_past), (self.decoder, self.past)):
+            if decoder is not None:
+                before = self._gathered(table, past) if prefix else None
+                hidden, new = decoder.forward(ids, positions, before, seen)
+                self._stored(slots, new, past)
+        assert hidden is not None
         return hidden
 
     def _check_prefix_prefill(self, graph: Graph, inputs: Tensors, notes: Notes) -> None:
@@ -443,24 +448,31 @@ class Program:
         ids, mask, positions, *_ = inputs
         given, table = inputs[11], inputs[12]
         size = self.plan.block_size
-        before = self._gathered(table)
+        before = self._gathered(table, self.past)
         position = positions.long()
         if int(position.max()) // size >= table.shape[1]:
             raise IndexError(
                 f"index {int(position.max()) // size} is out of bounds for dimension 1 with size {table.shape[1]}"
             )
-        slots = table.long().gather(1, position // size) * size + position % size
-        slots = torch.where(given >= 0, slots, -1)
-        seen = torch.cat((mask.bool()[:, None], torch.ones(graph.rows, 1, 1, dtype=torch.bool)), dim=2)
+        through_table = table.long().gather(1, position // size) * size + position % size
+        # Those of drafts are taken as they come (3.5).
+        slots = given.long() if graph.tag == FUSED else torch.where(given >= 0, through_table, -1)
+        if fake_nxdi.strict() and bool(((slots >= 0) & (slots != through_table)).any()):
+            fake_nxdi.refuse("S2", f"slots {slots.tolist()} are not those of the block table, {through_table.tolist()}")
+        width = graph.width
+        causal = torch.ones(width, width, dtype=torch.bool).tril().expand(graph.rows, -1, -1)
+        seen = torch.cat((mask.bool()[:, None].expand(-1, width, -1), causal), dim=2)
         if fake_nxdi.strict():
             rows = []
             for row, at in enumerate(position[:, 0].tolist()):
                 index = np.arange(min(at, graph.keys))
                 places = np.array(table[row].tolist(), np.int64)[index // size] * size + index % size
-                rows.append((places, slots[row].numpy()))
+                of_row = slots[row].numpy()
+                # Behind the first that is not kept are drafts that the caller will not take.
+                rows.append((places, of_row[: max(int((of_row >= 0).cumprod().sum()), 1)]))
             self._check_rows(ids, mask, positions, rows, notes)
         hidden, new = self.decoder.forward(ids, positions, before, seen)
-        self._stored(slots, new)
+        self._stored(slots, new, self.past)
         return hidden
 
     # Both
@@ -503,7 +515,7 @@ class Program:
                 continue
             if int(mask[row].sum()) != at[row] or not bool(mask[row, : at[row]].all()):
                 fake_nxdi.refuse("5", f"row {row} at position {at[row]} attends other positions than those before it")
-            if positions[row].tolist() != list(range(at[row], at[row] + len(spot))):
+            if positions[row].tolist() != list(range(at[row], at[row] + positions.shape[1])):
                 fake_nxdi.refuse("3.2", f"row {row} has the positions {positions[row].tolist()}, which are no run")
             for place in spot.tolist():
                 if place in written:
@@ -520,7 +532,9 @@ class Program:
                     rule, what = RULES[why]
                     fake_nxdi.refuse(rule, f"row {row} at position {at[row]} {what} (from position {broken[row]})")
                 continue
-            self.ledger.write(spot, tokens[row], int(self.ledger.number[places[-1]]) if len(places) else ROOT)
+            self.ledger.write(
+                spot, tokens[row][: len(spot)], int(self.ledger.number[places[-1]]) if len(places) else ROOT
+            )
 
 
 def repeats(ids: torch.Tensor, positions: torch.Tensor, real: Sequence[bool]) -> list[bool]:

@@ -302,6 +302,7 @@ class Submodel:
         assert call.computed is not None
         buckets: list[list[int]] = self.neuron_config.buckets
         new, cached = int(call.queries.max()), int(call.computed.max())
+        cached += self.neuron_config.speculation_length if self.tag == FUSED else 0
         fitting = [index for index, bucket in enumerate(buckets) if bucket[1] > cached and bucket[0] >= new]
         if fitting:
             index = min(fitting, key=lambda at: buckets[at][1])
