@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.adapters import tensor_name, write_adapter
 from helpers.engine_driver import AtOnce
+from helpers.quantized import FORMATS, quantize
 from helpers.torch_models import (
     MODELS,
     load_backend,
@@ -145,6 +146,18 @@ def test_the_logits_of_each_sequence_are_those_of_peft_with_its_adapter(name: st
     sequences = random_sequences(*ends.values())
     found = feed(*routed(model, adapters, "blocks" if "Qwen" in name else "slots"), STEPS, sequences)
     tuned = with_adapters(reference(model), adapters)
+    for tokens, logits, adapter in zip(sequences, found, ("", *adapters), strict=True):
+        use_adapter(tuned, adapter)
+        torch.testing.assert_close(logits, reference_logits(tuned, tokens), atol=TOLERANCE, rtol=0)
+
+
+def test_adapters_change_the_layers_of_a_quantized_model_as_those_of_its_weights(tmp_path: Path) -> None:
+    model = random_model(tmp_path / "source")
+    plain = quantize(model, tmp_path / "model", FORMATS["int8 per channel"])
+    adapters = adapters_of(model, tmp_path)
+    sequences = random_sequences(*{i: end for step in STEPS for i, _, end in step}.values())
+    found = feed(*routed(tmp_path / "model", adapters, "blocks"), STEPS, sequences)
+    tuned = with_adapters(reference(plain), adapters)
     for tokens, logits, adapter in zip(sequences, found, ("", *adapters), strict=True):
         use_adapter(tuned, adapter)
         torch.testing.assert_close(logits, reference_logits(tuned, tokens), atol=TOLERANCE, rtol=0)
