@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -275,10 +276,21 @@ def test_a_module_that_cannot_be_named_without_another_one_is_refused() -> None:
         words_for(["layers.0.mlp.gate"], ["layers.0.mlp.gate_proj"])
 
 
-def test_patterns_of_modules_are_those_of_compressed_tensors(int8: Path, tmp_path: Path) -> None:
-    method = {**json.loads((int8 / CONFIG_FILE).read_text())["quantization_config"], "ignore": ["re:.*head", "re:["]}
-    model = changed(int8, tmp_path / "model", {"quantization_config": method})
-    assert settings(model).neuron_config["modules_to_not_convert"] == ["lm_head"]
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ignore": ["lm_head", "re:.*mlp"]}, "ignore has 're:.*mlp': it must name each module"),
+        ({"ignore": 7}, "ignore must be a list of modules, got 7"),
+        ({"ignore": [7]}, "ignore has 7"),
+        ({"layers": 10**9}, "num_hidden_layers is 1000000000, and the limit is 10000"),
+    ],
+)
+def test_a_strange_config_json_is_refused(int8: Path, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = json.loads((int8 / CONFIG_FILE).read_text())
+    method = config["quantization_config"] | {"ignore": change.get("ignore", ["lm_head"])}
+    config |= {"quantization_config": method, "num_hidden_layers": change.get("layers", 2)}
+    with pytest.raises(InvalidModel, match=re.escape(message)):
+        family_of(config, "")
 
 
 def test_keys_of_the_library_that_say_the_same_are_accepted(int8: Path) -> None:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuron_runtime.backend.neuron import model_config
+from neuron_runtime.backend.neuron.model_config import number_of
 from neuron_runtime.checkpoint import HEAD, Checkpoint, InvalidModel
 from neuron_runtime.errors import FatalError
 from neuron_runtime.quantization import CONVERTER, WHOLE, Quantization, quantization_of
 
+MAX_LAYERS = 10_000
 PER_CHANNEL = "per_channel_symmetric"
 """NxD Inference's default, a scale for each tensor, corrupts what is excluded."""
 INT8, FP8 = "int8 per channel", "fp8 per channel"
@@ -93,19 +95,18 @@ def weights_of(model: Mapping[str, Any], given: Collection[str] = (), *, fused: 
 
 
 def modules_of(model: Mapping[str, Any]) -> list[str]:
-    """The linear modules of a dense model, as checkpoints name them."""
-    layers = model.get("num_hidden_layers")
+    """The linear modules of a dense model, as checkpoints name them. Raises InvalidModel."""
+    layers = number_of(model, "num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise InvalidModel(f"config.json: num_hidden_layers is {layers}, and the limit is {MAX_LAYERS}")
     inner = (*(f"self_attn.{one}" for one in _ATTENTION), *(f"mlp.{one}" for one in _MLP))
-    count = range(layers if isinstance(layers, int) else 0)
-    return [*(f"model.layers.{number}.{one}" for number in count for one in inner), _HEAD]
+    return [*(f"model.layers.{number}.{one}" for number in range(layers) for one in inner), _HEAD]
 
 
 def excluded_of(model: Mapping[str, Any]) -> set[str]:
     """The linear modules that a checkpoint of this config.json has not quantized. A tied head is the embedding."""
-    config = model.get("quantization_config") or model.get("compression_config") or {}
-    ignored = [one for one in config.get("ignore") or () if isinstance(one, str)]
-    found = {name for name in modules_of(model) if any(_matches(name, one) for one in ignored)}
-    return found | ({_HEAD} if model.get("tie_word_embeddings") else set())
+    ignored = {*_ignored(model), *([_HEAD] if model.get("tie_word_embeddings") else ())}
+    return {name for name in modules_of(model) if name in ignored}
 
 
 def biased_of(model: Mapping[str, Any]) -> set[str]:
@@ -120,14 +121,17 @@ def biased_of(model: Mapping[str, Any]) -> set[str]:
     return {name for name in modules_of(model) if name.rpartition(".")[2] in biased}
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """As compressed-tensors reads its list: exact names, and patterns behind `re:`."""
-    if not pattern.startswith("re:"):
-        return name == pattern
-    try:
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    except re.error:
-        return False
+def _ignored(model: Mapping[str, Any]) -> list[str]:
+    """What compressed-tensors lists as not quantized. Raises InvalidModel for what is no list of names: a pattern could
+    take forever."""
+    config = model.get("quantization_config") or model.get("compression_config")
+    ignored = (config.get("ignore") if isinstance(config, Mapping) else None) or []
+    if not isinstance(ignored, list):
+        raise InvalidModel(f"config.json: quantization_config.ignore must be a list of modules, got {ignored!r}")
+    if wrong := [one for one in ignored if not isinstance(one, str) or one.startswith("re:")]:
+        message = f"config.json: quantization_config.ignore has {wrong[0]!r}: it must name each module"
+        raise InvalidModel(message)
+    return ignored
 
 
 def _path(name: str, *, fused: bool) -> str:
@@ -163,8 +167,9 @@ def words_for(excluded: Collection[str], converted: Collection[str]) -> list[str
 
 def check_modules(model: Mapping[str, Any]) -> None:
     """Raises InvalidModel if config.json quantizes modules that NxD Inference does not compute so."""
-    wrong = sorted(biased_of(model) - excluded_of(model))
-    if form_of(model) in FORMS and wrong:
+    if form_of(model) not in FORMS:
+        return
+    if wrong := sorted(biased_of(model) - excluded_of(model)):
         raise InvalidModel(
             f"config.json: {wrong[0]} is quantized and has a bias, which NxD Inference does not compute: serve a "
             f"checkpoint that leaves {_last_words(wrong)} unquantized"
@@ -194,7 +199,7 @@ def check_stored(checkpoint: Checkpoint) -> None:
             continue
         if weight.dtype != stored.stored:
             raise InvalidModel(f"{where} has dtype {weight.dtype}, but config.json says {stored.stored}")
-        wanted = (weight.shape[0], 1)
+        wanted = (*weight.shape[:1], 1)
         if scale is None or scale.shape != wanted:
             found = "none" if scale is None else f"one of shape {list(scale.shape)}"
             raise InvalidModel(f"{where} must have a scale {stored.scale} of shape {list(wanted)}, and has {found}")
