@@ -90,6 +90,7 @@ def run(options: argparse.Namespace) -> record.Converted:
         say(f"no perplexity was computed: {figures.unmeasured}")
     else:
         say(f"perplexity on a short text: {figures.perplexity:.3f}, then {figures.converted_perplexity:.3f}")
+    say(f"serve it with: neuron-runtime serve {uri} --converted {weights.digest}")
     print(address)
     return converted
 

@@ -183,7 +183,9 @@ def quantization_config(conversion: Conversion) -> dict[str, Any] | None:
         return None
     kind = {"int8": "int", "fp8": "float"}[conversion.format]
     weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    # Newer versions of the library read the format of a group, and would take int8 weights for packed ones without it.
+    group: dict[str, Any] = {"targets": ["Linear"], "format": f"{kind}-quantized", "weights": weights}
+    group |= {"input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": f"{kind}-quantized",
