@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import msgspec
@@ -25,9 +26,11 @@ from neuron_runtime.backend.neuron.devices import Target
 from neuron_runtime.backend.nxdi import graph_plan
 from neuron_runtime.backend.nxdi.graph_plan import plan_of
 from neuron_runtime.backend.nxdi.settings import DEFAULT_SEGMENT_TOKENS, MIN_KERNEL_TOKENS
-from neuron_runtime.backend.torch.architecture import decoder_config
+from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.sizing import _adapter_bytes, _memory
+from neuron_runtime.checkpoint import TensorInfo
 from neuron_runtime.config import AdapterOptions, parse_config
+from neuron_runtime.conversion.plan import conversion_of
 from neuron_runtime.core import grammar_bytes
 from neuron_runtime.dtypes import BY_NAME, COMPUTED
 from neuron_runtime.host import FreeMemory
@@ -130,6 +133,22 @@ def test_on_the_host_a_token_takes_as_many_bytes_as_the_runtime_counts(tied: boo
     facts = msgspec.structs.replace(facts, parameters=stored, weights_bytes=2 * stored)
     model = parse(body({"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}}))
     assert own.packed(in_host_memory(model, facts)) >= counted.weights
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_advice_to_quantize_counts_the_bytes_that_the_runtime_would_write(tied: bool) -> None:
+    config = CONFIG | {"tie_word_embeddings": tied}
+    tensors = {
+        name: TensorInfo(name, "BF16", shape, "model.safetensors", 0, 2 * math.prod(shape))
+        for name, shape in tensor_shapes(decoder_config(config)).items()
+    }
+    planned = conversion_of(config, tensors, "nxdi", "int8")
+    num_bytes = sum(one.num_bytes for one in tensors.values())
+    facts = msgspec.structs.replace(
+        facts_of(config), parameters=num_bytes // 2, weights_bytes=num_bytes, tied_embeddings=tied
+    )
+    assert planned is not None
+    assert sizing.quantized(facts, "int8").read_bytes == planned.num_bytes
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")])
