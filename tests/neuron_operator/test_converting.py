@@ -12,6 +12,7 @@ from helpers.operator_worlds import (
     CONVERSION,
     FACTS,
     FIGURES,
+    NOW,
     SETTINGS,
     SPEC,
     carried_out,
@@ -30,6 +31,7 @@ from helpers.operator_worlds import (
     successful_pod,
 )
 from neuron_operator.api import names
+from neuron_operator.decide.adapter import decide_adapter
 from neuron_operator.decide.course import decide
 from neuron_operator.kubectl import why
 from neuron_operator.read.objects import kind_of, name_of
@@ -325,3 +327,21 @@ def test_a_format_that_the_model_cannot_have_is_told_before_anything_is_fetched(
     found = condition(decide(world, SETTINGS).status, "ModelResolved")
     assert found["reason"] == "InvalidEngineConfig"
     assert said in found["message"]
+
+
+def test_an_adapter_is_checked_with_the_converted_model_and_fetched_beside_it() -> None:
+    """The claim has no other entry of a model that is read in place."""
+    spec = {**INT8, **IN_VOLUME, "serving": {"quantization": "Int8", "adapters": {"maxActive": 2}}}
+    model, decision = stepped(*resolved(spec))
+    assert decision.status is not None
+    adapter = {
+        "apiVersion": names.API_VERSION,
+        "kind": names.ADAPTER_KIND,
+        "metadata": {"name": "de", "namespace": "team", "uid": "uid-de", "generation": 1},
+        "spec": {"model": "chat", "uri": "hf://acme/de"},
+    }
+    base = {**model.body, "status": decision.status}
+    told = World(body=adapter, children=(), pods=(), now=NOW, base=base, of_base=model.children, has_turn=True)
+    _, pod, command = job_of(decide_adapter(told, SETTINGS))
+    assert command[command.index("--adapter-of") + 1] == f"file://{names.WEIGHTS_DIR}/{CONVERSION['digest']}"
+    assert {"name": "weights", "persistentVolumeClaim": {"claimName": "models"}} in pod["volumes"]
