@@ -62,6 +62,9 @@ def test_int8_weights_of_one_scale_per_row_take_the_memory_that_they_have_on_dis
     )
     decoder, _, _ = load_decoder_and_cache(tmp_path / "model", "blocks")
     assert resident_bytes(decoder) == pytest.approx(read_checkpoint(tmp_path / "model").num_bytes, rel=0.05)
+    numbers = [one for one in constants(decoder.weights).values() if one.dtype == torch.int8]
+    assert len(numbers) == 2 * 4  # layers
+    assert len({one.untyped_storage().data_ptr() for one in numbers}) == 1  # which has huge pages
     plain, _, _ = load_decoder_and_cache(tmp_path / "model", "blocks", quantization="none")
     assert resident_bytes(plain) == pytest.approx(read_checkpoint(tmp_path / "source").num_bytes, rel=0.05)
 
