@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import torch
@@ -39,10 +40,15 @@ class Written:
 
 
 class MeasuredError(msgspec.Struct, frozen=True, array_like=True):
-    """A line of the file of errors."""
+    """A line of the file of errors. crc32: of the others, so that a damaged line is not believed."""
 
     name: str
     share: float
+    crc32: int
+
+    @classmethod
+    def of(cls, name: str, share: float) -> Self:
+        return cls(name, share, zlib.crc32(f"{name} {share!r}".encode()))
 
 
 def write_weights(
@@ -77,7 +83,7 @@ def write_weights(
             if not (is_known and all(_is_there(files, place, journal) for place in units)):
                 claims, share = _write(weights, units, fds)
                 if share is not None:
-                    errors.add(MeasuredError(name, share))
+                    errors.add(MeasuredError.of(name, share))
                 for claim in claims:
                     journal.add(claim)
                 read += weights.source_bytes(name)
@@ -170,7 +176,7 @@ class _Errors:
                     error = msgspec.json.decode(line, type=MeasuredError)
                 except msgspec.MsgspecError:
                     break
-                if not line.endswith(b"\n"):
+                if not line.endswith(b"\n") or error != MeasuredError.of(error.name, error.share):
                     break
                 self.shares[error.name] = error.share
                 self._end += len(line)
