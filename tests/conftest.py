@@ -17,6 +17,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling, Scheduling
 
+from cluster.rig.machine import GO_SETTINGS
+
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("few", parent=UNTIMED, max_examples=10)
 settings.register_profile("many", parent=UNTIMED, max_examples=300)
@@ -25,6 +27,8 @@ settings.load_profile("few")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+for name, value in GO_SETTINGS.items():  # kubectl and helm then take three quarters of their time
+    os.environ.setdefault(name, value)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from cluster.rig.binaries import ensure
-from cluster.rig.machine import wait_until
+from cluster.rig.machine import GO_SETTINGS, wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers.apiserver import NOT_YET_SERVED, ApiServer, running
 from helpers.checkov import complaints
@@ -203,7 +203,7 @@ class Helm:
             capture_output=True,
             text=True,
             check=False,
-            env={**environment, "HOME": str(self._folder)},
+            env={**environment, **GO_SETTINGS, "HOME": str(self._folder)},
         )
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr if code else done.stdout

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from cluster.rig.binaries import ensure
+from cluster.rig.machine import GO_SETTINGS
 from helpers.apiserver import ApiServer, service_account
 from helpers.operators import BY_KIND, Namespace, client_of, eventually, operating, run_settings, served
 from helpers.serve_command import serve
@@ -52,7 +53,7 @@ class Shell:
 
     def __call__(self, *arguments: str, **environment: str) -> Done:
         bins = [str(ensure("hyper")["hyper"]), str(Path(sys.executable).parent), os.environ["PATH"]]
-        env = {"PATH": os.pathsep.join(bins), "KUBECONFIG": str(self.kubeconfig), **environment}
+        env = {"PATH": os.pathsep.join(bins), "KUBECONFIG": str(self.kubeconfig), **GO_SETTINGS, **environment}
         env.setdefault("HOME", str(self.kubeconfig.parent))  # kubectl keeps a cache there
         command = ["kubectl", "neuron", *arguments]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)

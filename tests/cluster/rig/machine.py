@@ -18,9 +18,9 @@ from cluster.rig.needs import search_path
 
 NETNS_FOLDER = Path("/run/netns")
 WAIT_SECONDS = 300.0
+"""Limit of every wait; normal operation takes a hundredth of it, several times as long on a busy machine."""
 GO_SETTINGS = {"GOGC": "400"}
 """Go programs collect garbage a quarter as often: tests have memory to spare, but no processor time."""
-"""Limit of every wait; normal operation takes a hundredth of it, several times as long on a busy machine."""
 _INIT = "init"
 _WHOLE = "whole"
 
