@@ -7,6 +7,7 @@ deadline and no limit on the time to draw examples: both would only measure the 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -29,6 +30,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 for name, value in GO_SETTINGS.items():  # kubectl and helm then take three quarters of their time
     os.environ.setdefault(name, value)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What is imported and collected stays to the end: to look for garbage in it would take a third of the time in
+    which each test process collects the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
