@@ -22,7 +22,7 @@ import msgspec
 
 from neuron_runtime.dtypes import BY_STORED, COMPUTED_STORED
 from neuron_runtime.errors import ExitCode, FatalError
-from neuron_runtime.quantization import UNREAD, Quantization, StoredTensor
+from neuron_runtime.quantization import UNREAD, WORD, Quantization, StoredTensor, numbers_in_word
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -49,8 +49,14 @@ FUSION = "fc.weight"
 """Fuses tokens with hidden states: EAGLE heads alone have it."""
 COMPARED_BYTES = 2**24
 
-PACKED = {("U8", "_blocks"): 2, ("U8", "_scales"): 0, ("I32", ".weight_packed"): 4}
-"""Parameters in each stored number, by its dtype and the end of the tensor's name: of MXFP4 and of packed bytes."""
+PACKED = {
+    ("U8", "_blocks"): 2,
+    ("U8", "_scales"): 0,
+    **{(WORD, end): 0 for end in (".qzeros", ".weight_zero_point", ".g_idx")},
+}
+"""Parameters in each stored number, by its dtype and the end of the tensor's name."""
+WORDS = (".qweight", ".weight_packed")
+"""Ends of the names of tensors in which as many numbers are packed as config.json says."""
 
 
 class InvalidModel(FatalError):
@@ -114,7 +120,11 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        return sum(tensor.num_parameters for tensor in self.tensors.values())
+        in_word = numbers_in_word(self.config)
+        return sum(
+            tensor.num_parameters * (in_word if tensor.dtype == WORD and tensor.name.endswith(WORDS) else 1)
+            for tensor in self.tensors.values()
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -408,26 +418,39 @@ def check_tensors(
     expected = {
         one.name: one for name, shape in shapes.items() for one in stored_as(checkpoint, name, shape, quantization)
     }
+    words = f" (weights are stored as {quantization.in_words()})" if quantization else ""
     missing = [name for name in expected if name not in checkpoint.tensors]
     unexpected = sorted(
         name
         for name in checkpoint.tensors
-        if name not in expected and not _ignored(name) and not (quantization and UNREAD.search(name))
+        if name not in expected
+        and not _ignored(name)
+        and not (quantization and _unread(checkpoint, name, quantization))
     )
     if missing or unexpected:
         parts = [
             f"{what}: {named(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
-        raise InvalidModel(f"{checkpoint.folder}: the weights do not match config.json; tensors {'; '.join(parts)}")
+        raise InvalidModel(
+            f"{checkpoint.folder}: the weights do not match config.json; tensors {'; '.join(parts)}{words}"
+        )
     for name, (_, shape, dtypes) in expected.items():
         tensor = checkpoint.tensors[name]
         where = f"{checkpoint.folder / tensor.file}: tensor {name}"
         is_scale = quantization is not None and name.endswith(quantization.scale)
         if tensor.shape != shape and not (is_scale and _squeezed(tensor.shape) == _squeezed(shape)):
-            raise InvalidModel(f"{where} has shape {list(tensor.shape)}, config.json requires {list(shape)}")
+            raise InvalidModel(f"{where} has shape {list(tensor.shape)}, config.json requires {list(shape)}{words}")
         if tensor.dtype not in dtypes:
             also = f", or {quantization.stored} where quantization_config says so" if quantization else ""
-            raise InvalidModel(f"{where} has dtype {tensor.dtype}; supported dtypes are {', '.join(dtypes)}{also}")
+            raise InvalidModel(
+                f"{where} has dtype {tensor.dtype}; supported dtypes are {', '.join(dtypes)}{also}{words}"
+            )
+
+
+def _unread(checkpoint: Checkpoint, name: str, quantization: Quantization) -> bool:
+    numbers = quantization.weight_name(f"{name.removesuffix('bias')}weight")
+    is_spare = quantization.spare_bias and name.endswith(".bias") and numbers in checkpoint.tensors
+    return is_spare or UNREAD.search(name) is not None
 
 
 def stored_as(

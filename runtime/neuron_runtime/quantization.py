@@ -22,15 +22,17 @@ Kind = Literal["int8", "fp8"]
 """What quantized weights can be converted to."""
 Format = Literal["int8", "fp8", "none"]
 """What weights can be converted to. none: multiplied out, in the model's dtype."""
-Quantizing = Literal["auto", "none", "int8", "fp8", "compressed-tensors", "fbgemm_fp8", "modelopt"]
+Quantizing = Literal["auto", "none", "int8", "fp8", "compressed-tensors", "awq", "fbgemm_fp8", "gptq", "modelopt"]
 """Values of the configuration. The last ones are methods of checkpoints: vLLM's words for what they say anyway."""
 
-KINDS: Mapping[str, Kind] = {"I8": "int8", "I32": "int8", "F8_E4M3": "fp8"}
+KINDS: Mapping[str, Kind] = {"I8": "int8", "F8_E4M3": "fp8"}
 """By the dtype in which numbers are stored."""
+WORD, WORD_BITS = "I32", 32
+"""The dtype in which several whole numbers are packed."""
 LARGEST: Mapping[Kind, float] = {"int8": 127.0, "fp8": 240.0}
 """The largest number of converted weights. float8_e4m3fn goes to 448, but that of Neuron devices ends here."""
 
-UNREAD = re.compile(r"\.(input|output|q|k|v|kv)_scale$|\.(activation_scale_ub|weight_shape)$")
+UNREAD = re.compile(r"\.(input|output|q|k|v|kv)_scale$|\.(activation_scale_ub|weight_shape|g_idx)$")
 """Tensors that a quantized checkpoint may have and that nobody needs."""
 
 
@@ -43,11 +45,17 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A weight `[rows, columns]` is stored as numbers of another type, times a scale for each block of them.
+    """A weight `[rows, columns]` is stored as numbers of another type, less a zero point, times a scale: both are one
+    for each block of numbers.
 
     block: rows and columns that share a scale.
-    weight, scale: the last words of the tensors' names.
-    packed: numbers in each stored one, along the columns.
+    weight, scale, zero, group: the last words of the tensors' names. zero: ""; packed numbers stand for those around 0.
+        group: of the tensor that has the block of each column; "": they are in order.
+    packed: numbers in each stored one, along rows and columns, of which one is 1. Zero points are packed along rows.
+    places: of the numbers in a packed one, from its lowest bits on; (): they are in order.
+    zero_added: to zero points that are stored.
+    transposed: whether all tensors are stored so.
+    spare_bias: whether layers that have no bias may be stored with one, of zeros.
     scale_stored: the types that scales may have; U8 is the exponent of a power of 2.
     """
 
@@ -56,17 +64,43 @@ class Quantization:
     block: tuple[int, int]
     scale: str = "weight_scale"
     weight: str = "weight"
-    packed: int = 1
+    packed: tuple[int, int] = (1, 1)
+    zero: str = ""
+    group: str = ""
+    places: tuple[int, ...] = ()
+    zero_added: int = 0
+    transposed: bool = False
+    spare_bias: bool = False
     scale_stored: tuple[str, ...] = COMPUTED_STORED
 
     @property
     def kind(self) -> str:
-        """int8, fp8, or the method."""
-        return KINDS.get(self.stored, self.method)
+        """int4, int8, fp8, or the method."""
+        return f"int{self.bits}" if self.stored == WORD else KINDS.get(self.stored, self.method)
+
+    @property
+    def in_each(self) -> int:
+        """Numbers in each stored one."""
+        return max(self.packed)
+
+    @property
+    def bits(self) -> int:
+        """Of a packed number."""
+        return WORD_BITS // self.in_each
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether each row is int8 or fp8 numbers times one scale."""
+        return self.kind in LARGEST and not self.zero and self.block in BLOCKS
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether weights that are stored so are converted, see `conversion`."""
+        return self.kind in LARGEST and not self.zero
 
     def in_words(self) -> str:
         shared = BLOCKS.get(self.block, f"in blocks of {self.block[0]} x {self.block[1]}")
-        return f"{self.method}: {self.kind} {shared}{', packed' if self.packed > 1 else ''}"
+        return f"{self.method}: {self.kind} {shared}{', packed' if self.in_each > 1 else ''}"
 
     def weight_name(self, name: str) -> str:
         """Of the tensor that stores this weight. name: as an unquantized model has it."""
@@ -82,13 +116,24 @@ class Quantization:
         )
         return rows, columns
 
-    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, StoredTensor]:
-        """The tensors that store a weight, and their shapes; that of the scale may lack or add dimensions of size 1."""
-        rows, columns = shape
-        return (
-            StoredTensor(self.weight_name(name), (rows, -(-columns // self.packed)), (self.stored,)),
-            StoredTensor(self.scale_name(name), self.scale_shape(shape), self.scale_stored),
-        )
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+        """The tensors that store a weight, its numbers and scales first, and their shapes; that of the scale may lack
+        or add dimensions of size 1."""
+        module, scales = name.removesuffix("weight"), self.scale_shape(shape)
+        numbers = tuple(-(-size // packed) for size, packed in zip(shape, self.packed, strict=True))
+        found = [
+            StoredTensor(self.weight_name(name), self._as_stored(numbers), (self.stored,)),
+            StoredTensor(self.scale_name(name), self._as_stored(scales), self.scale_stored),
+        ]
+        if self.zero:
+            zeros = -(-scales[0] // self.in_each), scales[1]
+            found.append(StoredTensor(module + self.zero, self._as_stored(zeros), (WORD,)))
+        if self.group:
+            found.append(StoredTensor(module + self.group, shape[1:], (WORD,)))
+        return tuple(found)
+
+    def _as_stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[::-1] if self.transposed else shape
 
 
 BLOCKS = {(WHOLE, WHOLE): "per tensor", (1, WHOLE): "per channel"}
@@ -167,7 +212,22 @@ def has_known_method(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint is quantized by a method of which `quantization_of` knows some, and which is converted."""
     given = config.get("quantization_config") or config.get("compression_config")
     method = given.get("quant_method") if isinstance(given, Mapping) else None
-    return isinstance(method, str) and method in METHODS.keys() - UNCONVERTED
+    if not isinstance(method, str) or method not in METHODS.keys() - UNCONVERTED:
+        return False
+    try:
+        stored = quantization_of(config)
+    except FatalError:
+        return True  # The words of that error are the best.
+    return stored is not None and stored.is_converted
+
+
+def numbers_in_word(config: Mapping[str, Any]) -> int:
+    """Of a checkpoint whose weights are packed in `WORD`s; 1 where it is not known."""
+    try:
+        stored = quantization_of(config)
+    except FatalError:
+        return 1
+    return stored.in_each if stored is not None and stored.stored == WORD else 1
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
@@ -196,15 +256,20 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
     if not isinstance(scheme, Mapping) or any(other != scheme for other in schemes):
         raise _unsupported("config_groups of compressed-tensors", "one scheme for the weights of all layers")
     kind = (scheme.get("type"), scheme.get("num_bits"))
-    if kind not in (("int", 8), ("float", 8)):
-        raise _unsupported(f"weights of type {kind[0]} with {kind[1]} bits", "int and float with 8 bits")
-    if scheme.get("symmetric", True) is not True:
-        raise _unsupported("asymmetric weights (weight_zero_point)", "symmetric ones")
+    packed = given.get("format") == "pack-quantized"
+    if kind not in ((("int", 4), ("int", 8)) if packed else (("int", 8), ("float", 8))):
+        known = "int and float with 8 bits, pack-quantized int with 4 or 8 bits"
+        raise _unsupported(f"weights of type {kind[0]} with {kind[1]} bits", known)
     if scheme.get("actorder") not in (None, "static", "weight"):
         raise _unsupported(f"actorder {scheme.get('actorder')!r}", "null, static, weight")
     block = _block(scheme)
-    if given.get("format") == "pack-quantized":
-        return Quantization("compressed-tensors", "I32", block, weight="weight_packed", packed=4)
+    zero = "" if scheme.get("symmetric", True) is True else "weight_zero_point"
+    if zero and not (packed and block[0] == 1):
+        known = "symmetric ones, and pack-quantized ones per channel or group"
+        raise _unsupported("asymmetric weights (weight_zero_point)", known)
+    if packed:
+        words = (1, WORD_BITS // (4 if kind == ("int", 4) else 8))
+        return Quantization("compressed-tensors", WORD, block, weight="weight_packed", packed=words, zero=zero)
     return Quantization("compressed-tensors", "I8" if kind[0] == "int" else "F8_E4M3", block)
 
 
@@ -247,19 +312,67 @@ def _modelopt(given: Mapping[str, Any]) -> Quantization:
 
 def _mxfp4(given: Mapping[str, Any]) -> Quantization:
     """Of OCP's Microscaling Formats: of gpt-oss, whose experts alone are quantized."""
-    return Quantization("mxfp4", "U8", (1, 32), scale="scales", weight="blocks", packed=2, scale_stored=("U8",))
+    return Quantization("mxfp4", "U8", (1, 32), scale="scales", weight="blocks", packed=(1, 2), scale_stored=("U8",))
+
+
+_TRANSPOSED: Mapping[str, Any] = {"scale": "scales", "weight": "qweight", "zero": "qzeros", "transposed": True}
+
+
+def _awq(given: Mapping[str, Any]) -> Quantization:
+    """Of AutoAWQ: https://github.com/casper-hansen/AutoAWQ."""
+    bits, version = given.get("bits", given.get("w_bit")), str(given.get("version", "gemm")).lower()
+    if bits != 4:
+        raise _unsupported(f"bits {bits!r} of awq", "4")
+    if version != "gemm" or given.get("backend", "autoawq") != "autoawq":
+        raise _unsupported(f"version {version!r}, backend {given.get('backend')!r} of awq", "gemm of autoawq")
+    if given.get("zero_point", True) is not True:
+        raise _unsupported(f"zero_point {given['zero_point']!r} of awq", "true")
+    block = _group(given.get("group_size", given.get("q_group_size")), "awq")
+    places = (0, 4, 1, 5, 2, 6, 3, 7)
+    return Quantization("awq", WORD, block, packed=(8, 1), places=places, **_TRANSPOSED)
+
+
+def _gptq(given: Mapping[str, Any]) -> Quantization:
+    """Of AutoGPTQ and GPTQModel: https://github.com/ModelCloud/GPTQModel."""
+    bits, layout = given.get("bits"), given.get("checkpoint_format") or "gptq"
+    if bits not in (4, 8):
+        raise _unsupported(f"bits {bits!r} of gptq", "4, 8")
+    if layout not in ("gptq", "gptq_v2") or given.get("is_marlin_format"):
+        raise _unsupported(f"checkpoint_format {layout!r} of gptq", "gptq, gptq_v2, and no is_marlin_format")
+    dynamic = given.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(str(name).startswith("-:") for name in dynamic):
+        raise _unsupported("dynamic of gptq", "names of modules that are not quantized, with -: before them")
+    return Quantization(
+        "gptq",
+        WORD,
+        _group(given.get("group_size"), "gptq"),
+        packed=(1, WORD_BITS // bits),
+        group="g_idx" if given.get("desc_act") else "",
+        zero_added=int(layout == "gptq"),
+        spare_bias=True,
+        **_TRANSPOSED,
+    )
+
+
+def _group(size: Any, method: str) -> tuple[int, int]:
+    """The numbers that share a scale, by the size of a group in a row."""
+    if type(size) is not int or (size != -1 and size < 1):
+        raise _unsupported(f"group_size {size!r} of {method}", "-1, or a number above 0")
+    return 1, WHOLE if size == -1 else size
 
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fbgemm_fp8": _fbgemm,
     "fp8": _fp8,
+    "gptq": _gptq,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
 }
 """By `quant_method`."""
-UNCONVERTED = frozenset({"mxfp4"})
-"""Those of which nothing is converted: a backend has the family that they are of, or it does not."""
+UNCONVERTED = frozenset({"awq", "gptq", "mxfp4"})
+"""Those of which nothing is converted: a backend reads them, or it does not."""
 
 
 def _unsupported(what: str, supported: str) -> FatalError:

@@ -41,6 +41,21 @@ FORMATS: Mapping[str, dict[str, Any]] = {
     "fp8 of ModelOpt": {"quant_method": "modelopt", "quant_algo": "FP8"},
 }
 
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
+PACKED: Mapping[str, dict[str, Any]] = {
+    "AWQ": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True},
+    "GPTQ": _GPTQ,
+    "GPTQ of 8 bits per channel": {**_GPTQ, "bits": 8, "group_size": -1},
+    "GPTQ in order of activations": {**_GPTQ, "desc_act": True, "checkpoint_format": "gptq"},
+    "GPTQ, version 2": {**_GPTQ, "checkpoint_format": "gptq_v2", "sym": True},
+    "int4 in groups": compressed("int", "group", "pack-quantized", num_bits=4, group_size=GROUP),
+    "int4 in groups, asymmetric": compressed(
+        "int", "group", "pack-quantized", num_bits=4, group_size=GROUP, symmetric=False
+    ),
+    "int8 per channel, asymmetric": compressed("int", "channel", "pack-quantized", symmetric=False),
+}
+"""Those of whole numbers in words of 32 bits, less a zero point."""
+
 
 def quantize(source: Path, target: Path, method: Mapping[str, Any], *, head: bool = False) -> Path:
     """A copy of a model with one weights file, whose projections (and head) are quantized. Returns a folder with the
@@ -50,6 +65,11 @@ def quantize(source: Path, target: Path, method: Mapping[str, Any], *, head: boo
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight") or (head and name == "lm_head.weight"):
+            if method in PACKED.values():
+                plain[name], words = _packed(tensor.float(), method)
+                named = {f"{name.removesuffix('weight')}{one}": word.contiguous() for one, word in words.items()}
+                stored = {**named, **stored}  # A bias of its own stays.
+                continue
             numbers, scale, of_number = _quantized(tensor.float(), method)
             plain[name] = numbers.float() * of_number
             stored |= _stored(name.removesuffix(".weight"), numbers, scale, method)
@@ -143,3 +163,50 @@ def _stored(
         case _:
             names = {"weight": numbers, "weight_scale": scale.view(-1) if scale.numel() == 1 else scale}
     return {f"{module}.{name}": tensor.contiguous() for name, tensor in names.items()}
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def _packed(weight: torch.Tensor, method: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The weight that is stored, and its tensors by their last words."""
+    of_gptq, of_awq = (method["quant_method"] == one for one in ("gptq", "awq"))
+    scheme = method if of_gptq or of_awq else _weights(method)
+    bits, columns = scheme.get("bits") or scheme["num_bits"], weight.shape[1]
+    size = columns if (scheme["group_size"] or -1) < 0 else scheme["group_size"]
+    group = torch.arange(columns) // size
+    if method.get("desc_act"):
+        group = group[torch.randperm(columns, generator=torch.Generator().manual_seed(1))]
+    largest, center = 2**bits - 1, 2 ** (bits - 1)
+    in_groups = weight[:, group.argsort(stable=True)].unflatten(1, (-1, size))
+    if scheme.get("symmetric", method.get("sym", False)):
+        scale = in_groups.abs().amax(dim=-1).div(center - 1).half().float()
+        zero = torch.full_like(scale, center)
+    else:
+        least = in_groups.amin(dim=-1)
+        scale = (in_groups.amax(dim=-1) - least).div(largest).half().float()
+        zero = (-least / scale).round().clamp(0, largest)
+        zero[0, 0] = 0  # the least one, which version 1 of GPTQ stores as the largest
+    numbers = (weight / scale[:, group] + zero[:, group]).round().clamp(0, largest)
+    plain = (numbers - zero[:, group]) * scale[:, group]
+    if of_awq:
+        qweight, qzeros = (_words(one.t(), bits, AWQ_ORDER) for one in (numbers, zero))
+        return plain, {"qweight": qweight, "qzeros": qzeros, "scales": scale.t().half()}
+    if of_gptq:
+        less = (zero - int(method.get("checkpoint_format") != "gptq_v2")) % (largest + 1)
+        words = {"qweight": _words(numbers, bits).t(), "qzeros": _words(less.t(), bits), "scales": scale.t().half()}
+        return plain, {**words, "g_idx": group.int(), "bias": torch.zeros(len(weight))}
+    words = {
+        "weight_packed": _words(numbers, bits),
+        "weight_scale": scale.half(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return plain, words if scheme["symmetric"] else {**words, "weight_zero_point": _words(zero.t(), bits).t()}
+
+
+def _words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """Numbers of a row packed in words of 32 bits, from the lowest bits on. order: which of them comes next."""
+    each = 32 // bits
+    split = numbers.long().unflatten(1, (-1, each))
+    words = torch.stack([split[..., one] << bits * place for place, one in enumerate(order or range(each))])
+    return words.sum(dim=0).to(torch.int32)

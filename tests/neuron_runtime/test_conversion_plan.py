@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.quantized import FORMATS, quantize
+from helpers.quantized import FORMATS, PACKED, quantize
 from helpers.tiny_model import write_tiny_model
 from neuron_runtime.checkpoint import Checkpoint, read_checkpoint
 from neuron_runtime.conversion.plan import Conversion, conversion_of
@@ -97,6 +97,15 @@ def test_quantized_experts_are_refused_by_name_on_nxdi(checkpoints: dict[str, Ch
     assert converted(checkpoints[""], "torch", "fp8", **mixtral) is not None
     with pytest.raises(FatalError, match=r"MixtralForCausalLM has experts, .* \(fp8\)") as caught:
         converted(checkpoints[""], "nxdi", "fp8", **mixtral)
+    assert caught.value.exit_code == ExitCode.UNSUPPORTED_ARCHITECTURE
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_int4_and_asymmetric_weights_are_not_converted(checkpoints: dict[str, Checkpoint], name: str) -> None:
+    config = {"quantization_config": PACKED[name]}
+    assert converted(checkpoints[""], "torch", "none", **config) is None
+    with pytest.raises(FatalError, match=r"the weights are .*: int[48] .*, packed, .* not converted") as caught:
+        converted(checkpoints[""], "nxdi", "none", **config)
     assert caught.value.exit_code == ExitCode.UNSUPPORTED_ARCHITECTURE
 
 

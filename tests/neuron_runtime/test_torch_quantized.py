@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.quantized import FORMATS, compressed, quantize
+from helpers.quantized import FORMATS, PACKED, compressed, quantize
 from helpers.torch_models import random_model, reference, reference_logits
 from helpers.torch_parity import TOLERANCE, feed, load_decoder_and_cache, on_ranks, random_sequences
 from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, held_as
@@ -26,12 +26,13 @@ from neuron_runtime.quantization import Quantizing, quantization_of
 
 STEPS = [[(0, 0, 18), (1, 0, 24)], [(0, 18, 19), (1, 24, 31)]]
 PER_CHANNEL = FORMATS["int8 per channel"]
+ALL = {**FORMATS, **PACKED}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ALL)
 def test_logits_are_those_of_the_weights_that_are_stored(name: str, tmp_path: Path) -> None:
     source = random_model(tmp_path / "source", mlp_bias=True)
-    plain = quantize(source, tmp_path / "model", FORMATS[name], head=True)
+    plain = quantize(source, tmp_path / "model", ALL[name], head=True)
     sequences = random_sequences(19, 31)
     whole = feed(*load_decoder_and_cache(tmp_path / "model", "blocks"), STEPS, sequences)
     model = reference(plain)
@@ -46,10 +47,10 @@ def test_logits_are_those_of_the_weights_that_are_stored(name: str, tmp_path: Pa
             torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ALL)
 def test_facts_of_a_quantized_model_count_its_numbers_and_name_their_type(name: str, tmp_path: Path) -> None:
     source = random_model(tmp_path / "source")
-    quantize(source, tmp_path / "model", FORMATS[name])
+    quantize(source, tmp_path / "model", ALL[name])
     facts, original = (model_facts(read_checkpoint(tmp_path / part)) for part in ("model", "source"))
     assert original.parameters <= facts.parameters <= 1.1 * original.parameters
     assert facts.weights_bytes < 0.6 * original.weights_bytes
@@ -147,11 +148,19 @@ def refused(config: Mapping[str, Any], folder: Path) -> str:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"bits": 4}, "quant_method None: .* supported: compressed-tensors, fbgemm_fp8, fp8, modelopt"),
-        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
+        ({"bits": 4}, "quant_method None: .* supported: awq, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt"),
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
+        ({**PACKED["AWQ"], "bits": 3}, "bits 3 of awq: .* 4"),
+        ({**PACKED["AWQ"], "version": "gemv"}, "version 'gemv'"),
+        ({**PACKED["AWQ"], "zero_point": False}, "zero_point False of awq"),
+        ({**PACKED["AWQ"], "group_size": 0}, "group_size 0 of awq"),
+        ({**PACKED["GPTQ"], "bits": 3}, "bits 3 of gptq: .* 4, 8"),
+        ({**PACKED["GPTQ"], "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({**PACKED["GPTQ"], "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic of gptq"),
         ({"quant_method": ["gptq"]}, "quant_method"),
         ("gptq", "quant_method None"),
-        (compressed("int", "group", "pack-quantized", num_bits=4, group_size=32), "weights of type int with 4 bits"),
+        (compressed("int", "group", "pack-quantized", num_bits=2, group_size=32), "weights of type int with 2 bits"),
+        (compressed("int", "channel", "int-quantized", num_bits=4), "weights of type int with 4 bits"),
         (compressed("int", "channel", "int-quantized", symmetric=False), "asymmetric weights"),
         (compressed("int", "group", "pack-quantized", group_size=32, actorder="group"), "actorder 'group'"),
         (compressed("int", "group", "pack-quantized", group_size=-1), "strategy 'group'"),
@@ -205,5 +214,37 @@ def test_tensors_that_contradict_the_method_are_named(change: Any, message: str,
     tensors = load_file(tmp_path / "model" / WEIGHTS_FILE)
     change(tensors)
     save_file(tensors, tmp_path / "model" / WEIGHTS_FILE, metadata={"format": "pt"})
+    with pytest.raises(InvalidModel, match=message):
+        load_decoder_and_cache(tmp_path / "model", "blocks")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("AWQ", {"qzeros": None}, rf"missing: {PROJECTION}.qzeros .*awq: int4 in blocks of 1 x 16, packed"),
+        (
+            "AWQ",
+            {"qweight": torch.zeros(8, 128, dtype=torch.int32)},
+            r"up_proj.qweight has shape \[8, 128\].*\[64, 16\].*awq",
+        ),
+        ("GPTQ", {"qweight": torch.zeros(8, 128)}, f"unexpected: .*{PROJECTION}.qweight"),
+        ("GPTQ", {"scales": torch.ones(3, 128)}, rf"{PROJECTION}.scales has shape \[3, 128\].*gptq"),
+        ("GPTQ", {"bias": torch.ones(128)}, f"{PROJECTION}.bias is not 0"),
+        ("GPTQ in order of activations", {"g_idx": None}, f"missing: {PROJECTION}.g_idx"),
+        (
+            "GPTQ in order of activations",
+            {"g_idx": torch.full((64,), 4, dtype=torch.int32)},
+            "g_idx has groups beyond 0 to 3",
+        ),
+        ("int4 in groups, asymmetric", {"weight_zero_point": None}, f"missing: {PROJECTION}.weight_zero_point"),
+    ],
+)
+def test_packed_tensors_that_contradict_the_method_are_named(
+    name: str, change: dict[str, torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
+    quantize(random_model(tmp_path / "source"), tmp_path / "model", PACKED[name])
+    path = tmp_path / "model" / WEIGHTS_FILE
+    tensors = {**load_file(path), **{f"{PROJECTION}.{word}": tensor for word, tensor in change.items()}}
+    save_file({key: one for key, one in tensors.items() if one is not None}, path, metadata={"format": "pt"})
     with pytest.raises(InvalidModel, match=message):
         load_decoder_and_cache(tmp_path / "model", "blocks")

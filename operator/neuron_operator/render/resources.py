@@ -135,7 +135,7 @@ def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostByte
         max(0, one.parameters * (width or DTYPE_BYTES["bfloat16"]) - one.read_bytes)
         for one in loaded
         if (one.conversion and one.conversion.format not in held)
-        or (one.conversion is None and not width and one.dtype not in DTYPE_BYTES)
+        or (one.conversion is None and not width and (one.quantization or one.dtype not in DTYPE_BYTES))
     )
     return HostBytes(
         weights=sum(one.read_bytes if one.conversion or not width else one.parameters * width for one in loaded),

@@ -102,6 +102,12 @@ def conversion_of(
     asked, stored = wanted_format(config, wanted, field), quantization_of(config)
     if (stored is None and not asked) or (stored is not None and does.reads(config)):
         return None
+    if stored is not None and not stored.is_converted:
+        raise FatalError(
+            ExitCode.UNSUPPORTED_ARCHITECTURE,
+            f"config.json: the weights are {stored.in_words()}, which the {backend} backend does not compute, and "
+            "which are not converted: serve a checkpoint that is not quantized, or one in int8 or fp8",
+        )
     to = cast(Format, asked or (stored.kind if stored else "none"))
     if to != "none" and to not in does.formats:
         what = stored.in_words() if stored else f"weights in {to}"

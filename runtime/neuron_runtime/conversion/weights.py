@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from neuron_runtime.backend.torch.dequantizing import NUMBERS, Quantized, dequantize
+from neuron_runtime.backend.torch.dequantizing import NUMBERS, Quantized, dequantize, numbers_of
 from neuron_runtime.backend.torch.quantizing import STORED, quantize
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, check_tensors
 from neuron_runtime.conversion.plan import Conversion, is_quantized
 from neuron_runtime.dtypes import BY_STORED
-from neuron_runtime.errors import FatalError
-from neuron_runtime.quantization import CONVERTER, WHOLE, Kind, quantization_of
+from neuron_runtime.quantization import CONVERTER, Kind, quantization_of
 
 PART_ELEMENTS = 2**19
 """Numbers that are converted at a time, so that what is in between stays in the processor's cache."""
@@ -47,11 +46,8 @@ class Weights:
         self._checkpoint, self._shapes, self._conversion = checkpoint, shapes, conversion
         self._stored = quantization_of(checkpoint.config)
         self._dtypes = {output.name: output.dtype for output in conversion.outputs}
-        words = f" (weights are stored as {self._stored.in_words()})" if self._stored else ""
-        try:
-            check_tensors(checkpoint, shapes, self._stored)
-        except FatalError as error:
-            raise InvalidModel(f"{error}{words}") from error
+        words = f" ({self._stored.in_words()})" if self._stored else ""
+        check_tensors(checkpoint, shapes, self._stored)
         self._files = {file: _open(checkpoint, file) for file in checkpoint.files}
         for name in shapes:
             if self._stored is not None and self._is_quantized(name):
@@ -97,12 +93,12 @@ class Weights:
             plain = self._plain(name, rows, columns)
             return Part(plain, plain.to(getattr(torch, BY_STORED[self._dtypes[name]].name)), None)
         how = self._stored
-        if how is None or how.kind != kind or how.block not in ((1, WHOLE), (WHOLE, WHOLE)):
+        if how is None or how.kind != kind or not how.scales_rows:
             plain = self._plain(name, rows, columns)
             return Part(plain, *quantize(plain, kind))
         scale = self._scale(name)
         scale = scale[rows] if how.block[0] == 1 else scale.expand(rows.stop - rows.start, 1)
-        numbers = NUMBERS[how.stored](self.raw(name, rows))[:, :columns]
+        numbers = numbers_of(how, self.raw(name, rows))[:, :columns]
         plain = numbers * scale
         if kind == "fp8" and CONVERTER not in self._checkpoint.config:
             # Up to 448. Half of a number is exact, unless it is among the smallest.

@@ -62,7 +62,7 @@ def form_of(model: Mapping[str, Any]) -> str:
         stored = quantization_of(model) if method == "compressed-tensors" else None
     except FatalError:
         return method
-    if stored is None or stored.packed > 1:
+    if stored is None or stored.in_each > 1:
         return method
     form = f"{'int8' if stored.stored == 'I8' else 'fp8'} {_spread(stored)}"
     return form if form != FP8 or CONVERTER in model else f"{FP8} up to 448"

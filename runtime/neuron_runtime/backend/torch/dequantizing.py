@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from neuron_runtime.backend.torch.quantizing import quantize
-from neuron_runtime.quantization import WHOLE, Kind, Quantization
+from neuron_runtime.quantization import WHOLE, WORD, Kind, Quantization
 
 PART_ELEMENTS = 2**20
 """Numbers that are converted at a time, so that what is in between stays in the processor's cache."""
@@ -24,12 +24,15 @@ class Numbers(Protocol):
 
 
 class Quantized(NamedTuple):
-    """A weight as it is stored: all its numbers `[rows, columns]`, several in each where they are packed, of which a
-    part can be read, and scales `[blocks of rows, blocks of columns]`."""
+    """A weight as it is stored: all its numbers `[rows, columns]`, or transposed, several in each where they are
+    packed, of which a part can be read; scales `[blocks of rows, blocks of columns]`, and as many zero points; the
+    block of each column, where they are not in order."""
 
     how: Quantization
     numbers: Numbers
     scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    group: torch.Tensor | None = None
 
     @property
     def num_columns(self) -> int:
@@ -37,13 +40,22 @@ class Quantized(NamedTuple):
         return self.how.block[1]
 
     def part(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers as float32, and scales `[rows, all blocks of columns]`."""
-        packed = self.how.packed
-        used = slice(columns.start // packed, -(-columns.stop // packed))
-        skipped = columns.start - used.start * packed
-        numbers = NUMBERS[self.how.stored](self.numbers[rows, used])
-        scale = factors_of(self.scale.index_select(0, _block_of(rows, self.how.block[0])))
-        return numbers[:, skipped : skipped + columns.stop - columns.start], scale
+        """Numbers as float32, less their zero points, and scales `[rows, all blocks of columns]`."""
+        numbers, blocks = self._numbers(rows, columns), _block_of(rows, self.how.block[0])
+        if self.zero is not None:
+            _in_blocks(torch.Tensor.sub_, numbers, self.zero.index_select(0, blocks), self, columns)
+        return numbers, factors_of(self.scale.index_select(0, blocks))
+
+    def _numbers(self, rows: slice, columns: slice) -> torch.Tensor:
+        (down, across), how = self.how.packed, self.how
+        used = (
+            slice(rows.start // down, -(-rows.stop // down)),
+            slice(columns.start // across, -(-columns.stop // across)),
+        )
+        stored = self.numbers[used[1], used[0]].t().contiguous() if how.transposed else self.numbers[used]
+        above, before = rows.start - used[0].start * down, columns.start - used[1].start * across
+        numbers = numbers_of(how, stored)
+        return numbers[above : above + rows.stop - rows.start, before : before + columns.stop - columns.start]
 
 
 class Made(NamedTuple):
@@ -52,6 +64,7 @@ class Made(NamedTuple):
     kind: Kind
     weight: Numbers
     num_columns: int = WHOLE
+    group: None = None
 
     def part(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Quantized.part`. The scale of a row depends on all of its columns."""
@@ -61,16 +74,29 @@ class Made(NamedTuple):
 
 def dequantize(weight: Quantized | Made, rows: slice, columns: slice, out: torch.Tensor) -> None:
     """Write a part `[rows, columns]` of a weight to `out`."""
-    begin, end, size = columns.start, columns.stop, weight.num_columns
     for part, at in _in_parts(rows, columns):
         numbers, scale = weight.part(part, columns)
-        if scale.shape[1] == 1:
-            numbers.mul_(scale)
-        elif begin % size == 0 and end % size == 0:  # three times as fast as a factor for each number
-            numbers.view(len(numbers), -1, size).mul_(scale[:, begin // size : end // size].unsqueeze(-1))
-        else:
-            numbers.mul_(scale.index_select(1, _block_of(columns, size)))
+        _in_blocks(torch.Tensor.mul_, numbers, scale, weight, columns)
         out[at] = numbers
+
+
+def _in_blocks(
+    change: Callable[[torch.Tensor, torch.Tensor], object],
+    numbers: torch.Tensor,
+    values: torch.Tensor,
+    weight: Quantized | Made,
+    columns: slice,
+) -> None:
+    """Change these columns of a weight, each block by its value."""
+    begin, end, size = columns.start, columns.stop, weight.num_columns
+    if values.shape[1] == 1:
+        change(numbers, values)
+    elif weight.group is not None:
+        change(numbers, values.index_select(1, weight.group[columns]))
+    elif begin % size == 0 and end % size == 0:  # three times as fast as a value for each number
+        change(numbers.view(len(numbers), -1, size), values[:, begin // size : end // size].unsqueeze(-1))
+    else:
+        change(numbers, values.index_select(1, _block_of(columns, size)))
 
 
 def read_int8(
@@ -118,10 +144,26 @@ _FLOAT8_BITS = 0x87F0 - 2**16
 """Of bfloat16: the sign, and what float8_e4m3fn has of exponent and fraction."""
 
 
-def _bytes(stored: torch.Tensor) -> torch.Tensor:
-    """Four numbers in each stored one, the first one in the lowest bits, each with 128 added."""
-    shifts = torch.arange(0, 32, 8, dtype=torch.int32)
-    return ((stored.unsqueeze(-1) >> shifts) & 0xFF).flatten(1).float().sub_(128)
+def numbers_of(how: Quantization, stored: torch.Tensor) -> torch.Tensor:
+    """The numbers `[rows, columns]` as float32."""
+    if how.stored != WORD:
+        return NUMBERS[how.stored](stored)
+    numbers = _unpacked(how, stored, how.packed.index(how.in_each)).float()
+    return numbers if how.zero else numbers.sub_(2 ** (how.bits - 1))
+
+
+def zeros_of(how: Quantization, stored: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The zero points of so many rows as float32. What has no room after the addition begins at 0 again."""
+    zeros = _unpacked(how, stored, 0).add_(how.zero_added).bitwise_and_(2**how.bits - 1)
+    return zeros[:num_rows].float()
+
+
+def _unpacked(how: Quantization, stored: torch.Tensor, dimension: int) -> torch.Tensor:
+    """The numbers in each stored one, along a dimension."""
+    places = torch.tensor(how.places or range(how.in_each), dtype=torch.int32)
+    shifts = (places * how.bits).view(-1, *[1] * (1 - dimension))
+    numbers: torch.Tensor = (stored.unsqueeze(dimension + 1) >> shifts) & (2**how.bits - 1)
+    return numbers.flatten(dimension, dimension + 1)
 
 
 def _float4(stored: torch.Tensor) -> torch.Tensor:
@@ -141,7 +183,6 @@ _FLOAT4_PAIRS = _pairs(torch.tensor([sign * n for sign in (1, -1) for n in (0.0,
 NUMBERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "I8": lambda stored: stored.float(),
     "F8_E4M3": _float8,
-    "I32": _bytes,
     "U8": _float4,
 }
-"""The numbers as float32, by the dtype in which they are stored."""
+"""The numbers as float32, by the dtype in which they are stored one by one, or two in a byte."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from neuron_runtime.checkpoint import Checkpoint, stored_as
-from neuron_runtime.quantization import WHOLE, Kind, Quantization, Quantizing, quantizable, wanted_format
+from neuron_runtime.quantization import Kind, Quantization, Quantizing, quantizable, wanted_format
 
 
 class Held(NamedTuple):
@@ -27,7 +27,6 @@ class Held(NamedTuple):
 MULTIPLIED_OUT = Held()
 """All weights are held in the dtype that is computed."""
 
-ONE_SCALE_PER_ROW = ((1, WHOLE), (WHOLE, WHOLE))
 _SIDE_BY_SIDE = re.compile(r"\.(?:([qkv])_proj|(gate_proj|up_proj|w1|w3))\.weight$")
 
 
@@ -53,7 +52,7 @@ def held_as(
     if to == "none" or compiled:
         return Held(made=made)
     int8 = {name for name, kind in made.items() if kind == "int8"}
-    if stored is not None and stored.kind == "int8" and stored.block in ONE_SCALE_PER_ROW:
+    if stored is not None and stored.kind == "int8" and stored.scales_rows:
         int8 = {name for name, shape in shapes.items() if len(stored_as(checkpoint, name, shape, stored)) > 1}
     return Held(_whole_layers(int8, shapes), made)
 

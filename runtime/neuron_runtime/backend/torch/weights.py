@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from neuron_runtime.backend.torch.dequantizing import Made, Quantized, dequantize, read_int8
+from neuron_runtime.backend.torch.dequantizing import Made, Quantized, dequantize, read_int8, zeros_of
 from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held
 from neuron_runtime.backend.torch.linear import Int8Weight, Weight
 from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, TensorPart
@@ -124,12 +124,32 @@ class WeightReader:
 
     def _quantized(self, name: str) -> Quantized | Made | None:
         """None: this tensor is read as it is stored."""
-        weight, *scales = self._stored[name]
-        if self._quantization is not None and scales:
-            scale = self._whole(scales[0].name).view(self._quantization.scale_shape(self._shapes[name]))
-            return Quantized(self._quantization, self._slice(weight.name), scale)
+        weight, *others = self._stored[name]
+        if (how := self._quantization) is not None and others:
+            self._check_bias(name, how)
+            stored = {one.name.rpartition(".")[2]: self._whole(one.name).view(one.shape) for one in others}
+            scale, *zeros = (stored[one].t() if how.transposed else stored[one] for one in (how.scale, how.zero) if one)
+            zero = zeros_of(how, zeros[0], len(scale)) if zeros else None
+            group = self._group(name, stored[how.group], scale.shape[1]) if how.group else None
+            return Quantized(how, self._slice(weight.name), scale, zero, group)
         kind = self._held.made.get(name)
         return None if kind is None else Made(kind, self._slice(name))
+
+    def _check_bias(self, name: str, how: Quantization) -> None:
+        bias = f"{name.removesuffix('weight')}bias"
+        spare = how.spare_bias and bias not in self._shapes and bias in self._checkpoint.tensors
+        if spare and bool(self._whole(bias).any()):
+            raise InvalidModel(f"{self._where(bias)} is not 0, but by config.json the layer has no bias")
+
+    def _group(self, name: str, group: torch.Tensor, num_groups: int) -> torch.Tensor:
+        assert self._quantization is not None
+        if int(group.min()) < 0 or int(group.max()) >= num_groups:
+            where = self._where(f"{name.removesuffix('weight')}{self._quantization.group}")
+            raise InvalidModel(f"{where} has groups beyond 0 to {num_groups - 1} ({self._quantization.in_words()})")
+        return group
+
+    def _where(self, name: str) -> str:
+        return f"{self._checkpoint.folder / self._checkpoint.tensors[name].file}: tensor {name}"
 
     def _report(self, name: str) -> None:
         self._num_bytes_done += sum(self._checkpoint.tensors[one.name].num_bytes for one in self._stored[name])
