@@ -320,11 +320,11 @@ _TRANSPOSED: Mapping[str, Any] = {"scale": "scales", "weight": "qweight", "zero"
 
 def _awq(given: Mapping[str, Any]) -> Quantization:
     """Of AutoAWQ: https://github.com/casper-hansen/AutoAWQ."""
-    bits, version = given.get("bits", given.get("w_bit")), str(given.get("version", "gemm")).lower()
+    bits, version = given.get("bits", given.get("w_bit")), _layout(given, "version", "gemm")
     if bits != 4:
         raise _unsupported(f"bits {bits!r} of awq", "4")
-    if version != "gemm" or given.get("backend", "autoawq") != "autoawq":
-        raise _unsupported(f"version {version!r}, backend {given.get('backend')!r} of awq", "gemm of autoawq")
+    if version != "gemm" or given.get("backend") == "llm-awq":  # Other backends are what it was made or is run with.
+        raise _unsupported(f"version {version!r}, backend {given.get('backend')!r} of awq", "gemm, not of llm-awq")
     if given.get("zero_point", True) is not True:
         raise _unsupported(f"zero_point {given['zero_point']!r} of awq", "true")
     block = _group(given.get("group_size", given.get("q_group_size")), "awq")
@@ -334,7 +334,7 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
 
 def _gptq(given: Mapping[str, Any]) -> Quantization:
     """Of AutoGPTQ and GPTQModel: https://github.com/ModelCloud/GPTQModel."""
-    bits, layout = given.get("bits"), given.get("checkpoint_format") or "gptq"
+    bits, layout = given.get("bits"), _layout(given, "checkpoint_format", "gptq")
     if bits not in (4, 8):
         raise _unsupported(f"bits {bits!r} of gptq", "4, 8")
     if layout not in ("gptq", "gptq_v2") or given.get("is_marlin_format"):
@@ -352,6 +352,11 @@ def _gptq(given: Mapping[str, Any]) -> Quantization:
         spare_bias=True,
         **_TRANSPOSED,
     )
+
+
+def _layout(given: Mapping[str, Any], field: str, usual: str) -> str:
+    """How numbers are packed. Newer libraries call it `format`."""
+    return str(given.get(field) or given.get("format") or usual).lower()
 
 
 def _group(size: Any, method: str) -> tuple[int, int]:

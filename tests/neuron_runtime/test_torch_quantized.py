@@ -152,6 +152,8 @@ def refused(config: Mapping[str, Any], folder: Path) -> str:
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
         ({**PACKED["AWQ"], "bits": 3}, "bits 3 of awq: .* 4"),
         ({**PACKED["AWQ"], "version": "gemv"}, "version 'gemv'"),
+        ({**PACKED["AWQ"], "version": None, "format": "gemv_fast"}, "version 'gemv_fast'"),
+        ({**PACKED["AWQ"], "backend": "llm-awq"}, "backend 'llm-awq' of awq"),
         ({**PACKED["AWQ"], "zero_point": False}, "zero_point False of awq"),
         ({**PACKED["AWQ"], "group_size": 0}, "group_size 0 of awq"),
         ({**PACKED["GPTQ"], "bits": 3}, "bits 3 of gptq: .* 4, 8"),
@@ -178,6 +180,18 @@ def refused(config: Mapping[str, Any], folder: Path) -> str:
 )
 def test_a_method_that_is_not_read_is_named_with_those_that_are(method: Any, message: str, tmp_path: Path) -> None:
     assert re.search(message, refused({"quantization_config": method}, tmp_path / "model"))
+
+
+def test_a_layout_is_known_by_old_and_new_names() -> None:
+    awq, gptq = PACKED["AWQ"], PACKED["GPTQ"]
+    for given, same in (
+        ({**awq, "version": "GEMM", "backend": "autoawq"}, awq),
+        ({**awq, "format": "gemm", "backend": "auto"}, awq),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 16}, awq),
+        ({**gptq, "format": "gptq", "backend": "auto", "dynamic": {"-:.*down.*": {}}}, gptq),
+        ({**gptq, "format": "gptq_v2"}, PACKED["GPTQ, version 2"]),
+    ):
+        assert quantization_of({"quantization_config": given}) == quantization_of({"quantization_config": same})
 
 
 PROJECTION = "model.layers.1.mlp.up_proj"
