@@ -293,6 +293,13 @@ def test_a_strange_config_json_is_refused(int8: Path, change: dict[str, Any], me
         family_of(config, "")
 
 
+def test_a_class_of_ones_own_decides_what_it_reads(int8: Path, tmp_path: Path) -> None:
+    """NxD Inference is told nothing of its weights, so nothing is asked of config.json."""
+    method = json.loads((int8 / CONFIG_FILE).read_text())["quantization_config"] | {"ignore": ["re:.*mlp"]}
+    model = changed(int8, tmp_path / "model", {"quantization_config": method, "num_hidden_layers": None})
+    assert settings(model, applicationClass="ours:Class").quantized is None
+
+
 def test_keys_of_the_library_that_say_the_same_are_accepted(int8: Path) -> None:
     same = {
         "quantized": True,

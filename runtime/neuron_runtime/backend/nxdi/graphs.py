@@ -158,8 +158,8 @@ class NxdiCompiler:
         with tempfile.TemporaryDirectory(prefix="nxdi-") as scratch:
             self._work = Path(scratch, "work")
             prepare_environment(self._settings, self._target, self._work)
-            if any(self._model_dir.glob("*.safetensors")):  # else they are elsewhere, and compared when they are loaded
-                check_stored(read_checkpoint(self._model_dir))
+            if self._settings.quantized is not None and any(self._model_dir.glob("*.safetensors")):
+                check_stored(read_checkpoint(self._model_dir))  # if they are elsewhere, when they are loaded
             with all_weights_read(self._model_dir, self._settings, self._draft_dir):
                 library.application(self._settings, self._model_dir, self._draft_dir).compile(str(folder))
 

@@ -46,7 +46,8 @@ def load(
     if not settings.neuron_config.get(SHARDED):
         checkpoint = read_checkpoint(model_dir)
         check_tied_head(checkpoint)
-        check_stored(checkpoint)
+        if settings.quantized is not None:
+            check_stored(checkpoint)
         if draft_dir is not None and not (settings.draft and settings.draft.eagle):
             check_tied_head(read_checkpoint(draft_dir))
     report(settings, target)

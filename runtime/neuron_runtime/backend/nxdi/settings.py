@@ -343,9 +343,11 @@ class _Derivation:
 
     def _quantized(self) -> Quantized | None:
         """What the graphs have of quantized weights. Refuses kernels that would read their numbers without scales."""
+        if not self._family.quantized:
+            return None
         fused = bool(self._override.get("fused_qkv"))
         found = weights_of(self._model, self._override.get(EXCLUDED) or (), fused=fused)
-        if not self._family.quantized or found is None:
+        if found is None:
             return None
         quantized = projections(self._model)
         for name, taken in KERNELS.items():
