@@ -464,8 +464,10 @@ def test_a_mixture_that_a_release_runs_with_many_rows_only_is_refused_with_fewer
 
 
 @on_the_fake
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("layout", ["slots", "blocks"])
+@pytest.mark.parametrize(
+    ("layout", "version"),
+    [*(("slots", version) for version in VERSIONS), ("blocks", "0.8"), ("blocks", "0.9")],
+)
 def test_a_cache_of_fp8_is_half_as_large_and_its_answers_change_a_little(
     llama: Path, version: str, layout: str, tmp_path: Path
 ) -> None:
@@ -483,6 +485,21 @@ def test_a_cache_of_fp8_is_half_as_large_and_its_answers_change_a_little(
     assert found[0] == exact[0]  # of the prompt, which does not read the cache
     cache = plan_of(config_of(llama, **document), json.loads((llama / CONFIG_FILE).read_text()), TARGET).cache_bytes
     assert plain - small == cache / 2
+
+
+@on_the_fake
+def test_a_cache_that_a_release_or_a_class_does_not_cast_is_refused(llama: Path, tmp_path: Path) -> None:
+    """Releases before 0.8 write the model's dtype into blocks; the class of gpt-oss never reads the type."""
+    with fake_nxdi("0.7"), pytest.raises(InvalidConfig, match=r"0\.7.* has no blocks of fp8") as error:
+        answer(llama, tmp_path / "artifact", layout="blocks", kvCacheDtype="fp8")
+    assert error.value.parts[0][0] == "$.kvCacheDtype"
+    strange = {"quantization_config": {"quant_method": "mxfp4"}, "architectures": ["GptOssForCausalLM"]}
+    model = changed(llama, tmp_path / "gpt_oss", strange)
+    assert settings(model).application == "gpt_oss"
+    message = "is fp8, but NxD Inference's gpt_oss keeps its cache in the model's dtype"
+    assert message in refusal(model, kvCacheDtype="fp8")["$.kvCacheDtype"]
+    flag = {"overrideNeuronConfig": {"kv_cache_quant": True}}
+    assert message in refusal(model, **flag)["$.overrideNeuronConfig.kv_cache_quant"]
 
 
 def test_the_library_is_told_of_the_cache_in_its_own_words(llama: Path) -> None:

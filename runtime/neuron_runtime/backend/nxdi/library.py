@@ -168,6 +168,9 @@ def _arguments(settings: Settings, config_class: Any, model_dir: Path) -> dict[s
 
         if hasattr(config_class(), CACHE_TYPE):  # in older releases the flag is enough
             arguments[CACHE_TYPE] = {**cache, "quant_dtype": getattr(torch, cache["quant_dtype"])}
+        elif settings.layout == "blocks":
+            message = f"NxD Inference {version_of(INFERENCE)} has no blocks of fp8: leave it out, use layout slots, or"
+            raise InvalidConfig("$.kvCacheDtype", f"{message} an image with a newer Neuron SDK")
     return arguments
 
 

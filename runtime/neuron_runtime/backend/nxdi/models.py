@@ -46,6 +46,8 @@ class NxdiFamily:
     """What `quantization_of` may be for the class itself. It would drop the scales of others, and compute garbage."""
     quantized: bool = False
     """Whether it computes weights in the forms of `quantized.FORMS`."""
+    casts_cache: bool = True
+    """Whether it keeps keys and values in the type that NeuronConfig has for the cache."""
     experts: bool = False
     """Whether its NeuronConfig is one for mixtures of experts."""
     needs: Mapping[str, bool] = field(default_factory=dict)
@@ -114,6 +116,7 @@ FAMILIES = (
         windows="kept",
         mixed=True,
         quantizations=("mxfp4",),
+        casts_cache=False,
         experts=True,
         note="its MXFP4 weights, and no others, are computed in bfloat16",
     ),

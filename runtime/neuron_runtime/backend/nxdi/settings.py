@@ -278,6 +278,10 @@ class _Derivation:
         quantized = self._quantized()
         words = {True: "fp8", False: "auto"}
         cache = self._chosen("$.kvCacheDtype", config.kv_cache_dtype, CACHE_FLAG, words)
+        if CACHE_DTYPES[cache] and not self._family.casts_cache:
+            name = self._family.application
+            message = f"is {cache}, but NxD Inference's {name} keeps its cache in the model's dtype: leave it out"
+            self._refuse("$.kvCacheDtype", message)
         if blocks and len(prefix) > 1:
             self._check_prefix_prefill(context, "$.prefixCaching" if shares else "$.chunkedPrefill")
         problems.check()

@@ -52,6 +52,8 @@ def check(neuron: Any) -> None:
         raise NotImplementedError("the fake has no scales of a cache")
     if cache is not None and not isinstance(cache.quant_dtype, torch.dtype):
         raise TypeError("zeros(): argument 'dtype' must be torch.dtype, not str")
+    if neuron.kv_cache_quant and neuron.is_block_kv_layout and not fake_nxdi.has(8):
+        raise RuntimeError("scatter(): Expected self.dtype to be equal to src.dtype")
     if not fake_nxdi.strict():
         return
     if fake_nxdi.has(8) and bool(neuron.kv_cache_quant) != (cache is not None):
