@@ -317,6 +317,7 @@ def test_keys_of_the_library_that_say_the_same_are_accepted(int8: Path) -> None:
         ("quantization_type", "per_tensor_symmetric", "makes it 'per_channel_symmetric'"),
         ("quantization_dtype", "f8e4m3", "makes it 'int8'"),
         ("modules_to_not_convert", ["self_attn"], "makes it ['lm_head']"),
+        ("modules_to_not_convert", 5, "must be a list, got 5"),
         ("quantized_checkpoints_path", "/q", "makes it unset"),
         ("mlp_kernel_enabled", True, "takes the quantized weights of gate_proj, up_proj, down_proj without"),
         ("qkv_kernel_enabled", True, "takes the quantized weights of q_proj, k_proj, v_proj without"),
@@ -510,6 +511,8 @@ def test_the_library_is_told_of_the_cache_in_its_own_words(llama: Path) -> None:
     assert settings(llama, overrideNeuronConfig={"kv_cache_quant": True}) == found
     contradiction = refusal(llama, kvCacheDtype="fp8", overrideNeuronConfig={"kv_cache_quant": False})
     assert "is auto, but kvCacheDtype is fp8" in contradiction["$.overrideNeuronConfig.kv_cache_quant"]
+    for off in (None, {}):
+        assert not settings(llama, overrideNeuronConfig={"kv_quant_config": off}).cache_dtype
     alone = refusal(llama, overrideNeuronConfig={"kv_quant_config": {"direct_cast": True}})
     assert "set kvCacheDtype instead" in alone["$.overrideNeuronConfig.kv_quant_config"]
 

@@ -258,7 +258,10 @@ def _read(name: str, value: Any, at: str, application: str) -> Any:
         return 0
     if name in ("enable_fused_speculation", *OF_EAGLE):
         return not is_neutral(value, field.neutral)
-    if name == EXCLUDED and isinstance(value, list):
+    if name == CACHE_TYPE and is_neutral(value, field.neutral):
+        return None
+    if name == EXCLUDED and value is not None:
+        check_kind(list, value, at)
         return sorted(map(str, value))
     return _of_kind(field, value, at)
 
