@@ -196,10 +196,11 @@ def test_quantized_weights_are_served_with_other_settings(int8: Path, document: 
 def test_a_quantized_model_verifies_drafts_of_an_unquantized_one(
     int8: Path, llama: Path, version: str, head: bool, tmp_path: Path
 ) -> None:
+    fused = version == "0.9"
     draft = write_head(tmp_path / "head", llama, 1) if head else llama
     method = {"method": "Eagle" if head else "Draft", "numTokens": 3, "model": {"uri": draft.as_uri()}}
     with fake_nxdi(version):
-        found = answer(int8, tmp_path / "artifact", speculation=method)
+        found = answer(int8, tmp_path / "artifact", speculation=method, overrideNeuronConfig={"fused_qkv": fused})
     assert found == expected(int8.with_name("model-plain"))
 
 
@@ -335,11 +336,13 @@ def test_keys_of_the_library_that_contradict_the_checkpoint_are_refused(
 def test_projections_are_fused_only_if_all_are_quantized(llama: Path, int8: Path, tmp_path: Path) -> None:
     fused = {"overrideNeuronConfig": {"fused_qkv": True}}
     assert settings(int8, **fused).neuron_config["modules_to_not_convert"] == ["lm_head"]
+    message = "needs q_proj, k_proj and v_proj quantized in each layer"
     converted(llama, tmp_path / "model", "int8", BIASED)
-    assert (
-        "needs q_proj, k_proj and v_proj quantized"
-        in refusal(tmp_path / "model", **fused)["$.overrideNeuronConfig.fused_qkv"]
-    )
+    assert message in refusal(tmp_path / "model", **fused)["$.overrideNeuronConfig.fused_qkv"]
+    method = json.loads((int8 / CONFIG_FILE).read_text())["quantization_config"]
+    method |= {"ignore": ["lm_head", "model.layers.1.self_attn.k_proj"]}
+    model = changed(int8, tmp_path / "one", {"quantization_config": method})
+    assert message in refusal(model, **fused)["$.overrideNeuronConfig.fused_qkv"]
 
 
 def test_the_key_of_an_artifact_has_types_and_exclusions_and_no_scales_or_folders(

@@ -25,7 +25,7 @@ from neuron_runtime.backend.neuron.override import PATH
 from neuron_runtime.backend.nxdi.eagle import converted, read_tensor
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_config
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, CACHE_TYPE, SAMPLING
-from neuron_runtime.backend.nxdi.quantized import CHECKPOINT, EXCLUDED, OF_DRAFT
+from neuron_runtime.backend.nxdi.quantized import CHECKPOINT, EXCLUDED, of_draft
 from neuron_runtime.backend.nxdi.settings import DraftModel, Settings
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
@@ -184,7 +184,7 @@ def _with_draft(settings: Settings, draft: DraftModel, application_class: Any, d
     for name, value in draft.arguments.items():
         setattr(neuron_config, name, value)
     if settings.quantized is not None:
-        setattr(neuron_config, EXCLUDED, list(OF_DRAFT))
+        setattr(neuron_config, EXCLUDED, of_draft(text_config(draft.config).get("num_hidden_layers", 1)))
     config = config_class(neuron_config, load_config=_load_config(draft_dir))
     for name, value in corrected(replace(settings, application=draft.application), text_config(draft.config)).items():
         setattr(config, name, value)

@@ -32,8 +32,7 @@ OF_WEIGHTS = ("quantized", "quantization_type", "quantization_dtype", EXCLUDED)
 CHECKPOINT = "quantized_checkpoints_path"
 ENVIRONMENT = {"XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1"}
 """Without these, which the libraries read when they are imported, FP8 is computed wrongly."""
-OF_DRAFT = ("layers", "lm_head", "fc")
-"""Of a draft model, or of an EAGLE head, nothing is converted."""
+_OF_DRAFT = ("layers", "lm_head", "fc")
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 LINEAR = (*_ATTENTION, *_MLP)
@@ -203,6 +202,12 @@ def check_stored(checkpoint: Checkpoint) -> None:
         if scale is None or scale.shape != wanted:
             found = "none" if scale is None else f"one of shape {list(scale.shape)}"
             raise InvalidModel(f"{where} must have a scale {stored.scale} of shape {list(wanted)}, and has {found}")
+
+
+def of_draft(num_layers: int) -> list[str]:
+    """Words for all modules of a draft model, or of an EAGLE head, of which nothing is converted. Where the library
+    fuses matrices, it looks for the whole path of a layer's attention among them, and else for scales."""
+    return [*_OF_DRAFT, *(f"layers.{number}.self_attn" for number in range(num_layers))]
 
 
 def projections(model: Mapping[str, Any]) -> set[str]:

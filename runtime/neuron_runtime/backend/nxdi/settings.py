@@ -37,6 +37,7 @@ from neuron_runtime.backend.nxdi.quantized import (
     EXCLUDED,
     OF_WEIGHTS,
     Quantized,
+    excluded_of,
     form_of,
     projections,
     weights_of,
@@ -358,8 +359,8 @@ class _Derivation:
             if self._override.get(name) and (wrong := [one for one in taken if one in quantized]):
                 message = f"takes the quantized weights of {', '.join(wrong)} without their scales: leave it out"
                 self._refuse(f"{PATH}.{name}", message)
-        if fused and not {*TARGETS[:3]} <= quantized:
-            message = "needs q_proj, k_proj and v_proj quantized, or no weights: leave it out"
+        if fused and any(name.endswith(TARGETS[:3]) for name in excluded_of(self._model)):
+            message = "needs q_proj, k_proj and v_proj quantized in each layer, or no weights: leave it out"
             self._refuse(f"{PATH}.fused_qkv", message)
         return found
 

@@ -123,6 +123,10 @@ def taken(
     for module, path in paths.items():
         numbers, scale = tensors.get(f"{module}.weight"), tensors.get(f"{module}.scale")
         is_tied = tied and module == "lm_head"
+        attention, _, last = module.rpartition(".")
+        is_fused = neuron.quantized and neuron.fused_qkv and last in ("q_proj", "k_proj", "v_proj")
+        if is_fused and scale is None and attention not in (neuron.modules_to_not_convert or ()):
+            raise KeyError(f"{module}.scale")
         if not is_converted(path, neuron):
             if numbers is not None and numbers.dtype in NARROW and fake_nxdi.strict():
                 fake_nxdi.refuse("Q1", f"{module} has numbers of {numbers.dtype}, which are taken for weights")
