@@ -453,6 +453,20 @@ def test_a_scale_that_the_library_drops_is_an_error(int8: Path) -> None:
         warnings.warn(f"Removing redundant keys from checkpoint: {copied}", stacklevel=1)
 
 
+@on_the_fake
+def test_a_checkpoint_that_the_library_quantized_is_not_taken_for_an_unquantized_one(
+    int8: Path, llama: Path, tmp_path: Path
+) -> None:
+    """Its config.json says nothing, and its scales have the library's own names."""
+    tensors = load_file(int8 / WEIGHTS_FILE)
+    (tmp_path / "model").mkdir()
+    shutil.copy(llama / CONFIG_FILE, tmp_path / "model")
+    renamed = {name.replace(".weight_scale", ".scale"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model" / WEIGHTS_FILE)
+    with fake_nxdi(mode="damage"), pytest.raises(InvalidModel, match=r"does not read the tensors .*down_proj\.scale"):
+        answer(tmp_path / "model", tmp_path / "artifact")
+
+
 def test_a_mixture_that_a_release_runs_with_many_rows_only_is_refused_with_fewer() -> None:
     few = dataclasses.replace(tokens_settings(), application="qwen3_moe", max_rows=8)
     with fake_nxdi("0.8"), pytest.raises(InvalidConfig, match=r"must be at least 16: Neuron SDK 2\.28") as error:

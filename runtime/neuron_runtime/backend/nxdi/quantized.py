@@ -220,5 +220,7 @@ def _last_words(names: Sequence[str]) -> str:
 
 
 def named_by_checkpoint(names: Iterable[str]) -> set[str]:
-    """Names of scales as the checkpoint has them; NxD Inference renames them when it reads them."""
-    return {re.sub(r"\.scale$", ".weight_scale", name) for name in names}
+    """Names as the checkpoint may have them; NxD Inference renames scales when it reads them, but for those that it has
+    written itself."""
+    given = {*names}
+    return given | {re.sub(r"\.scale$", ".weight_scale", name) for name in given}
