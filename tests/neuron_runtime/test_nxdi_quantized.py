@@ -530,6 +530,10 @@ def test_the_library_is_told_of_the_cache_in_its_own_words(llama: Path) -> None:
     assert "is auto, but kvCacheDtype is fp8" in contradiction["$.overrideNeuronConfig.kv_cache_quant"]
     for off in (None, {}):
         assert not settings(llama, overrideNeuronConfig={"kv_quant_config": off}).cache_dtype
+    kernel = {"attn_block_tkg_nki_kernel_cache_update": True}
+    assert settings(llama, overrideNeuronConfig=kernel)
+    written = refusal(llama, kvCacheDtype="fp8", overrideNeuronConfig=kernel)
+    assert "writes the model's dtype" in written["$.overrideNeuronConfig.attn_block_tkg_nki_kernel_cache_update"]
     alone = refusal(llama, overrideNeuronConfig={"kv_quant_config": {"direct_cast": True}})
     assert "set kvCacheDtype instead" in alone["$.overrideNeuronConfig.kv_quant_config"]
 

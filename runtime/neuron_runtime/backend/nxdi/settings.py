@@ -79,6 +79,8 @@ SMALLEST_BUCKET = 128
 
 CACHE_DTYPES = {"auto": "", "fp8": "float8_e4m3fn"}
 """By `kvCacheDtype`. Numbers are cast as they are, without a scale."""
+CACHE_KERNEL = "attn_block_tkg_nki_kernel_cache_update"
+"""Kernel that writes keys and values itself, into what was read of the cache, which is cast by then."""
 
 MIN_ACTIVE_TOKENS = 128
 """NxD Inference takes a shorter prefill over a prefix for token generation."""
@@ -283,6 +285,9 @@ class _Derivation:
             name = self._family.application
             message = f"is {cache}, but NxD Inference's {name} keeps its cache in the model's dtype: leave it out"
             self._refuse("$.kvCacheDtype", message)
+        if CACHE_DTYPES[cache] and override.get(CACHE_KERNEL):
+            message = f"writes the model's dtype into the cache, and kvCacheDtype is {cache}: leave out one of them"
+            self._refuse(f"{PATH}.{CACHE_KERNEL}", message)
         if blocks and len(prefix) > 1:
             self._check_prefix_prefill(context, "$.prefixCaching" if shares else "$.chunkedPrefill")
         problems.check()
