@@ -142,6 +142,7 @@ class NxdiCompiler:
         return {library.COMPILER: library.compiler_version()}
 
     def graphs(self) -> Sequence[CompileUnit]:
+        library.check_rows(self._settings)
         names = tuple(graph.name for graph in all_graphs(self._settings))
         return [CompileUnit(self._settings.application, self._compile, names, self._ready)]
 
@@ -230,13 +231,12 @@ def prepare_environment(settings: Settings, target: Target, scratch: Path | None
 
 
 def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]:
-    """What to compile or to load. Raises as `settings_of`, `find_target` and `library.check_rows`, and as `check_cores`
-    on a machine with devices."""
+    """What to compile or to load. Raises as `settings_of` and `find_target`, and as `check_cores` on a machine with
+    devices."""
     target = find_target(config, ask=platform_target)
     model = read_config(model_dir)
     _check_wanted(config, model)
     settings = settings_of(config, model, target, draft=draft_files(config))
-    library.check_rows(settings)
     if target.granted_cores:
         check_cores(target, settings.tensor)
     return settings, target
