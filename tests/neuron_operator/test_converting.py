@@ -319,6 +319,38 @@ def test_facts_of_quantized_weights_are_read_again_for_another_engine(backend: s
         assert any(name.startswith("facts-") for name in jobs(decision)) == again
 
 
+def test_facts_of_quantized_weights_are_read_again_for_the_engine_that_the_devices_choose() -> None:
+    using = settings({"engines": {"vllm": {"image": "vllm"}}, "engine_defaults": {"trn2": "vllm"}})
+    stored = FACTS | {"quantization": "fp8: fp8 in blocks of 128 x 128", "dtype": "float8_e4m3fn"}
+    spec = {"engine": {}, "accelerator": {}, "storage": ON_DEVICES["storage"]}
+    for free, facts, again in ((FREE, stored, True), (FREE, FACTS, False), (TRN2, stored, False)):
+        world = replace(fresh(spec={"model": SPEC["model"], **spec}), free=free)
+        world, decision = settle(world, using)
+        assert "--backend" not in job_of(decision)[2], "either engine may have it"
+        world, _ = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job"), facts),)), using)
+        world, decision = settle(finished(world), using)
+        assert jobs(decision)[0].startswith("facts-" if again else "weights-")
+        if not again:
+            continue
+        assert job_of(decision)[2][-2:] == ["--backend", "nxdi"]
+        told = resolved_pod(find(decision.desired, "Job"), stored | {"conversion": CONVERSION})
+        told["metadata"]["name"] = "resolve-y"
+        world, _ = settle(replace(world, pods=(*world.pods, told)), using)
+        world, decision = settle(finished(world), using)
+        pinned = find(decision.desired, "ControllerRevision")["data"]["config"]
+        assert (pinned["backend"], pinned["model"]["converted"]) == ("nxdi", CONVERSION["digest"])
+        assert jobs(decision)[0].startswith("weights-")
+
+
+@pytest.mark.parametrize(("dtype", "again"), [("float8_e4m3fn", True), ("bfloat16", False)])
+def test_facts_of_a_version_that_converted_nothing_are_read_again_for_a_new_decision(dtype: str, again: bool) -> None:
+    """What never served is decided anew when the runtime image changes."""
+    world, decision = resolved(ON_DEVICES, FACTS | {"dtype": dtype})
+    assert jobs(decision)[0].startswith("weights-")
+    _, decision = settle(world, replace(SETTINGS, runtime_image="registry.example/neuron-serving-runtime:2"))
+    assert jobs(decision)[0].startswith("facts-" if again else "weights-")
+
+
 def test_a_format_that_the_model_cannot_have_is_told_before_anything_is_fetched() -> None:
     world, decision = settle(replace(fresh(spec={**SPEC, **INT8}), free=FREE))
     said = "--quantization is int8, but the checkpoint is quantized already (fp8: fp8 per tensor)"

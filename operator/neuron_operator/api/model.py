@@ -822,6 +822,11 @@ class Spec(SpecPart, frozen=True):
         return self.runs.honours("spec.serving.quantization")
 
     @property
+    def may_convert(self) -> bool:
+        """Whether weights may have to be converted before a replica reads them."""
+        return self.quantizes and not self.runs.quantizes_itself
+
+    @property
     def serves_adapters(self) -> bool:
         return self.serving.adapters.max_active is not None
 

@@ -24,7 +24,7 @@ from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.place.catalog import family_of
 from neuron_operator.place.planner import Choice, Held, choose, families_for
 from neuron_operator.place.sizes import place
-from neuron_operator.place.sizing import DTYPE_BYTES, Memory, compile_minutes, start_seconds
+from neuron_operator.place.sizing import Memory, compile_minutes, is_quantized, start_seconds
 from neuron_operator.read.objects import dig
 from neuron_operator.read.placement import Placement, counted
 from neuron_operator.read.records import Facts
@@ -119,7 +119,8 @@ def as_pinned(model: NeuronModel, revision: Revision | None) -> NeuronModel:
         return model
     if revision.default_for and model.spec.leaves_engine_open:
         model = model.with_default(revision.backend, revision.default_for)
-    return replace(model, reads_converted=True) if revision.pinned.conversion else model
+    reads_converted = revision.pinned.conversion is not None
+    return model if reads_converted == model.reads_converted else replace(model, reads_converted=reads_converted)
 
 
 def is_of(model: NeuronModel, revision: Revision) -> bool:
@@ -249,10 +250,13 @@ def known_facts(
 
 
 def _is_read_for(model: NeuronModel, revision: Revision) -> bool:
-    """Whether the facts hold for the engine of the manifest: what is to be converted depends on it."""
-    facts = revision.pinned.facts
-    is_quantized = facts.quantization or facts.conversion or facts.dtype not in DTYPE_BYTES
-    return not is_quantized or as_pinned(model, revision).spec.backend == revision.backend
+    """Whether the facts hold for the engine of the manifest: what is to be converted depends on it. Earlier versions
+    did not ask for that."""
+    facts, spec = revision.pinned.facts, as_pinned(model, revision).spec
+    if not is_quantized(facts):
+        return True
+    is_told = bool(facts.quantization or facts.conversion)
+    return spec.backend == revision.backend and (is_told or not spec.may_convert)
 
 
 def _draft_key(model: NeuronModel, settings: Settings) -> str:

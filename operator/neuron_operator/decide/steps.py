@@ -19,6 +19,7 @@ from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import MAX_WORD
 from neuron_operator.api.reasons import Finding, Reason, met, unmet
 from neuron_operator.decide.pin import as_pinned, compiling_words
+from neuron_operator.place.sizing import is_quantized
 from neuron_operator.read.objects import instant, name_of, rendered_hash
 from neuron_operator.read.records import AdapterFacts, Facts, Record, StoredArtifact, StoredWeights
 from neuron_operator.read.revision import Revision
@@ -32,6 +33,7 @@ from neuron_operator.render.jobs import (
     convert_job,
     fetch_job,
     keeper,
+    leaves_open,
     memory_of,
     resolve_draft_job,
     resolve_job,
@@ -62,6 +64,8 @@ class Known:
     answers: bool = False
     """Whether a replica does, which a rollout could take away."""
     facts: Facts | None = None
+    is_open: bool = False
+    """Whether the facts were read while the engine was open, which may need other weights."""
     draft: Facts | None = None
     """Of the draft model."""
     revision: Revision | None = None
@@ -349,7 +353,27 @@ def _finish_place(known: Known) -> tuple[Known, Finding]:
 
 
 def _learn_facts(known: Known, record: Record) -> Known | None:
-    return replace(known, facts=msgspec.structs.replace(record.facts, draft=None)) if record.facts else None
+    if record.facts is None:
+        return None
+    is_open = leaves_open(known.model, known.settings)
+    return replace(known, facts=msgspec.structs.replace(record.facts, draft=None), is_open=is_open)
+
+
+def _resolve_chosen_jobs(known: Known) -> tuple[Object, ...]:
+    """The Job that reads quantized weights once more, if the engine that is chosen by the devices may have to convert
+    them."""
+    if not known.is_open or not is_quantized(known.resolved):
+        return ()
+    try:
+        chosen = as_pinned(known.model, known.pin(known.resolved))
+    except (InvalidSpec, Unplaceable):
+        return ()  # which the next step tells
+    return (resolve_job(chosen, known.settings),) if chosen.spec.may_convert else ()
+
+
+def _learn_chosen(known: Known, record: Record) -> Known | None:
+    learned = _learn_facts(known, record)
+    return replace(learned, is_open=False) if learned else None
 
 
 def _resolve_draft_jobs(known: Known) -> tuple[Object, ...]:
@@ -478,6 +502,12 @@ STEPS = (
                 jobs=lambda known: (resolve_job(known.model, known.settings),),
                 learn=_learn_facts,
                 knows=lambda known: known.facts is not None,
+            ),
+            Task(
+                waiting=unmet("ModelResolved", Reason.RESOLVING, "reading how the weights are quantized"),
+                jobs=_resolve_chosen_jobs,
+                learn=_learn_chosen,
+                knows=lambda known: not known.is_open,
             ),
             Task(
                 waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the draft model's configuration"),

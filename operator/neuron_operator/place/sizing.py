@@ -245,6 +245,11 @@ def weights_bytes(facts: Facts, widths: Widths, tensor: int) -> int:
     return _up(shared, tensor) + whole * widths.activations
 
 
+def is_quantized(facts: Facts) -> bool:
+    """Whether the checkpoint is, also by facts of versions that did not tell how."""
+    return bool(facts.quantization or facts.conversion) or facts.dtype not in DTYPE_BYTES
+
+
 def quantized(facts: Facts, stored_format: str) -> Facts:
     """The facts as a conversion to numbers of 8 bits would make them, which nobody has asked for: matrices of layers
     with a scale of 4 bytes for each output; embedding, head and norms as they are."""

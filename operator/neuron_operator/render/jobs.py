@@ -90,14 +90,17 @@ def wanted_format(model: NeuronModel) -> str:
     return "" if wanted == "Auto" or not model.spec.quantizes else wanted.lower()
 
 
+def leaves_open(model: NeuronModel, settings: Settings) -> bool:
+    """Whether the devices decide which engine has the model."""
+    return bool(settings.engine_defaults) and model.spec.leaves_engine_open
+
+
 @remembered
 def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     """Reads the model's facts with the model's own credentials, before devices are allocated."""
     command = ["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG]
     engine = model.spec.runs
-    # While the engine is open, another one may have the model.
-    is_open = bool(settings.engine_defaults) and model.spec.leaves_engine_open
-    wanted, may_convert = wanted_format(model), model.spec.quantizes and not (engine.quantizes_itself or is_open)
+    wanted, may_convert = wanted_format(model), model.spec.may_convert and not leaves_open(model, settings)
     if engine.asks_cache or engine.is_narrow or not engine.is_ours or may_convert or wanted:
         command += ["--backend", model.spec.backend]
     if wanted:
