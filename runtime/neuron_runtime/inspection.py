@@ -39,6 +39,7 @@ from neuron_runtime.checkpoint import (
     read_config,
 )
 from neuron_runtime.console import bytes_text
+from neuron_runtime.conversion.contents import contents_of
 from neuron_runtime.conversion.plan import conversion_of
 from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.engine.backends import PACKAGES, package_of
@@ -75,7 +76,8 @@ def inspect_model(
         tempfile.TemporaryDirectory(prefix="neuron-inspect-") as scratch,
         outline(uri, Path(scratch)) as (folder, digest),
     ):
-        facts = model_facts(read_checkpoint(folder), digest, backend, application_class, quantization)
+        checkpoint = read_checkpoint(folder)
+        facts = model_facts(checkpoint, digest, backend, application_class, quantization, uri=uri)
         check_tokenizer(folder)
         if backend == OPTIMUM:
             model = parse_uri(uri, "URI")
@@ -158,8 +160,12 @@ def model_facts(
     backend: str = "",
     application_class: str = "",
     quantization: Quantizing = "auto",
+    *,
+    uri: str = "",
 ) -> ModelFacts:
     """Facts of a model folder. The digest is its source's, or the checkpoint's own hash. See `inspect_model`.
+
+    uri: where the model is. Needed for the digest of a conversion of a model that is read in place.
 
     Raises:
         FatalError: UNSUPPORTED_ARCHITECTURE, or INVALID_MODEL when tensors and configuration contradict one another.
@@ -205,7 +211,9 @@ def model_facts(
     )
     facts = _facts(checkpoint, shape, digest, tied_embeddings=tied)
     planned = conversion and PlannedConversion(
-        digest=conversion.digest(facts.digest), format=conversion.format, bytes=conversion.num_bytes
+        digest=conversion.digest(facts.digest, contents_of(uri, checkpoint) if uri else ""),
+        format=conversion.format,
+        bytes=conversion.num_bytes,
     )
     return msgspec.structs.replace(facts, conversion=planned)
 

@@ -463,7 +463,7 @@ def test_the_runtime_parses_the_command_that_converts_weights(place: str) -> Non
     store = PLACES[place].object_store
     assert convert.run.__module__.endswith("convert")
     assert (convert.uri, convert.digest) == ("hf://acme/tiny", KNOWN.digest)
-    assert (convert.backend, convert.quantization) == ("torch", "int8")
+    assert (convert.backend, convert.quantization, convert.converted) == ("torch", "int8", planned.digest)
     assert convert.store == (store.uri if store else names.WEIGHTS_DIR)
     document = operator.config_document(replace(model, reads_converted=True), facts)
     parsed = runtime.parse_config(operator.to_json(document).encode())

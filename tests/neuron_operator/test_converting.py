@@ -121,7 +121,8 @@ def test_the_job_reads_what_was_fetched_on_a_node_without_devices_with_room_for_
     job, pod, command = job_of(decision)
     assert command == [
         *("neuron-runtime", "convert", "hf://acme/tiny", names.WEIGHTS_DIR, "--digest", FACTS["digest"]),
-        *("--backend", "torch", "--quantization", "int8", "--record", names.TERMINATION_LOG),
+        *("--backend", "torch", "--quantization", "int8", "--converted", CONVERSION["digest"]),
+        *("--record", names.TERMINATION_LOG),
     ]
     (container,) = pod["containers"]
     names_of = [variable["name"] for variable in container["env"]]

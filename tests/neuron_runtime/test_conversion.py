@@ -37,6 +37,7 @@ from neuron_runtime.conversion.shards import shards_of
 from neuron_runtime.conversion.weights import Weights
 from neuron_runtime.conversion.writing import write_weights
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.inspection import inspect_model
 from neuron_runtime.quantization import quantization_of
 from neuron_runtime.record import Converted
 from neuron_runtime.text.tokenizer import load_tokenizer
@@ -317,6 +318,46 @@ def spoiled(folder: Path, target: Path, **changes: torch.Tensor | None) -> Path:
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_models_in_place_that_differ_by_their_numbers_or_texts_alone_are_converted_apart(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Fine-tunes of one model have the same config.json, names and shapes."""
+    plain = spoiled(models[PLAIN], tmp_path / "plain")
+    tuned = spoiled(plain, tmp_path / "tuned", **{UP: load_file(plain / WEIGHTS_FILE)[UP].flip(1).contiguous()})
+    told = shutil.copytree(plain, tmp_path / "told")
+    (told / "chat_template.jinja").write_text("{{ messages }}")
+    copied = shutil.copytree(plain, tmp_path / "copied")
+    folders, store = (plain, tuned, told, copied), tmp_path / "store"
+    assert len({read_checkpoint(folder).digest for folder in folders}) == 1
+    entries = [converted_entry(folder, store, "int8") for folder in folders]
+    assert len({*entries}) == 3
+    assert entries[0] == entries[3], "a copy shares the result"
+    weights = [load_file(entry / WEIGHTS_FILE)[UP] for entry in entries]
+    assert torch.equal(weights[1], weights[0].flip(1))
+    assert (entries[2] / "chat_template.jinja").read_text() == "{{ messages }}"
+    for folder, entry in zip(folders, entries, strict=True):
+        planned = inspect_model(folder.as_uri(), "torch", quantization="int8").conversion
+        assert planned is not None
+        assert planned.digest == entry.name
+
+
+def test_a_pinned_conversion_is_found_or_made_of_the_model_that_was_inspected(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = spoiled(models[PLAIN], tmp_path / "model")
+    planned = inspect_model(folder.as_uri(), "torch", quantization="int8").conversion
+    assert planned is not None
+    made = converted_by(folder, tmp_path / "store", "int8", pinned=planned.digest)
+    assert made.weights.digest == planned.digest
+    raw = (folder / WEIGHTS_FILE).read_bytes()
+    (folder / WEIGHTS_FILE).write_bytes(raw[:-64] + bytes(64))
+    assert converted_by(folder, tmp_path / "store", "int8", pinned=planned.digest).weights.read_bytes == 0
+    with pytest.raises(FatalError, match=f"{planned.digest} is pinned: .* set the refresh annotation") as caught:
+        converted_by(folder, tmp_path / "other", "int8", pinned=planned.digest)
+    assert caught.value.exit_code is ExitCode.CHECKSUM_MISMATCH
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(

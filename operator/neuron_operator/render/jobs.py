@@ -133,7 +133,7 @@ def convert_job(model: NeuronModel, settings: Settings, revision: Revision) -> t
         return ()
     access = fetching(model, pinned.weights)
     command = ["neuron-runtime", "convert", model.spec.model.uri, *access.arguments, "--digest", pinned.facts.digest]
-    command += ["--backend", model.spec.backend, "--quantization", conversion.format]
+    command += ["--backend", model.spec.backend, "--quantization", conversion.format, "--converted", conversion.digest]
     command += ["--record", names.TERMINATION_LOG]
     requests = convert_requests(pinned.weights, pinned.facts)
     return (shared_job(model, settings, CONVERT, command, access, image=revision.image, requests=requests),)

@@ -23,7 +23,7 @@ from neuron_runtime.flags import model_uri
 from neuron_runtime.quantization import Quantizing
 from neuron_runtime.uris import FORMS, parse_uri
 from neuron_runtime.weights.fetching import open_remote
-from neuron_runtime.weights.store import Store
+from neuron_runtime.weights.store import Store, check_key
 
 if TYPE_CHECKING:
     from neuron_runtime.weights.transfer import Amount
@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Of the unconverted model, as found by `inspect` (default: today's)",
     )
     parser.add_argument(
+        "--converted",
+        default="",
+        metavar="DIGEST",
+        help="Of the converted model, as found by `inspect`; another one fails with `ChecksumMismatch` (default: any)",
+    )
+    parser.add_argument(
         "--backend", choices=sorted(PACKAGES), default="nxdi", help="Which is to compute it (default: %(default)s)"
     )
     parser.add_argument(
@@ -69,6 +75,8 @@ def run(options: argparse.Namespace) -> record.Converted:
     began = time.monotonic()
     uri = model_uri(options.uri)
     parse_uri(uri, "URI")
+    if options.converted:
+        check_key(options.converted)
     remote = open_remote(options.store, "DIR") if "://" in options.store else None
     with ExitStack() as stack:
         folder = Path(options.store)
@@ -80,6 +88,7 @@ def run(options: argparse.Namespace) -> record.Converted:
             _shown,
             backend=options.backend,
             wanted=options.quantization,
+            pinned=options.converted,
             remote=remote,
         )
     weights, figures = converted

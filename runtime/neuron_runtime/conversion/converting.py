@@ -29,19 +29,19 @@ from neuron_runtime.checkpoint import (
     read_whole_checkpoint,
 )
 from neuron_runtime.config import ModelSource
+from neuron_runtime.conversion.contents import contents_of, small_files
 from neuron_runtime.conversion.measuring import Unmeasured, perplexity, unmeasured
 from neuron_runtime.conversion.plan import Conversion, conversion_of, quantization_config
 from neuron_runtime.conversion.shards import index_of, shards_of
 from neuron_runtime.conversion.weights import Weights
 from neuron_runtime.conversion.writing import Written, sha256_of, write_weights
-from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.host import free_memory
 from neuron_runtime.quantization import CONVERTER, QUANTIZATION_FIELDS, Quantizing
 from neuron_runtime.record import ConversionFigures, Converted, StoredWeights
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.fetching import described, fetch, naming
-from neuron_runtime.weights.selection import is_small
-from neuron_runtime.weights.store import Manifest, Store, StoredFile, names_below
+from neuron_runtime.weights.store import Manifest, Store, StoredFile
 from neuron_runtime.weights.transfer import TOOLS, Amount, Tools
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def convert(
     *,
     backend: str,
     wanted: Quantizing,
+    pinned: str = "",
     remote: RemoteStore | None = None,
     tools: Tools = TOOLS,
 ) -> tuple[Converted, str]:
@@ -73,23 +74,33 @@ def convert(
     Args:
         model: the source, in the store or where it is read in place; it is fetched if it is not there.
         store: a folder. With `remote`, on the way to that one.
+        pinned: the digest that the converted model must have. If it is there, nothing is asked of the source.
 
     Raises:
         InvalidConfig: there is nothing to convert; as `conversion_of`.
-        FatalError: as `fetch` and `write_weights`; INVALID_MODEL names the tensor that cannot be converted.
+        FatalError: as `fetch` and `write_weights`; INVALID_MODEL names the tensor that cannot be converted;
+            CHECKSUM_MISMATCH if it would have another digest than the pinned one.
     """
     address = remote.address if remote else ""
+    if pinned and (present := _present(pinned, model.uri, store, remote)):
+        return present
     with described(model, store.folder, address) as (folder, source), naming(folder, model.uri):
         checkpoint = read_whole_checkpoint(folder)
         conversion = conversion_of(checkpoint.config, checkpoint.tensors, backend, wanted, "--quantization")
         check_tokenizer(folder)
+        contents = contents_of(model.uri, checkpoint) if conversion else ""
     if conversion is None:
         message = f"there is nothing to convert: the {backend} backend takes the weights of {model.uri} as they are"
         raise InvalidConfig("--quantization", message)
-    digest, read_bytes = conversion.digest(source), 0
-    if remote is not None and (present := remote.intact(digest)):
-        with described(ModelSource(uri=model.uri, converted=digest), store.folder, address) as (folder, _):
-            return _result(digest, folder, present.manifest.num_bytes, 0), remote.uri_of(digest)
+    digest, read_bytes = conversion.digest(source, contents), 0
+    if pinned and digest != pinned:
+        raise FatalError(
+            ExitCode.CHECKSUM_MISMATCH,
+            f"{model.uri} would be converted to {digest}, but {pinned} is pinned: the model, or what converts it, has "
+            "changed since; pin the current one (in a NeuronModel: set the refresh annotation)",
+        )
+    if present := _present(digest, model.uri, store, remote):
+        return present
     entry = store.sound(digest)
     if entry is None:
         fetched = fetch(model.uri, store, report(model.uri), source, remote=remote, tools=tools)
@@ -99,7 +110,7 @@ def convert(
             if entry is None:
                 with naming(fetched.folder, model.uri):
                     shown = report(f"{model.uri}: converting to {conversion.format}")
-                    made = _make(fetched.folder, conversion, source, work=work, report=shown, tools=tools)
+                    made = _make(fetched.folder, conversion, source, digest, work=work, report=shown, tools=tools)
                 read_bytes = made.read_bytes
                 manifest = Manifest(digest=digest, uri=model.uri, created=time.time(), files=made.files)
                 entry = store.publish(digest, work, manifest)
@@ -109,8 +120,27 @@ def convert(
     return result, str(entry.folder) if remote is None else remote.uri_of(digest)
 
 
+def _present(digest: str, uri: str, store: Store, remote: RemoteStore | None) -> tuple[Converted, str] | None:
+    """The entry with its address, where it is to be."""
+    if remote is None:
+        entry = store.sound(digest)
+        return (_result(digest, entry.folder, entry.manifest.num_bytes, 0), str(entry.folder)) if entry else None
+    present = remote.intact(digest)
+    if present is None:
+        return None
+    with described(ModelSource(uri=uri, converted=digest), store.folder, remote.address) as (folder, _):
+        return _result(digest, folder, present.manifest.num_bytes, 0), remote.uri_of(digest)
+
+
 def _make(
-    folder: Path, conversion: Conversion, source: str, *, work: Path, report: Callable[[Amount], None], tools: Tools
+    folder: Path,
+    conversion: Conversion,
+    source: str,
+    digest: str,
+    *,
+    work: Path,
+    report: Callable[[Amount], None],
+    tools: Tools,
 ) -> Written:
     """All files of the converted model, in `work/files`. source: the digest of what is in the folder."""
     checkpoint = read_whole_checkpoint(folder)
@@ -118,10 +148,9 @@ def _make(
     # All that can be refused is refused before anything is written.
     weights = Weights(checkpoint, tensor_shapes(decoder_config(checkpoint.config)), conversion)
     shards, files = shards_of(conversion.outputs), work / "files"
-    digest = conversion.digest(source)
     written = write_weights(weights, shards, digest, work=work, report=report, tools=tools)
     with writing(work):
-        names = {name for name in names_below(folder) if is_small(name)} - NOT_COPIED
+        names = small_files(folder) - NOT_COPIED
         for name in names:
             make_folder((files / name).parent)
             shutil.copyfile(folder / name, files / name)

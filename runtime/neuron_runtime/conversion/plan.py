@@ -70,9 +70,9 @@ class Conversion:
     def num_bytes(self) -> int:
         return sum(output.num_bytes for output in self.outputs)
 
-    def digest(self, source: str) -> str:
-        """That of the converted model. source: that of the checkpoint."""
-        parts = ["conversion", VERSION, source, self.format, self.excluded]
+    def digest(self, source: str, contents: str = "") -> str:
+        """That of the converted model. source: that of the checkpoint. contents: see `contents_of`."""
+        parts = ["conversion", VERSION, source, self.format, self.excluded, *filter(None, [contents])]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
