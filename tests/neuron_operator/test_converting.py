@@ -378,3 +378,25 @@ def test_an_adapter_is_checked_with_the_converted_model_and_fetched_beside_it() 
     _, pod, command = job_of(decide_adapter(told, SETTINGS))
     assert command[command.index("--adapter-of") + 1] == f"file://{names.WEIGHTS_DIR}/{CONVERSION['digest']}"
     assert {"name": "weights", "persistentVolumeClaim": {"claimName": "models"}} in pod["volumes"]
+
+
+def test_an_adapter_in_the_claim_of_a_converted_model_is_read_there() -> None:
+    spec = {**INT8, **IN_VOLUME, "serving": {"quantization": "Int8", "adapters": {"maxActive": 2}}}
+    model, decision = stepped(*resolved(spec))
+    assert decision.status is not None
+    pod = find(decision.desired, "Deployment")["spec"]["template"]["spec"]
+    mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts["/mnt/claims/llm"] is True
+    adapter = {
+        "apiVersion": names.API_VERSION,
+        "kind": names.ADAPTER_KIND,
+        "metadata": {"name": "de", "namespace": "team", "uid": "uid-de", "generation": 1},
+        "spec": {"model": "chat", "uri": "pvc://llm/de"},
+    }
+    base = {**model.body, "status": decision.status}
+    told = World(body=adapter, children=(), pods=(), now=NOW, base=base, of_base=model.children, has_turn=True)
+    _, pod, _ = job_of(decide_adapter(told, SETTINGS))
+    assert {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]} >= {
+        "/mnt/claims/llm",
+        names.WEIGHTS_DIR,
+    }

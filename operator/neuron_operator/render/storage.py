@@ -139,6 +139,8 @@ def _with_draft(own: Access, model: NeuronModel, place: Place) -> Access:
 def loading(model: NeuronModel, place: Place) -> Access:
     """To load the weights: from where fetch Jobs put them, or else from where the URIs say."""
     own = Access() if is_filled_by_job(model, place) or is_fetched_before(model, place) else source(model)
+    if model.reads_converted and model.spec.serves_adapters and model.uri.scheme == "pvc":
+        own = source(model)  # its claim may have adapters
     own = _with_draft(own, model, place)
     if any(is_filled_by_job(one, place) for one in sources(model)):
         return own + reading(WEIGHTS, place)
@@ -179,8 +181,9 @@ def check_adapter(adapter: NeuronModel, has_own_secret: bool, base: NeuronModel,
 
 
 def reading_adapter(adapter: NeuronModel, base: NeuronModel, claim: Place | None) -> Access:
-    """To check an adapter against the configuration of its model, which is in the claim or where its URI says."""
-    model = Access(access_to(WEIGHTS, claim, read_only=True).mounts) if claim else source(base)
+    """To check an adapter against the configuration of its model, which is in the claim or where its URI says. What is
+    not fetched lies in the same volume as the model."""
+    model = Access(access_to(WEIGHTS, claim, read_only=True).mounts + source(adapter).mounts) if claim else source(base)
     return replace(model, remotes=model.remotes | (frozenset({adapter.uri.scheme}) & names.CREDENTIALS.keys()))
 
 
