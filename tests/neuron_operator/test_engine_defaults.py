@@ -307,6 +307,23 @@ def test_a_running_model_does_not_move_to_a_default_that_lacks_its_architecture(
     assert said in condition(decision.status, "UpToDate")["message"]
 
 
+def test_a_quantized_model_does_not_move_to_a_default_that_may_have_to_convert_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stored = {"quantization": "fp8: fp8 per tensor", "dtype": "float8_e4m3fn"}
+    monkeypatch.setitem(RESULTS, "resolve", {"facts": FACTS | stored})
+    world = serving(ROLLING, TRN2)
+    assert image(world) == "vllm:0.29"
+    now, decision = at_work(replace(world, has_turn=True), replace(NONE, runtime_upgrade="Rolling"))
+    assert (decision.upgrade, template(now)) == (None, template(world))
+    now, decision = at_work(replace(world, has_turn=True), replace(ROLLING, engine_defaults={"trn2": "nxdi"}))
+    assert (decision.upgrade, template(now)) == (None, template(world))
+    assert (
+        "nxdi, the default for trn2, may have to convert its weights"
+        in condition(decision.status, "UpToDate")["message"]
+    )
+
+
 def test_a_model_without_room_for_the_new_default_stays_as_it_is() -> None:
     world = replace(serving(NONE, TRN2), has_turn=True)
     now, decision = settle(replace(world, free=nodes(INF2)), ROLLING)

@@ -149,7 +149,8 @@ def upgraded(
 ) -> tuple[NeuronModel, str]:
     """The manifest as it moves with `runtimeUpgrade`: with the engine that is the default now for the devices that the
     revision has. A model keeps its own if the other one would refuse it, and why is said: nobody has edited anything.
-    So does one with settings that only its engine is known to read, and one that was pinned before there were defaults,
+    So does one whose quantized weights may have to be converted for it, for which there may be no place, one with
+    settings that only its engine is known to read, and one that was pinned before there were defaults,
     if it moves to another image: it is not planned with all of them.
     """
     kept = as_pinned(model, revision)
@@ -163,6 +164,8 @@ def upgraded(
     if backend == kept.spec.backend or model.spec.engine.override_neuron_config:
         return kept, ""
     other = model.with_default(backend, family)
+    if other.spec.may_convert and is_quantized(revision.pinned.facts):
+        return kept, f"{other.backend_words}, may have to convert its weights: name spec.engine.backend to have that"
     try:
         pin(other, revision.pinned.facts, settings, 1, free=free, before=held((revision,), settings))
     except InvalidSpec as refusal:
