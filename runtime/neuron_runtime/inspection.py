@@ -235,9 +235,13 @@ def _facts(
         parameters=checkpoint.num_parameters,
         weights_bytes=checkpoint.num_bytes,
         dtype=BY_STORED[dtype].name,
-        quantization=_quantization(checkpoint.config),
+        quantization=_quantization(checkpoint.config)[:MAX_WORDS],
         digest=digest or checkpoint.digest,
     )
+
+
+MAX_WORDS = 200
+"""Characters of how weights are stored, which config.json says: a record is small."""
 
 
 def _quantization(config: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,8 @@ def test_inspect_tells_what_is_stored_and_what_it_is_converted_to(checkpoints: d
     assert model_facts(checkpoints["int8 per channel"], "ab" * 20, "nxdi").conversion is None
     with pytest.raises(InvalidConfig, match="--quantization: needs --backend"):
         model_facts(checkpoints[""], "ab" * 20, "", "", "int8")
+    unknown = replace(checkpoint, config={**checkpoint.config, "quantization_config": {"quant_method": "x" * 4000}})
+    assert model_facts(unknown, "ab" * 20, "vllm").quantization == "x" * 200, "a record is small"
 
 
 def test_the_digest_depends_on_source_format_and_exclusions_alone(checkpoints: dict[str, Checkpoint]) -> None:
