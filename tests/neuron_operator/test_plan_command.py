@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from helpers.manifests import CASES
+from helpers.quantized import FORMATS, quantize
 from helpers.tiny_model import write_tiny_model
 from neuron_operator.__main__ import main
 from neuron_operator.api.manifest import parse
@@ -187,6 +189,22 @@ def test_quantized_weights_are_planned_with_what_the_runtime_would_convert_them_
         "converted",
         "artifact",
     ]
+
+
+def test_what_the_engine_converts_that_the_devices_choose_is_planned(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, stored = write_tiny_model(tmp_path / "model"), tmp_path / "stored"
+    quantize(plain, stored, FORMATS["fp8 in blocks"])
+    shutil.copy(plain / "tokenizer.json", stored)
+    text, flags = manifest.read_text(), ["--engine-defaults", '{"trn2": "vllm"}', "--instance-types", "inf2.8xlarge"]
+    manifest.write_text(text.replace("hf://acme/llama", f"file://{stored}"))
+    assert main(["plan", "-f", str(manifest), *flags]) == 0
+    assert ", fp8 " in capsys.readouterr().out
+    asked = text.replace("spec: {", "spec: {serving: {quantization: Int8}, ")
+    manifest.write_text(asked.replace("hf://acme/llama", f"file://{plain}"))
+    assert main(["plan", "-f", str(manifest), *flags]) == 0
+    assert ", int8 " in capsys.readouterr().out
 
 
 def test_a_model_that_is_computed_on_the_host_is_not_planned(

@@ -33,7 +33,7 @@ from neuron_operator.local.command import read_manifest
 from neuron_operator.local.pods import CannotRunHere
 from neuron_operator.place.catalog import INSTANCE_TYPES, family_of, wrong_default
 from neuron_operator.place.planner import MAX_NODES, Choice, Option, Supply, dollars
-from neuron_operator.place.sizing import gb
+from neuron_operator.place.sizing import gb, is_quantized
 from neuron_operator.read.objects import printable
 from neuron_operator.read.records import Facts
 from neuron_operator.read.revision import Revision
@@ -51,7 +51,7 @@ from neuron_operator.read.world import (
     World,
 )
 from neuron_operator.render.config_document import to_json
-from neuron_operator.render.jobs import compile_jobs, convert_job, wanted_format
+from neuron_operator.render.jobs import compile_jobs, convert_job, leaves_open, wanted_format
 
 EXIT_OK, EXIT_REFUSED, EXIT_USAGE = 0, 1, 2
 
@@ -155,6 +155,10 @@ def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None
             draft = facts.draft or inspected(model.draft, settings, ("--eagle-head",) if is_head else ())
             check_draft(model, facts, draft)
             facts = msgspec.structs.replace(facts, draft=draft)
+        if leaves_open(model, settings) and not (options.facts or known) and is_quantized(facts):
+            of_choice, _ = pin.chosen(model, facts, settings, free)
+            conversion = inspected(of_choice, settings).conversion if of_choice.spec.may_convert else None
+            facts = msgspec.structs.replace(facts, conversion=conversion)
         settings = replace(settings, storage=WITH_WEIGHTS) if facts.conversion else settings
         pinned = pin.pin(model, facts, settings, 1, free=free)
         model, choice = pin.chosen(pin.as_pinned(model, pinned), facts, settings, free)
@@ -192,9 +196,9 @@ def inspected(model: NeuronModel, settings: Settings, flags: Sequence[str] = ())
     if program is None:
         raise CannotRunHere("neuron-runtime is not installed here: pass the facts with --facts FILE")
     command = [program, "inspect", model.spec.model.uri, "--json", *flags]
-    is_open = bool(settings.engine_defaults) and model.spec.leaves_engine_open
-    command += ["--backend", model.spec.backend] if not is_open else []
-    command += ["--quantization", wanted] if (wanted := wanted_format(model)) else []
+    wanted = wanted_format(model)
+    command += ["--backend", model.spec.backend] if wanted or not leaves_open(model, settings) else []
+    command += ["--quantization", wanted] if wanted else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
