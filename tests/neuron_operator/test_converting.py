@@ -343,6 +343,23 @@ def test_facts_of_quantized_weights_are_read_again_for_the_engine_that_the_devic
         assert jobs(decision)[0].startswith("weights-")
 
 
+def test_an_edit_that_moves_a_quantized_model_to_an_engine_that_converts_reads_it_again() -> None:
+    using = settings({"engines": {"vllm": {"image": "vllm"}}, "engine_defaults": {"trn2": "vllm"}})
+    stored = FACTS | {"quantization": "fp8: fp8 in blocks of 128 x 128", "dtype": "float8_e4m3fn"}
+    spec = {"model": SPEC["model"], "storage": ON_DEVICES["storage"]}
+    world, decision = settle(replace(fresh(spec=spec), free=TRN2), using)
+    world, _ = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job"), stored),)), using)
+    world, _ = settle(finished(world), using)
+    chosen = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "inf2.24xlarge"}}}}
+    for edit, again in ((chosen, True), ({"serving": {"maxSequences": 2}}, False)):
+        both = FreeDevices((*FREE.nodes, *TRN2.nodes))  # type: ignore[misc]
+        edited = replace(world, body={**world.body, "spec": {**spec, **edit}}, free=both)
+        _, decision = settle(edited, using)
+        assert jobs(decision)[0].startswith("facts-" if again else "weights-")
+        if again:
+            assert job_of(decision)[2][-2:] == ["--backend", "nxdi"]
+
+
 @pytest.mark.parametrize(("dtype", "again"), [("float8_e4m3fn", True), ("bfloat16", False)])
 def test_facts_of_a_version_that_converted_nothing_are_read_again_for_a_new_decision(dtype: str, again: bool) -> None:
     """What never served is decided anew when the runtime image changes."""

@@ -31,6 +31,7 @@ from neuron_operator.read.records import Facts
 from neuron_operator.read.revision import FORMAT, Compiling, Pinned, Revision, revision_hash, shared_annotation
 from neuron_operator.read.world import FreeDevices, Object, Place, Settings
 from neuron_operator.render.config_document import compiled_part, config_document, ranks_of, sampling_mode
+from neuron_operator.render.jobs import leaves_open
 from neuron_operator.render.objects import child
 from neuron_operator.render.pods import compile_image, launch_of, runtime_image, serving_image, serving_pod_template
 from neuron_operator.render.resources import in_host_memory, serving_memory, serving_requests
@@ -245,11 +246,21 @@ def known_facts(
     model: NeuronModel, settings: Settings, revisions: Collection[Revision]
 ) -> tuple[Facts | None, Facts | None]:
     """Facts of the model, and of its draft model, that an earlier revision pinned for the same resolve key."""
-    key, draft_key = resolve_key(model, settings), _draft_key(model, settings)
-    of_model = _latest(one for one in revisions if one.pinned.resolve_key == key and _is_read_for(model, one))
+    of_model, draft_key = _with_facts(model, settings, revisions), _draft_key(model, settings)
     of_draft = _latest(one for one in revisions if draft_key and one.pinned.draft_key == draft_key)
     facts = msgspec.structs.replace(of_model.pinned.facts, draft=None) if of_model else None
     return facts, of_draft.pinned.facts.draft if of_draft else None
+
+
+def are_open(model: NeuronModel, settings: Settings, revisions: Collection[Revision]) -> bool:
+    """Whether the known facts of the model do not tell what an engine converts that the devices may choose now."""
+    known = _with_facts(model, settings, revisions)
+    return known is not None and leaves_open(model, settings) and not as_pinned(model, known).spec.may_convert
+
+
+def _with_facts(model: NeuronModel, settings: Settings, revisions: Collection[Revision]) -> Revision | None:
+    key = resolve_key(model, settings)
+    return _latest(one for one in revisions if one.pinned.resolve_key == key and _is_read_for(model, one))
 
 
 def _is_read_for(model: NeuronModel, revision: Revision) -> bool:
