@@ -255,10 +255,14 @@ def test_an_artifact_with_weights_is_not_that_of_other_weights(model: Path, tmp_
         wanted, found = (nxdi.compiler(config_of(one, **sharded), one).needs for one in (model, other))
         assert wanted != found
         assert wanted == nxdi.compiler(config_of(model, **sharded), model).needs
-        pinned = msgspec.structs.replace(
-            config_of(model, **sharded), model=ModelSource(uri="file:///m", digest="0" * 64)
-        )
-        assert "weights" not in nxdi.compiler(pinned, model).needs.settings
+        for source, is_told in (
+            (ModelSource(uri="hf://acme/m", digest="0" * 64), True),
+            (ModelSource(uri="file:///m", digest="0" * 64, converted="1" * 64), True),
+            (ModelSource(uri="pvc://claim/m", digest="0" * 64), False),
+        ):
+            pinned = msgspec.structs.replace(config_of(model, **sharded), model=source)
+            needs = nxdi.compiler(pinned, model).needs
+            assert ("weights" not in needs.settings) == is_told, "the digest in place tells names and shapes alone"
 
 
 def test_what_a_library_needs_of_a_model_follows_from_its_other_fields() -> None:

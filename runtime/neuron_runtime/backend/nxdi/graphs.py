@@ -44,10 +44,11 @@ from neuron_runtime.checkpoint import (
     read_checkpoint,
     read_config,
 )
-from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.config import ModelSource, RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, joined
 from neuron_runtime.quantization import wanted_format
+from neuron_runtime.uris import ModelInPlace, parse_uri
 from neuron_runtime.weights.store import Damaged, read_entry
 
 PREFILLS, DECODES, VERIFIES = "context_encoding_model", "token_generation_model", "speculation_model"
@@ -63,7 +64,7 @@ class NxdiCompiler:
         library.check_installed()
         self._config, self._model_dir = config, model_dir
         self._settings, self._target = described(config, model_dir)
-        holds_weights = self._settings.neuron_config.get(SHARDED) and not config.model.digest
+        holds_weights = self._settings.neuron_config.get(SHARDED) and not _is_pinned_by_contents(config.model)
         self._work: Path | None = None
         """Where NxD Inference compiles."""
         self._identity = identity_of(model_dir) if holds_weights else ""
@@ -195,6 +196,11 @@ def _without(value: Any, names: Collection[str]) -> Any:
 
 
 SAMPLES, SAMPLE_BYTES = 16, 2**16
+
+
+def _is_pinned_by_contents(model: ModelSource) -> bool:
+    """Digests of models that are read in place are those of names and shapes."""
+    return bool(model.converted or (model.digest and not isinstance(parse_uri(model.uri), ModelInPlace)))
 
 
 def identity_of(model_dir: Path) -> str:
