@@ -159,8 +159,8 @@ class Compiler(Protocol):
         lacks them. Raises FatalError with COMPILE_FAILED and a cure if one is missing."""
 
     def graphs(self) -> Sequence[CompileUnit]:
-        """In the order in which they are compiled. Raises InvalidConfig for what the installed versions would compile in
-        vain."""
+        """In the order in which they are compiled. Raises InvalidConfig for what cannot run with the versions
+        installed."""
 
     def check(self, folder: Path) -> None:
         """Load every graph once, without weights, device or compiler, as far as that is possible. Raises if it fails.
