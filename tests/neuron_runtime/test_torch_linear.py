@@ -56,6 +56,15 @@ def test_an_int8_layer_computes_with_the_weights_that_its_numbers_stand_for(
         torch.testing.assert_close(linear.linear(Int8Weight(numbers, scale))(x).double(), exact, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_int8_layer_has_outputs_wherever_its_dtype_has_room_for_them(dtype: torch.dtype) -> None:
+    """Before they are scaled, they are a thousand times as large."""
+    numbers, scale = torch.full((64, 128), 100, dtype=torch.int8), torch.full((64,), 1e-3, dtype=dtype)
+    for rows in (1, MAX_DIGIT_ROWS, MAX_DIGIT_ROWS + 1):
+        out = linear.linear(Int8Weight(numbers, scale))(torch.full((rows, 128), 200.0, dtype=dtype))
+        torch.testing.assert_close(out.float(), torch.full((rows, 64), 2560.0), rtol=0.02, atol=0)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_digits_of_inputs_are_int8_numbers_that_add_up_to_them(count: int) -> None:
     x = torch.cat((torch.randn(40, 64) * torch.logspace(-3, 3, 40).unsqueeze(1), torch.zeros(1, 64)))

@@ -70,7 +70,7 @@ class Scaled(NamedTuple):
 
     A few rows wait for weights to be read: torch has a kernel that converts them in registers. It is slow at more rows,
     which int8 products of `digits_of` the inputs serve better. Many rows wait for multiplications: parts of the weight
-    are converted to the dtype of the inputs, which has room for all int8 numbers.
+    are converted to bfloat16, which has room for all int8 numbers, or to float32.
     """
 
     numbers: torch.Tensor
@@ -96,7 +96,8 @@ class Scaled(NamedTuple):
         return out.mul_(step).mul_(self.scale.float()).to(x.dtype)
 
     def _converted(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x if packs(x.dtype) else x.float()
+        # float16 would overflow: before they are scaled, products are up to thousands of times as large as the outputs.
+        wide = x if x.dtype == torch.bfloat16 and packs(x.dtype) else x.float()
         out = x.new_empty(x.shape[0], self.numbers.shape[0])
         part = max(1, MAX_INT8_PART_ELEMENTS // self.numbers.shape[1])
         for begin in range(0, self.numbers.shape[0], part):
