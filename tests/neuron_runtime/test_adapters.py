@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from helpers.adapters import adapter_config, adapter_tensors, tensor_name, write_adapter
 from helpers.tiny_model import TINY_CONFIG
@@ -148,6 +149,20 @@ def test_adapters_of_experts_are_not_served(tmp_path: Path) -> None:
     name = tensor_name(0, "up_proj", "A").replace("mlp", "mlp.experts.3")
     write_adapter(tmp_path, targets=TARGETS[:4], more_tensors={name: np.zeros((4, 32), np.float32)})
     assert refusal(tmp_path, model).exit_code is ExitCode.TARGETS_NOT_SERVED
+
+
+def test_an_adapter_of_a_model_with_images_changes_its_text_model(tmp_path: Path) -> None:
+    """Of Llama 4 Scout and Maverick, whose config.json has the fields of the text apart. PEFT names that part, too."""
+    images = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": TINY_CONFIG}
+    write_adapter(tmp_path, targets=TARGETS[:2])
+    facts, plain = read_adapter(tmp_path, images, RULES), load_file(tmp_path / WEIGHTS_FILE)
+    named = {name.replace(".model.model.", ".model.language_model.model."): one for name, one in plain.items()}
+    save_file(named, tmp_path / WEIGHTS_FILE)
+    found = read_adapter(tmp_path, images, RULES)
+    assert (found.targets, found.num_bytes) == (facts.targets, facts.num_bytes)
+    assert "but this model has no language_model" in str(refusal(tmp_path))
+    save_file(named | plain, tmp_path / WEIGHTS_FILE)
+    assert "which are one" in str(refusal(tmp_path, images))
 
 
 @pytest.mark.parametrize(

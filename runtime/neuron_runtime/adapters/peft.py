@@ -67,7 +67,12 @@ MAX_CONFIG_BYTES = MAX_HEADER_BYTES = MAX_TEXT_BYTES = 2**22
 _LARGEST_FLOAT32 = 3.4e38
 _MAX_SHOWN = 80
 
-_PROJECTION = re.compile(r"base_model\.model\.model\.layers\.(\d{1,5})\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+_OF_TEXT = "language_model."
+"""What a model with images has before the names of its text model."""
+_PROJECTION = re.compile(
+    rf"base_model\.model\.(?:{re.escape(_OF_TEXT)})?"
+    r"model\.layers\.(\d{1,5})\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
+)
 _AGAIN = "save the adapter again with PEFT's save_pretrained"
 _MERGE = "train it without that, or merge it into its model (PEFT's merge_and_unload) and serve that"
 
@@ -190,6 +195,12 @@ def check_adapter(folder: Path, model_config: Mapping[str, Any], rules: AdapterR
     """The adapter, if its configuration and the header of its tensors fit. Raises as `read_adapter`."""
     check_config(folder, rules)
     adapter = open_adapter(folder)
+    text = model_config.get("text_config")
+    if isinstance(text, Mapping):
+        model_config = {**model_config, **text}
+    elif named := next((pair.a.name for pair in adapter.pairs if _OF_TEXT in pair.a.name), ""):
+        message = f"{folder}: the adapter has {_shown(named)}, but this model has no {_OF_TEXT[:-1]}: name its model"
+        raise FatalError(ExitCode.ADAPTER_MISMATCH, message)
     shapes, num_layers = _shapes(model_config), _number(model_config, "num_hidden_layers")
     allowed = [target for target in rules.targets or TARGETS if target in shapes]
     changed = {pair.target for pair in adapter.pairs}
@@ -244,7 +255,10 @@ def open_adapter(folder: Path) -> Adapter:
         if tensor.dtype not in COMPUTED_STORED:
             what = f"{tensor.dtype} in {_shown(tensor.name)}"
             raise _unsupported(path, what, f"save it as one of {', '.join(COMPUTED_STORED)}")
-        halves.setdefault((layer, TARGETS.index(target)), {})[half] = tensor
+        both = halves.setdefault((layer, TARGETS.index(target)), {})
+        if half in both:
+            raise _invalid(f"{path}: has {_shown(both[half].name)} and {_shown(tensor.name)}, which are one; {_AGAIN}")
+        both[half] = tensor
     if not halves:
         raise _invalid(f"{path}: has no tensors; {_AGAIN}")
     pairs = tuple(_pair(lora, layer, TARGETS[at], both, path) for (layer, at), both in sorted(halves.items()))
