@@ -104,6 +104,9 @@ def test_quantized_weights_are_computed_in_bfloat16_and_need_its_memory() -> Non
     _, unquantized = requested({**EIGHT_B, "dtype": "bfloat16"})
     _, quantized = requested({**EIGHT_B, "dtype": "float8_e4m3fn", "weightsBytes": 9_090_000_000})
     assert quantized >= unquantized
+    # Of a small model most bytes may be those of its embedding, which is not quantized.
+    int4 = {**EIGHT_B, "dtype": "float16", "quantization": "awq: int4 in blocks of 1 x 128, packed"}
+    assert requested({**int4, "weightsBytes": 6_000_000_000})[1] >= unquantized
 
 
 @pytest.mark.parametrize("length", [0, 1, 10**12])
