@@ -94,6 +94,27 @@ def test_experts_of_llama_4_may_lie_in_tensors_of_their_own_in_fp8(tmp_path: Pat
     torch.testing.assert_close(found, reference_logits(reference(plain), tokens), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("has_scale", [True, False])
+def test_experts_in_one_tensor_may_share_a_scale_as_modelopt_writes_them(has_scale: bool, tmp_path: Path) -> None:
+    source = random_model(tmp_path / "source", **MODELS[IMAGES])
+    plain = quantize(source, tmp_path / "model", FORMATS["fp8 of ModelOpt"])
+    stored, computed = (load_file(folder / WEIGHTS_FILE) for folder in (tmp_path / "model", plain))
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        scale = stored[name].abs().max() / 448
+        stored[name] = (stored[name] / scale).to(torch.float8_e4m3fn)
+        computed[name] = stored[name].float() * scale
+        stored |= {f"{name}_input_scale": torch.tensor(1.0)} | ({f"{name}_weight_scale": scale} if has_scale else {})
+    save_file(stored, tmp_path / "model" / WEIGHTS_FILE)
+    save_file(computed, plain / WEIGHTS_FILE, metadata={"format": "pt"})
+    (tokens,) = sequences = random_sequences(30)
+    if not has_scale:
+        with pytest.raises(InvalidModel, match=r"missing: .*experts\.0\.gate_proj\.weight_scale"):
+            load_decoder_and_cache(tmp_path / "model", "blocks")
+        return
+    (found,) = feed(*load_decoder_and_cache(tmp_path / "model", "blocks"), [[(0, 0, 30)]], sequences)
+    torch.testing.assert_close(found, reference_logits(reference(plain), tokens), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shared_blocks_and_preemption_change_no_token(name: str, tmp_path: Path) -> None:
     folder = random_model(tmp_path, **MODELS[name])

@@ -193,8 +193,9 @@ class Stored:
 
 
 def _stacks(*, alternate: bool) -> dict[str, Stack]:
-    """Those of transformers: weights are transposed, but for MXFP4."""
+    """Those of transformers: weights are transposed, but for MXFP4. ModelOpt has a scale for all of a layer's."""
     ends = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
+    ends |= {"_weight_scale": "weight_scale", "_input_scale": "input_scale"}
     return {
         f"{name}{end}": Stack(tuple(f"{part}.{kind}" for part in parts), alternate, transposed=not end)
         for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))

@@ -5,6 +5,7 @@ Called before tensors are checked and read. Most families need nothing of it: th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -29,6 +30,10 @@ def _named(checkpoint: Checkpoint, stored: Stored, experts: ExpertsConfig) -> It
             name = name.replace(theirs, ours, 1)
         module, found, end = name.rpartition(f".{experts.names.expert}.")
         stack = stored.stacks.get(end) if found else None
+        if stack is not None and end.endswith("_scale") and math.prod(info.shape) == 1:
+            for number in range(experts.num_experts):
+                yield from ((f"{module}{found}{number}.{part}", info) for part in stack.parts)
+            continue
         if stack is None or not 2 <= len(info.shape) <= 4 or info.shape[0] != experts.num_experts:
             yield name, info
             continue
