@@ -94,6 +94,15 @@ def test_experts_of_llama_4_may_lie_in_tensors_of_their_own_in_fp8(tmp_path: Pat
     torch.testing.assert_close(found, reference_logits(reference(plain), tokens), atol=TOLERANCE, rtol=0)
 
 
+def test_a_llama_4_may_have_no_experts_at_all(tmp_path: Path) -> None:
+    """Llama Guard 4."""
+    none = {"moe_layers": [], "num_local_experts": 0, "interleave_moe_layer_step": 0, "num_experts_per_tok": 0}
+    folder = random_model(tmp_path, **MODELS[IMAGES] | none)
+    (tokens,) = sequences = random_sequences(30)
+    (found,) = feed(*load_decoder_and_cache(folder, "blocks"), [[(0, 0, 30)]], sequences)
+    torch.testing.assert_close(found, reference_logits(reference(folder), tokens), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("has_scale", [True, False])
 def test_experts_in_one_tensor_may_share_a_scale_as_modelopt_writes_them(has_scale: bool, tmp_path: Path) -> None:
     source = random_model(tmp_path / "source", **MODELS[IMAGES])

@@ -633,6 +633,8 @@ def _windows_by_kind(
 
 def _experts(config: Mapping[str, Any], family: TorchFamily, names: ExpertNames, num_layers: int) -> ExpertsConfig:
     dense, sparse = (_layers(config, name) if name else None for name in (names.dense_layers, names.expert_layers))
+    if sparse == []:  # Llama Guard 4, whose numbers of experts are 0
+        config = {**config, **dict.fromkeys((names.step, names.num_experts, "num_experts_per_tok"), 1)}
     step = positive(config, names.step, 1) if names.step else 1
     num_experts, top_k = (positive(config, name) for name in (names.num_experts, "num_experts_per_tok"))
     if num_experts > (most := MAX_EXPERTS // num_layers):
