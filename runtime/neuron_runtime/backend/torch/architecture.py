@@ -704,6 +704,9 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int, family: Torch
         if least > most or (least == most and not may_equal):
             must = "must not be above" if may_equal else "must be below"
             raise InvalidModel(f"config.json: {low} ({least}) {must} {high} ({most})")
+    for name, beta in (("beta_fast", rope.beta_fast), ("beta_slow", rope.beta_slow)):
+        if not 1e-9 <= beta <= 1e9:
+            raise InvalidModel(f"config.json: {name} must be within 1e-9 and 1e9, got {beta}")
     return rope
 
 
