@@ -97,6 +97,13 @@ def test_weights_that_are_quantized_to_fp8_while_they_are_read_are_multiplied_ou
     torch.testing.assert_close(reader.take_weight(O_PROJ), expected)
 
 
+def test_the_int8_numbers_of_each_layer_begin_at_a_multiple_of_64(tmp_path: Path) -> None:
+    source = random_model(tmp_path, hidden_size=36, num_heads=2, intermediate_size=35)
+    decoder, *_ = load_decoder_and_cache(source, "blocks", quantization="int8")
+    numbers = [one for one in constants(decoder.weights).values() if one.dtype == torch.int8]
+    assert [one.data_ptr() % 64 for one in numbers] == [0] * 8
+
+
 SHAPES = {
     "model.embed_tokens.weight": (256, 64),
     **{f"model.layers.0.self_attn.{name}_proj.weight": (64, 64) for name in "qkvo"},
