@@ -48,15 +48,18 @@ def local(folder: Path, manifest: str, *arguments: str) -> subprocess.CompletedP
     file = folder / "model.yaml"
     file.write_text(manifest)
     command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(file), "--cache-dir", str(folder / "cache")]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, check=False)
+    with free_ports() as port:
+        command += ["--port", str(port), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def refusal(folder: Path, manifest: str, *arguments: str) -> str:
     """What the command says where it refuses to start anything."""
     file, said = folder / "model.yaml", io.StringIO()
     file.write_text(manifest)
-    with contextlib.redirect_stderr(said):
-        assert main(["local", "-f", str(file), "--cache-dir", str(folder / "cache"), *arguments]) == 2
+    with free_ports() as port, contextlib.redirect_stderr(said):
+        command = ["local", "-f", str(file), "--cache-dir", str(folder / "cache"), "--port", str(port), *arguments]
+        assert main(command) == 2
     return said.getvalue()
 
 
