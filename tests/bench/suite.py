@@ -8,6 +8,7 @@ is downloaded.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 import sys
@@ -65,6 +66,7 @@ DISTANT_TARGET = 2.0
 FETCH_TARGET = 0.5
 """Client and server share the machine, and only `fetch` hashes what it reads."""
 PREFIX_TARGET = 3.0
+VLLM_PREFILL_TARGET = 1.0
 READY_TARGET_SECONDS = 5.0
 
 MAX_FOREIGN_SHARE = 0.05
@@ -152,8 +154,9 @@ def run(options: argparse.Namespace) -> None:
     for page in options.markdown:
         replaced(page, "")
     effort = QUICK if options.quick else Effort()
+    names = options.only or [name for name in SECTIONS if name not in ON_REQUEST]
     found = []
-    for name in options.only or SECTIONS:
+    for name in names:
         began = time.monotonic()
         with ThreadPoolExecutor(1) as thread:
             # One thread per section: state that torch keeps for a computing thread would slow down the next section.
@@ -169,7 +172,7 @@ def run(options: argparse.Namespace) -> None:
 
     report = Report(
         command="bench.suite",
-        options={"quick": options.quick, "only": options.only or list(SECTIONS), "model": MODEL},
+        options={"quick": options.quick, "only": names, "model": MODEL},
         tables=tables,
         data={one.title: dict(one.data) for one in found},
         draw=draw if pictures else None,
@@ -464,6 +467,33 @@ def _milliseconds(seconds: Iterable[float]) -> str:
     return f"{1000 * statistics.median(seconds):.1f}"
 
 
+def vllm_section(effort: Effort) -> Found:
+    """Prompts and decoding compared with those of vLLM on this processor, which is installed for it."""
+    from bench import beside_vllm
+    from helpers import vllm_cpu
+
+    threads, model = os.cpu_count() or 1, random_model(SHAPE)
+    ours, theirs, meter = list[beside_vllm.Rates](), list[beside_vllm.Rates](), Meter()
+    others = vllm_cpu.folder() / "python"
+    for _ in range(effort.num_turns):
+        ours.append(beside_vllm.measure(Path(sys.executable), model, threads))
+        theirs.append(beside_vllm.measure(others, model, threads))
+    load = meter.read()
+
+    def row(name: str, target: float | None, rates: Sequence[tuple[float, float]]) -> Row:
+        own, other = map(statistics.median, zip(*rates, strict=True))
+        note = f"{own:.0f} and {other:.0f} tokens/s"
+        return Row(name, (own / other,), "ratio", None if target is None else at_least(target), note, load)
+
+    turns = list(zip(ours, theirs, strict=True))
+    prefill = [(own.prefill, other.prefill) for own, other in turns]
+    rows = [row(f"prefill of {beside_vllm.PROMPT} tokens : vLLM", VLLM_PREFILL_TARGET, prefill)]
+    for at, count in enumerate(beside_vllm.ROWS):
+        name = f"decode of {count} sequence{'s' if count > 1 else ''} : vLLM"
+        rows.append(row(name, None, [(own.decode[at], other.decode[at]) for own, other in turns]))
+    return Found(f"beside vLLM on {threads} threads, {MODEL}", tuple(rows), {})
+
+
 def http_section(effort: Effort) -> Found:
     """The server compared with the same engine in process, in turns; clients and server share the machine."""
     from bench.spawned import SpawnedServer
@@ -664,7 +694,10 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "fetching": fetching_section,
     "loading": loading_section,
     "ready": ready_section,
+    "vllm": vllm_section,
 }
+ON_REQUEST = {"vllm"}
+"""These install what the development environment lacks."""
 """Sections by name, in execution order."""
 
 
