@@ -62,7 +62,7 @@ def main() -> None:
 
     def seconds(num_prompts: int, length: int, answer: int) -> float:
         prompts = [{"prompt_token_ids": [drawn.randrange(10, 2000) for _ in range(length)]} for _ in range(num_prompts)]
-        parameters = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True, detokenize=False)
+        parameters = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
         began = time.perf_counter()
         llm.generate(prompts, parameters, use_tqdm=False)
         return time.perf_counter() - began
