@@ -378,7 +378,7 @@ def test_inspect_refuses_what_replicas_of_the_backend_would(
     [
         ("{% broken", "line 1"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.2 s"),
-        ("{{ messages[0].content * 10 ** 10 }}", "1024 MiB"),
+        ("{{ messages[0].content.center(10 ** 10) }}", "1024 MiB"),
     ],
 )
 def test_inspect_tries_the_chat_template_of_an_adapter_within_limits(

@@ -209,3 +209,31 @@ def test_a_prompt_is_bounded_in_size_and_time(
     # One that is so whatever the chat is, is none.
     with pytest.raises(ValueError, match=words):
         ChatTemplate(endless, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "more than 0.05 s"),
+        ("{% for i in range(9999) %}{% for j in range(9999) if j < 0 %}.{% endfor %}{% endfor %}", "more than 0.05 s"),
+        ("{% macro m(n) %}{% if n %}{% set x = m(n - 1) ~ m(n - 1) %}{% endif %}{% endmacro %}{{ m(40) }}", "0.05 s"),
+        ("{{ 10 ** (10 ** 9) }}", "number of more than 65536 bits"),
+        (
+            "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+            "number of more than 65536 bits",
+        ),
+        ("{{ 'ab' * 10 ** 10 }}", "repeats something 10000000000 times"),
+        ("{{ 10 ** 10 * [1] }}", "repeats something 10000000000 times"),
+    ],
+)
+def test_a_template_that_computes_long_without_writing_is_ended(
+    source: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
+    with pytest.raises(ValueError, match=words):
+        ChatTemplate(source, {})
+
+
+def test_small_products_and_loops_are_computed_as_ever() -> None:
+    source = "{% for i in range(5) if i is odd %}{{ loop.index }}{{ '-' * i }}{{ i ** 2 }}{{ 2.5 * i }}{% endfor %}"
+    assert ChatTemplate(source, {}).render([]) == "1-12.52---97.5"

@@ -7,27 +7,31 @@ here because importing transformers imports torch, which the front end must not.
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
+from jinja2.nodes import CallBlock, Filter, For, Node, Template
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from neuron_runtime.text.template_shapes import shapes_of
 
 _OPEN_END = "\ue000open end\ue001 "
 """Marks the end of the last message in the rendered text; ends with a space, to detect whether the template trims."""
-
+_TIMED = "timed"
+"""The filter of what a loop goes through."""
 
 MAX_CHARACTERS = 2**26
 MAX_SECONDS = 10.0
-"""Of processor time, for one prompt. Looked at when the template writes: loops that write nothing have no bound."""
+"""Of processor time, for one prompt. Looked at when the template writes, calls something or turns in a loop."""
+MAX_BITS = 2**16
+"""Of a number that it multiplies: larger ones take long in one step."""
 
 
 class TemplateRefused(Exception):
@@ -53,6 +57,49 @@ class _GenerationBlocks(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._of_thread = threading.local()
+        self.filters[_TIMED] = self._timed
+
+    def begin(self) -> None:
+        """Another prompt, on this thread."""
+        self._of_thread.ends = time.thread_time() + MAX_SECONDS
+
+    def look_at_time(self) -> None:
+        """Raises PromptTooLarge."""
+        if time.thread_time() > self._of_thread.ends:
+            raise PromptTooLarge(f"the chat template takes more than {MAX_SECONDS:g} s to write a prompt")
+
+    def _timed(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.look_at_time()
+            yield item
+
+    def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.look_at_time()
+        return super().call(context, called, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """A product or a power, unless it is large."""
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > MAX_BITS:
+                raise PromptTooLarge(f"the chat template computes a number of more than {MAX_BITS} bits")
+        for many, times in ((left, right), (right, left)):
+            if isinstance(many, Sized) and isinstance(times, int) and len(many) * times > MAX_CHARACTERS:
+                raise PromptTooLarge(f"the chat template repeats something {times} times")
+        return super().call_binop(context, operator, left, right)
+
+    def _generate(self, source: Template, *args: Any, **kwargs: Any) -> str:
+        """The hook of Jinja for the program of a template. Loops that write nothing look at the time, too."""
+        for loop in source.find_all(For):
+            loop.iter = Filter(loop.iter, _TIMED, [], [], None, None, lineno=loop.lineno)
+        source.set_environment(self)
+        return super()._generate(source, *args, **kwargs)
+
     def handle_exception(self, source: str | None = None) -> NoReturn:
         """Raise the error that is being handled as it is: Jinja would rewrite its traceback, which nobody reads, and
         leave it in a cycle that keeps all callers and what they hold until the garbage collector comes."""
@@ -77,6 +124,7 @@ class ChatTemplate:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
         except (SyntaxError, RecursionError) as error:
             raise ValueError(f"it is nested too deeply: {error}") from error
+        self._environment = environment
         self._special_tokens = dict(special_tokens)
         self.source = source
         self.shapes = shapes_of(self._tried, "developer" in source)
@@ -89,8 +137,9 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text, including special tokens. Raises TemplateRefused."""
+        self._environment.begin()
         try:
-            return _joined(
+            return self._joined(
                 self._template.generate(
                     {
                         **self._special_tokens,
@@ -148,18 +197,16 @@ class ChatTemplate:
         except TemplateRefused:
             return ""
 
-
-def _joined(pieces: Iterable[str]) -> str:
-    """Raises PromptTooLarge."""
-    ends, num_characters, parts = time.thread_time() + MAX_SECONDS, 0, list[str]()
-    for piece in pieces:
-        num_characters += len(piece)
-        parts.append(piece)
-        if num_characters > MAX_CHARACTERS:
-            raise PromptTooLarge(f"the chat template writes more than {MAX_CHARACTERS} characters")
-        if time.thread_time() > ends:
-            raise PromptTooLarge(f"the chat template takes more than {MAX_SECONDS:g} s to write a prompt")
-    return "".join(parts)
+    def _joined(self, pieces: Iterable[str]) -> str:
+        """Raises PromptTooLarge."""
+        num_characters, parts = 0, list[str]()
+        for piece in pieces:
+            num_characters += len(piece)
+            parts.append(piece)
+            if num_characters > MAX_CHARACTERS:
+                raise PromptTooLarge(f"the chat template writes more than {MAX_CHARACTERS} characters")
+            self._environment.look_at_time()
+        return "".join(parts)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
