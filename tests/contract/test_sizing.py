@@ -19,7 +19,7 @@ from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.planner import adapter_room
 from neuron_operator.place.sizing import AdapterRoom, Load, Widths, memory_of
 from neuron_operator.read.records import Facts
-from neuron_operator.render.resources import in_host_memory
+from neuron_operator.render.resources import MAX_MEASURED, MEASURED_TOKENS, in_host_memory, measuring_bytes
 from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.devices import Target
@@ -30,6 +30,7 @@ from neuron_runtime.backend.torch.architecture import decoder_config, tensor_sha
 from neuron_runtime.backend.torch.sizing import _adapter_bytes, _memory
 from neuron_runtime.checkpoint import TensorInfo
 from neuron_runtime.config import AdapterOptions, parse_config
+from neuron_runtime.conversion import measuring
 from neuron_runtime.conversion.plan import conversion_of
 from neuron_runtime.core import grammar_bytes
 from neuron_runtime.dtypes import BY_NAME, COMPUTED
@@ -174,3 +175,24 @@ def test_each_core_holds_adapters_for_all_places_and_sequences() -> None:
     assert one == (3 + 1 + 8) * sizing.adapter_bytes(facts, room, 2)
     assert one // 8 < eight < one
     assert memory_of(facts, Widths(), load, 1, family=trn1, logical_core=1).adapters == 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_job_that_converts_requests_what_measuring_the_result_takes(dtype: str, tied: bool) -> None:
+    model = decoder_config({**CONFIG, "tie_word_embeddings": tied})
+    parameters = sum(math.prod(shape) for shape in tensor_shapes(model).values())
+    facts = msgspec.convert(
+        FACTS
+        | {
+            "vocabularySize": model.vocabulary_size,
+            "hiddenSize": model.hidden_size,
+            "numLayers": model.num_layers,
+            "parameters": parameters,
+            "tiedEmbeddings": tied,
+            "dtype": dtype,
+        },
+        Facts,
+    )
+    assert measuring_bytes(facts) == measuring.memory_of(model, parameters, BY_NAME[dtype].num_bytes)
+    assert (MAX_MEASURED, MEASURED_TOKENS) == (measuring.MAX_PARAMETERS, measuring.MAX_TOKENS)

@@ -45,6 +45,7 @@ OTHER_REASONS = {
     "ArtifactUnusable": "neuron_operator/test_vllm.py",
     "Checking": "cluster/test_operator_api_server.py",
     "Compiling": "cluster/test_story_neuron.py",
+    "ConversionFailed": "neuron_operator/test_converting.py",
     "Converting": "neuron_operator/test_converting.py",
     "CrashLoop": "cluster/test_story_faults.py",
     "DeviceFailed": "neuron_operator/test_groups.py",

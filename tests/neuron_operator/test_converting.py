@@ -114,7 +114,7 @@ def test_the_facts_are_asked_for_the_engine_and_the_wish() -> None:
     assert both == [*end, "--backend", "nxdi", "--quantization", "none"]
 
 
-def test_the_job_reads_what_was_fetched_on_a_node_without_devices_with_room_for_the_largest_matrix() -> None:
+def test_the_job_reads_what_was_fetched_on_a_node_without_devices_with_room_to_measure_the_result() -> None:
     _, decision = after_job(
         *resolved({**INT8, "model": {"uri": "hf://acme/tiny", "credentialsSecretRef": {"name": "k"}}})
     )
@@ -131,17 +131,15 @@ def test_the_job_reads_what_was_fetched_on_a_node_without_devices_with_room_for_
     assert "readOnly" not in mount
     (term,) = pod["affinity"]["nodeAffinity"][names.REQUIRED_AFFINITY]["nodeSelectorTerms"]
     assert names.NEURON_PRESENT_LABEL in [rule["key"] for rule in term["matchExpressions"]]
-    assert container["resources"] == {"requests": {"cpu": "1000m", "memory": "576Mi"}}
+    assert container["resources"] == {"requests": {"cpu": "1000m", "memory": "576Mi"}}, "the demo model is small"
     notes = job["spec"]["template"]["metadata"]["annotations"]
     assert notes["karpenter.sh/do-not-disrupt"] == "true"
-    wide = CONVERTED | {
-        "vocabularySize": 128_256,
-        "hiddenSize": 8192,
-        "parameters": 70 * 10**9,
-        "weightsBytes": 140 * 10**9,
-    }
-    _, decision = after_job(*resolved(INT8, wide))
-    assert job_of(decision)[1]["containers"][0]["resources"]["requests"]["memory"] == "8576Mi"
+    wide = CONVERTED | {"vocabularySize": 128_256, "hiddenSize": 4096, "numLayers": 32, "dtype": "bfloat16"}
+    requested = []
+    for parameters in (8 * 10**9, 70 * 10**9):
+        _, decision = after_job(*resolved(INT8, wide | {"parameters": parameters, "weightsBytes": 2 * parameters}))
+        requested.append(job_of(decision)[1]["containers"][0]["resources"]["requests"]["memory"])
+    assert requested == ["5248Mi", "512Mi"], "of so large a model a few rows are in memory, and nothing is measured"
 
 
 def test_a_model_that_is_read_in_place_is_converted_from_its_volume_without_a_copy() -> None:
@@ -196,7 +194,14 @@ def test_models_of_one_source_share_the_download_and_those_of_one_format_the_con
 
 @pytest.mark.parametrize(
     ("code", "reason"),
-    [(15, "StorageFull"), (16, "WeightsMissing"), (14, "ChecksumMismatch"), (1, "Converting"), (137, "Converting")],
+    [
+        (15, "StorageFull"),
+        (16, "WeightsMissing"),
+        (14, "ChecksumMismatch"),
+        (17, "ConversionFailed"),
+        (1, "Converting"),
+        (137, "Converting"),
+    ],
 )
 def test_the_end_of_the_job_is_the_reason_and_it_is_tried_again(code: int, reason: str) -> None:
     world, decision = after_job(*resolved(INT8))
@@ -209,6 +214,27 @@ def test_the_end_of_the_job_is_the_reason_and_it_is_tried_again(code: int, reaso
     assert found["reason"] == reason
     assert "no room" in found["message"]
     decision = decide(finished(world, "Failed"), SETTINGS)
+    (expiry,) = [change for change in decision.changes if change.live["metadata"]["name"] == name_of(job)]
+    assert expiry.patch == {"spec": {"ttlSecondsAfterFinished": 1}}, "then it is made again"
+
+
+@pytest.mark.parametrize(("limit", "says"), [("2Gi", "its limit is 2Gi"), ("", "it has no limit")])
+def test_a_conversion_without_enough_memory_has_failed_and_its_job_is_made_again(limit: str, says: str) -> None:
+    own = {"jobs": {"resources": {"limits": {"memory": limit}}}} if limit else {}
+    world, decision = after_job(*resolved({**INT8, **own}))
+    job = find(decision.desired, "Job")
+    killed = successful_pod(job)
+    killed["spec"] = job["spec"]["template"]["spec"]
+    killed["status"]["phase"] = "Failed"
+    killed["status"]["containerStatuses"][0]["state"] = ended(137, "tiny: 40%\n", reason="OOMKilled")
+    decision = decide(replace(finished(world, "Failed"), pods=(*world.pods, killed)), SETTINGS)
+    found = condition(decision.status, "WeightsReady")
+    assert found["reason"] == "ConversionFailed"
+    assert found["message"].startswith(
+        f"the conversion ran out of memory, {says}: tiny: 40%; set jobs.resources.limits.memory to more; the operator "
+        "tries again"
+    )
+    assert condition(decision.status, "Stalled")["reason"] == "ConversionFailed"
     (expiry,) = [change for change in decision.changes if change.live["metadata"]["name"] == name_of(job)]
     assert expiry.patch == {"spec": {"ttlSecondsAfterFinished": 1}}, "then it is made again"
 

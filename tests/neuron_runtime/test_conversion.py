@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -446,6 +447,30 @@ def test_the_command_tells_the_error_that_a_conversion_makes(
     assert config["quantization_config"]["ignore"] == ["lm_head"]
 
 
+@pytest.mark.parametrize("what", ["an endless weight", "four bits", "nothing to convert"])
+def test_the_command_says_that_a_conversion_failed_for_good(what: str, tmp_path: Path) -> None:
+    model, record = write_chat_model(tmp_path / "model"), tmp_path / "record.json"
+    quantization = "int8"
+    if what == "an endless weight":
+        tensors = load_file(model / WEIGHTS_FILE)
+        name = next(name for name in tensors if name.endswith("q_proj.weight"))
+        tensors[name][0, 0] = torch.inf
+        save_file(tensors, model / WEIGHTS_FILE)
+        says = f"tensor {name} has numbers that are not finite"
+    elif what == "four bits":
+        config = json.loads((model / CONFIG_FILE).read_text())
+        given = {"quant_method": "awq", "bits": 4, "group_size": 32}
+        (model / CONFIG_FILE).write_text(json.dumps(config | {"quantization_config": given}))
+        quantization, says = "none", "which are not converted"
+    else:
+        quantization, says = "auto", "there is nothing to convert"
+    arguments = ["convert", str(model), str(tmp_path / "store"), "--backend", "nxdi", "-q", quantization]
+    assert main([*arguments, "--record", str(record)]) == 17
+    outcome = json.loads(record.read_text())
+    assert (outcome["reason"], outcome["exitCode"]) == ("ConversionFailed", 17)
+    assert says in outcome["message"]
+
+
 def test_the_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
     folder = write_chat_model(tmp_path / "model", dtype="float32")
     save_file({name: one.float() * 8 for name, one in load_file(folder / WEIGHTS_FILE).items()}, folder / WEIGHTS_FILE)
@@ -453,6 +478,26 @@ def test_the_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
     logits = reference_logits(reference(folder), list(ids))
     expected = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).exp()
     assert measuring.perplexity(read_checkpoint(folder), folder) == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_the_layer_that_is_computed_is_the_only_one_in_memory() -> None:
+    class Made:
+        pass
+
+    alive: list[weakref.ref[Made]] = []
+
+    def read(number: int) -> Any:
+        assert number == len(alive)
+        assert not any(one() for one in alive)
+        made = Made()
+        alive.append(weakref.ref(made))
+        return made
+
+    layers = measuring.OneLayer(read, 3)
+    assert [layers[number // 2] is not None for number in range(6)] == [True] * 6
+    assert len(alive) == len(layers) == 3
+    with pytest.raises(IndexError):
+        layers[3]
 
 
 def test_a_perplexity_that_takes_too_much_memory_is_not_computed(

@@ -391,6 +391,17 @@ class Reason(StrEnum):
         conditions=("WeightsReady",),
         exit_codes=(16,),
     )
+    CONVERSION_FAILED = Row(
+        "ConversionFailed",
+        "The weights cannot be converted (`serving.quantization`): a tensor has numbers that are none, its format is "
+        "not converted, or the Job had too little memory; the message has the tensor, or the limit",
+        "Follow the message: repair the checkpoint, set `serving.quantization: None`, or set "
+        "`jobs.resources.limits.memory` to more. The operator tries again, at most ten minutes apart",
+        conditions=("WeightsReady",),
+        exit_codes=(17,),
+        final=True,
+        of_models=True,
+    )
     INVALID_ENGINE_CONFIG = Row(
         "InvalidEngineConfig",
         "The runtime refused its configuration; the message names the field. Often limits exceed the memory; the "

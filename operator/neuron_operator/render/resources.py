@@ -32,8 +32,10 @@ FETCH_REQUESTS: Requests = {"cpu": "500m", "memory": "256Mi"}
 """`fetch` holds a few MB of each parallel read, and hashes what it reads."""
 
 CONVERTER_MILLICORES = 1000
-MATRIX_COPIES = 4
-"""Of the largest matrix, in bytes as it is stored: itself, in float32, and the result."""
+MAX_MEASURED = 20 * 10**9
+"""Parameters. Of a larger model `convert` computes no perplexity, and a few rows of weights are in memory."""
+MEASURED_COPIES, MEASURED_TOKENS = 3, 256
+"""What it has in memory at once: so many copies of embedding, layer and logits."""
 
 SMALL_FILES_BYTES = 64 * MIB
 """Files of a model beside its weights: tokenizer and configuration."""
@@ -52,15 +54,21 @@ def fetch_requests(weights: Place, facts: Facts) -> Requests:
 
 
 def convert_requests(place: Place, facts: Facts) -> Requests:
-    """What the Job that converts weights needs: it holds the largest matrix as it is stored, converted and compared."""
-    width = facts.weights_bytes / max(facts.parameters, 1)
-    widest = max(facts.vocabulary_size, facts.intermediate_size, facts.num_heads * facts.head_dim)
-    memory = TORCH_BYTES + int(MATRIX_COPIES * width * widest * facts.hidden_size)
+    """What the Job that converts weights needs: most of it to measure what that changed, a layer at a time."""
+    memory = TORCH_BYTES + (measuring_bytes(facts) if facts.parameters <= MAX_MEASURED else 0)
     requests = {"cpu": f"{CONVERTER_MILLICORES}m", "memory": mebibytes(_up(memory, 64 * MIB))}
     if place.object_store is None:
         return requests
     num_bytes = facts.weights_bytes + facts.read_bytes + SMALL_FILES_BYTES
     return {**requests, "ephemeral-storage": mebibytes(_up(num_bytes, MIB))}
+
+
+def measuring_bytes(facts: Facts) -> int:
+    """What the runtime takes to compute a perplexity: `memory_of` in its `conversion/measuring.py`."""
+    vocabulary = facts.vocabulary_size * facts.hidden_size
+    layer = (facts.parameters - vocabulary * (1 if facts.tied_embeddings else 2)) // max(facts.num_layers, 1)
+    logits = MEASURED_TOKENS * facts.vocabulary_size * DTYPE_BYTES["float32"]
+    return MEASURED_COPIES * (width_of(facts.dtype) * (vocabulary + layer) + logits)
 
 
 def serving_requests(model: NeuronModel, facts: Facts, nodes: int = 1) -> Requests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 
@@ -76,6 +77,13 @@ def _of_step(waiting: Finding, finding: Finding, prefix: str = "") -> Finding:
     return replace(waiting, reason=shown, message=f"{prefix}{finding.message}", needs=finding.needs)
 
 
+_NEEDS_MEMORY: Mapping[str, tuple[str, Reason]] = {
+    Reason.COMPILING: ("the compiler", Reason.COMPILE_OUT_OF_MEMORY),
+    Reason.CONVERTING: ("the conversion", Reason.CONVERSION_FAILED),
+}
+"""By the reason while a Job runs, what runs out of memory, and the reason then."""
+
+
 def ran_out_of_memory(end: Termination) -> bool:
     """Whether a container ended because it needed more than its limit."""
     is_said = end.exit_code in Reason.COMPILE_OUT_OF_MEMORY.row.exit_codes
@@ -89,11 +97,12 @@ def has_run_out_of_memory(waiting: Finding, observed: Observed) -> bool:
 
 
 def _explain_end(waiting: Finding, pod: PodView, end: Termination) -> Finding:
-    if waiting.condition == "Compiled" and ran_out_of_memory(end):
+    if waiting.reason in _NEEDS_MEMORY and ran_out_of_memory(end):
+        what, lacks = _NEEDS_MEMORY[waiting.reason]
         limit = f"its limit is {pod.memory_limit}" if pod.memory_limit else "it has no limit"
         cure = "set jobs.resources.limits.memory to more"
-        text = f"the compiler ran out of memory, {limit}: {last_words(end)}; {cure}; {AGAIN}"
-        return unmet("Compiled", Reason.COMPILE_OUT_OF_MEMORY, text)
+        text = f"{what} ran out of memory, {limit}: {last_words(end)}; {cure}; {AGAIN}"
+        return unmet(waiting.condition, lacks, text)
     reason = Reason.of_exit_code(end.exit_code)
     if reason is not None and reason.row.is_of(waiting.condition):
         return unmet(waiting.condition, reason, f"{last_words(end)}; {AGAIN}")

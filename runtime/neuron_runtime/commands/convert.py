@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, get_args
@@ -19,6 +19,7 @@ from neuron_runtime.backend.torch.before_import import check_room_for_torch
 from neuron_runtime.config import ModelSource
 from neuron_runtime.console import AmountLine, bytes_text, say, seconds_text
 from neuron_runtime.engine.backends import PACKAGES
+from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.flags import model_uri
 from neuron_runtime.quantization import Quantizing
 from neuron_runtime.uris import FORMS, parse_uri
@@ -69,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> record.Converted:
-    check_room_for_torch()
+    with _failing():
+        check_room_for_torch()
     from neuron_runtime.conversion.converting import convert  # noqa: PLC0415 - torch takes seconds to import
 
     began = time.monotonic()
@@ -79,6 +81,7 @@ def run(options: argparse.Namespace) -> record.Converted:
         check_key(options.converted)
     remote = open_remote(options.store, "DIR") if "://" in options.store else None
     with ExitStack() as stack:
+        stack.enter_context(_failing())
         folder = Path(options.store)
         if remote is not None:
             folder = options.scratch or Path(stack.enter_context(TemporaryDirectory(prefix="neuron-convert-")))
@@ -102,6 +105,28 @@ def run(options: argparse.Namespace) -> record.Converted:
     say(f"serve it with: neuron-runtime serve {uri} --converted {weights.digest}")
     print(address)
     return converted
+
+
+LASTING = frozenset(
+    {
+        ExitCode.INVALID_ENGINE_CONFIG,
+        ExitCode.UNSUPPORTED_ARCHITECTURE,
+        ExitCode.INVALID_MODEL,
+        ExitCode.DEVICE_OUT_OF_MEMORY,
+    }
+)
+"""Who waits for the conversion has one reason for all of these: the next attempt would end the same way."""
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """What cannot be converted ends with CONVERSION_FAILED. Errors of stores and sources keep their codes."""
+    try:
+        yield
+    except FatalError as error:
+        if error.exit_code not in LASTING:
+            raise
+        raise FatalError(ExitCode.CONVERSION_FAILED, str(error)) from error
 
 
 def _shown(title: str) -> Callable[[Amount], None]:

@@ -1,19 +1,23 @@
 """The perplexity of a model on a short text, computed by the torch backend: how much worse a converted one predicts.
 
-Called by `converting`. Memory and time are bounded: of larger models it says why there is no figure.
+Called by `converting`. Memory and time are bounded: a layer is read when it is computed, and of larger models it says
+why there is no figure.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from neuron_runtime.backend.torch.architecture import decoder_config
+from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.choices import stored_dtype
+from neuron_runtime.backend.torch.decoder import Layer
 from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
 from neuron_runtime.checkpoint import Checkpoint
 from neuron_runtime.console import bytes_text
@@ -23,8 +27,9 @@ from neuron_runtime.text.tokenizer import load_tokenizer
 MIN_TOKENS, MAX_TOKENS = 16, 256
 MAX_PARAMETERS = 20 * 10**9
 """Of larger models the text takes too long on a CPU."""
-OVERHEAD = 1.25
-"""Memory of a model, as a multiple of its weights."""
+VOCABULARY_COPIES, LAYER_COPIES, LOGITS_COPIES = 3, 3, 3
+"""In memory at once: embedding and head, and one as it is packed; two layers, and one as it is packed; logits, their
+logarithms and what is in between."""
 MOST = math.log(1e9)
 """Of a token's loss, on average: beyond it a model predicts nothing."""
 
@@ -51,10 +56,39 @@ def unmeasured(checkpoint: Checkpoint, free: FreeMemory) -> str:
     """Why the perplexity of a model, given unconverted, is not computed here; "": it is."""
     if checkpoint.num_parameters > MAX_PARAMETERS:
         return f"{checkpoint.num_parameters:,} parameters take too long"
-    needed = int(checkpoint.num_parameters * DTYPES[stored_dtype(checkpoint)].itemsize * OVERHEAD)
+    model = decoder_config(checkpoint.config)
+    needed = memory_of(model, checkpoint.num_parameters, DTYPES[stored_dtype(checkpoint)].itemsize)
     if needed > free.available:
         return f"it takes {bytes_text(needed)} of memory, {bytes_text(free.available)} are free"
     return ""
+
+
+def memory_of(model: DecoderConfig, num_parameters: int, dtype_bytes: int) -> int:
+    """Bytes that it takes beside torch itself. The operator requests as much, see `render/resources.py` there."""
+    vocabulary = model.vocabulary_size * model.hidden_size
+    layer = (num_parameters - vocabulary * (1 if model.tied_embeddings else 2)) // model.num_layers
+    logits = MAX_TOKENS * model.vocabulary_size * torch.float32.itemsize
+    return dtype_bytes * (VOCABULARY_COPIES * vocabulary + LAYER_COPIES * layer) + LOGITS_COPIES * logits
+
+
+class OneLayer(Sequence[Layer]):
+    """The layers of a model, of which the one that was asked for last is in memory."""
+
+    def __init__(self, read: Callable[[int], Layer], count: int) -> None:
+        self._read, self._count = read, count
+        self._number = -1
+        self._layer: Layer | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: Any) -> Any:
+        if number >= self._count:
+            raise IndexError(number)
+        if number != self._number:
+            self._layer = None
+            self._number, self._layer = number, self._read(number)
+        return self._layer
 
 
 @torch.inference_mode()
@@ -66,7 +100,7 @@ def perplexity(checkpoint: Checkpoint, folder: Path) -> float:
     if len(ids) < MIN_TOKENS:
         raise Unmeasured(f"the text has {len(ids)} tokens of this model")
     dtype = DTYPES[stored_dtype(checkpoint)]
-    decoder = load_decoder(checkpoint, model, dtype, lambda stage, share: None)
+    decoder = load_decoder(checkpoint, model, dtype, lambda stage, share: None, keep=OneLayer)
     cache = KVCache.empty(model.windows, (1, model.num_kv_heads, len(ids), model.head_dim), dtype)
     zero = np.zeros(1, np.int64)
     rows = StepRows(start=zero, num_tokens=zero + len(ids), lines=zero.reshape(1, 1))

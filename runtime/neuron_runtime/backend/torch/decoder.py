@@ -46,7 +46,7 @@ class Weights(NamedTuple):
 
     embedding: torch.Tensor
     frequencies: torch.Tensor
-    layers: tuple[Layer, ...]
+    layers: Sequence[Layer]
     norm: torch.Tensor | None
     head: Linear
 
@@ -61,6 +61,8 @@ class Reader(Protocol):
     def take_if_any(self, present: bool, *names: str) -> torch.Tensor | None: ...
 
 
+Keep = Callable[[Callable[[int], Layer], int], Sequence[Layer]]
+"""Makes the layers of what reads one by its number, and of how many there are."""
 MakeLinear = Callable[[Weight, torch.Tensor | None], Linear]
 Tap = Callable[[int, torch.Tensor], None]
 """Called with the number of blocks done, from 0 on, and the hidden states then."""
@@ -172,15 +174,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return (exact * scale).mul_(weight).to(x.dtype)
 
 
-def read_weights(config: DecoderConfig, reader: Reader, make: MakeLinear = linear) -> Weights:
-    """The tensors of a checkpoint in the decoder's layout."""
+def all_layers(read: Callable[[int], Layer], count: int) -> Sequence[Layer]:
+    return tuple(map(read, range(count)))
+
+
+def read_weights(config: DecoderConfig, reader: Reader, make: MakeLinear = linear, keep: Keep = all_layers) -> Weights:
+    """The tensors of a checkpoint in the decoder's layout. keep: which layers are in memory."""
     embedding = reader.take("model.embed_tokens.weight")
     frequencies = rotary.inverse_frequencies(config.rope, config.head_dim)
     has_experts = config.experts.layers if config.experts else (False,) * config.num_layers
-    layers = tuple(
-        read_layer(config, reader, make, f"model.layers.{i}.", has_experts=has, is_rotated=i not in config.unrotated)
-        for i, has in enumerate(has_experts)
-    )
+
+    def layer(i: int) -> Layer:
+        prefix, is_rotated = f"model.layers.{i}.", i not in config.unrotated
+        return read_layer(config, reader, make, prefix, has_experts=has_experts[i], is_rotated=is_rotated)
+
+    layers = keep(layer, config.num_layers)
     norm = reader.take("model.norm.weight").float()
     head = make(embedding if config.tied_embeddings else reader.take_weight("lm_head.weight"), None)
     return Weights(embedding, frequencies, layers, norm, head)

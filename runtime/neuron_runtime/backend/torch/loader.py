@@ -19,7 +19,7 @@ from neuron_runtime.backend.torch.backend import TorchBackend, device_thread
 from neuron_runtime.backend.torch.cache import KVCache
 from neuron_runtime.backend.torch.choices import dtype_of
 from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
-from neuron_runtime.backend.torch.decoder import Decoder, read_weights
+from neuron_runtime.backend.torch.decoder import Decoder, Keep, all_layers, read_weights
 from neuron_runtime.backend.torch.draft_model import Network
 from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, held_as
 from neuron_runtime.backend.torch.load_drafts import find_drafts
@@ -109,13 +109,14 @@ def load_decoder(
     ranks: Ranks = ALONE,
     *,
     held: Held = MULTIPLIED_OUT,
+    keep: Keep = all_layers,
 ) -> Decoder:
     """Read the weights of a checked checkpoint, or what one rank needs of them. dtype: of those that are not
-    `held` otherwise."""
+    `held` otherwise. keep: see `read_weights`."""
     shapes, parts = tensor_shapes(model), parts_of(model, ranks.rank, ranks.size)
     reader = WeightReader(checkpoint, shapes, dtype, progress, parts, quantization=model.quantization, held=held)
     with torch.inference_mode():
-        return Decoder(model, read_weights(part_of_model(model, ranks.size), reader), ranks)
+        return Decoder(model, read_weights(part_of_model(model, ranks.size), reader, keep=keep), ranks)
 
 
 def _compiled(
