@@ -115,6 +115,10 @@ class ConversionFigures(msgspec.Struct, frozen=True, kw_only=True, rename="camel
     unmeasured: str = ""
     """Why perplexities were not computed."""
 
+    @property
+    def are_complete(self) -> bool:
+        return self.perplexity is not None or bool(self.unmeasured)
+
 
 class Converted(NamedTuple):
     """What `convert` left in the store."""

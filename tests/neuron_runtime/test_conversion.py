@@ -514,23 +514,39 @@ def test_a_perplexity_that_takes_too_much_memory_is_not_computed(
     )
 
 
-def test_perplexities_that_killed_a_process_are_not_tried_again(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat = write_chat_model(tmp_path / "model")
+def test_perplexities_that_kill_processes_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, attempts = write_chat_model(tmp_path / "model"), []
 
     def killed(*_: object) -> float:
-        (work,) = (tmp_path / "store/.partial").iterdir()
-        assert (work / converting.MEASURING).exists()
+        attempts.append(1)
         raise Killed
 
-    with pytest.MonkeyPatch.context() as context:
+    with monkeypatch.context() as context:
         context.setattr(converting, "perplexity", killed)
-        context.setattr(Path, "unlink", lambda self: None)  # a kill runs no `finally`
+        for _ in range(converting.MAX_ATTEMPTS):
+            with pytest.raises(Killed):
+                converted_by(chat, tmp_path / "store", "int8")
+    figures = converted_by(chat, tmp_path / "store", "int8").figures
+    assert len(attempts) == 3
+    assert figures.unmeasured == "processes were killed while they computed them"
+
+
+def test_perplexities_are_computed_by_the_process_after_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = write_chat_model(tmp_path / "model")
+    with monkeypatch.context() as context:
+        context.setattr(converting, "perplexity", killing)
         with pytest.raises(Killed):
             converted_by(chat, tmp_path / "store", "int8")
-    figures = converted_by(chat, tmp_path / "store", "int8").figures
-    assert figures.unmeasured == "a process was killed while it computed them"
+    again = converted_by(chat, tmp_path / "store", "int8")
+    assert again.weights.read_bytes == 0, "nothing is converted again"
+    assert again.figures == converted_by(chat, tmp_path / "other", "int8").figures
+    assert again.figures.perplexity is not None
+
+
+def killing(*_: object) -> float:
+    raise Killed
 
 
 def test_a_full_disk_is_known_before_anything_is_converted(models: dict[str, Path], tmp_path: Path) -> None:

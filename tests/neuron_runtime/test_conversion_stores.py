@@ -18,6 +18,7 @@ from helpers.weights import contents
 from neuron_runtime import LLM, SamplingParams
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import ModelSource
+from neuron_runtime.conversion import converting
 from neuron_runtime.errors import FatalError
 from neuron_runtime.weights.fetching import described, materialize, open_remote
 from neuron_runtime.weights.store import Store
@@ -80,6 +81,32 @@ def test_a_converted_model_is_stored_in_s3_once(server: S3Server, tmp_path: Path
         materialize(
             ModelSource(uri=uri, converted="ab" * 32), tmp_path / "serving", lambda *_: None, weights_store=store
         )
+
+
+@pytest.mark.slow
+def test_who_is_killed_while_a_model_in_s3_is_measured_repeats_that_alone(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.upload(write_chat_model(tmp_path / "model"), "origin/evicted")
+    uri, store = f"s3://{BUCKET}/origin/evicted", f"s3://{BUCKET}/stores/evicted"
+
+    def evicted(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(converting, "perplexity", evicted)
+        with pytest.raises(KeyboardInterrupt):
+            converted(tmp_path, uri, store)
+    with monkeypatch.context() as context:
+        context.setattr(converting, "_make", lambda *_, **more: pytest.fail("converted again"))
+        second = converted(tmp_path, uri, store)
+        assert second["weights"]["readBytes"] == 0
+        context.setattr(converting, "perplexity", lambda *_: pytest.fail("measured again"))
+        third = converted(tmp_path, uri, store)
+    assert third == second | {"seconds": third["seconds"]}
+    whole = converted(tmp_path, str(tmp_path / "model"), str(tmp_path / "other"))["conversion"]
+    assert second["conversion"] == whole
+    assert whole["perplexity"] > 0
 
 
 def test_a_converted_model_answers_in_the_place_of_its_source(

@@ -1,7 +1,8 @@
 """Makes a converted model an entry of a store, beside its source: found if it is there, else converted by one process
 while others wait.
 
-Called by the command `convert`. It may be killed and run again at any time.
+Called by the command `convert`. It may be killed and run again at any time. In a store in S3 a model is complete before
+perplexities are computed: who is killed meanwhile repeats no more than that.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -20,7 +21,6 @@ from neuron_runtime.checkpoint import (
     CONFIG_FILE,
     GRAPHS_CONFIG_FILE,
     INDEX_FILE,
-    Checkpoint,
     InvalidModel,
     check_tied_head,
     check_tokenizer,
@@ -50,9 +50,50 @@ if TYPE_CHECKING:
 NOT_COPIED = {CONFIG_FILE, INDEX_FILE, GRAPHS_CONFIG_FILE}
 """Small files that are written anew, or belong to graphs of the unconverted weights."""
 MEASURING = "measuring"
-"""A file beside a conversion whose perplexities are being computed. Who finds one does not try again."""
+"""A file beside a conversion whose perplexities are being computed."""
+MAX_ATTEMPTS = 3
+"""To compute them: each may end with a process that is killed, if there is not enough memory."""
 MAX_REASON = 200
 """Characters of the reason for a figure that is missing."""
+
+
+class Measuring(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far it is. figures: None until they are there."""
+
+    attempts: int = 0
+    figures: ConversionFigures | None = None
+
+
+class Note(Protocol):
+    """Where that is told, for a process that goes on."""
+
+    def read(self) -> bytes: ...
+
+    def write(self, raw: bytes) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InFile:
+    path: Path
+
+    def read(self) -> bytes:
+        return self.path.read_bytes() if self.path.exists() else b""
+
+    def write(self, raw: bytes) -> None:
+        self.path.write_bytes(raw)
+
+
+@dataclass(frozen=True, slots=True)
+class BesideEntry:
+    remote: RemoteStore
+    key: str
+
+    def read(self) -> bytes:
+        return self.remote.note(self.key)
+
+    def write(self, raw: bytes) -> None:
+        self.remote.write_note(self.key, raw)
+
 
 Report = Callable[[str], Callable[[Amount], None]]
 """For the title of a stage, what is told how far it is."""
@@ -101,35 +142,52 @@ def convert(
         )
     if present := _present(digest, model.uri, store, remote):
         return present
-    entry = store.sound(digest)
+    fetched = fetch(model.uri, store, report(model.uri), source, remote=remote, tools=tools)
+    title = f"{model.uri}, converted"
+    entry = store.sound(digest) or (remote.download(digest, store, report(title)) if remote else None)
     if entry is None:
-        fetched = fetch(model.uri, store, report(model.uri), source, remote=remote, tools=tools)
         store.prepare()
         with store.lock(digest, model.uri, "converts it") as work:
             entry = store.sound(digest, replace=True)
             if entry is None:
+                shown = report(f"{model.uri}: converting to {conversion.format}")
                 with naming(fetched.folder, model.uri):
-                    shown = report(f"{model.uri}: converting to {conversion.format}")
                     made = _make(fetched.folder, conversion, source, digest, work=work, report=shown, tools=tools)
+                    if remote is None:
+                        made = _with_figures(made, fetched.folder, work)
                 read_bytes = made.read_bytes
                 manifest = Manifest(digest=digest, uri=model.uri, created=time.time(), files=made.files)
                 entry = store.publish(digest, work, manifest)
+    figures = figures_in(entry.folder)
     if remote is not None:
-        remote.upload(entry, report(f"{model.uri} to {remote.address}"))
-    result = _result(digest, entry.folder, entry.manifest.num_bytes, read_bytes)
-    return result, str(entry.folder) if remote is None else remote.uri_of(digest)
+        remote.upload(entry, report(f"{title}, to {remote.address}"))
+        if not figures.are_complete:
+            with naming(fetched.folder, model.uri):
+                figures = _measured(fetched.folder, entry.folder, figures, BesideEntry(remote, digest))
+    weights = StoredWeights(digest=digest, bytes=entry.manifest.num_bytes, read_bytes=read_bytes)
+    return Converted(weights, figures), str(entry.folder) if remote is None else remote.uri_of(digest)
 
 
 def _present(digest: str, uri: str, store: Store, remote: RemoteStore | None) -> tuple[Converted, str] | None:
-    """The entry with its address, where it is to be."""
+    """The entry with its address, where it is to be; None also if its perplexities are still to be computed."""
     if remote is None:
         entry = store.sound(digest)
-        return (_result(digest, entry.folder, entry.manifest.num_bytes, 0), str(entry.folder)) if entry else None
-    present = remote.intact(digest)
-    if present is None:
-        return None
-    with described(ModelSource(uri=uri, converted=digest), store.folder, remote.address) as (folder, _):
-        return _result(digest, folder, present.manifest.num_bytes, 0), remote.uri_of(digest)
+        if entry is None:
+            return None
+        figures, manifest, address = figures_in(entry.folder), entry.manifest, str(entry.folder)
+    else:
+        present = remote.intact(digest)
+        if present is None:
+            return None
+        with described(ModelSource(uri=uri, converted=digest), store.folder, remote.address) as (folder, _):
+            figures = figures_in(folder)
+        if not figures.are_complete:
+            noted = _noted(BesideEntry(remote, digest)).figures
+            if noted is None:
+                return None
+            figures = noted
+        manifest, address = present.manifest.local, remote.uri_of(digest)
+    return Converted(StoredWeights(digest=digest, bytes=manifest.num_bytes, read_bytes=0), figures), address
 
 
 def _make(
@@ -142,7 +200,8 @@ def _make(
     report: Callable[[Amount], None],
     tools: Tools,
 ) -> Written:
-    """All files of the converted model, in `work/files`. source: the digest of what is in the folder."""
+    """All files of the converted model, in `work/files`, without perplexities. source: the digest of what is in the
+    folder."""
     checkpoint = read_whole_checkpoint(folder)
     check_tied_head(checkpoint)
     # All that can be refused is refused before anything is written.
@@ -158,50 +217,69 @@ def _make(
             names.add(INDEX_FILE)
             _write_json(files / INDEX_FILE, index)
         figures = ConversionFigures(format=conversion.format, layer_error=written.layer_error)
-        _write_config(files, checkpoint, conversion, source, figures)
-        figures = _measured(checkpoint, work, figures)
-        _write_config(files, checkpoint, conversion, source, figures)
-        small = tuple(
-            StoredFile(name, (files / name).stat().st_size, sha256_of(files / name)) for name in (CONFIG_FILE, *names)
-        )
+        config = {name: value for name, value in checkpoint.config.items() if name not in QUANTIZATION_FIELDS}
+        if quantization := quantization_config(conversion):
+            config["quantization_config"] = quantization
+        _write_json(files / CONFIG_FILE, {**config, CONVERTER: {"source": source, **msgspec.to_builtins(figures)}})
+        small = tuple(_stored(files, name) for name in (CONFIG_FILE, *names))
     return replace(written, files=(*written.files, *small))
 
 
-def _measured(checkpoint: Checkpoint, work: Path, figures: ConversionFigures) -> ConversionFigures:
-    """The figures with perplexities, or why there are none."""
-    marker = work / MEASURING
-    reason = "a process was killed while it computed them" if marker.exists() else unmeasured(checkpoint, free_memory())
+def _with_figures(made: Written, source: Path, work: Path) -> Written:
+    """With perplexities in config.json, for who finds the entry. source: the folder of the unconverted model."""
+    files = work / "files"
+    with writing(work):
+        figures = _measured(source, files, figures_in(files), InFile(work / MEASURING))
+        config = read_config(files)
+        _write_json(files / CONFIG_FILE, {**config, CONVERTER: config[CONVERTER] | msgspec.to_builtins(figures)})
+        others = (file for file in made.files if file.name != CONFIG_FILE)
+        return replace(made, files=(*others, _stored(files, CONFIG_FILE)))
+
+
+def _measured(source: Path, converted: Path, figures: ConversionFigures, note: Note) -> ConversionFigures:
+    """The figures with perplexities, or why there are none. Both are folders of models."""
+    before = _noted(note)
+    if before.figures is not None:
+        return before.figures
+    checkpoint, attempts = read_checkpoint(source), before.attempts + 1
+    reason = unmeasured(checkpoint, free_memory())
+    if attempts > MAX_ATTEMPTS:
+        reason = "processes were killed while they computed them"
     if not reason:
-        marker.touch()
+        note.write(msgspec.json.encode(Measuring(attempts)))
         try:
-            before = perplexity(checkpoint, checkpoint.folder)
-            after = perplexity(read_checkpoint(work / "files"), checkpoint.folder)
+            figures = msgspec.structs.replace(
+                figures,
+                perplexity=perplexity(checkpoint, source),
+                converted_perplexity=perplexity(read_checkpoint(converted), source),
+            )
         except (RuntimeError, MemoryError, Unmeasured) as error:
             reason = str(error) or type(error).__name__
-        finally:
-            marker.unlink()
     if reason:
-        return msgspec.structs.replace(figures, unmeasured=reason[:MAX_REASON])
-    return msgspec.structs.replace(figures, perplexity=before, converted_perplexity=after)
+        figures = msgspec.structs.replace(figures, unmeasured=reason[:MAX_REASON])
+    note.write(msgspec.json.encode(Measuring(attempts, figures)))
+    return figures
 
 
-def _write_config(
-    files: Path, checkpoint: Checkpoint, conversion: Conversion, source: str, figures: ConversionFigures
-) -> None:
-    """config.json of the converted model, with the figures for who finds the entry."""
-    config = {name: value for name, value in checkpoint.config.items() if name not in QUANTIZATION_FIELDS}
-    if quantization := quantization_config(conversion):
-        config["quantization_config"] = quantization
-    _write_json(files / CONFIG_FILE, {**config, CONVERTER: {"source": source, **msgspec.to_builtins(figures)}})
+def _noted(note: Note) -> Measuring:
+    """What is told; of a damaged note nothing."""
+    try:
+        return msgspec.json.decode(note.read() or b"{}", type=Measuring)
+    except msgspec.MsgspecError:
+        return Measuring()
+
+
+def _stored(files: Path, name: str) -> StoredFile:
+    return StoredFile(name, (files / name).stat().st_size, sha256_of(files / name))
 
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
-def _result(digest: str, folder: Path, num_bytes: int, read_bytes: int) -> Converted:
+def figures_in(folder: Path) -> ConversionFigures:
+    """What config.json of a converted model tells."""
     try:
-        figures = msgspec.convert(read_config(folder).get(CONVERTER), ConversionFigures)
+        return msgspec.convert(read_config(folder).get(CONVERTER), ConversionFigures)
     except msgspec.ValidationError as error:
         raise InvalidModel(f"{folder / CONFIG_FILE}: {CONVERTER}: {error}") from error
-    return Converted(StoredWeights(digest=digest, bytes=num_bytes, read_bytes=read_bytes), figures)

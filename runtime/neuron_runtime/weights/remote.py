@@ -3,6 +3,7 @@
     PREFIX/KEY/CONTENT/NAME        the files of an entry; CONTENT is a hash of their names and contents
     PREFIX/KEY/.manifest.json      written last, and only if there is none: it makes the entry complete
     PREFIX/KEY/.used               empty, replaced when the entry is used
+    PREFIX/KEY/.note               what is told about an entry after it is complete; may be replaced
 
 Called by `fetching` and the commands, and for compiled artifacts. Nothing is loaded from here: a download ends in a
 local store, with each file checked against the manifest. It knows neither models nor sources.
@@ -60,7 +61,7 @@ RIGHTS = (
     "listing the bucket, and reading, writing and deleting its objects (s3:ListBucket, s3:GetObject, s3:PutObject, "
     "s3:DeleteObject; the first two suffice to serve)"
 )
-USED = ".used"
+USED, NOTE = ".used", ".note"
 PART_BYTES = 64 * 2**20
 """The size of each part of an upload in parts."""
 NUM_UPLOADS = 8
@@ -245,6 +246,13 @@ class RemoteStore:
             say(f"{self.uri_of(key)}: another process stored it first")
             self.delete(f"{folder}/{file.name}" for file in files)
 
+    def note(self, key: str) -> bytes:
+        """What is told about an entry; empty: nothing."""
+        return self._attempts(partial(self._read, f"{key}/{NOTE}")) or b""
+
+    def write_note(self, key: str, raw: bytes) -> None:
+        self._attempts(lambda: self._place.client.put_object(**self._place.at(f"{key}/{NOTE}"), Body=raw))
+
     def discard(self, key: str) -> None:
         """Remove an entry. From the first request on, nobody finds it."""
         check_key(key)
@@ -365,16 +373,17 @@ class RemoteStore:
         self._place.client.put_object(**self._place.at(f"{key}/{USED}"), Body=b"")
 
     def _manifest(self, key: str) -> RemoteManifest | None:
-        def read() -> bytes | None:
-            try:
-                answer = self._place.client.get_object(**self._place.at(f"{key}/{MANIFEST}"))
-            except self._place.client.exceptions.NoSuchKey:
-                return None
-            raw: bytes = answer["Body"].read(MAX_MANIFEST_BYTES)
-            return raw
-
-        raw = self._attempts(read)
+        raw = self._attempts(partial(self._read, f"{key}/{MANIFEST}"))
         return None if raw is None else parse_manifest(raw, RemoteManifest, self.uri_of(key), self.kind)
+
+    def _read(self, name: str) -> bytes | None:
+        """A small object. Makes one attempt and raises the errors of the client library."""
+        try:
+            answer = self._place.client.get_object(**self._place.at(name))
+        except self._place.client.exceptions.NoSuchKey:
+            return None
+        raw: bytes = answer["Body"].read(MAX_MANIFEST_BYTES)
+        return raw
 
     def _publish(self, key: str, manifest: RemoteManifest) -> bool:
         """Write the manifest; False if the key has one."""
