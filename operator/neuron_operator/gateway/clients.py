@@ -1,0 +1,267 @@
+"""A client's connection: reads requests, each within limits, and hands them to exchanges, one after another.
+
+Bodies are read as a whole, because the model may stand at their end and a request may have to be sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import httptools
+
+from neuron_operator.gateway import errors
+from neuron_operator.gateway.errors import Refusal
+from neuron_operator.gateway.exchange import Exchange
+
+if TYPE_CHECKING:
+    from neuron_operator.gateway.gateway import Gateway
+
+MAX_WAITING = 16
+"""Requests that a client may send before it has read their answers."""
+LINGER_SECONDS = 2.0
+"""A refused client may still send, and would not see the answer if the connection were reset."""
+WRITE_BUFFER_BYTES = 65_536
+"""A client that has not read this much of its answer slows the replica down."""
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class Request:
+    """What a client asks."""
+
+    __slots__ = (
+        "body",
+        "headers",
+        "keeps",
+        "method",
+        "named",
+        "num_bytes",
+        "num_held",
+        "path",
+        "refusal",
+        "request_id",
+        "target",
+        "version",
+    )
+
+    def __init__(self) -> None:
+        self.method = b""
+        self.target = b""
+        self.path = ""
+        self.version = ""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.named: Mapping[bytes, bytes] = {}
+        """By their names in lower case."""
+        self.body: list[bytes] = []
+        self.num_bytes = 0
+        self.num_held = 0
+        """Those that count as memory."""
+        self.keeps = True
+        self.request_id = ""
+        self.refusal: Refusal | None = None
+
+    def num_freed(self) -> int:
+        """Bytes of the body that were in memory, once."""
+        freed, self.num_held, self.body = self.num_held, 0, []
+        return freed
+
+
+class ClientConnection(asyncio.Protocol):
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.transport: asyncio.Transport
+        self.exchange: Exchange | None = None
+        self.address = ""
+        self.deadline: float | None = None
+        """When it is closed, unless something happens before."""
+        self.is_paused = False
+        self.is_closing = False
+        """Nothing more is read of it."""
+        self._lingers = False
+        """Whether the client may still send what nobody reads."""
+        self._waiting: deque[Request] = deque()
+        self._request: Request | None = None
+        """The one that is being read."""
+        self._num_head_bytes = 0
+        self._is_in_head = True
+        self._parser = httptools.HttpRequestParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if isinstance(peer, tuple) else ""
+        self.deadline = self.gateway.now() + self.gateway.config.timeouts.idle_seconds
+        if not self.gateway.accepts(self):
+            self._request = Request()
+            self._refuse_now(errors.unavailable("the gateway has too many connections", "overloaded"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_closing = True
+        self.gateway.connections.discard(self)
+        for request in (*self._waiting, *((self._request,) if self._request else ())):
+            self.gateway.free(request)
+        self._waiting.clear()
+        self._request = None
+        if self.exchange is not None:
+            self.exchange.on_client_left()
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_closing:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # it was refused
+            return
+        except httptools.HttpParserError as error:
+            self._refuse_now(errors.invalid(f"the request is not HTTP: {error}"))
+            return
+        if self._request is not None and self._is_in_head:
+            # A single header may never end.
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > self.gateway.config.limits.head_bytes:
+                self._refuse_now(errors.invalid("the head of the request is too long", status=431))
+
+    # Of the parser
+
+    def on_message_begin(self) -> None:
+        self._request = Request()
+        self._num_head_bytes, self._is_in_head = 0, True
+        if self.exchange is None:
+            self.deadline = self.gateway.now() + self.gateway.config.timeouts.read_seconds
+
+    def on_url(self, url: bytes) -> None:
+        if self._request is not None:
+            self._request.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._request is not None:
+            self._request.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        request = self._request
+        if request is None or self.is_closing:
+            return
+        self._is_in_head = False
+        request.method = self._parser.get_method()
+        request.version = self._parser.get_http_version()
+        request.keeps = self._parser.should_keep_alive()
+        request.path = request.target.partition(b"?")[0].decode("latin-1")
+        named = request.named = {name.lower(): value for name, value in request.headers}
+        given = named.get(b"x-request-id", b"")
+        request.request_id = given.decode("latin-1") if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        length = named.get(b"content-length", b"0")
+        num_bytes = int(length) if length.isdigit() and len(length) < 20 else 0
+        head_bytes = len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
+        if head_bytes > self.gateway.config.limits.head_bytes:
+            self._refuse_now(errors.invalid("the head of the request is too long", status=431))
+            return
+        if b"upgrade" in named:
+            self._refuse_now(errors.invalid("the connection cannot be upgraded to another protocol"))
+            return
+        request.refusal = self._too_long(num_bytes) or self.gateway.admit(request)
+        if request.refusal is not None and (num_bytes > WRITE_BUFFER_BYTES or b"transfer-encoding" in named):
+            self._refuse_now(request.refusal)
+        elif request.refusal is None and b"expect" in named and self.exchange is None:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        request = self._request
+        if request is None or self.is_closing or request.refusal is not None:
+            return
+        request.body.append(body)
+        request.num_bytes += len(body)
+        request.num_held += len(body)
+        self.gateway.num_body_bytes += len(body)
+        if refusal := self._too_long(request.num_bytes):
+            self._refuse_now(refusal)
+
+    def _too_long(self, num_bytes: int) -> Refusal | None:
+        """Of a body that has or will have so many bytes."""
+        limits = self.gateway.config.limits
+        if num_bytes > limits.body_bytes:
+            return errors.invalid(f"the body is longer than {limits.body_bytes} bytes", status=413)
+        if self.gateway.num_body_bytes > limits.all_bodies_bytes:
+            return errors.unavailable("the gateway has too many bodies in memory", "overloaded")
+        return None
+
+    def on_message_complete(self) -> None:
+        request, self._request = self._request, None
+        if request is None or self.is_closing:
+            return
+        self._waiting.append(request)
+        if self.exchange is None and not self.is_paused:
+            self._next()
+        elif len(self._waiting) > MAX_WAITING:
+            self.transport.abort()
+
+    # Of exchanges
+
+    def _next(self) -> None:
+        self.deadline = None
+        request = self._waiting.popleft()
+        self.exchange = Exchange(self.gateway, self, request)
+        self.exchange.begin()
+
+    def done(self, *, keeps: bool) -> None:
+        """The answer was written as a whole."""
+        self.exchange = None
+        if self.is_closing:
+            return
+        if not keeps or self.gateway.is_draining:
+            self._close()
+        elif self._waiting:
+            # Not at once: a client that sends many would have them answered in calls within each other.
+            asyncio.get_running_loop().call_soon(self._continue)
+        else:
+            timeouts = self.gateway.config.timeouts
+            self.deadline = self.gateway.now() + (timeouts.read_seconds if self._request else timeouts.idle_seconds)
+
+    def _continue(self) -> None:
+        if self.exchange is None and self._waiting and not self.is_closing and not self.is_paused:
+            self._next()
+
+    def _refuse_now(self, refusal: Refusal) -> None:
+        """Answer before the request was read, and read nothing more."""
+        request = self._request or Request()
+        self._request = None
+        self.gateway.free(request)
+        if self.exchange is not None or self._waiting:  # an answer is under way
+            self.is_closing = True
+            self.transport.abort()
+            return
+        request.refusal = refusal
+        request.keeps = False
+        self._lingers = True
+        self.exchange = Exchange(self.gateway, self, request)
+        self.exchange.begin()
+
+    def _close(self) -> None:
+        """Once the client has read what it was told."""
+        self.is_closing = True
+        self.deadline = self.gateway.now() + self.gateway.config.timeouts.stalled_seconds
+        if self._lingers:
+            self.deadline = self.gateway.now() + LINGER_SECONDS
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        self.is_paused = True
+        if self.exchange is not None:
+            self.exchange.on_stalled()
+
+    def resume_writing(self) -> None:
+        self.is_paused = False
+        if self.exchange is not None:
+            self.exchange.on_resumed()
+        else:
+            self._continue()
+
+    def eof_received(self) -> bool:
+        return False
