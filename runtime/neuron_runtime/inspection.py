@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from neuron_runtime.adapters.peft import AdapterRules, reading
+from neuron_runtime.adapters.peft import TEXT_FILES, AdapterRules
 from neuron_runtime.backend.neuron.devices import named_platform
 from neuron_runtime.backend.neuron.model_config import quantization_of as neuron_quantization_of
 from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
@@ -38,6 +38,7 @@ from neuron_runtime.checkpoint import (
     read_checkpoint,
     read_config,
 )
+from neuron_runtime.config import TextOptions
 from neuron_runtime.console import bytes_text
 from neuron_runtime.conversion.contents import contents_of
 from neuron_runtime.conversion.plan import conversion_of
@@ -46,9 +47,11 @@ from neuron_runtime.engine.backends import PACKAGES, package_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.quantization import QUANTIZATION_FIELDS, Quantizing, has_known_method, quantization_of
 from neuron_runtime.record import AdapterFacts, ModelFacts, PlannedConversion
-from neuron_runtime.text.tokenizer import check_templates
+from neuron_runtime.requests.generation_defaults import NEUTRAL
+from neuron_runtime.requests.texts import Text, adapted_text
+from neuron_runtime.text.tokenizer import load_tokenizer
 from neuron_runtime.uris import HubModel, parse_uri
-from neuron_runtime.weights.fetching import TEXT, fetch_adapter, naming, outline
+from neuron_runtime.weights.fetching import TEXT, fetch, fetch_adapter, naming, outline
 from neuron_runtime.weights.store import Store
 
 NXDI, OPTIMUM, NEURONX = "nxdi", "optimum", "transformers-neuronx"
@@ -107,7 +110,8 @@ def inspect_head(uri: str) -> ModelFacts:
 def inspect_adapter(uri: str, model_uri: str, rules: AdapterRules, *, tries_template: bool = True) -> AdapterFacts:
     """Inspect an adapter of a model: whether it fits, and its digest, for which all of it is read.
 
-    Called on the main thread. tries_template: whether its chat template is used, and so has to be one.
+    Called on the main thread. tries_template: whether its chat template is used, and so has to be one of the model's
+    tokens.
 
     Raises as `fetch_adapter`, and InvalidConfig and FatalError as `inspect_model` for what is wrong with the model.
     """
@@ -116,8 +120,9 @@ def inspect_adapter(uri: str, model_uri: str, rules: AdapterRules, *, tries_temp
             model_config = read_config(folder)
         store = Store(Path(scratch, "store"))
         found, facts = fetch_adapter(uri, store, lambda amount: None, model_config=model_config, rules=rules)
-        if tries_template:
-            _try_templates(found.folder, uri)
+        if any((found.folder / name).exists() for name in TEXT_FILES):
+            model = fetch(model_uri, Store(Path(scratch, "text")), lambda amount: None, parts=TEXT)
+            _try_text(found.folder, uri, model.folder, tries_template=tries_template)
         return msgspec.structs.replace(facts, source_digest=found.digest)
 
 
@@ -130,8 +135,12 @@ class _TooLongError(Exception):
     pass
 
 
-def _try_templates(folder: Path, uri: str) -> None:
-    """Before a replica does, which such a template would keep busy. Raises FatalError (INVALID_ADAPTER)."""
+def _try_text(folder: Path, uri: str, model_dir: Path, *, tries_template: bool) -> None:
+    """Before a replica does, which a bad template would keep busy. Raises FatalError (INVALID_ADAPTER, or
+    ADAPTER_NOT_SUPPORTED if it needs tokens that the model lacks; INVALID_MODEL for the model)."""
+    # Sampling defaults are left to replicas: `generationConfig` may replace them. Ends of answers always apply.
+    options = TextOptions(chat_template="" if tries_template else "replaced", generation_config=NEUTRAL)
+    base = Text(load_tokenizer(model_dir, options.chat_template))
 
     def stop(*_: object) -> None:
         raise _TooLongError
@@ -143,8 +152,8 @@ def _try_templates(folder: Path, uri: str) -> None:
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-        with reading(), naming(folder, uri):
-            check_templates(folder)
+        with naming(folder, uri):
+            adapted_text(base, folder, options)
     except (_TooLongError, MemoryError) as error:
         message = f"{uri}: the chat template takes more than {TEMPLATE_SECONDS:g} s or {TEMPLATE_BYTES >> 20} MiB"
         raise FatalError(ExitCode.INVALID_ADAPTER, message) from error

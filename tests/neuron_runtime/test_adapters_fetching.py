@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -135,6 +136,55 @@ def test_an_adapter_that_changed_is_another_one(shelf: Shelf, adapter: Path, sto
     assert first.folder != second.folder
     assert before.digest != after.digest
     assert brought(store, digest=first.digest)[1] == before
+
+
+def age(folder: Path) -> None:
+    """Make of an entry what an earlier version fetched, which knew neither chat templates nor defaults."""
+    path = folder / ".manifest.json"
+    manifest = json.loads(path.read_bytes())
+    assert manifest.pop("rule") == ADAPTER.rule
+    manifest["files"] = [one for one in manifest["files"] if one["name"].startswith("adapter_")]
+    path.chmod(0o644)
+    path.write_text(json.dumps(manifest))
+    for name in FILES:
+        if not name.startswith("adapter_"):
+            (folder / name).unlink()
+
+
+def test_the_text_that_an_earlier_version_did_not_fetch_is_fetched_once(
+    shelf: Shelf, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, facts = brought(store)
+    age(first.folder)
+    address = os.environ["HF_ENDPOINT"]
+    # Without its source, and where a Job fetches it, it is served as it was.
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert set(contents(brought(store, digest=first.digest)[0].folder)) == set(sorted(FILES)[:2])
+    assert "without its chat template" in capsys.readouterr().err
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    num_asked = len(shelf.asked)
+    assert set(contents(brought(store, digest=first.digest, on_miss="fail")[0].folder)) == set(sorted(FILES)[:2])
+    assert len(shelf.asked) == num_asked
+    found, again = brought(store, digest=first.digest)
+    assert (found.folder, again, set(contents(found.folder))) == (first.folder, facts, FILES)
+    num_asked = len(shelf.asked)
+    brought(store, digest=first.digest)
+    assert len(shelf.asked) == num_asked
+
+
+@pytest.mark.slow
+def test_a_store_in_s3_gets_the_text_that_an_earlier_version_did_not_fetch(
+    server: S3Server, shelf: Shelf, store: Store
+) -> None:
+    digest, remote = shelf.commit("acme/support"), RemoteStore(f"s3://{BUCKET}/aged")
+    old, _ = brought(store)
+    age(old.folder)
+    entry = store.find(f"{digest}-adapter")
+    assert entry
+    remote.upload(entry, quiet)
+    assert main(["fetch", URI, remote.address, "--adapter", "--digest", digest]) == 0
+    found, _ = brought(Store(store.folder / "pod"), digest=digest, remote=remote, on_miss="fail")
+    assert set(contents(found.folder)) == FILES
 
 
 # What is refused before it is copied
@@ -392,6 +442,29 @@ def test_inspect_tries_the_chat_template_of_an_adapter_within_limits(
     assert words in outcome.message
     code, _ = called(tmp_path, "inspect", URI, "--adapter-of", "hf://acme/tiny", "--ignore-chat-template")
     assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "reason", "words"),
+    [
+        ({"chat_template.jinja": "w5{{ eos_token }}"}, [], "", ""),
+        ({"chat_template.jinja": "<pad>"}, [], "AdapterNotSupported", "need '<pad>', which is no token of the model"),
+        ({"chat_template.jinja": "<pad>"}, ["--ignore-chat-template"], "", ""),
+        ({"tokenizer_config.json": '{"eos_token": "<e>"}'}, ["--ignore-chat-template"], "AdapterNotSupported", "'<e>'"),
+        ({"generation_config.json": '{"eos_token_id": 9999}'}, [], "InvalidAdapter", "9999 is no token of the model"),
+    ],
+)
+def test_inspect_tells_that_the_chats_of_an_adapter_need_what_its_model_lacks(
+    adapter: Path, tmp_path: Path, *, files: dict[str, str], flags: list[str], reason: str, words: str
+) -> None:
+    (adapter / "chat_template.jinja").unlink()
+    added = {"9000": {"content": "<pad>", "special": True}}
+    for name, content in ({"tokenizer_config.json": json.dumps({"added_tokens_decoder": added})} | files).items():
+        (adapter / name).write_text(content)
+    _, outcome = called(tmp_path, "inspect", URI, "--adapter-of", "hf://acme/tiny", *flags)
+    assert outcome.reason == reason
+    assert words in outcome.message
+    assert URI in outcome.message or not reason
 
 
 def test_inspect_refuses_projections_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,8 @@ from neuron_operator.render.objects import without_empty
 Requests = Mapping[str, str]
 
 JOB_REQUESTS: Requests = {"cpu": "100m", "memory": "128Mi"}
-"""`inspect` reads headers only: 40 MiB and half a second of CPU."""
+"""`inspect` reads headers only: 40 MiB and half a second of CPU. Of an adapter with a chat template it
+reads the model's tokenizer, too; more is not requested, because that would give all these Jobs new names."""
 
 CHECK_REQUESTS: Requests = {"cpu": "100m", "memory": "256Mi"}
 """`serve --check` reads the tokenizer: 100 MiB with the demo model."""

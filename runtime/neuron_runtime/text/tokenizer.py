@@ -257,12 +257,6 @@ def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
     )
 
 
-def check_templates(folder: Path) -> None:
-    """Try the chat templates of a folder. Raises FatalError (INVALID_MODEL)."""
-    files = _Files(folder)
-    files.templates(files.sources, files.special_tokens)
-
-
 class _Files:
     """What the files beside a vocabulary say. Raises FatalError (INVALID_MODEL).
 

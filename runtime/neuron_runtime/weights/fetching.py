@@ -41,7 +41,8 @@ from neuron_runtime.checkpoint import (
     read_config,
 )
 from neuron_runtime.config import ModelSource
-from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.console import say
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, ServingError
 from neuron_runtime.record import AdapterFacts
 from neuron_runtime.uris import FolderModel, HubModel, ImageModel, ModelInPlace, S3Model, parse_uri
 from neuron_runtime.weights.selection import (
@@ -53,12 +54,12 @@ from neuron_runtime.weights.selection import (
     is_small_adapter_part,
     weight_files,
 )
-from neuron_runtime.weights.source import Attempts, Listing, Source, read_all
+from neuron_runtime.weights.source import RETRY_SECONDS, Attempts, Listing, Source, read_all
 from neuron_runtime.weights.store import KEY, MODELS, Entry, EntryKind, Manifest, Store, StoredFile
 from neuron_runtime.weights.transfer import TOOLS, Amount, Tools, copying
 
 if TYPE_CHECKING:
-    from neuron_runtime.weights.remote import RemoteStore
+    from neuron_runtime.weights.remote import RemoteEntry, RemoteStore
 
 CLAIMS_DIR_VARIABLE = "NEURON_SERVING_CLAIMS_DIR"
 DEFAULT_CLAIMS_DIR = Path("/mnt/claims")
@@ -98,6 +99,7 @@ class Parts:
         check_small, check: what reads a folder with the small files, with all; what is wrong is a FatalError.
         measure: digest and bytes of what stays in place.
         suffixes: of the keys of entries that have them, the last one of what is made.
+        rule: number of the rule by which files are chosen: entries of a lower one may lack some.
     """
 
     config: str
@@ -112,6 +114,11 @@ class Parts:
     measure: Callable[[Path], tuple[str, int]]
     suffixes: tuple[str, ...]
     was_pinned: Callable[[str], bool] = lambda name: False
+    rule: int = 1
+
+    def may_lack(self, entry: Entry | RemoteEntry) -> bool:
+        """Whether the entry may lack files."""
+        return entry.manifest.rule < self.rule
 
 
 def _model_files(folder: Path, names: Collection[str]) -> list[str]:
@@ -172,6 +179,7 @@ ADAPTER = Parts(
     check=adapters.open_adapter,
     measure=_measure_adapter,
     suffixes=("-adapter",),
+    rule=2,  # the first one took no files of chats and defaults
 )
 
 
@@ -205,7 +213,7 @@ def fetch(
     tools: Tools = TOOLS,
 ) -> Fetched:
     """The model, or other parts, as a complete entry of the store, copied from its source unless it is there. Folders
-    stay in place.
+    stay in place. An entry that may lack files is copied again, and stays as it is if that fails.
 
     Args:
         digest: what the model must be; the digest of what the source has now if empty.
@@ -238,19 +246,31 @@ def fetch(
             )
         return None
 
-    if KEY.fullmatch(digest) and (entry := found(digest)):
-        return _fetched(entry, check)
-    attempts = Attempts(source or open_source(model, parts), tools.sleep)
-    listing = _listing(attempts, digest)
-    if not digest and (entry := found(listing.digest)):
-        return _fetched(entry, check)
-    key = listing.digest + parts.suffixes[-1]
-    store.prepare()
-    with store.lock(key, uri) as work:
-        if entry := store.sound(key, replace=True):
+    def copied(pauses: tuple[float, ...]) -> Fetched:
+        attempts = Attempts(source or open_source(model, parts), tools.sleep, pauses)
+        listing = _listing(attempts, digest)
+        if not digest and (entry := found(listing.digest)) and not parts.may_lack(entry):
             return _fetched(entry, check)
-        manifest, read_bytes = _copy(attempts, listing, work, report, parts=parts, check=check, tools=tools)
-        return _fetched(store.publish(key, work, manifest), check, read_bytes)
+        key = listing.digest + parts.suffixes[-1]
+        store.prepare()
+        with store.lock(key, uri) as work:
+            entry = store.sound(key, replace=True)
+            if entry and not parts.may_lack(entry):
+                return _fetched(entry, check)
+            manifest, read_bytes = _copy(attempts, listing, work, report, parts=parts, check=check, tools=tools)
+            if entry:
+                store.discard(key)
+            return _fetched(store.publish(key, work, manifest), check, read_bytes)
+
+    entry = found(digest) if KEY.fullmatch(digest) else None
+    if entry is None:
+        return copied(RETRY_SECONDS)
+    if on_miss == "fetch" and parts.may_lack(entry):
+        try:
+            return copied(())
+        except ServingError as error:
+            say(f"{uri}: an earlier version of this program fetched it without its chat template and defaults: {error}")
+    return _fetched(entry, check)
 
 
 def stored(
@@ -286,7 +306,7 @@ def supply(
     source, suffix = open_source(model, parts), parts.suffixes[-1]
     if not digest:
         digest = Attempts(source)(source.listing).digest
-    if KEY.fullmatch(digest) and (present := remote.intact(digest + suffix)):
+    if KEY.fullmatch(digest) and (present := remote.intact(digest + suffix)) and not parts.may_lack(present):
         return Fetched(remote.uri_of(present.key), digest, present.manifest.num_bytes)
     supplied = fetch(uri, scratch, report, digest, source, parts=parts)
     key = supplied.digest + suffix
@@ -557,7 +577,8 @@ def _copy(
         with naming(folder, uri):
             parts.check(folder)
     files = tuple(StoredFile(name, listing.files[name].num_bytes, sums[name]) for name in sorted(sums))
-    return Manifest(digest=listing.digest, uri=uri, created=time.time(), files=files), read_bytes
+    manifest = Manifest(rule=parts.rule, digest=listing.digest, uri=uri, created=time.time(), files=files)
+    return manifest, read_bytes
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

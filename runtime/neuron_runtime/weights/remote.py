@@ -92,7 +92,7 @@ class RemoteManifest(Manifest, frozen=True, kw_only=True):
     def local(self) -> Manifest:
         """The manifest of a copy in a local store."""
         files = tuple(StoredFile(file.name, file.bytes, file.sha256) for file in self.files)
-        return Manifest(digest=self.digest, uri=self.uri, created=self.created, files=files)
+        return Manifest(rule=self.rule, digest=self.digest, uri=self.uri, created=self.created, files=files)
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,8 @@ class RemoteStore:
             return store.publish(into, work, msgspec.structs.replace(manifest, files=files))
 
     def upload(self, entry: Entry, report: Callable[[Amount], None]) -> None:
-        """Add an entry of a local store, unless there is an intact one. Objects that a killed upload left are used.
+        """Add an entry of a local store, unless there is an intact one, whose files were chosen by the same rule or a
+        later one. Objects that a killed upload left are used.
 
         Raises:
             Damaged: the local entry differs from its manifest.
@@ -221,13 +222,14 @@ class RemoteStore:
             SourceUnreachable: the store does not respond.
         """
         key = entry.key
-        if self.intact(key):
-            return
+        if stored := self.intact(key):
+            if stored.manifest.rule >= entry.manifest.rule:
+                return
+            self.discard(key)
         with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="checksum") as pool:
             files = tuple(pool.map(lambda file: _summed(entry.folder, file, self.kind), entry.manifest.files))
-        manifest = RemoteManifest(
-            digest=entry.manifest.digest, uri=entry.manifest.uri, created=entry.manifest.created, files=files
-        )
+        of = entry.manifest
+        manifest = RemoteManifest(rule=of.rule, digest=of.digest, uri=of.uri, created=of.created, files=files)
         self._attempts(partial(self._mark, key))  # or `prune` might take what a killed upload left for abandoned
         folder = f"{key}/{manifest.content}"
         present = {item.name: item for item in self.objects(f"{folder}/")}

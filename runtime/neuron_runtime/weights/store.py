@@ -99,9 +99,11 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an entry contains and where it came from. `created`: seconds since 1970."""
+    """What an entry contains and where it came from. `created`: seconds since 1970. `rule`: by which its files were
+    chosen, see `Parts`."""
 
     version: int = MANIFEST_VERSION
+    rule: int = 1
     digest: str
     uri: str
     created: float
