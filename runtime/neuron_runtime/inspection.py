@@ -60,7 +60,7 @@ VLLM = "vllm"
 
 
 def inspect_model(
-    uri: str, backend: str = "", application_class: str = "", quantization: Quantizing = "auto"
+    uri: str, backend: str = "", application_class: str = "", quantization: Quantizing = "auto", digest: str = ""
 ) -> ModelFacts:
     """Inspect a model: config.json, the index, the headers of the weights, and whether it has a tokenizer.
 
@@ -68,19 +68,22 @@ def inspect_model(
         backend: the one that must support it; empty: any.
         application_class: the class that runs it with NxD Inference, whatever its architecture; empty: by that.
         quantization: as the field of the configuration.
+        digest: that the model must have, such as a commit of its branch; empty: any.
 
     Raises:
         InvalidConfig: the URI is malformed or its scheme is not supported, the application class is malformed or
             for another backend, or the quantization is not that of the checkpoint.
-        FatalError: MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, UNSUPPORTED_ARCHITECTURE or INVALID_MODEL.
+        FatalError: MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, UNSUPPORTED_ARCHITECTURE, INVALID_MODEL or CHECKSUM_MISMATCH.
         SourceUnreachable: the source does not respond; retry later.
     """
     with (
         tempfile.TemporaryDirectory(prefix="neuron-inspect-") as scratch,
-        outline(uri, Path(scratch)) as (folder, digest),
+        outline(uri, Path(scratch), digest) as (folder, found),
     ):
         checkpoint = read_checkpoint(folder)
-        facts = model_facts(checkpoint, digest, backend, application_class, quantization, uri=uri)
+        if digest and (found := found or checkpoint.digest) != digest:
+            raise FatalError(ExitCode.CHECKSUM_MISMATCH, f"{folder} has digest {found}, not {digest}")
+        facts = model_facts(checkpoint, found, backend, application_class, quantization, uri=uri)
         check_tokenizer(folder)
         if backend == OPTIMUM:
             model = parse_uri(uri, "URI")

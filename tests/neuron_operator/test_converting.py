@@ -386,6 +386,25 @@ def test_an_edit_that_moves_a_quantized_model_to_an_engine_that_converts_reads_i
             assert job_of(decision)[2][-2:] == ["--backend", "nxdi"]
 
 
+@pytest.mark.parametrize(
+    ("uri", "kept"), [("hf://acme/tiny@main", True), ("s3://models/tiny", True), ("pvc://llm/tiny", False)]
+)
+def test_another_quantization_is_that_of_the_model_which_is_pinned(uri: str, kept: bool) -> None:
+    """A branch may have moved since. What is read in place is there as it is."""
+    model = {"model": {"uri": uri}}
+    world, _ = stepped(*resolved({**model, "storage": CLAIM}, FACTS))
+    for wanted in ("Int8", "None"):
+        edit = {**SPEC, **model, "storage": CLAIM, "serving": {"quantization": wanted}}
+        world, decision = settle(replace(world, body={**world.body, "spec": edit}))
+        command = job_of(decision)[2]
+        assert command[:2] == ["neuron-runtime", "inspect"]
+        asked = command[command.index("--digest") + 1] if kept else ""
+        assert asked == (FACTS["digest"] if kept else "")
+    again = {**world.body["metadata"], "annotations": {names.REFRESH_ANNOTATION: "2"}}
+    _, decision = settle(replace(world, body={**world.body, "metadata": again}))
+    assert "--digest" not in job_of(decision)[2]
+
+
 @pytest.mark.parametrize(("dtype", "again"), [("float8_e4m3fn", True), ("bfloat16", False)])
 def test_facts_of_a_version_that_converted_nothing_are_read_again_for_a_new_decision(dtype: str, again: bool) -> None:
     """What never served is decided anew when the runtime image changes."""

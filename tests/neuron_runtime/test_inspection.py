@@ -72,6 +72,21 @@ def test_a_hub_model_gives_the_same_facts_and_its_commit(shelf: Shelf, hub: None
     assert inspect_model("hf://acme/tiny") == facts_of_tiny(shelf.commit("acme/tiny"))
 
 
+def test_a_pinned_commit_is_inspected_after_its_branch_moved(shelf: Shelf, hub: None) -> None:
+    write_tiny_model(shelf.root / "acme/tiny/v1")
+    write_tiny_model(shelf.root / "acme/tiny/main", num_hidden_layers=5)
+    pinned = shelf.commit("acme/tiny", "v1")
+    assert inspect_model("hf://acme/tiny@main", digest=pinned) == facts_of_tiny(pinned)
+
+
+def test_a_folder_with_another_digest_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    digest = read_checkpoint(folder).digest
+    assert main(["inspect", str(folder), "--digest", digest]) == 0
+    assert main(["inspect", str(folder), "--digest", "ab" * 32]) == ExitCode.CHECKSUM_MISMATCH
+    assert f"has digest {digest}, not {'ab' * 32}" in capsys.readouterr().err
+
+
 def test_only_the_first_range_of_hub_weights_is_read(shelf: Shelf, hub: None) -> None:
     folder = write_tiny_model(shelf.root / "acme/wide/main", vocab_size=20_000)
     assert (folder / "model.safetensors").stat().st_size > 2_000_000

@@ -50,6 +50,8 @@ from neuron_operator.api.fields import (
     unique,
 )
 
+WantedWeights = Literal["Auto", "None", "Int8", "Fp8"]
+
 
 class SecretName(SpecPart, frozen=True):
     name: Name
@@ -334,7 +336,7 @@ class Serving(SpecPart, frozen=True):
         ConfigKey("dtype", compiled=True),
     ] = None
     quantization: Annotated[
-        Literal["Auto", "None", "Int8", "Fp8"],
+        WantedWeights,
         "How weights are [quantized](models.md#quantize-a-model). `Auto`: as the model stores them. `None`: not at "
         "all, even if the model stores them so. `Int8`, `Fp8`: each with 8 bits, and a scale for each output of a "
         "layer; a Job converts them once for all models of the namespace. A model that is stored quantized accepts "

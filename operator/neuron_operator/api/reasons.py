@@ -369,7 +369,7 @@ class Reason(StrEnum):
         "The files at the source differ from the pinned ones, or a file of the stored weights is damaged; the message "
         "names it",
         "Set the `refresh` annotation to pin the current files. The operator fetches stored weights again",
-        conditions=("WeightsReady",),
+        conditions=("ModelResolved", "WeightsReady"),
         exit_codes=(14,),
     )
     STORAGE_FULL = Row(

@@ -195,6 +195,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         tried=frozenset((*observed.tried, observed.model.failed_revision)),
         answers=not observed.model.is_paused and any(pod.is_answering for pod in observed.live),
         facts=wanted.pinned.facts if wanted else facts,
+        digest=pin.known_digest(model, settings, revisions) if wanted is None else "",
         is_open=wanted is None and pin.are_open(model, settings, revisions),
         draft=wanted.pinned.facts.draft if wanted else draft,
         revision=wanted,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -18,7 +18,7 @@ from neuron_operator.api.engines.engine import Launch, unknown
 from neuron_operator.api.errors import InvalidSpec, Refusals, Unplaceable
 from neuron_operator.api.fields import NotPinned, SpecPart, as_json, fields_of
 from neuron_operator.api.manifest import check_engine, default_note
-from neuron_operator.api.model import EmptyDir, NeuronModel, WeightsStorage, remembered
+from neuron_operator.api.model import EmptyDir, NeuronModel, WantedWeights, WeightsStorage, remembered
 from neuron_operator.api.model_status import MAX_GROUPS, MemoryPlan, Plan
 from neuron_operator.api.reasons import Need, Reason
 from neuron_operator.place.catalog import family_of
@@ -35,7 +35,14 @@ from neuron_operator.render.jobs import leaves_open
 from neuron_operator.render.objects import child
 from neuron_operator.render.pods import compile_image, launch_of, runtime_image, serving_image, serving_pod_template
 from neuron_operator.render.resources import in_host_memory, serving_memory, serving_requests
-from neuron_operator.render.storage import artifacts_place, is_fetched_before, is_filled_by_job, sources, weights_place
+from neuron_operator.render.storage import (
+    artifacts_place,
+    is_fetched_before,
+    is_filled_by_job,
+    source,
+    sources,
+    weights_place,
+)
 
 DEFAULT = DEFAULTS["Neuron"]
 """The engine on families for which the installation names none."""
@@ -83,8 +90,19 @@ def resolve_key(model: NeuronModel, settings: Settings) -> str:
     secret = source.credentials_secret_ref
     image = runtime_image(model, settings) if model.uri.scheme == "file" else ""
     reference = f"{secret.name}/{secret.key}" if secret and secret.key else secret.name if secret else ""
+    source_key: list[object] = [source.uri, reference, model.refresh, image]
     wanted = model.spec.serving.quantization
-    return names.digest([source.uri, reference, model.refresh, image, *([wanted] if wanted != "Auto" else [])])
+    return names.digest([*source_key, wanted] if wanted != "Auto" else source_key)
+
+
+def _resolve_keys(model: NeuronModel, settings: Settings) -> frozenset[str]:
+    """Those of the source, whatever its weights are converted to."""
+    change, serving = msgspec.structs.replace, model.spec.serving
+    models = (
+        replace(model, spec=change(model.spec, serving=change(serving, quantization=wanted)))
+        for wanted in get_args(WantedWeights)
+    )
+    return frozenset(resolve_key(one, settings) for one in models)
 
 
 @remembered
@@ -250,6 +268,16 @@ def known_facts(
     of_draft = _latest(one for one in revisions if draft_key and one.pinned.draft_key == draft_key)
     facts = msgspec.structs.replace(of_model.pinned.facts, draft=None) if of_model else None
     return facts, of_draft.pinned.facts.draft if of_draft else None
+
+
+def known_digest(model: NeuronModel, settings: Settings, revisions: Iterable[Revision]) -> str:
+    """That of the source which is pinned, for facts that are read again: an edit does not move a model. Empty: none is,
+    or it is read in place, where nothing else is."""
+    if not source(model).remotes:
+        return ""
+    keys = _resolve_keys(model, settings)
+    latest = _latest(one for one in revisions if one.pinned.resolve_key in keys)
+    return latest.pinned.facts.digest if latest else ""
 
 
 def are_open(model: NeuronModel, settings: Settings, revisions: Collection[Revision]) -> bool:

@@ -63,6 +63,8 @@ class Known:
     """Names of revisions that have, or had, replicas."""
     answers: bool = False
     """Whether a replica does, which a rollout could take away."""
+    digest: str = ""
+    """Of the source, which facts that are read again must have; empty: any."""
     facts: Facts | None = None
     is_open: bool = False
     """Whether the facts were read while the engine was open, which may need other weights."""
@@ -368,7 +370,7 @@ def _resolve_chosen_jobs(known: Known) -> tuple[Object, ...]:
         chosen = as_pinned(known.model, known.pin(known.resolved))
     except (InvalidSpec, Unplaceable):
         return ()  # which the next step tells
-    return (resolve_job(chosen, known.settings),) if chosen.spec.may_convert else ()
+    return (resolve_job(chosen, known.settings, known.digest),) if chosen.spec.may_convert else ()
 
 
 def _learn_chosen(known: Known, record: Record) -> Known | None:
@@ -499,7 +501,7 @@ STEPS = (
         (
             Task(
                 waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the model's configuration"),
-                jobs=lambda known: (resolve_job(known.model, known.settings),),
+                jobs=lambda known: (resolve_job(known.model, known.settings, known.digest),),
                 learn=_learn_facts,
                 knows=lambda known: known.facts is not None,
             ),

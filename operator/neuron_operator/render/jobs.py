@@ -96,9 +96,11 @@ def leaves_open(model: NeuronModel, settings: Settings) -> bool:
 
 
 @remembered
-def resolve_job(model: NeuronModel, settings: Settings) -> Object:
-    """Reads the model's facts with the model's own credentials, before devices are allocated."""
+def resolve_job(model: NeuronModel, settings: Settings, digest: str = "") -> Object:
+    """Reads the model's facts with the model's own credentials, before devices are allocated. digest: that it must
+    have; empty: any."""
     command = ["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG]
+    command += ["--digest", digest] if digest else []
     engine = model.spec.runs
     wanted, may_convert = wanted_format(model), model.spec.may_convert and not leaves_open(model, settings)
     if engine.asks_cache or engine.is_narrow or not engine.is_ours or may_convert or wanted:
@@ -113,7 +115,7 @@ def resolve_job(model: NeuronModel, settings: Settings) -> Object:
 def resolve_draft_job(model: NeuronModel, draft: NeuronModel, settings: Settings) -> Object:
     """The same of the draft model. The Job for one of method Draft is that of a model with its source."""
     if model.spec.serving.speculation.method != "Eagle":
-        return resolve_job(draft, settings)
+        return resolve_job(draft, settings, "")
     command = ["neuron-runtime", "inspect", draft.spec.model.uri, "--eagle-head", "--record", names.TERMINATION_LOG]
     return shared_job(draft, settings, RESOLVE, command, source(draft), image=runtime_image(draft, settings))
 

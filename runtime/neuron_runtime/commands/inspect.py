@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="As of `serve`: with --backend, what the weights have to be converted to (default: %(default)s)",
     )
     parser.add_argument(
+        "--digest", metavar="DIGEST", default="", help="Of the model, as an earlier `inspect` found it (default: any)"
+    )
+    parser.add_argument(
         "--eagle-head", action="store_true", help="URI is an EAGLE head, which makes drafts and has no tokenizer"
     )
     parser.add_argument(
@@ -98,7 +101,9 @@ def run(options: argparse.Namespace) -> record.ModelFacts | record.AdapterFacts:
     facts = (
         inspection.inspect_head(uri)
         if options.eagle_head
-        else inspection.inspect_model(uri, options.backend, options.application_class, options.quantization)
+        else inspection.inspect_model(
+            uri, options.backend, options.application_class, options.quantization, options.digest
+        )
     )
     print(inspection.facts_as_json(facts) if options.json else inspection.facts_as_text(options.uri, facts))
     return facts
