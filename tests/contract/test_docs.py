@@ -33,7 +33,7 @@ from neuron_operator.api.reasons import Reason
 from neuron_operator.place.catalog import FAMILIES as FAMILIES_OF_DEVICES
 from neuron_operator.place.catalog import INSTANCE_TYPES
 from neuron_operator.place.sizes import _ranges
-from neuron_operator.read.world import DEVICE_MODES
+from neuron_operator.read.world import BY_PLUGIN, Granting
 from neuron_operator.render import jobs as render_jobs
 from neuron_operator.run import metrics as operator_metrics
 from neuron_runtime import config, not_built, offline
@@ -225,9 +225,10 @@ def test_reserved_reasons_are_the_unused_ones() -> None:
 
 
 def test_the_table_of_sizes_matches_the_catalog() -> None:
-    ways = [(mode, in_cores) for in_cores in (False, True) for mode in DEVICE_MODES]
+    ways: list[tuple[Granting, bool]] = [(way, in_cores) for in_cores in (False, True) for way in BY_PLUGIN]
+    ways.insert(len(BY_PLUGIN), ("DRA", False))
     expected = [
-        [known.name, *(_ranges(list(known.sizes(mode, in_cores=in_cores))) for mode, in_cores in ways)]
+        [known.name, *(_ranges(list(known.sizes(way, in_cores=in_cores))) or "none" for way, in_cores in ways)]
         for known in INSTANCE_TYPES.values()
     ]
     assert rows(section(NEURONMODEL, "Devices and cores")) == expected
@@ -478,7 +479,7 @@ def test_every_object_of_a_model_is_in_the_table_of_created_objects() -> None:
         for found in render(yaml.safe_load(case.read_text())["given"])["objects"]:
             name = re.sub(r"^([a-z]+)-[0-9a-f]{20}$", r"\1-HASH", found["metadata"]["name"])
             name = re.sub(r"^chat-0-[0-9a-f]{10}-1", "NAME-REPLICA-REVISION-ATTEMPT", name)
-            name = re.sub(r"^chat-config-[0-9a-f]{10}$", "NAME-config-HASH", name)
+            name = re.sub(r"^chat-(config|devices)-[0-9a-f]{10}$", r"NAME-\1-HASH", name)
             made.add((found["kind"], re.sub(r"^chat", "NAME", re.sub(r"^chat-[0-9a-f]{10}$", "NAME-REVISION", name))))
     assert made <= shown
 

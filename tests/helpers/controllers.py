@@ -25,6 +25,7 @@ CONTROLLERS = (
     "statefulset-controller",
     "job-controller",
     "garbage-collector-controller",
+    "resourceclaim-controller",
 )
 RESULTS: dict[str, Any] = {
     "resolve": {"facts": FACTS, "adapter": ADAPTER_FACTS},

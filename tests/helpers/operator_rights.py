@@ -17,10 +17,15 @@ OPERATOR_ACCOUNT = "neuron-operator"
 CHART_RIGHTS = Path(__file__).parents[2] / "charts" / "neuron-serving" / "templates" / "rbac.yaml"
 
 
-def _rules() -> list[list[dict[str, Any]]]:
+def _rules(*, by_claim: bool = False) -> list[list[dict[str, Any]]]:
     """Rules of the chart's roles, rendered for an operator of all namespaces, which makes groups of Kubernetes' own
-    objects: of its ClusterRole, and of the Lease's Role."""
+    objects: of its ClusterRole, and of the Lease's Role.
+
+    by_claim: with nodes that give devices by claims.
+    """
     text = CHART_RIGHTS.read_text()
+    if not by_claim:
+        text = re.sub(r"\{\{- if has \$.Values.devices.mode.*?\{\{- end \}\}", "", text, flags=re.DOTALL)
     text = re.sub(r"\{\{- if eq \(include \"neuron-serving.groupController.*?\{\{- end \}\}", "", text, flags=re.DOTALL)
     text = re.sub(r"\{\{- /\*.*?\*/ -?\}\}", "", text, flags=re.DOTALL)
     lines = [line for line in text.splitlines() if not line.startswith("{{")]
@@ -29,6 +34,8 @@ def _rules() -> list[list[dict[str, Any]]]:
 
 
 CLUSTER_RULES, LEASE_RULES = _rules()
+CLAIM_RULES, _ = _rules(by_claim=True)
+"""Those of the ClusterRole where nodes give devices by claims."""
 NAMESPACED_RULES = [rule for rule in CLUSTER_RULES if rule["resources"] != ["nodes"]]
 """With `watchNamespaces`, in a Role of each namespace. Nothing is granted in the whole cluster."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from neuron_operator.cluster.devices import node_devices
+from neuron_operator.cluster.devices import claimed_devices, node_devices, slices_by_node, taken_by
 from neuron_operator.read.objects import requested
 from neuron_operator.read.world import NodeDevices, Taint
 
@@ -84,3 +84,68 @@ def test_a_cordoned_or_not_ready_node_is_not_schedulable() -> None:
     down = node()
     down["status"]["conditions"] = [{"type": "Ready", "status": "Unknown"}]
     assert not node_devices(down, []).schedulable
+
+
+def offered(*numbers: int, generation: int = 1, slices: int = 1, **extra: Any) -> dict[str, Any]:
+    """A slice of node n1 with these of its 16 devices, as the Neuron driver describes them."""
+    groups = {f"resource.aws.com/devicegroup{size}_id": size for size in (4, 8, 16)}
+    devices = [
+        {
+            "name": f"neurondevice{number}",
+            "attributes": {name: {"string": f"{size}-{number // size}"} for name, size in groups.items()},
+            **extra,
+        }
+        for number in numbers
+    ]
+    pool = {"name": "n1", "generation": generation, "resourceSliceCount": slices}
+    return {"spec": {"driver": "neuron.aws.com", "nodeName": "n1", "pool": pool, "devices": devices}}
+
+
+def claim(*numbers: int, **extra: Any) -> dict[str, Any]:
+    results = [
+        {"driver": "neuron.aws.com", "pool": "n1", "device": f"neurondevice{number}", **extra} for number in numbers
+    ]
+    return {"status": {"allocation": {"devices": {"results": results}}}}
+
+
+def counted(slices: list[dict[str, Any]], *claims: dict[str, Any]) -> NodeDevices | None:
+    current = slices_by_node(slices).get("n1")
+    return claimed_devices(node_devices(node(devices=0), ()), current, set(taken_by(claims))) if current else None
+
+
+def test_devices_that_pods_claim_are_counted_with_those_that_are_connected() -> None:
+    found = counted([offered(*range(16))], claim(0, 1))
+    assert found is not None
+    assert (found.devices, found.free_devices, found.connected) == (16, 14, {4: 3, 8: 1, 16: 0})
+    assert found.by_claim
+    assert found.room(in_cores=False).holds(8)
+    assert not found.room(in_cores=False).holds(16)
+
+
+def test_free_devices_may_have_no_connected_set() -> None:
+    found = counted([offered(*range(16))], claim(0), claim(4), claim(8, 12))
+    assert found is not None
+    assert (found.free_devices, found.connected) == (12, {4: 0, 8: 0, 16: 0})
+    assert found.room(in_cores=False).holds(1)
+    assert not found.room(in_cores=False).holds(4)
+
+
+def test_only_a_complete_pool_of_the_newest_generation_counts() -> None:
+    first, second = offered(*range(8), slices=2), offered(*range(8, 16), slices=2)
+    assert counted([first]) is None
+    assert (found := counted([first, second])) is not None
+    assert found.devices == 16
+    newer = offered(0, 1, generation=2)
+    assert (found := counted([first, second, newer])) is not None
+    assert found.devices == 2
+
+
+def test_tainted_devices_and_whole_nodes_are_not_free_and_access_for_administration_takes_none() -> None:
+    tainted = offered(1, taints=[{"key": "neuron", "effect": "NoExecute"}])["spec"]["devices"]
+    noted = offered(2, taints=[{"key": "neuron", "effect": "None"}])["spec"]["devices"]
+    whole = offered(3, attributes={"resourceType": {"string": "neuron_node"}})["spec"]["devices"]
+    one = offered(0)
+    one["spec"]["devices"] += [*tainted, *noted, *whole]
+    found = counted([one], claim(0, adminAccess=True), claim(2, driver="other"))
+    assert found is not None
+    assert (found.devices, found.free_devices) == (2, 2)

@@ -565,3 +565,53 @@ def test_no_numbers_of_a_record_make_it_raise_anything_else(numbers: dict[str, i
     facts = msgspec.structs.replace(LLAMA, **numbers)
     made = attempt(facts, ("inf2.8xlarge", "trn2.48xlarge"))
     assert made.chosen.memory.fits if isinstance(made, Choice) else len(str(made)) < 900
+
+
+def claiming(instance_type: str, devices: int, free: int, **connected: int) -> NodeDevices:
+    """A node whose devices pods claim; `s8=1`: one connected set of eight is free."""
+    sets = {size: connected.get(f"s{size}", 0) for size in (4, 8, 16)}
+    return replace(node(instance_type, devices, free), connected=sets)
+
+
+def test_devices_that_pods_claim_are_used_where_a_node_gives_them_so() -> None:
+    nodes = (node("trn1.32xlarge", 16, 16), claiming("trn1.32xlarge", 16, 16, s4=4, s8=2, s16=1))
+    whole = {"accelerator": {"devices": 16}}
+    assert chosen(LLAMA, (), *nodes, mode="Auto", **whole).placement.by_claim
+    assert not chosen(LLAMA, (), nodes[0], mode="Auto", **whole).placement.by_claim
+    assert "no node with known devices" in str(refused_in("DRA", (), nodes[0], **whole))
+    both = {"podTemplate": {"spec": {"nodeSelector": {"pool": "plugin"}}}}
+    mixed = (replace(nodes[0], labels={**nodes[0].labels, "pool": "plugin"}), nodes[1])
+    assert not chosen(LLAMA, (), *mixed, mode="Auto", **both, **whole).placement.by_claim
+
+
+def test_a_claim_has_connected_devices_or_the_node_has_none_free() -> None:
+    apart, together = claiming("trn1.32xlarge", 16, 12), claiming("trn1.32xlarge", 16, 4, s4=1)
+    asked = {"accelerator": {"devices": 4}}
+    assert chosen(LLAMA, (), apart, mode="DRA", **asked).chosen.supply is Supply.TAKEN
+    assert chosen(LLAMA, (), apart, together, mode="DRA", **asked).chosen.supply is Supply.THERE
+
+
+def test_claims_are_planned_neither_for_types_that_an_autoscaler_adds_nor_for_inf2() -> None:
+    types = ("trn1.32xlarge",)
+    refusal = "no node with known devices is found"
+    assert refusal in str(refused_in("DRA", types))
+    assert not chosen(LLAMA, types, mode="Auto").placement.by_claim
+    named = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "trn2.48xlarge"}}}}
+    assert chosen(LLAMA, (), mode="DRA", **named).placement.by_claim
+    inf2 = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "inf2.24xlarge"}}}}
+    assert "inf2.24xlarge grants no devices by claims" in str(refused_in("DRA", **inf2))
+
+
+def test_a_claim_has_whole_devices_of_a_set() -> None:
+    whole = claiming("trn1.32xlarge", 16, 16, s4=4, s8=2, s16=1)
+    assert "claims (chart value devices.mode: DRA) have whole devices" in str(
+        refused_in("DRA", (), whole, accelerator={"cores": 2})
+    )
+    text = "devices: 2 is not a size that any known instance type grants to one pod; choose one of 1, 4, 8, 16"
+    assert text in str(refused_in("DRA", (), whole, accelerator={"devices": 2}))
+
+
+def refused_in(mode: DeviceMode, types: tuple[str, ...] = (), *nodes: NodeDevices, **spec: Any) -> OperatorError:
+    with pytest.raises(OperatorError) as raised:
+        chosen(LLAMA, types, *nodes, mode=mode, **spec)
+    return raised.value

@@ -41,7 +41,7 @@ from neuron_operator.decide.course import PROGRESS_SECONDS, decide
 from neuron_operator.place.catalog import INSTANCE_TYPES
 from neuron_operator.place.sizes import place
 from neuron_operator.read.views import observe
-from neuron_operator.read.world import DEVICE_MODES, Decision, FreeDevices, NodeDevices, Object, Settings
+from neuron_operator.read.world import BY_PLUGIN, Decision, FreeDevices, NodeDevices, Object, Settings
 from neuron_operator.why import status
 from neuron_operator.why.pods import UNEXPLAINED_POD_SECONDS
 from neuron_operator.why.refusals import explain_denial
@@ -388,7 +388,7 @@ def test_a_size_that_no_node_of_the_model_grants_is_reported_with_the_legal_ones
     assert "Deployment" in {child["kind"] for child in found.desired}, "an autoscaler may add a node"
 
 
-@pytest.mark.parametrize("mode", DEVICE_MODES)
+@pytest.mark.parametrize("mode", BY_PLUGIN)
 @pytest.mark.parametrize("accelerator", [{"devices": n} for n in range(1, 17)] + [{"cores": n} for n in range(1, 65)])
 def test_a_pod_is_kept_off_exactly_the_known_nodes_that_would_refuse_its_size(accelerator: Object, mode: Any) -> None:
     (resource, count), *_ = accelerator.items()
@@ -1075,3 +1075,20 @@ def test_every_condition_has_the_observed_generation() -> None:
     decision = decide(fresh(generation=7), SETTINGS)
     assert decision.status is not None
     assert {c["observedGeneration"] for c in decision.status["conditions"]} == {7}
+
+
+def test_a_claim_that_its_node_cannot_prepare_is_named() -> None:
+    note = "Failed to prepare dynamic resources: DRA driver neuron.aws.com is not registered"
+    event = {"regarding": {"kind": "Pod", "name": "chat-1"}, "reason": "FailedPrepareDynamicResources", "note": note}
+    ready = condition(seen(pod(state=waiting("ContainerCreating")), events=(event,)).status, "Ready")
+    assert ready["reason"] == "AllocationRejected"
+    assert note in ready["message"]
+    assert "see the pod of the Neuron DRA driver on that node" in ready["message"]
+
+
+def test_a_cluster_without_the_driver_for_claims_is_told_what_to_install() -> None:
+    verdict = "0/1 nodes are available: request devices: device class neuron.aws.com does not exist."
+    found = seen(lambda deployment: unscheduled_pod(deployment, verdict))
+    available = condition(found.status, "Available")
+    assert available["reason"] == "NoMatchingNode"
+    assert "install the Neuron DRA driver" in available["message"]

@@ -92,6 +92,15 @@ NEURON_RESOURCE_PREFIX = "aws.amazon.com/"
 EFA_RESOURCE = "vpc.amazonaws.com/efa"
 HUGE_PAGES_RESOURCE = "hugepages-2Mi"
 NEURON_TAINT = DEVICE_RESOURCE
+
+# Dynamic resource allocation: the Neuron driver and that of the network between nodes.
+CLAIM_API = "resource.k8s.io/v1"
+CLAIM_TEMPLATE = "ResourceClaimTemplate"
+DEVICE_DRIVER = "neuron.aws.com"
+"""Name of the driver and of its DeviceClass."""
+EFA_CLASS = "efa.networking.k8s.aws"
+CLAIM = "neuron"
+"""In a serving pod: the claim with the replica's devices."""
 NEURON_PRESENT_LABEL = "neuron.amazonaws.com/present"
 
 # The serving pod, as the runtime's command line expects it.
@@ -210,6 +219,11 @@ def revision_name(model: str, revision: str) -> str:
 def config_name(model: str, document: object, files: Mapping[str, str]) -> str:
     """files: what is mounted beside the document."""
     return _derived(model, f"-config-{digest([document, files] if files else document)}")
+
+
+def claim_name(model: str, spec: object) -> str:
+    """The template of the claims of a model's pods. It is named by its content, which cannot be changed."""
+    return _derived(model, f"-devices-{digest(spec)}")
 
 
 def adapters_name(model: str) -> str:

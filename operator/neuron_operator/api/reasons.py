@@ -239,8 +239,9 @@ class Reason(StrEnum):
     ALLOCATION_REJECTED = Row(
         "AllocationRejected",
         "The kubelet refused the pod after scheduling (`UnexpectedAdmissionError`), usually because the device plugin "
-        "cannot allocate these devices together. The operator tries again after 10 s, then ever more rarely",
-        "Choose a size that the node grants, or restart the device plugin's pod there; see "
+        "cannot allocate these devices together. The operator tries again after 10 s, then ever more rarely. Or the "
+        "DRA driver cannot prepare the devices of the pod's claim: the kubelet tries again",
+        "Choose a size that the node grants, or restart the pod of the device plugin, or of the DRA driver, there; see "
         "[troubleshooting](troubleshooting.md#unexpectedadmissionerror)",
     )
     DEVICES_NOT_ADJACENT = Row("DevicesNotAdjacent", exit_codes=(35,))

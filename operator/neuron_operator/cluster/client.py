@@ -107,11 +107,16 @@ REPLICA_SETS = Resource("apps/v1", "ReplicaSet", "replicasets", is_only_metadata
 """Between a Deployment and its pods."""
 LEADER_WORKER_SETS = Resource(names.LEADER_WORKER_SET_API, names.LEADER_WORKER_SET, "leaderworkersets")
 """A child where groups are made of them: other clusters do not serve it."""
+CLAIM_TEMPLATES = Resource(names.CLAIM_API, names.CLAIM_TEMPLATE, "resourceclaimtemplates")
+"""A child where nodes give devices by claims: clusters before Kubernetes 1.34 do not serve it."""
+RESOURCE_CLAIMS = Resource(names.CLAIM_API, "ResourceClaim", "resourceclaims")
+RESOURCE_SLICES = Resource(names.CLAIM_API, "ResourceSlice", "resourceslices", namespaced=False)
+"""What drivers offer on each node."""
 SECRETS = Resource("v1", "Secret", "secrets")
 """Created with a group, and as a trial; never read: the operator has no right to."""
 _BY_KIND = {
     (resource.api_version, resource.kind): resource
-    for resource in (*CHILDREN, LEADER_WORKER_SETS, NEURON_MODELS, NEURON_ADAPTERS, PODS, SECRETS)
+    for resource in (*CHILDREN, LEADER_WORKER_SETS, CLAIM_TEMPLATES, NEURON_MODELS, NEURON_ADAPTERS, PODS, SECRETS)
 }
 
 

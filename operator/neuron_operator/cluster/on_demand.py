@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar, TypeVarTuple
 
 import msgspec
 
 from neuron_operator.api.errors import ClusterFault
-from neuron_operator.api.names import RUNTIME_CONTAINER
+from neuron_operator.api.names import DEVICE_DRIVER, RUNTIME_CONTAINER
 from neuron_operator.api.reasons import Asked, Exists, MetricsOf, Trial
 from neuron_operator.cluster.asking import told_at
 from neuron_operator.cluster.client import (
@@ -24,6 +24,8 @@ from neuron_operator.cluster.client import (
     EVENTS,
     NODES,
     PODS,
+    RESOURCE_CLAIMS,
+    RESOURCE_SLICES,
     SECRETS,
     AlreadyExists,
     Client,
@@ -31,7 +33,7 @@ from neuron_operator.cluster.client import (
     Invalid,
     NotFound,
 )
-from neuron_operator.cluster.devices import has_devices, node_devices
+from neuron_operator.cluster.devices import Device, claimed_devices, has_devices, node_devices, slices_by_node, taken_by
 from neuron_operator.cluster.reflector import Key, key_of_model
 from neuron_operator.read.drafts import counters_in
 from neuron_operator.read.world import FreeDevices, NodeDevices, Object, Told
@@ -92,12 +94,16 @@ class _Kept(Generic[*Wanted, Value]):
 
 
 class OnDemand:
-    """The reads of one process, shared by its passes."""
+    """The reads of one process, shared by its passes.
 
-    def __init__(self, cluster: Client) -> None:
+    claims_devices: whether nodes may give devices by claims.
+    """
+
+    def __init__(self, cluster: Client, *, claims_devices: bool = False) -> None:
         self._cluster = cluster
+        self._claims_devices = claims_devices
         self.free_devices = _Kept(self._read_free)
-        """For every node with Neuron devices: allocatable minus requested."""
+        """For every node with Neuron devices: allocatable minus requested, or offered minus claimed."""
         self.log = _Kept(self._read_log)
         """The end of the log of a pod's runtime container; empty if it cannot be read."""
         self.exists = _Kept(self._look_for)
@@ -156,20 +162,36 @@ class OnDemand:
     async def _read_free(self) -> tuple[FreeDevices, float]:
         turn = asyncio.Semaphore(MAX_READS)
         counted: set[str] = set()
+        slices: Mapping[str, Sequence[Object]] = {}
+        taken: frozenset[Device] = frozenset()
 
         async def devices_of(node: Object) -> NodeDevices:
             selector = f"spec.nodeName={node['metadata']['name']},status.phase!=Succeeded,status.phase!=Failed"
             async with turn:
                 pods = tuple((await self._cluster.list(PODS, None, field_selector=selector)).items)
             counted.update(pod["metadata"]["uid"] for pod in pods)
-            return node_devices(node, pods)
+            plain, offered = node_devices(node, pods), slices.get(node["metadata"]["name"])
+            return claimed_devices(plain, offered, taken) if offered else plain
 
         try:
-            nodes = [node for node in (await self._cluster.list(NODES, None)).items if has_devices(node)]
+            if self._claims_devices:
+                slices, taken = await self._read_claims()
+            listed = (await self._cluster.list(NODES, None)).items
+            nodes = [node for node in listed if has_devices(node) or node["metadata"]["name"] in slices]
             free = FreeDevices(tuple(await asyncio.gather(*map(devices_of, nodes))), frozenset(counted))
         except Forbidden:
             free = FreeDevices(None)
         return free, FREE_DEVICES_SECONDS
+
+    async def _read_claims(self) -> tuple[Mapping[str, Sequence[Object]], frozenset[Device]]:
+        """What the Neuron DRA driver offers by node, and what is claimed; nothing where the cluster has no claims."""
+        try:
+            of_driver = f"spec.driver={DEVICE_DRIVER}"
+            slices = (await self._cluster.list(RESOURCE_SLICES, None, field_selector=of_driver)).items
+            claims = (await self._cluster.list(RESOURCE_CLAIMS, None)).items
+        except NotFound:  # before Kubernetes 1.34
+            return {}, frozenset()
+        return slices_by_node(slices), frozenset(taken_by(claims))
 
     async def _list_events(self, namespace: str, selector: str, seconds: float) -> tuple[tuple[Object, ...], float]:
         """Events of a namespace that match a selector, newest last; none without the right to list them."""

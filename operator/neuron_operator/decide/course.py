@@ -30,6 +30,7 @@ from neuron_operator.read.views import ConditionView, Observed, observe
 from neuron_operator.read.world import Decision, Object, Place, RefusalCause, Settings, Upgrade, World
 from neuron_operator.render import serving
 from neuron_operator.render.adapters import adapter_list
+from neuron_operator.render.claims import claim_template
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.groups import group_owner, rest_of
 from neuron_operator.render.jobs import with_owners
@@ -367,7 +368,15 @@ def _distinct(*revisions: Revision | None) -> Iterable[Revision]:
 
 
 _NEEDED_BY_PODS = frozenset(
-    {"ControllerRevision", "ServiceAccount", "ConfigMap", "NetworkPolicy", "PersistentVolumeClaim", "Secret"}
+    {
+        "ControllerRevision",
+        "ServiceAccount",
+        "ConfigMap",
+        "NetworkPolicy",
+        "PersistentVolumeClaim",
+        "Secret",
+        names.CLAIM_TEMPLATE,
+    }
 )
 _MAKE_PODS = frozenset({"Deployment", "StatefulSet", names.LEADER_WORKER_SET, "Job"})
 
@@ -424,11 +433,14 @@ def _workload(
     pace: Pace,
     grouped: groups.GroupPlan | None,
 ) -> Iterator[Object]:
-    """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
+    """The replicas of one revision, with the ConfigMaps, and the templates of claims, of every revision that still has
+    pods."""
     still, served = _with_pods(observed), allowed.revision
     revisions = {served.name: served, **only(observed.revisions, still)}
     config_maps = (serving.config_map(model, known.pinned, _files(known, observed)) for known in revisions.values())
     yield from {name_of(config_map): config_map for config_map in config_maps}.values()
+    claimed = (claim_template(model, known.pinned.claim) for known in revisions.values() if known.pinned.claim)
+    yield from {name_of(template): template for template in claimed}.values()
     if served.placement.nodes == 1:
         yield serving.deployment(model, served, allowed.num_pods, pace, nudge.of_deployment(observed).value)
     elif observed.deployment is not None and grouped is not None:  # of an earlier revision on one node
@@ -462,10 +474,13 @@ def _adapter_list(model: NeuronModel, world: World, kept: Iterable[Revision]) ->
 
 
 def _unneeded(model: NeuronModel, observed: Observed, kept: Sequence[Revision]) -> Iterator[Object]:
-    """Our revisions that nothing needs any more, and their ConfigMaps."""
+    """Our revisions that nothing needs any more, with their ConfigMaps and templates of claims."""
     needed = {
         "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
         "ConfigMap": {names.config_name(model.name, known.pinned.config, known.pinned.files) for known in kept},
+        names.CLAIM_TEMPLATE: {
+            names.claim_name(model.name, known.pinned.claim) for known in kept if known.pinned.claim
+        },
     }
     if any("adapters" in known.pinned.config for known in kept):
         needed["ConfigMap"].add(names.adapters_name(model.name))

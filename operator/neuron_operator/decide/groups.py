@@ -127,12 +127,12 @@ class _Draft:
         """Whether the revision replaces another, and whether it surges."""
         replaces = bool(self.earlier) or any(group.revision != self.revision.name for group in self.alive)
         missing = self._missing()
-        if self.revision.placement.resources and (missing or (replaces and surges is None)):
+        if self.revision.placement.on_devices and (missing or (replaces and surges is None)):
             self.needs.add(Need.FREE_DEVICES)
         if surges is not None:
             return replaces, surges
         begun = len(self.alive) + len(self.earlier) > self.num_wanted and not missing
-        if begun or not replaces or not self.revision.placement.resources:
+        if begun or not replaces or not self.revision.placement.on_devices:
             return replaces, begun
         return replaces, self.room.is_known and self.room.find() is not None
 
@@ -367,7 +367,7 @@ class _Room:
     def find(self) -> Mapping[str, str] | None:
         """Labels of nodes of one type in one domain that have room for all members; None: there is none. Empty if
         nodes cannot be counted: CPUs, or without the right to. Of several domains, the one that is filled most."""
-        if not self.revision.placement.resources or not self.is_known:
+        if not self.revision.placement.on_devices or not self.is_known:
             return {}
         fitting = [members for members in self._domains().values() if len(members) >= self.revision.placement.nodes]
         if not fitting:

@@ -30,6 +30,7 @@ from neuron_operator.read.placement import Placement, counted
 from neuron_operator.read.records import Facts
 from neuron_operator.read.revision import FORMAT, Compiling, Pinned, Revision, revision_hash, shared_annotation
 from neuron_operator.read.world import FreeDevices, Object, Place, Settings
+from neuron_operator.render.claims import claim_spec
 from neuron_operator.render.config_document import compiled_part, config_document, ranks_of, sampling_mode
 from neuron_operator.render.jobs import leaves_open
 from neuron_operator.render.objects import child
@@ -318,7 +319,9 @@ def held(revisions: Iterable[Revision], settings: Settings) -> Held | None:
     if latest is None or not family:
         return None
     pinned = latest.pinned
-    return Held(pinned.plan.instance_type or "", family, pinned.cores or pinned.devices, pinned.nodes)
+    return Held(
+        pinned.plan.instance_type or "", family, pinned.cores or pinned.devices, pinned.nodes, bool(pinned.claim)
+    )
 
 
 def pin(
@@ -397,6 +400,7 @@ def pin(
         instance_type=placement.instance_type,
         nodes=placement.nodes,
         plan=_plan(model, facts, placement, choice, minutes),
+        claim=claim_spec(choice),
         weights=weights if any(is_filled_by_job(one, weights) for one in sources(model)) else None,
         compiling=compiling,
         config=config,

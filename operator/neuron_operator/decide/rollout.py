@@ -56,7 +56,7 @@ def pace_of(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
         return _of_groups(model)
     if strategy == "Replace" or deployment is None or not observed.live:
         return _one_by_one(model, observed)
-    if not revision.placement.resources:
+    if not revision.placement.on_devices:
         return _one_by_one(model, observed, "room on CPU nodes is not counted; rollout.strategy Surge avoids the gap")
     if deployment.revision != revision.name:
         return _by_room(model, observed, revision)

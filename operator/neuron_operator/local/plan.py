@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -220,7 +221,6 @@ def _where(options: argparse.Namespace) -> tuple[Settings, FreeDevices]:
     if unknown := [kind for kind in types if family_of(kind) is None]:
         text = f"{unknown[0]} is of no known family; known are {', '.join(INSTANCE_TYPES)}"
         raise CannotRunHere(f"--instance-types: {text}")
-    free = asyncio.run(_nodes(options.kubeconfig, options.context)) if options.cluster else FreeDevices(())
     types = types or (() if options.cluster else tuple(INSTANCE_TYPES))
     groups = GroupSettings(max_nodes=options.max_nodes)
     settings = replace(
@@ -231,15 +231,16 @@ def _where(options: argparse.Namespace) -> tuple[Settings, FreeDevices]:
         engines=images,
         engine_defaults=options.engine_defaults,
     )
-    return settings, free
+    reading = partial(_nodes, options.kubeconfig, options.context, claims_devices=settings.claims_devices)
+    return settings, asyncio.run(reading()) if options.cluster else FreeDevices(())
 
 
-async def _nodes(kubeconfig: str, context: str) -> FreeDevices:
+async def _nodes(kubeconfig: str, context: str, *, claims_devices: bool) -> FreeDevices:
     from neuron_operator.cluster.client import connect  # noqa: PLC0415 - the client is not needed without a cluster
     from neuron_operator.cluster.on_demand import OnDemand  # noqa: PLC0415
 
     async with connect(kubeconfig, context) as cluster:
-        return await OnDemand(cluster).free_devices()
+        return await OnDemand(cluster, claims_devices=claims_devices).free_devices()
 
 
 def objects(body: Object, model: NeuronModel, pinned: Revision, settings: Settings) -> Iterator[Object]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from neuron_operator.api.engines import ENGINES
-from neuron_operator.read.world import DeviceMode, EngineSettings
+from neuron_operator.read.world import EngineSettings, Granting
 
 GIB = 2**30
 MIB = 2**20
@@ -38,12 +38,14 @@ class Family:
     """Tensor-parallel degrees that NxD Inference documents for it."""
     last_sdk: str
     """Newest Neuron SDK whose images have an NxD Inference that runs on it, as in docs/neuron.md."""
+    has_claims: bool = True
+    """Whether the Neuron DRA driver runs on its nodes."""
 
 
 FAMILIES = {
     family.name: family
     for family in (
-        Family("inf2", 2, 1, 16 * GIB, (1, 2, 4, 8, 12, 24), "2.28"),
+        Family("inf2", 2, 1, 16 * GIB, (1, 2, 4, 8, 12, 24), "2.28", has_claims=False),
         Family("trn1", 2, 1, 16 * GIB, (1, 2, 8, 16, 32), "2.28"),
         Family("trn2", 8, 2, 12 * GIB, (1, 2, 4, 8, 16, 32, 64), "2.31"),
         Family("trn3", 8, 2, 18 * GIB, (1, 2, 4, 8, 16, 32, 64), "2.31"),
@@ -101,6 +103,11 @@ TORUS_SETS = (1, 4, 8, 16)
 """Numbers of devices that are adjacent on a torus."""
 
 
+def claimed_sizes(devices: int) -> tuple[int, ...]:
+    """How many devices of a node one claim may have: the driver says of such sets which are connected."""
+    return tuple(size for size in TORUS_SETS if size <= devices)
+
+
 @dataclass(frozen=True)
 class InstanceType:
     """One node's Neuron devices. Cores are logical cores at the type's default setting."""
@@ -134,12 +141,14 @@ class InstanceType:
     def cores(self) -> int:
         return self.devices * self.cores_per_device
 
-    def sizes(self, mode: DeviceMode, *, in_cores: bool) -> tuple[int, ...]:
+    def sizes(self, granting: Granting, *, in_cores: bool) -> tuple[int, ...]:
         """How many devices (or cores) a pod may hold, ascending. The device plugin alone grants one, or all of a node.
         With the scheduler extension, which picks adjacent devices: on a torus the cores of one device, or whole sets;
-        elsewhere any number."""
+        elsewhere any number. By a claim: whole sets, where the driver runs."""
+        if granting == "DRA":
+            return () if in_cores or not self.family.has_claims else claimed_sizes(self.devices)
         most, each = (self.cores, self.cores_per_device) if in_cores else (self.devices, 1)
-        if mode == "Plugin":
+        if granting == "Plugin":
             return tuple(sorted({1, most}))
         if self.topology != "torus":
             return tuple(range(1, most + 1))

@@ -31,7 +31,7 @@ from neuron_operator.place.sizing import AdapterRoom, Load, Memory, Widths, gb
 from neuron_operator.read.objects import number_of
 from neuron_operator.read.placement import TOLERATES_NEURON, NodeRules, Placement, counted
 from neuron_operator.read.records import Facts, PlannedConversion
-from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, NodeDevices, Object, Settings
+from neuron_operator.read.world import BY_PLUGIN, FreeDevices, Granting, NodeDevices, Object, Room, Settings
 
 USUAL_SEQUENCES = (16, 8, 4, 2, 1)
 """The most that fit are chosen, if the manifest sets no number."""
@@ -79,12 +79,14 @@ class Site:
     """0: unknown."""
     efa: int = 0
     """Interfaces of the network over which devices of several nodes compute together."""
-    free: tuple[tuple[str, int], ...] = ()
+    free: tuple[tuple[str, Room], ...] = ()
     """For each node there is: the domain in which the nodes of a group must be, and its free devices (or cores)."""
     is_buyable: bool = True
+    by_claim: bool = False
+    """Whether its nodes give devices by claims (DRA)."""
 
     def supply(self, size: int, nodes: int) -> Supply:
-        together = Counter(domain for domain, free in self.free if free >= size)
+        together = Counter(domain for domain, room in self.free if room.holds(size))
         if max(together.values(), default=0) >= nodes:
             return Supply.THERE
         return Supply.TO_BUY if self.is_buyable else Supply.TAKEN
@@ -100,13 +102,15 @@ class Held:
     family: str
     size: int
     nodes: int = 1
+    by_claim: bool = False
 
     def contains(self, option: Option) -> bool:
         there = option.placement
         return self.is_on(option.site) and (there.size, there.nodes) == (self.size, self.nodes)
 
     def is_on(self, site: Site) -> bool:
-        return site.name == self.instance_type or (not self.instance_type and site.family.name == self.family)
+        is_named = site.name == self.instance_type or (not self.instance_type and site.family.name == self.family)
+        return is_named and site.by_claim == self.by_claim
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ class Option:
     def order(self) -> tuple[Any, ...]:
         """The best first."""
         size, site = self.placement.size, self.site
-        return self.supply, round(self.cost, 3), -self.load.sequences, size, site.price, site.name
+        return self.supply, round(self.cost, 3), -self.load.sequences, size, site.price, site.name, not site.by_claim
 
     @property
     def words(self) -> str:
@@ -342,13 +346,13 @@ def choose(
         Unplaceable: no allowed place holds it; says what is missing, and the nearest that would.
     """
     asked = place(model, settings)
-    if not asked.resources:
+    if not asked.on_devices:
         text = f"{model.spec.backend} runs on Neuron devices: set accelerator.type Neuron"
         raise InvalidSpec("spec.engine.backend", text)
     rules = rules_of(model, settings)
     facts = as_held(model, facts)
     wishes = wishes_of(model, facts, rules.cache)
-    case = _Case(model, facts, rules, settings.device_mode, wishes, settings.groups.max_nodes)
+    case = _Case(model, facts, rules, settings.by_plugin, wishes, settings.groups.max_nodes)
     sites = case.compatible(_sites(model, settings, asked, free))
     case.check_tensor(sites)
     ranked = [tuple(case.options(sites, least, nodes)) for nodes in case.node_counts for least in case.wishes.least]
@@ -406,7 +410,8 @@ class _Case:
     model: NeuronModel
     facts: Facts
     rules: DeviceRules
-    mode: DeviceMode
+    by_plugin: Granting
+    """How nodes whose devices come from the device plugin grant them."""
     wishes: Wishes
     max_nodes: int = 1
     """Nodes of a replica whose manifest does not say how many."""
@@ -466,7 +471,7 @@ class _Case:
             return
         cores, site, size, nodes = max(offers, key=lambda offer: offer[0])
         if wished > cores:
-            have = "are" if self.in_cores else f"are those of {self.held(size, nodes).words}, {site.family.name}"
+            have = "are" if self.in_cores else f"are those of {self.held(site, size, nodes).words}, {site.family.name}"
             raise InvalidSpec("spec.parallelism.tensor", f"{wished} needs {wished} NeuronCores, but {cores} {have}")
         if self.facts.num_heads % wished:
             fitting = ", ".join(str(d) for d in range(1, cores + 1) if self.facts.num_heads % d == 0 and self.has(d))
@@ -478,15 +483,18 @@ class _Case:
         say, several nodes are whole ones that have a network for their devices."""
         accelerator = self.model.spec.accelerator
         pinned = accelerator.cores or accelerator.devices
-        legal = legal_sizes(site.name, site.devices, self.mode, in_cores=self.in_cores)
+        granting = "DRA" if site.by_claim else self.by_plugin
+        legal = legal_sizes(site.name, site.devices, granting, in_cores=self.in_cores)
         if pinned is not None:
             return (pinned,) if not legal or pinned in legal else ()
         if nodes > 1:
             return tuple(size for size in legal if size == site.devices and site.efa)
         return legal or (1,)
 
-    def held(self, size: int, nodes: int) -> Placement:
-        return Placement(cores=size, nodes=nodes) if self.in_cores else Placement(devices=size, nodes=nodes)
+    def held(self, site: Site, size: int, nodes: int) -> Placement:
+        if self.in_cores:
+            return Placement(cores=size, nodes=nodes)
+        return Placement(devices=size, nodes=nodes, by_claim=site.by_claim)
 
     def cores_of(self, site: Site, size: int, nodes: int) -> int:
         """Logical cores of so many devices (or cores) on each of so many nodes."""
@@ -511,7 +519,7 @@ class _Case:
                 budget=self.rules.cache,
             )
             for size in self.sizes(site, nodes):
-                held, cores = self.held(size, nodes), self.cores_of(site, size, nodes)
+                held, cores = self.held(site, size, nodes), self.cores_of(site, size, nodes)
                 tried = (
                     Option(site, held, logical_core, cores, tensor, load, memory, host)
                     for load in self.wishes.loads(least, logical_core)
@@ -611,11 +619,11 @@ class _Case:
 
     def first_that_fits(self, sites: tuple[Site, ...], node_counts: Iterable[int]) -> str:
         """In words; empty: nothing does."""
-        for nodes, mode, least in product(node_counts, DEVICE_MODES, self.wishes.least):
-            fitting = [one for one in replace(self, mode=mode).options(sites, least, nodes) if one.fits]
+        for nodes, by_plugin, least in product(node_counts, BY_PLUGIN, self.wishes.least):
+            fitting = [one for one in replace(self, by_plugin=by_plugin).options(sites, least, nodes) if one.fits]
             if fitting:
                 best = min(fitting, key=lambda option: option.order)
-                with_it = "" if mode == "Plugin" else ", with the Neuron scheduler extension"
+                with_it = "" if by_plugin == "Plugin" or best.site.by_claim else ", with the Neuron scheduler extension"
                 how = f" (set parallelism.nodes, or the chart value groups.maxNodes, to {nodes})" if nodes > 1 else ""
                 return f"{best.words}{with_it}, with {best.load.words}{how}"
         return ""
@@ -635,31 +643,38 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
     """Where the manifest allows it to run. Raises Unplaceable if that is unknown."""
     rules, families = _rules(model), settings.device_families
     present = (free and free.nodes) or ()
-    to_buy = (asked.instance_type,) if asked.instance_type else settings.provisionable.instance_types
-    sites: dict[str, Site] = {}
+    # Karpenter adds no node for a claim: with claims only, a node to come is expected only if the manifest names it.
+    only_claims = settings.device_mode == "DRA"
+    provisionable = () if only_claims else settings.provisionable.instance_types
+    to_buy = (asked.instance_type,) if asked.instance_type else provisionable
+    found: dict[tuple[str, bool], Site] = {}
     for node in present:
-        family = family_of(node.instance_type, families)
-        if family is None or not (node.cores if asked.cores else node.devices) or not rules.accept(node):
+        family, site_key = family_of(node.instance_type, families), (node.instance_type, node.by_claim)
+        offers = node.cores if asked.cores else node.devices
+        if family is None or not offers or not rules.accept(node) or (only_claims and not node.by_claim):
             continue
-        offered = asked.free_on(node) if node.schedulable else 0
-        site = sites.get(node.instance_type) or _site(node.instance_type, family, node.devices)
-        domain = node.labels.get(settings.groups.topology_key, "")
-        sites[node.instance_type] = replace(
-            site, free=(*site.free, (domain, offered)), is_buyable=node.instance_type in to_buy
+        room = node.room(in_cores=bool(asked.cores)) if node.schedulable else Room(0, node.connected)
+        site = found.get(site_key) or _site(node.instance_type, family, node.devices)
+        domain, is_bought = node.labels.get(settings.groups.topology_key, ""), node.instance_type in to_buy
+        is_buyable = is_bought and node.by_claim == only_claims
+        found[site_key] = replace(
+            site, free=(*site.free, (domain, room)), is_buyable=is_buyable, by_claim=node.by_claim
         )
     for kind in to_buy:
         family = family_of(kind, families)
-        if kind not in sites and family is not None and rules.accept_type(kind):
-            sites[kind] = _site(kind, family)
+        is_there = any(name == kind for name, _ in found)
+        if not is_there and family is not None and rules.accept_type(kind) and (family.has_claims or not only_claims):
+            found[kind, only_claims] = _site(kind, family, by_claim=only_claims)
+    sites = list(found.values())
     if model.default_for:
-        others = sorted({site.family.name for site in sites.values()} - {model.default_for})
-        sites = {name: site for name, site in sites.items() if site.family.name == model.default_for}
+        others = sorted({site.family.name for site in sites} - {model.default_for})
+        sites = [site for site in sites if site.family.name == model.default_for]
         if others and not sites:
             text = f"the backend is {model.backend_words}, and what may be used is {', '.join(others)}"
             cure = f"allow nodes of {model.default_for}, or set engine.backend"
             raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, f"{text}: {cure}", needs=(Need.FREE_DEVICES,))
     if sites and (free is not None or asked.instance_type):
-        return tuple(sites.values())
+        return tuple(sites)
     if asked.instance_type and family_of(asked.instance_type, families) is None:
         text = f"the devices of {asked.instance_type} are unknown, so nothing can be compiled for them: {NAME_THE_TYPE}"
         text = f"{text} of a known family ({', '.join(FAMILIES)}), or {_name_family(asked.instance_type)}"
@@ -719,16 +734,25 @@ def _name_family(instance_type: str) -> str:
     return f"name its family in the chart value devices.families, such as {{{instance_type}: trn1}}"
 
 
-def _site(name: str, family: Family, devices: int = 0) -> Site:
+def _site(name: str, family: Family, devices: int = 0, *, by_claim: bool = False) -> Site:
     """A type; one that the table lacks costs as much per device as the cheapest of its family.
 
     devices: that a node of it offers; 0: as in the table.
     """
     kind = type_named(name)
     if kind is not None:
-        return Site(name, family, devices or kind.devices, kind.price, kind.host_memory, kind.vcpus, kind.efa)
+        return Site(
+            name,
+            family,
+            devices or kind.devices,
+            kind.price,
+            kind.host_memory,
+            kind.vcpus,
+            kind.efa,
+            by_claim=by_claim,
+        )
     each = min(known.price / known.devices for known in INSTANCE_TYPES.values() if known.family is family)
-    return Site(name, family, devices, each * max(devices, 1))
+    return Site(name, family, devices, each * max(devices, 1), by_claim=by_claim)
 
 
 def wishes_of(model: NeuronModel, facts: Facts, budget: CacheBudget | None = None) -> Wishes:

@@ -6,19 +6,20 @@ Called when a revision is pinned (`place`), by `planner`, which chooses what the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from neuron_operator.api import names
 from neuron_operator.api.errors import Unplaceable
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.reasons import Reason
-from neuron_operator.place.catalog import INSTANCE_TYPES, label_values, type_named
+from neuron_operator.place.catalog import INSTANCE_TYPES, claimed_sizes, label_values, type_named
 from neuron_operator.read.placement import NodeRules, Placement
-from neuron_operator.read.world import DEVICE_MODES, DeviceMode, FreeDevices, Object, Settings
+from neuron_operator.read.world import BY_PLUGIN, FreeDevices, Granting, Object, Settings
 
 
 def place(model: NeuronModel, settings: Settings) -> Placement:
-    """The devices or cores of the manifest, or one device. Raises Unplaceable for a size that no node grants."""
+    """The devices or cores of the manifest, or one device, before a node is chosen. Raises Unplaceable for a size that
+    no node grants."""
     accelerator = model.spec.accelerator
     holds_devices = accelerator.type != "CPU" and accelerator.cores is None
     placement = Placement(
@@ -27,15 +28,15 @@ def place(model: NeuronModel, settings: Settings) -> Placement:
         instance_type=model.spec.pod_template.spec.node_selector.get(names.INSTANCE_TYPE_LABEL, ""),
         nodes=model.spec.parallelism.nodes or 1,
     )
-    if placement.resources:
-        _check(placement, settings.device_mode)
+    if placement.on_devices:
+        _check(placement, settings.grantings)
     return placement
 
 
 NAME_THE_TYPE = f"name the type in podTemplate.spec.nodeSelector[{names.INSTANCE_TYPE_LABEL}]"
 
 
-def legal_sizes(instance_type: str, devices: int, mode: DeviceMode, *, in_cores: bool) -> tuple[int, ...]:
+def legal_sizes(instance_type: str, devices: int, granting: Granting, *, in_cores: bool) -> tuple[int, ...]:
     """What a pod may ask of a node, ascending; empty if that is unknown.
 
     Args:
@@ -44,17 +45,19 @@ def legal_sizes(instance_type: str, devices: int, mode: DeviceMode, *, in_cores:
     """
     kind = type_named(instance_type)
     if kind is not None:
-        sizes = kind.sizes(mode, in_cores=in_cores)
+        sizes = kind.sizes(granting, in_cores=in_cores)
         return sizes if in_cores else tuple(size for size in sizes if size <= (devices or kind.devices))
     if in_cores or not devices:
         return ()
-    return tuple(range(1, devices + 1)) if mode == "PluginWithExtension" else tuple(sorted({1, devices}))
+    if granting == "DRA":
+        return claimed_sizes(devices)
+    return tuple(range(1, devices + 1)) if granting == "PluginWithExtension" else tuple(sorted({1, devices}))
 
 
-def size_rule(placement: Placement, mode: DeviceMode) -> Object | None:
+def size_rule(placement: Placement, granting: Granting) -> Object | None:
     """The node affinity that keeps a pod off the known instance types whose kubelets would refuse its size; None if
-    there are none, or the manifest names the type."""
-    refusing = () if placement.instance_type else _refusing(placement, mode)
+    there are none, or the manifest names the type, or its claim says so."""
+    refusing = () if placement.instance_type or placement.by_claim else _refusing(placement, granting)
     if not refusing:
         return None
     return {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": label_values(refusing)}
@@ -66,29 +69,35 @@ def describe_free(free: FreeDevices | None, placement: Placement, rules: NodeRul
         return "free: not counted yet"
     if free.nodes is None:
         return "free: unknown (the operator may not list nodes and pods)"
-    usable = [node for node in free.nodes if node.schedulable and rules.accept(node)]
+    usable = [node for node in free.nodes if placement.fits_on(node, rules)]
     if not usable:
         return "free: 0 (no ready node that it may use offers any)"
     by_node = {node.name: placement.free_on(node) for node in usable}
     shown = sorted(by_node.items(), key=lambda item: (-item[1], item[0]))[:MAX_NODES_SHOWN]
     more = ", ..." if len(by_node) > len(shown) else ""
-    return f"free: {sum(by_node.values())} ({', '.join(f'{name} {count}' for name, count in shown)}{more})"
+    apart = "" if any(placement.has_room_on(node, rules) for node in usable) else _not_connected(by_node, placement)
+    return f"free: {sum(by_node.values())} ({', '.join(f'{name} {count}' for name, count in shown)}{more}){apart}"
+
+
+def _not_connected(by_node: Mapping[str, int], placement: Placement) -> str:
+    """Said where a node has as many free devices as are needed, but no such set of connected ones."""
+    return f", no {placement.size} connected" if max(by_node.values()) >= placement.size > 1 else ""
 
 
 def describe_sizes(free: FreeDevices | None, placement: Placement, rules: NodeRules) -> str | None:
     """Why no node that the manifest allows grants this size; None if one does, or there is none or they are unknown."""
-    for mode in DEVICE_MODES:
-        rule = size_rule(placement, mode)
+    for granting in BY_PLUGIN:
+        rule = size_rule(placement, granting)
         if rule is not None and any(rule in term for term in rules.terms):
             allowed = [node for node in (free and free.nodes) or () if rules.without(rule).accept(node)]
             if not allowed or any(node.instance_type not in rule["values"] for node in allowed):
                 return None
             shown = ", ".join(sorted(node.name for node in allowed)[:MAX_NODES_SHOWN])
             types = sorted({node.instance_type for node in allowed})
-            granting = sorted(INSTANCE_TYPES.keys() - set(rule["values"]))
+            others = sorted(INSTANCE_TYPES.keys() - set(rule["values"]))
             return (
-                f"{_not_a_size(placement, f'the nodes of this model ({shown}) grant', types, mode)}; or add a node of "
-                f"a type that grants it, such as {', '.join(granting)}"
+                f"{_not_a_size(placement, f'the nodes of this model ({shown}) grant', types, (granting,))}; or add a "
+                f"node of a type that grants it, such as {', '.join(others)}"
             )
     return None
 
@@ -96,28 +105,37 @@ def describe_sizes(free: FreeDevices | None, placement: Placement, rules: NodeRu
 MAX_NODES_SHOWN = 8
 
 
-def _refusing(placement: Placement, mode: DeviceMode) -> tuple[str, ...]:
-    """Names of the known instance types that do not grant this size."""
+def _refusing(placement: Placement, *grantings: Granting) -> tuple[str, ...]:
+    """Names of the known instance types that grant this size in none of these ways."""
     in_cores = bool(placement.cores)
-    sizes = {name: kind.sizes(mode, in_cores=in_cores) for name, kind in INSTANCE_TYPES.items()}
+    sizes = {
+        name: {size for granting in grantings for size in kind.sizes(granting, in_cores=in_cores)}
+        for name, kind in INSTANCE_TYPES.items()
+    }
     return tuple(sorted(name for name, granted in sizes.items() if placement.size not in granted))
 
 
-def _check(placement: Placement, mode: DeviceMode) -> None:
+def _check(placement: Placement, grantings: Sequence[Granting]) -> None:
     """Raises Unplaceable unless the given instance type, or any if none is given, grants the size."""
-    refusing, named = _refusing(placement, mode), placement.instance_type
+    if placement.cores and "DRA" in grantings and len(grantings) == 1:
+        text = "spec.accelerator.cores: claims (chart value devices.mode: DRA) have whole devices: set devices"
+        raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text)
+    refusing, named = _refusing(placement, *grantings), placement.instance_type
     if named in label_values(refusing):
-        raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, _not_a_size(placement, f"{named} grants", (named,), mode))
+        raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, _not_a_size(placement, f"{named} grants", (named,), grantings))
     if not named and len(refusing) == len(INSTANCE_TYPES):
-        text = _not_a_size(placement, "any known instance type grants", refusing, mode)
+        text = _not_a_size(placement, "any known instance type grants", refusing, grantings)
         raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text)
 
 
-def _not_a_size(placement: Placement, who_grants: str, types: Iterable[str], mode: DeviceMode) -> str:
+def _not_a_size(placement: Placement, who_grants: str, types: Iterable[str], grantings: Sequence[Granting]) -> str:
     in_cores = bool(placement.cores)
     field = "cores" if in_cores else "devices"
-    sizes = sorted({size for kind in map(type_named, types) if kind for size in kind.sizes(mode, in_cores=in_cores)})
-    hint = "; other sizes need the scheduler extension (chart value devices.mode)" if mode == "Plugin" else ""
+    kinds = [kind for kind in map(type_named, types) if kind]
+    sizes = sorted({size for kind in kinds for one in grantings for size in kind.sizes(one, in_cores=in_cores)})
+    if not sizes:
+        return f"{who_grants} no devices by claims (chart value devices.mode): set it to Auto, or use other nodes"
+    hint = "; other sizes need the scheduler extension (chart value devices.mode)" if grantings == ("Plugin",) else ""
     return (
         f"spec.accelerator.{field}: {placement.size} is not a size that {who_grants} to one pod; "
         f"choose one of {_ranges(sizes)}{hint}"

@@ -25,6 +25,12 @@ class Placement:
     """Empty: any node that has the devices."""
     nodes: int = 1
     """Each with so many devices or cores."""
+    by_claim: bool = False
+    """Whether the devices come from a claim (DRA), and not from the device plugin."""
+
+    @property
+    def on_devices(self) -> bool:
+        return self.size > 0
 
     @property
     def size(self) -> int:
@@ -34,6 +40,8 @@ class Placement:
     @property
     def resources(self) -> dict[str, str]:
         """Extended resources of the runtime container; requests and limits must be equal."""
+        if self.by_claim:
+            return {}
         counts = {names.DEVICE_RESOURCE: self.devices, names.CORE_RESOURCE: self.cores}
         return {name: str(count) for name, count in counts.items() if count}
 
@@ -42,7 +50,11 @@ class Placement:
         return node.free_cores if self.cores else node.free_devices
 
     def has_room_on(self, node: NodeDevices, rules: NodeRules) -> bool:
-        return node.schedulable and rules.accept(node) and self.free_on(node) >= self.size
+        return self.fits_on(node, rules) and node.room(in_cores=bool(self.cores)).holds(self.size)
+
+    def fits_on(self, node: NodeDevices, rules: NodeRules) -> bool:
+        """Whether the node gives devices as the placement gets them, and may be used."""
+        return node.schedulable and node.by_claim == self.by_claim and rules.accept(node)
 
     @property
     def words(self) -> str:

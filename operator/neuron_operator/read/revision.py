@@ -67,6 +67,8 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
     instance_type: str
     nodes: int = 1
     plan: Plan
+    claim: dict[str, Any] = {}
+    """The spec of the claim with a pod's devices; empty: it has none."""
     weights: Place | None = None
     """Where Jobs put the weights, or those of the draft model, for all pods; None: they do not."""
     compiling: Compiling | None = None
@@ -107,7 +109,7 @@ class Revision(Struct, frozen=True, kw_only=True):
     def engine(self) -> Engine:
         """What the operator knows of its backend. Of one that only a newer operator knows, it assumes our runtime."""
         row = ENGINES.get(self.backend, ASSUMED)
-        return row if self.placement.resources else row.on_host or row
+        return row if self.placement.on_devices else row.on_host or row
 
     @property
     def backend(self) -> str:
@@ -152,7 +154,8 @@ class Revision(Struct, frozen=True, kw_only=True):
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.pinned.devices, self.pinned.cores, self.pinned.instance_type, self.pinned.nodes)
+        pinned = self.pinned
+        return Placement(pinned.devices, pinned.cores, pinned.instance_type, pinned.nodes, by_claim=bool(pinned.claim))
 
 
 @lru_cache(maxsize=1024)

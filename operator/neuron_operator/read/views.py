@@ -163,7 +163,9 @@ class PodView:
     is_admitted: bool
     """The kubelet has accepted it."""
     requests: Mapping[str, int]
-    """Neuron devices or cores that it holds, by resource; empty on a CPU."""
+    """Neuron devices or cores that it holds, by resource; empty on a CPU, or if it has a claim instead."""
+    claims_devices: bool
+    """Its devices come from a claim (DRA)."""
     has_unhealthy_device: bool
     """The kubelet reports one among those that it was granted (Kubernetes' feature ResourceHealthStatus)."""
     live: Object
@@ -561,6 +563,7 @@ def _pod(pod: Object) -> PodView:
         ),
         is_admitted=bool(items(pod, "status", "containerStatuses")),
         requests=_neuron(dig(ours, "resources", "limits")),
+        claims_devices=any(one.get("name") == names.CLAIM for one in items(ours, "resources", "claims")),
         has_unhealthy_device=any(
             device.get("health") == "Unhealthy"
             for container in items(pod, "status", "containerStatuses")

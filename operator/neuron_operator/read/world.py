@@ -21,8 +21,12 @@ from neuron_operator.api.reasons import TROUBLESHOOTING, Asked, Exists, Needed, 
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON, as the API server sends it. Never changed in place."""
-DeviceMode = Literal["Plugin", "PluginWithExtension"]
+DeviceMode = Literal["Plugin", "PluginWithExtension", "DRA", "Auto"]
+"""How nodes give devices to pods; Auto: as each node does, by a DRA driver or else by the device plugin."""
 DEVICE_MODES: tuple[DeviceMode, ...] = get_args(DeviceMode)
+Granting = Literal["Plugin", "PluginWithExtension", "DRA"]
+"""The same for one node."""
+BY_PLUGIN: tuple[Granting, ...] = ("Plugin", "PluginWithExtension")
 GroupController = Literal["StatefulSet", "LeaderWorkerSet"]
 """Kind of the object that makes the pods of a group."""
 RuntimeUpgrade = Literal["OnEdit", "Rolling"]
@@ -70,6 +74,9 @@ class NodeDevices:
     """Allocatable `aws.amazon.com/neuroncore`, which the kubelet counts separately from devices."""
     free_cores: int
     labels: Mapping[str, str] = field(default_factory=dict)
+    connected: Mapping[int, int] | None = None
+    """By number of devices, how many sets of connected ones are free. None: its devices come from the device plugin,
+    which does not tell; otherwise pods claim them (DRA)."""
     schedulable: bool = True
     """It is ready and not about to leave: neither cordoned nor with a taint of Kubernetes' own controllers."""
     taints: tuple[Taint, ...] = ()
@@ -79,6 +86,26 @@ class NodeDevices:
     def instance_type(self) -> str:
         """Empty if the node has no such label."""
         return self.labels.get(INSTANCE_TYPE_LABEL, "")
+
+    @property
+    def by_claim(self) -> bool:
+        return self.connected is not None
+
+    def room(self, *, in_cores: bool) -> Room:
+        return Room(self.free_cores, None) if in_cores else Room(self.free_devices, self.connected)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is free on one node."""
+
+    free: int
+    """Devices, or cores."""
+    connected: Mapping[int, int] | None
+    """As `NodeDevices.connected`."""
+
+    def holds(self, size: int) -> bool:
+        return self.free >= size and (self.connected is None or size == 1 or self.connected.get(size, 0) > 0)
 
 
 @dataclass(frozen=True)
@@ -362,3 +389,20 @@ class Settings:
     def engine(self, setting: str) -> EngineSettings:
         """Of `engines`, or what holds without a choice."""
         return self.engines.get(setting, EngineSettings())
+
+    @property
+    def claims_devices(self) -> bool:
+        """Whether pods may get their devices by claims (DRA)."""
+        return self.device_mode in ("DRA", "Auto")
+
+    @property
+    def by_plugin(self) -> Granting:
+        """How nodes with the device plugin give devices."""
+        return self.device_mode if self.device_mode == "PluginWithExtension" else "Plugin"
+
+    @property
+    def grantings(self) -> tuple[Granting, ...]:
+        """How the nodes that may be used give devices."""
+        if self.device_mode == "Auto":
+            return ("DRA", "Plugin")
+        return (self.device_mode,)

@@ -49,7 +49,7 @@ def group_owner(
     template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **own}
     spec = template["spec"]
     spec["nodeSelector"] = {**attempt.labels, **spec.get("nodeSelector", {})}
-    is_unknown = revision.placement.resources and not is_room_known
+    is_unknown = revision.placement.on_devices and not is_room_known
     together = (names.INSTANCE_TYPE_LABEL, settings.topology_key) if is_unknown else ()
     spec["affinity"] = _apart(spec.get("affinity") or {}, name, filter(None, together))
     if settings.host_network:

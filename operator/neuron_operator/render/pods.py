@@ -17,7 +17,8 @@ from neuron_operator.place.catalog import INSTANCE_TYPES, label_values
 from neuron_operator.place.planner import Choice
 from neuron_operator.place.sizes import size_rule
 from neuron_operator.read.placement import TOLERATES_NEURON, Placement
-from neuron_operator.read.world import DeviceMode, Object, Place, Settings
+from neuron_operator.read.world import Granting, Object, Place, Settings
+from neuron_operator.render import claims
 from neuron_operator.render.objects import Mount, without_empty
 from neuron_operator.render.resources import FETCH_REQUESTS, Requests, overlaid, within
 from neuron_operator.render.storage import (
@@ -92,13 +93,15 @@ def serving_pod_template(
         names.ROLE_LABEL: names.ROLE_LEADER,
         names.REVISION_LABEL: revision,
     }
-    if placement.resources:
+    if placement.on_devices:
         own_labels[names.ALLOCATION_LABEL] = names.ALLOCATION_CORES if placement.cores else names.ALLOCATION_DEVICES
     wired_to = choice.chosen.site if choice and placement.nodes > 1 else None
-    extended = {**placement.resources, **(_network(wired_to.efa) if wired_to and wired_to.efa else {})}
+    has_network = bool(wired_to and wired_to.efa)
+    extended = {**placement.resources, **(_network(wired_to.efa, placement) if wired_to and has_network else {})}
     # Of extended resources requests and limits must be equal.
     whole = {"limits": extended, "requests": extended}
     resources = overlaid(requests, as_json(overlay.spec.resources), whole)
+    claim = claims.claim_spec(choice)
     document = {"configMap": {"name": names.config_name(model.name, launch.document, engine.files)}}
     mounts = (
         Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, document, read_only=True),
@@ -127,7 +130,7 @@ def serving_pod_template(
                 *_api_key_variable(api_key, engine),
             ),
         ),
-        resources=resources,
+        resources={**resources, "claims": [{"name": names.CLAIM}]} if claim else resources,
         mounts=mounts,
     )
     container["ports"] = [{"name": names.PORT_NAME, "containerPort": names.PORT, "protocol": "TCP"}]
@@ -145,6 +148,7 @@ def serving_pod_template(
         "spec": without_empty(
             {
                 **_pod_frame(model, settings, container, (*mounts, *its_mounts)),
+                **claims.in_pod(model, claim),
                 "initContainers": [fetcher] if fetcher else [],
                 "serviceAccountName": overlay.spec.service_account_name or names.service_account_name(model.name),
                 "securityContext": {**POD_SECURITY, **_as_user(engine.user), **as_json(overlay.spec.security_context)},
@@ -155,15 +159,15 @@ def serving_pod_template(
                     **({names.ALLOCATION_LABEL: names.ALLOCATION_CORES} if placement.cores else {}),
                 },
                 "tolerations": [
-                    *([TOLERATES_NEURON] if placement.resources else []),
+                    *([TOLERATES_NEURON] if placement.on_devices else []),
                     *as_json(overlay.spec.tolerations),
                     *_soon_off_a_lost_node(overlay.spec.tolerations),
                 ],
-                "affinity": _affinity(_spread(model), placement, _node_rules(placement, choice, settings.device_mode)),
+                "affinity": _affinity(_spread(model), placement, _node_rules(placement, choice, settings.by_plugin)),
                 "topologySpreadConstraints": as_json(overlay.spec.topology_spread_constraints),
                 "priorityClassName": overlay.spec.priority_class_name,
                 "schedulerName": overlay.spec.scheduler_name
-                or (settings.device_scheduler_name if placement.resources else None),
+                or (settings.device_scheduler_name if placement.on_devices else None),
                 "runtimeClassName": overlay.spec.runtime_class_name,
             }
         ),
@@ -445,9 +449,10 @@ def _download_env(model: NeuronModel, access: Access, settings: Settings) -> Ite
     yield from settings.jobs.env if access.remotes else ()
 
 
-def _network(efa: int) -> Object:
-    """The interfaces of a whole node, and the pinned memory that they need."""
-    return {names.EFA_RESOURCE: str(efa), names.HUGE_PAGES_RESOURCE: HUGE_PAGES}
+def _network(efa: int, placement: Placement) -> Object:
+    """The interfaces of a whole node, unless a claim has them, and the pinned memory that they need."""
+    interfaces = {} if placement.by_claim else {names.EFA_RESOURCE: str(efa)}
+    return {**interfaces, names.HUGE_PAGES_RESOURCE: HUGE_PAGES}
 
 
 def _spread(model: NeuronModel) -> Mapping[str, Any]:
@@ -470,14 +475,15 @@ def _spread(model: NeuronModel) -> Mapping[str, Any]:
 def _architecture(model: NeuronModel, placement: Placement) -> Mapping[str, str]:
     """That of the images, unless the manifest speaks of it. All nodes with devices have it."""
     is_told = names.ARCHITECTURE_LABEL in str(model.spec.pod_template.spec.affinity)
-    return {} if placement.resources or is_told else names.AMD64
+    return {} if placement.on_devices or is_told else names.AMD64
 
 
-def _node_rules(placement: Placement, choice: Choice | None, mode: DeviceMode) -> list[Object]:
+def _node_rules(placement: Placement, choice: Choice | None, granting: Granting) -> list[Object]:
     """Devices stay off the nodes for cores, both off the nodes that would refuse the pod's size, and compiled models on
     the devices that they are compiled for."""
     apart = {"key": names.ALLOCATION_LABEL, "operator": "NotIn", "values": [names.ALLOCATION_CORES]}
-    rules = (apart if placement.devices else None, size_rule(placement, mode), choice and choice.node_rule)
+    by_plugin = placement.devices and not placement.by_claim
+    rules = (apart if by_plugin else None, size_rule(placement, granting), choice and choice.node_rule)
     return [rule for rule in rules if rule]
 
 
@@ -488,7 +494,7 @@ def _affinity(affinity: Mapping[str, Any], placement: Placement, rules: list[Obj
         devices = {"matchLabels": {names.ALLOCATION_LABEL: names.ALLOCATION_DEVICES}}
         term = {"labelSelector": devices, "namespaceSelector": {}, "topologyKey": names.HOSTNAME_LABEL}
         affinity = with_terms(affinity, "podAntiAffinity", (term,))
-    if not placement.resources:
+    if not placement.on_devices:
         return with_terms(affinity, "nodeAffinity", NOT_NEURON_IF_POSSIBLE, kind=names.PREFERRED_AFFINITY)
     if not rules:
         return affinity

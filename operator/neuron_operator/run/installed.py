@@ -10,9 +10,11 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from neuron_operator.api import names
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.schema import DEFINITIONS, schema_of
 from neuron_operator.cluster.client import (
+    CLAIM_TEMPLATES,
     LEADER_WORKER_SETS,
     NEURON_ADAPTERS,
     NEURON_MODELS,
@@ -22,6 +24,7 @@ from neuron_operator.cluster.client import (
     Resource,
     Throttled,
 )
+from neuron_operator.read.world import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +36,30 @@ MAX_NAMED = 5
 _NONE = "metadata.name=none"
 """Selects nothing: the request only checks the right to list."""
 
+_CRDS = (NEURON_MODELS, NEURON_ADAPTERS)
 INSTALL = {
     NEURON_MODELS: "install the CRD with `kubectl apply --server-side -f crds/neuronmodels.yaml` or with the chart "
     "neuron-serving",
     NEURON_ADAPTERS: "install the CRD with `kubectl apply --server-side -f crds/neuronadapters.yaml` or with the chart "
     "neuron-serving",
     LEADER_WORKER_SETS: "install LeaderWorkerSet, or set the chart value groups.controller to StatefulSet",
+    CLAIM_TEMPLATES: "claims need Kubernetes 1.34: update it, or set the chart value devices.mode to Plugin",
 }
 """What the operator cannot run without, if it is used, and the cure."""
 
 
-def _installed(*, makes_sets: bool) -> tuple[Resource, ...]:
-    return (NEURON_MODELS, NEURON_ADAPTERS, *((LEADER_WORKER_SETS,) if makes_sets else ()))
+def optional_children(settings: Settings) -> tuple[Resource, ...]:
+    """The kinds of children that only some installations have."""
+    used = {
+        LEADER_WORKER_SETS: settings.groups.controller == names.LEADER_WORKER_SET,
+        CLAIM_TEMPLATES: settings.claims_devices,
+    }
+    return tuple(resource for resource, is_used in used.items() if is_used)
 
 
-async def refused_namespaces(cluster: Client, namespaces: Sequence[str], *, makes_sets: bool = False) -> frozenset[str]:
+async def refused_namespaces(
+    cluster: Client, namespaces: Sequence[str], optional: Sequence[Resource] = ()
+) -> frozenset[str]:
     """Those of the namespaces that may not be watched; empty text: the cluster, if there are no namespaces. Where one
     was deleted, its Role is gone, and the models of the others are looked after all the same.
 
@@ -57,7 +69,7 @@ async def refused_namespaces(cluster: Client, namespaces: Sequence[str], *, make
     refused = set[str]()
     for namespace in namespaces or ("",):
         try:
-            for kind in _installed(makes_sets=makes_sets):
+            for kind in (*_CRDS, *optional):
                 await _until_granted(cluster, kind, namespace or None, last_wait)
         except Forbidden as fault:
             refused.add(namespace)
@@ -66,13 +78,13 @@ async def refused_namespaces(cluster: Client, namespaces: Sequence[str], *, make
     return frozenset(refused)
 
 
-async def until_one_is_granted(cluster: Client, namespaces: Collection[str], *, makes_sets: bool = False) -> None:
+async def until_one_is_granted(cluster: Client, namespaces: Collection[str], optional: Sequence[Resource] = ()) -> None:
     """Raises ClusterFault once `refused_namespaces` would leave out one of these no more: the process begins again."""
     while True:
         await asyncio.sleep(REGRANT_SECONDS)
         for namespace in namespaces:
             try:
-                for kind in _installed(makes_sets=makes_sets):
+                for kind in (*_CRDS, *optional):
                     await cluster.list(kind, namespace or None, field_selector=_NONE)
             except NotFound:
                 pass  # the next start says what to install

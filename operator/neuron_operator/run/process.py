@@ -24,11 +24,9 @@ import uvloop
 from aiohttp import web
 
 from neuron_operator.api.errors import OperatorError
-from neuron_operator.api.names import LEADER_WORKER_SET
 from neuron_operator.cluster.apart import Work, run_apart, run_on
 from neuron_operator.cluster.client import (
     CHILDREN,
-    LEADER_WORKER_SETS,
     NEURON_MODELS,
     Client,
     Forbidden,
@@ -45,7 +43,13 @@ from neuron_operator.read.objects import dig
 from neuron_operator.read.world import UPGRADES, Announcement, Object, Upgrade
 from neuron_operator.run import settings as settings_module
 from neuron_operator.run.handlers import Poster, run_kopf
-from neuron_operator.run.installed import INSTALL, check_schemas, refused_namespaces, until_one_is_granted
+from neuron_operator.run.installed import (
+    INSTALL,
+    check_schemas,
+    optional_children,
+    refused_namespaces,
+    until_one_is_granted,
+)
 from neuron_operator.run.metrics import Metrics
 from neuron_operator.run.pace import Pace
 from neuron_operator.run.reconcile import Decide, Reconciler, run_workers
@@ -89,7 +93,7 @@ class Operator:
             self.client,
             settings.watch_namespaces or (None,),
             wake=self.wake,
-            children=(*CHILDREN, *((LEADER_WORKER_SETS,) if _makes_sets(settings) else ())),
+            children=(*CHILDREN, *optional_children(settings.models)),
             count_start=lambda plural, how: metrics.watch_starts.labels(plural, how).inc(),
         )
         self._lease: LeaderLease
@@ -188,10 +192,6 @@ class Operator:
             self._queue = None
 
 
-def _makes_sets(settings: RunSettings) -> bool:
-    return settings.models.groups.controller == LEADER_WORKER_SET
-
-
 def _is_observed(model: Object) -> bool:
     return bool(dig(model, "status", "observedGeneration") == model["metadata"].get("generation"))
 
@@ -254,8 +254,9 @@ async def run(settings: RunSettings) -> None:
     """Run one replica until SIGTERM or SIGINT. Raises OperatorError or OSError (port in use), possibly in a group."""
     metrics = Metrics()
     connected = partial(connect, settings.kubeconfig, observe=lambda *key: metrics.api_requests.labels(*key).inc())
+    optional = optional_children(settings.models)
     async with connected() as cluster:
-        refused = await refused_namespaces(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
+        refused = await refused_namespaces(cluster, settings.watch_namespaces, optional)
         await check_schemas(cluster)
         is_idle = refused.issuperset(settings.watch_namespaces or ("",))
         if is_idle:
@@ -272,7 +273,7 @@ async def run(settings: RunSettings) -> None:
                 if not is_idle:
                     tasks.create_task(operator.run(), name="replica")
                 if refused:
-                    waiting = until_one_is_granted(cluster, refused, makes_sets=_makes_sets(settings))
+                    waiting = until_one_is_granted(cluster, refused, optional)
                     tasks.create_task(waiting, name="namespaces left out")
 
         await run_kopf(

@@ -119,7 +119,7 @@ class Reconciler:
     holdings: Holdings
 
     def __post_init__(self) -> None:
-        self._on_demand = OnDemand(self.client)
+        self._on_demand = OnDemand(self.client, claims_devices=self.settings.claims_devices)
         self.contained = Contained()
         self.contests = Contests()
         self._logged: dict[Key, tuple[Refusal, ...]] = {}

@@ -190,7 +190,8 @@ SETTINGS = (
     ),
     _Setting(
         "device_mode",
-        "PluginWithExtension if the Neuron scheduler extension is installed: it allows more device counts",
+        "how nodes give devices: Plugin, or PluginWithExtension if the Neuron scheduler extension is installed, which "
+        "allows more device counts; DRA: by claims of the Neuron DRA driver; Auto: as each node does, claims first",
         _one_of(*DEVICE_MODES),
         "Plugin",
     ),

@@ -38,7 +38,7 @@ def signal_of(pod: PodView, observed: Observed) -> Signal | None:
     if node is None:
         return None
     lost = _lost(node)
-    if lost is not None or not pod.requests:
+    if lost is not None or not (pod.requests or pod.claims_devices):
         return lost
     return next(_faults(pod, node), None)
 

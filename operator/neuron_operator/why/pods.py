@@ -329,7 +329,14 @@ def _explain_by_events(pod: PodView, warning: str) -> Finding:
         reasons = (reason for pattern, reason in _ABSENT.items() if re.search(pattern, warning))
         reason = next(reasons, Reason.VOLUME_NOT_BOUND)
         return unmet("Available", reason, f"{text}: {warning}{added}", needs)
+    if _UNPREPARED in warning:
+        text = f"node {pod.node} cannot prepare the devices of pod {pod.name}: {warning}; {_SEE_DRIVER}"
+        return unmet("Available", Reason.ALLOCATION_REJECTED, text, needs)
     return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting; {warning or 'no warnings so far'}", needs)
+
+
+_UNPREPARED = "FailedPrepareDynamicResources"
+_SEE_DRIVER = "see the pod of the Neuron DRA driver on that node"
 
 
 def _explain_unscheduled(pod: PodView, message: str, observed: Observed, placement: Placement | None) -> Finding:
@@ -343,22 +350,29 @@ def _explain_unscheduled(pod: PodView, message: str, observed: Observed, placeme
         elif pod.claims:
             text += f"; see kubectl describe pvc {' '.join(pod.claims)}"
         return unmet("Available", Reason.VOLUME_NOT_BOUND, text, {Need.CLAIM_EVENTS})
-    if placement is not None and f"Insufficient {names.NEURON_RESOURCE_PREFIX}" in message:
+    lacks = f"Insufficient {names.NEURON_RESOURCE_PREFIX}" in message or _NO_CLAIM in message
+    if placement is not None and lacks:
         free = describe_free(observed.free, placement, pod.node_rules)
         verdict = message.partition(". ")[0].rstrip(".")
         text = f"pod {pod.name} needs {placement.words} on one node; {free}; the scheduler reports {verdict}"
         return unmet("Available", Reason.INSUFFICIENT_NEURON, text, {Need.FREE_DEVICES})
     text = f"pod {pod.name} cannot be scheduled: {message or 'no reason given'}"
+    if f"device class {names.DEVICE_DRIVER} does not exist" in message:
+        text += "; install the Neuron DRA driver, or set the chart value devices.mode to Plugin"
     if pod.gates:
         text += f"; others added the gates {', '.join(pod.gates)}: who removes them admits it, such as a queue"
     if pod.host_ports and "free ports" in message:
         text += f"; the operator asks for no port of a node: others added {', '.join(pod.host_ports)}"
-    if placement is None or not placement.resources:
+    if placement is None or not placement.on_devices:
         return unmet("Available", Reason.NO_MATCHING_NODE, text)
     needs = {Need.FREE_DEVICES}  # of the nodes, only their types and labels count here
     if wrong_size := describe_sizes(observed.free, placement, pod.node_rules):
         return unmet("Placed", Reason.TOPOLOGY_IMPOSSIBLE, wrong_size, needs)
     return unmet("Available", Reason.NO_MATCHING_NODE, text, needs)
+
+
+_NO_CLAIM = "cannot allocate all claims"
+"""What the scheduler says of nodes whose devices do not suffice for a claim, or are not connected."""
 
 
 def how_it_ended(end: Termination) -> str:
