@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.rig.binaries import ensure
+from cluster.rig.claims import device_class, slice_of
 from cluster.rig.machine import wait_until
 from helpers.apiserver import ApiServer
 from helpers.controllers import Status, controlling, finished_or_ready, kubelet
@@ -40,14 +41,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         quiet = subprocess.DEVNULL
         add_node(server, "claims", {})
         add_node(server, "plugin", {names.DEVICE_RESOURCE: "16"})
-        offer(server, "claims")
-        device_class = {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "DeviceClass",
-            "metadata": {"name": names.DEVICE_DRIVER},
-            "spec": {"selectors": [{"cel": {"expression": f"device.driver == '{names.DEVICE_DRIVER}'"}}]},
-        }
-        server.apply(f"{CLAIMS}/deviceclasses/{names.DEVICE_DRIVER}", device_class)
+        offered = slice_of("claims", 16, TYPE)
+        server.apply(f"{CLAIMS}/resourceslices/{offered['metadata']['name']}", offered)
+        server.apply(f"{CLAIMS}/deviceclasses/{names.DEVICE_DRIVER}", device_class())
         with subprocess.Popen([scheduler, *arguments], stdout=quiet, stderr=quiet) as process:
             yield server
             process.kill()
@@ -61,29 +57,6 @@ def add_node(server: ApiServer, name: str, devices: dict[str, str]) -> None:
     status = {"conditions": ready, "capacity": {**ROOM, **devices}, "allocatable": {**ROOM, **devices}}
     server.call("PATCH", f"/api/v1/nodes/{name}/status", {"status": status}, "application/merge-patch+json")
     server.call("PATCH", f"/api/v1/nodes/{name}", {"spec": {"taints": None}}, "application/merge-patch+json")
-
-
-def offer(server: ApiServer, node: str, num: int = 16) -> None:
-    """What the Neuron driver writes about a node with EFA."""
-    devices = [
-        {
-            "name": f"neurondevice{number}",
-            "attributes": {
-                "deviceId": {"int": number},
-                "resourceType": {"string": "neuron_device"},
-                "instanceType": {"string": TYPE},
-                **{
-                    f"resource.aws.com/devicegroup{size}_id": {"string": f"{node}-{size}-{number // size}"}
-                    for size in (4, 8, 16)
-                },
-            },
-        }
-        for number in range(num)
-    ]
-    pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
-    spec = {"driver": names.DEVICE_DRIVER, "nodeName": node, "pool": pool, "devices": devices}
-    slice_ = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": node}, "spec": spec}
-    server.apply(f"{CLAIMS}/resourceslices/{node}", slice_)
 
 
 def on_its_node(pod: Any) -> Status:

@@ -98,6 +98,15 @@ COMPONENTS = {
                 "podresources.proto": ("k8s.io/kubelet", "pkg/apis/podresources/v1/api.proto"),
             },
         ),
+        Component(
+            "kubelet-protocols",
+            {},
+            minutes=0.1,
+            protocols={
+                "dra.proto": ("k8s.io/kubelet", "pkg/apis/dra/v1/api.proto"),
+                "pluginregistration.proto": ("k8s.io/kubelet", "pkg/apis/pluginregistration/v1/api.proto"),
+            },
+        ),
         Component("coredns", {"coredns": "."}, minutes=0.7, version_module="github.com/coredns/coredns"),
         Component(
             "buildkit",

@@ -20,7 +20,7 @@ _TESTS = _RIG.parent.parent
 CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 PAUSE_IMAGE = "localhost/pause:1"
 COREDNS_IMAGE = "localhost/coredns:1"
-_DEVICE_FOLDER = "/run/neuron-devices"
+DEVICE_FOLDER = "/run/neuron-devices"
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def device_plugin(node: Node, folders: Folders) -> Program:
         "cores-per-device": node.neuron.cores_per_device,
         "unhealthy-file": folders.unhealthy_file(node),
         "visible-file": folders.visible_file(node),
-        "device-folder": _DEVICE_FOLDER,
+        "device-folder": DEVICE_FOLDER,
         "stubs": folders.stubs,
     }
     command = (sys.executable, "-m", "cluster.rig.device_plugin", *_flags(options))

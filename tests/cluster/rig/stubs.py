@@ -12,15 +12,16 @@ from types import ModuleType
 from cluster.rig.cache import Cache, content_key
 
 PROTOCOLS = ("deviceplugin", "podresources")
+CLAIM_PROTOCOLS = ("dra", "pluginregistration")
 
 
-def ensure_stubs(cache: Cache, kubernetes_folder: Path) -> Path:
+def ensure_stubs(cache: Cache, kubernetes_folder: Path, protocols: tuple[str, ...] = PROTOCOLS) -> Path:
     """A folder with NAME_pb2 and NAME_pb2_grpc of each protocol.
 
     Raises:
         ValueError: protoc refuses a protocol file.
     """
-    sources = [kubernetes_folder / f"{name}.proto" for name in PROTOCOLS]
+    sources = [kubernetes_folder / f"{name}.proto" for name in protocols]
     key = content_key(version("grpcio-tools"), *sources)
 
     def build(folder: Path) -> None:
@@ -31,7 +32,7 @@ def ensure_stubs(cache: Cache, kubernetes_folder: Path) -> Path:
         if status := protoc.main(["protoc", *options, *map(str, sources)]):
             raise ValueError(f"protoc refused the kubelet's protocols with status {status}")
 
-    return cache.entry("stubs", "kubelet", key, build)
+    return cache.entry("stubs", "-".join(protocols), key, build)
 
 
 def import_stubs(folder: Path, name: str) -> tuple[ModuleType, ModuleType]:
