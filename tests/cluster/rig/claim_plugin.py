@@ -1,6 +1,7 @@
-"""A DRA driver without hardware, for the kubelet's real protocols (plugin registration v1, DRA v1). One process per node
-prepares the devices that the scheduler has given to claims: it writes a CDI specification, from which containerd adds
-them to containers. In a container they are numbered from 0, as with the device plugin.
+"""A DRA driver without hardware, for the kubelet's real protocols (plugin registration v1, DRA v1).
+
+One process per node prepares the devices that the scheduler has given to claims: it writes a CDI specification, from
+which containerd adds them to containers. In a container they are numbered from 0, as with the device plugin.
 """
 
 from __future__ import annotations
