@@ -256,7 +256,7 @@ def _kubelet_configuration(topology: Topology, node: Node, pki: Pki, group: Grou
         "failCgroupV1": False,
         "failSwapOn": False,
         "nodeStatusUpdateFrequency": times.node_status_frequency,
-        "nodeStatusReportFrequency": times.node_status_frequency,
+        "nodeStatusReportFrequency": times.node_status_report_frequency,
         "nodeLeaseDurationSeconds": times.node_lease_duration_seconds,
         # The disk belongs to the host, so the kubelet must not collect images on it.
         "imageGCHighThresholdPercent": 100,
