@@ -108,6 +108,7 @@ def story(installation: Installation, namespace: str) -> Iterator[Story]:
     print(json.dumps({name: round(seconds, 1) for name, seconds in story.seconds.items()}))
 
 
+@pytest.mark.long  # test_story_neuron.py shows that models share what was fetched and compiled
 def test_five_models_of_one_checkpoint_and_two_keys_are_fetched_once_and_compiled_twice(
     installation: Installation, story: Story
 ) -> None:
