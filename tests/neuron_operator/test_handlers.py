@@ -19,13 +19,13 @@ from helpers import kubeconfigs
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.names import GROUP, KIND, PLURAL, VERSION
 from neuron_operator.cluster import reflector
-from neuron_operator.cluster.client import NEURON_MODELS, Forbidden, NotFound, connect
+from neuron_operator.cluster.client import NEURON_MODELS, Forbidden, NotFound, accept_deep_json, connect
 from neuron_operator.cluster.reflector import Caches, Key
 from neuron_operator.read.world import Announcement
 from neuron_operator.run import handlers
 from neuron_operator.run.handlers import Poster, run_kopf
 from neuron_operator.run.metrics import Metrics
-from neuron_operator.run.process import accept_deep_json, one_line
+from neuron_operator.run.process import one_line
 
 
 def model(name: str, version: int) -> dict[str, Any]:
@@ -244,7 +244,7 @@ async def test_a_manifest_with_brackets_as_deep_as_the_api_server_takes_them_sto
 def test_json_that_is_deeper_than_any_manifest_does_not_end_the_process(opening: str) -> None:
     program = f"""
 import msgspec
-from neuron_operator.run.process import accept_deep_json
+from neuron_operator.cluster.client import accept_deep_json
 accept_deep_json()
 try:
     msgspec.json.decode({opening!r} * 100_000)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import re
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -54,6 +55,10 @@ MAX_LOG_BYTES = 16384
 _LOG_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 """The kubelet of a broken node does not answer, and a pass waits for it."""
 _REQUEST_TIMEOUTS = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=CONNECT_SECONDS)
+MOST_NESTED = 15_000
+"""Calls within each other, such as a decoder's for nested lists. The API server takes JSON that is 10 000 deep, where a
+schema leaves fields open, and one such manifest must not end the process. A stack of 8 MiB has room for 20 000 calls of
+msgspec, and with a limit above that, deeper JSON would end it."""
 DEFAULT_KUBECONFIG = os.path.expanduser("~/.kube/config")
 
 
@@ -112,6 +117,7 @@ CLAIM_TEMPLATES = Resource(names.CLAIM_API, names.CLAIM_TEMPLATE, "resourceclaim
 RESOURCE_CLAIMS = Resource(names.CLAIM_API, "ResourceClaim", "resourceclaims")
 RESOURCE_SLICES = Resource(names.CLAIM_API, "ResourceSlice", "resourceslices", namespaced=False)
 """What drivers offer on each node."""
+ENDPOINT_SLICES = Resource("discovery.k8s.io/v1", "EndpointSlice", "endpointslices")
 SECRETS = Resource("v1", "Secret", "secrets")
 """Created with a group, and as a trial; never read: the operator has no right to."""
 _BY_KIND = {
@@ -162,6 +168,11 @@ class Throttled(ClusterFault):
 
 class Unreachable(ClusterFault):
     """No response: the network or the API server is down."""
+
+
+def accept_deep_json() -> None:
+    """For a process that reads what others write in a cluster; called before its event loop begins."""
+    sys.setrecursionlimit(MOST_NESTED)
 
 
 @dataclass(frozen=True)
@@ -420,6 +431,19 @@ class Client:
         }
         path = resource.path_of(live, "status")
         return await self._patch(resource, path, _APPLY, body, force="true", fieldManager=names.STATUS_FIELD_MANAGER)
+
+    async def scale(self, resource: Resource, live: Object, num_replicas: int) -> None:
+        """Writes the number of replicas through `/scale`. Raises Conflict (retriable) if they are not those of `live`,
+        because somebody else scaled it, or another object has its name."""
+        same = {"/metadata/uid": live["metadata"]["uid"], "/spec/replicas": live["spec"]["replicas"]}
+        patch = [
+            *({"op": "test", "path": path, "value": value} for path, value in same.items()),
+            {"op": "replace", "path": "/spec/replicas", "value": num_replicas},
+        ]
+        try:
+            await self._patch(resource, resource.path_of(live, "scale"), "json-patch+json", patch)
+        except Invalid as changed:
+            raise Conflict(str(changed), retriable=True, status=409) from changed
 
     async def patch(self, resource: Resource, live: Object, patch: Object, *, unchanged: bool = True) -> Object:
         """Strategic merge patch of exactly `live`; raises Conflict if another object has its name, or, with

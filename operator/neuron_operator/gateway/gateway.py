@@ -79,6 +79,8 @@ class Gateway:
     def put(self, served: Served) -> None:
         """A model is new or has changed."""
         model = self.directory.put(served)
+        if not served.is_asleep:
+            self._waking.pop(served.key, None)
         if model.room:
             if served.refused:
                 self._refuse_all(model, served.refused)

@@ -48,6 +48,7 @@ class Served:
     words: str = ""
     """What its condition says."""
     max_model_len: int | None = None
+    uid: str = ""
 
     @property
     def key(self) -> Key:

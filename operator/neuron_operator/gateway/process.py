@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
@@ -25,6 +26,7 @@ import yaml
 from aiohttp import web
 
 from neuron_operator.api.errors import OperatorError
+from neuron_operator.cluster.client import accept_deep_json, connect
 from neuron_operator.gateway import config as config_module
 from neuron_operator.gateway.access_log import LineWriter
 from neuron_operator.gateway.clients import ClientConnection
@@ -32,6 +34,7 @@ from neuron_operator.gateway.config import Config, InvalidConfig
 from neuron_operator.gateway.gateway import Gateway
 from neuron_operator.gateway.metrics import Metrics
 from neuron_operator.gateway.models import static
+from neuron_operator.gateway.watching import Watching, wake
 
 logger = logging.getLogger(__name__)
 
@@ -148,20 +151,29 @@ async def run(config: Config) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    writer = LineWriter(sys.stdout.fileno()) if config.access_log and sys.stdout is not None else None
-    gateway = Gateway(config, Metrics(), log=None if writer is None else writer.write)
-    try:
-        async with observed(gateway), serving(gateway) as port:
+    async with contextlib.AsyncExitStack() as stack:
+        log = None
+        if config.access_log and sys.stdout is not None:
+            writer = LineWriter(sys.stdout.fileno())
+            stack.callback(writer.close)
+            log = writer.write
+        if config.models:
+            gateway = Gateway(config, Metrics(), log=log)
             for model in config.models:
                 gateway.put(static(model))
             gateway.is_ready = True
-            logger.info("serving on port %d", port)
-            await stopped.wait()
-            logger.info("stopping: %d requests run", len(gateway.exchanges))
-            await gateway.drain()
-    finally:
-        if writer is not None:
-            writer.close()
+        else:
+            cluster = await stack.enter_async_context(connect(config.kubeconfig))
+            gateway = Gateway(config, Metrics(), log=log, wake=partial(wake, cluster))
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            watch = tasks.create_task(Watching(cluster, config.namespaces or (None,), gateway).run(), name="watches")
+            stack.callback(watch.cancel)
+        await stack.enter_async_context(observed(gateway))
+        port = await stack.enter_async_context(serving(gateway))
+        logger.info("serving on port %d", port)
+        await stopped.wait()
+        logger.info("stopping: %d requests run", len(gateway.exchanges))
+        await gateway.drain()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     _, most = getrlimit(RLIMIT_NOFILE)
     setrlimit(RLIMIT_NOFILE, (most, most))
+    accept_deep_json()
     gc.freeze()  # what is imported stays
     gc.set_threshold(COLLECT_AFTER)
     exit_code = 0

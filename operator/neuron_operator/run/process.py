@@ -31,6 +31,7 @@ from neuron_operator.cluster.client import (
     Client,
     Forbidden,
     NotFound,
+    accept_deep_json,
     connect,
 )
 from neuron_operator.cluster.holding import Holdings
@@ -58,10 +59,6 @@ from neuron_operator.run.upgrades import Turns
 
 logger = logging.getLogger(__name__)
 
-MOST_NESTED = 15_000
-"""Calls within each other, such as a decoder's for nested lists. The API server takes JSON that is 10 000 deep, where a
-schema leaves fields open, and one such manifest must not end the process. A stack of 8 MiB has room for 20 000 calls of
-msgspec, and with a limit above that, deeper JSON would end it."""
 COLLECT_AFTER = 20_000
 """New objects until the collector looks for cycles. Passes make thousands from JSON, which has none."""
 
@@ -235,10 +232,6 @@ async def serving(operator: Operator, metrics: Metrics, host: str, *ports: int) 
         yield
     finally:
         await runner.cleanup()
-
-
-def accept_deep_json() -> None:
-    sys.setrecursionlimit(MOST_NESTED)
 
 
 def _listener(host: str, port: int) -> socket.socket:
