@@ -685,14 +685,10 @@ async def test_no_bytes_from_a_client_harm_the_gateway(count: int) -> None:
         assert not problems
 
 
-def test_a_port_that_is_in_use_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    from neuron_operator.gateway.process import main
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        arguments = ["--model", "chat=127.0.0.1:1", "--host", "127.0.0.1", "--port", str(port), "--metrics-port", "0"]
-        assert main(arguments) == 1
-    assert "in use" in capfd.readouterr().err
+async def test_a_port_that_is_in_use_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        async with running({"port": taken.getsockname()[1]}):
+            pass
 
 
 @pytest.mark.parametrize(

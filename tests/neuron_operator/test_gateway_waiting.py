@@ -43,7 +43,7 @@ class Sleeper:
 
 async def test_requests_of_a_sleeping_model_wait_wake_it_once_and_are_sent_in_their_order() -> None:
     sleeper = Sleeper()
-    async with replicas(echo) as (chat,), running(wake=sleeper.wake) as gateway:
+    async with replicas(echo) as (chat,), running({"hold": {"perReplica": 1}}, wake=sleeper.wake) as gateway:
         gateway.serve("chat", is_asleep=True)
         clients = []
         for number in range(20):

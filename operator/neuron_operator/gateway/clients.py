@@ -10,7 +10,7 @@ import re
 import secrets
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import httptools
 
@@ -91,9 +91,8 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self.transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if isinstance(peer, tuple) else ""
         self.deadline = self.gateway.now() + self.gateway.config.timeouts.idle_seconds

@@ -207,3 +207,7 @@ def _first(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) or type(error).__name__
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -6,7 +6,7 @@ The parser only tells where an answer begins and ends. An `Exchange` decides wha
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import httptools
 
@@ -62,8 +62,7 @@ class Upstream(asyncio.Protocol):
         self.answer = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
 
     def carry(self, exchange: Exchange) -> None:
         """Its answer is the next to come."""
