@@ -22,7 +22,7 @@ import msgspec
 
 from neuron_runtime.dtypes import BY_STORED, COMPUTED_STORED
 from neuron_runtime.errors import ExitCode, FatalError
-from neuron_runtime.quantization import UNREAD, WORD, Quantization, StoredTensor, numbers_in_word
+from neuron_runtime.quantization import QUANTIZATION_FIELDS, UNREAD, WORD, Quantization, StoredTensor, numbers_in_word
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -45,6 +45,8 @@ MAX_DIMENSIONS = 16
 MAX_NAMED = 5
 """Tensors named in one error message."""
 HEAD = "lm_head.weight"
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Of ModelOpt, which wrote it before config.json had a `quantization_config`."""
 FUSION = "fc.weight"
 """Fuses tokens with hidden states: EAGLE heads alone have it."""
 COMPARED_BYTES = 2**24
@@ -112,8 +114,8 @@ class Checkpoint:
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     digest: str
-    """sha256 over config.json, the index (if any) and the headers of the weight files, in order of their names. With
-    shards, the configuration of their graphs instead of the index."""
+    """sha256 over config.json, with the file that has its quantization, the index (if any) and the headers of the weight
+    files, in order of their names. With shards, the configuration of their graphs instead of the index."""
     is_sharded: bool = False
     """The weights are those of compiled graphs alone, cut for their ranks: names and shapes are the library's, keys of
     `tensors` have the file too, and what several ranks hold counts several times."""
@@ -147,8 +149,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         InvalidModel: config.json or weights are missing, malformed or truncated.
     """
     raw_config = _read_config(folder)
-    config = _json_object(raw_config, folder / CONFIG_FILE)
-    digest = hashlib.sha256(raw_config)
+    config, raw_quantization = _with_quantization(folder, _json_object(raw_config, folder / CONFIG_FILE))
+    digest = hashlib.sha256(raw_config + raw_quantization)
 
     weight_map: dict[str, str] | None = None
     files, is_sharded = [WEIGHTS_FILE], has_only_shards(folder)
@@ -226,7 +228,21 @@ def advice_without_safetensors(names: Collection[str]) -> str:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read only config.json, from a folder that may have no weights. Raises as `read_checkpoint`."""
-    return _json_object(_read_config(folder), folder / CONFIG_FILE)
+    return _with_quantization(folder, _json_object(_read_config(folder), folder / CONFIG_FILE))[0]
+
+
+def _with_quantization(folder: Path, config: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """config.json with what another file says of quantized weights, and the bytes of that."""
+    path = folder / QUANTIZATION_FILE
+    if not path.exists() or any(config.get(field) for field in QUANTIZATION_FIELDS):
+        return config, b""
+    raw, whole = read_object(path, "it says how the weights are quantized")
+    given = whole.get("quantization")
+    if not isinstance(given, dict):
+        raise InvalidModel(f"{path}: quantization must be an object, got {given!r:.100}")
+    if given.get("quant_algo") is None:
+        return config, b""  # the cache alone is quantized
+    return {**config, "quantization_config": {"quant_method": "modelopt", **given}}, raw
 
 
 def read_object(path: Path, cure: str, limit: int = MAX_JSON_BYTES) -> tuple[bytes, dict[str, Any]]:

@@ -22,8 +22,22 @@ Kind = Literal["int8", "fp8"]
 """What quantized weights can be converted to."""
 Format = Literal["int8", "fp8", "none"]
 """What weights can be converted to. none: multiplied out, in the model's dtype."""
-Quantizing = Literal["auto", "none", "int8", "fp8", "compressed-tensors", "awq", "fbgemm_fp8", "gptq", "modelopt"]
-"""Values of the configuration. The last ones are methods of checkpoints: vLLM's words for what they say anyway."""
+Quantizing = Literal[
+    "auto",
+    "none",
+    "int8",
+    "fp8",
+    "compressed-tensors",
+    "awq",
+    "awq_marlin",
+    "fbgemm_fp8",
+    "gptq",
+    "gptq_marlin",
+    "modelopt",
+    "mxfp4",
+]
+"""Values of the configuration. The last ones are methods of checkpoints, or vLLM's products for them: its words for
+what they say anyway."""
 
 KINDS: Mapping[str, Kind] = {"I8": "int8", "F8_E4M3": "fp8"}
 """By the dtype in which numbers are stored."""
@@ -202,7 +216,7 @@ def wanted_format(config: Mapping[str, Any], wanted: Quantizing, field: str = "$
             return cast(Kind, wanted)
         message = f"is {wanted}, but the checkpoint is not quantized: leave it out, or set int8 or fp8"
         raise InvalidConfig(field, message)
-    if wanted not in (stored.kind, stored.method):
+    if wanted.removesuffix("_marlin") not in (stored.kind, stored.method):
         message = f"is {wanted}, but the checkpoint is quantized already ({stored.in_words()}): leave it out, or set "
         raise InvalidConfig(field, f"{message}none, or serve a checkpoint that is not quantized")
     return ""

@@ -210,3 +210,12 @@ def _words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> tor
     split = numbers.long().unflatten(1, (-1, each))
     words = torch.stack([split[..., one] << bits * place for place, one in enumerate(order or range(each))])
     return words.sum(dim=0).to(torch.int32)
+
+
+def say_beside(folder: Path, **more: Any) -> None:
+    """Move the quantization of ModelOpt from config.json to the file where older versions wrote it."""
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    given = {name: value for name, value in config.pop("quantization_config").items() if name != "quant_method"}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    whole = {"producer": {"name": "modelopt"}, "quantization": {**given, "exclude_modules": ["lm_head"], **more}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(whole))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from helpers.chat_model import write_chat_model
-from helpers.quantized import FORMATS, quantize
+from helpers.quantized import FORMATS, quantize, say_beside
 from helpers.tiny_model import write_tiny_model
 from helpers.torch_models import reference, reference_logits
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
@@ -387,6 +387,29 @@ def test_wrong_weights_are_refused_before_anything_is_written(
         converted_by(folder, tmp_path / "store", "auto", backend="nxdi")
     assert caught.value.exit_code is ExitCode.INVALID_MODEL
     assert not list((tmp_path / "store").glob("**/*.safetensors"))
+
+
+def test_what_modelopt_says_beside_config_json_is_read_and_is_not_said_of_converted_weights(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    beside = tmp_path / "beside"
+    shutil.copytree(models["fp8 of ModelOpt"], beside)
+    before = read_checkpoint(beside)
+    say_beside(beside)
+    found = read_checkpoint(beside)
+    assert quantization_of(found.config) == quantization_of(before.config) is not None
+    assert found.digest != before.digest
+    digest = converted_by(beside, tmp_path / "store", "none", backend="nxdi").weights.digest
+    plain = read_checkpoint(tmp_path / "store" / digest)
+    assert quantization_of(plain.config) is None
+    (beside / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(FatalError, match="quant_algo 'NVFP4' of modelopt: not supported"):
+        converted_by(beside, tmp_path / "store", "none", backend="nxdi")
+    (beside / "hf_quant_config.json").write_text('{"quantization": "FP8"}')
+    with pytest.raises(FatalError, match=r"hf_quant_config.json: quantization must be an object, got 'FP8'"):
+        read_checkpoint(beside)
+    (beside / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    assert quantization_of(read_checkpoint(beside).config) is None, "the cache alone is quantized"
 
 
 def test_numbers_that_are_none_are_refused_by_the_name_of_the_tensor(models: dict[str, Path], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -15,6 +15,7 @@ from neuron_runtime.checkpoint import Checkpoint, read_checkpoint
 from neuron_runtime.conversion.plan import Conversion, conversion_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.inspection import model_facts
+from neuron_runtime.quantization import Quantizing, wanted_format
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -91,6 +92,28 @@ def test_a_checkpoint_is_not_quantized_to_another_format(checkpoints: dict[str, 
 def test_a_method_is_accepted_where_the_checkpoint_has_it(checkpoints: dict[str, Checkpoint]) -> None:
     checkpoint = checkpoints["fp8 of ModelOpt"]
     assert converted(checkpoint, "nxdi", "modelopt") == converted(checkpoint, "nxdi", "fp8") is not None
+
+
+GIVEN = {
+    "compressed-tensors": FORMATS["int8 per channel"],
+    "fp8": FORMATS["fp8 in blocks"],
+    "fbgemm_fp8": FORMATS["fp8 of FBGEMM"],
+    "modelopt": FORMATS["fp8 of ModelOpt"],
+    "awq": PACKED["AWQ"],
+    "gptq": PACKED["GPTQ"],
+    "mxfp4": {"quant_method": "mxfp4"},
+}
+
+
+@pytest.mark.parametrize("wanted", [word for word in get_args(Quantizing) if word not in ("auto", "none", "int8")])
+def test_words_of_vllm_must_be_what_the_checkpoint_says(wanted: Any) -> None:
+    for method, given in GIVEN.items():
+        is_fp8 = wanted == "fp8" and method in ("fp8", "fbgemm_fp8", "modelopt")
+        if wanted.removesuffix("_marlin") == method or is_fp8:
+            assert wanted_format({"quantization_config": given}, wanted) == ""
+        else:
+            with pytest.raises(InvalidConfig, match=rf"is {wanted}, but the checkpoint is quantized .* \({method}: "):
+                wanted_format({"quantization_config": given}, wanted)
 
 
 def test_quantized_experts_are_refused_by_name_on_nxdi(checkpoints: dict[str, Checkpoint]) -> None:

@@ -15,15 +15,18 @@ import msgspec
 import pytest
 
 from helpers.hub import Shelf, serving
+from helpers.quantized import FORMATS, quantize, say_beside
 from helpers.tiny_model import TINY_CONFIG, write_tiny_model
 from helpers.torch_models import MODELS, random_model
 from neuron_runtime import record
 from neuron_runtime.backend.neuron import devices
-from neuron_runtime.checkpoint import InvalidModel, TensorInfo, read_checkpoint
+from neuron_runtime.checkpoint import InvalidModel, TensorInfo, read_checkpoint, read_config
 from neuron_runtime.commands.command_line import main
+from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model, model_facts
 from neuron_runtime.record import ModelFacts
+from neuron_runtime.weights.fetching import materialize
 
 
 @pytest.fixture
@@ -77,6 +80,18 @@ def test_a_pinned_commit_is_inspected_after_its_branch_moved(shelf: Shelf, hub: 
     write_tiny_model(shelf.root / "acme/tiny/main", num_hidden_layers=5)
     pinned = shelf.commit("acme/tiny", "v1")
     assert inspect_model("hf://acme/tiny@main", digest=pinned) == facts_of_tiny(pinned)
+
+
+def test_a_hub_model_may_say_beside_its_configuration_how_it_is_quantized(
+    shelf: Shelf, hub: None, tmp_path: Path
+) -> None:
+    folder = shelf.root / "acme/tiny/main"
+    quantize(write_tiny_model(tmp_path / "plain"), folder, FORMATS["fp8 of ModelOpt"])
+    (folder / "tokenizer.json").write_bytes((tmp_path / "plain/tokenizer.json").read_bytes())
+    say_beside(folder)
+    assert inspect_model("hf://acme/tiny", "nxdi").quantization == "modelopt: fp8 per tensor"
+    copy = materialize(ModelSource(uri="hf://acme/tiny"), tmp_path / "store", lambda *_: None)
+    assert read_config(copy)["quantization_config"]["quant_method"] == "modelopt"
 
 
 def test_a_folder_with_another_digest_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

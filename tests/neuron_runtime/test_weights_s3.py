@@ -88,6 +88,16 @@ class TestModels:
         assert error.exit_code is ExitCode.CHECKSUM_MISMATCH
         assert "is pinned" in str(error)
 
+    def test_a_digest_of_before_its_quantization_file_counted_is_still_found(
+        self, server: S3Server, model: Path, tmp_path: Path
+    ) -> None:
+        uri = f"s3://{BUCKET}/models/modelopt"
+        server.upload(model, "models/modelopt")
+        before = fetched(tmp_path / "a", uri).digest
+        said = b'{"quantization": {"quant_algo": null}}'
+        server.client().put_object(Bucket=BUCKET, Key="models/modelopt/hf_quant_config.json", Body=said)
+        assert fetched(tmp_path / "b", uri, digest=before).digest == before
+
     def test_objects_below_deeper_prefixes_are_not_part_of_the_model(
         self, server: S3Server, model: Path, tmp_path: Path
     ) -> None:

@@ -21,6 +21,7 @@ from neuron_runtime.checkpoint import (
     CONFIG_FILE,
     GRAPHS_CONFIG_FILE,
     INDEX_FILE,
+    QUANTIZATION_FILE,
     InvalidModel,
     check_tied_head,
     check_tokenizer,
@@ -47,8 +48,8 @@ from neuron_runtime.weights.transfer import TOOLS, Amount, Tools
 if TYPE_CHECKING:
     from neuron_runtime.weights.remote import RemoteStore
 
-NOT_COPIED = {CONFIG_FILE, INDEX_FILE, GRAPHS_CONFIG_FILE}
-"""Small files that are written anew, or belong to graphs of the unconverted weights."""
+NOT_COPIED = {CONFIG_FILE, INDEX_FILE, GRAPHS_CONFIG_FILE, QUANTIZATION_FILE}
+"""Small files that are written anew, or belong to the unconverted weights."""
 MEASURING = "measuring"
 """A file beside a conversion whose perplexities are being computed."""
 MAX_ATTEMPTS = 3

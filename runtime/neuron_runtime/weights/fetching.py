@@ -29,6 +29,7 @@ from neuron_runtime.checkpoint import (
     INDEX_FILE,
     MAX_HEADER_BYTES,
     MAX_JSON_BYTES,
+    QUANTIZATION_FILE,
     TEMPLATES_FOLDER,
     WEIGHTS_FILE,
     InvalidModel,
@@ -146,10 +147,11 @@ def _measure_adapter(folder: Path) -> tuple[str, int]:
 
 MODEL = Parts(
     config=CONFIG_FILE,
-    outlined=frozenset({CONFIG_FILE, INDEX_FILE, GRAPHS_CONFIG_FILE}),
+    outlined=frozenset({CONFIG_FILE, INDEX_FILE, GRAPHS_CONFIG_FILE, QUANTIZATION_FILE}),
     is_small=is_small,
     is_part=is_part,
     is_pinned=is_part,
+    was_pinned=lambda name: is_part(name) and name != QUANTIZATION_FILE,
     large=_model_files,
     max_header_bytes=MAX_HEADER_BYTES,
     check_small=read_config,

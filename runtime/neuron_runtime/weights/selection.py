@@ -15,6 +15,7 @@ from neuron_runtime.checkpoint import (
     GRAPHS_CONFIG_FILE,
     GRAPHS_FILE,
     INDEX_FILE,
+    QUANTIZATION_FILE,
     TEMPLATES_FOLDER,
     WEIGHTS_FILE,
     is_shard,
@@ -35,6 +36,7 @@ SMALL_FILES = (
     "*.jinja",
     INDEX_FILE,
     GRAPHS_CONFIG_FILE,
+    QUANTIZATION_FILE,
 )
 """Files of a model besides its weights, as patterns of names in the root of a repository or prefix."""
 
