@@ -25,11 +25,11 @@ import pytest
 from aiohttp import web
 from kubernetes.utils.quantity import parse_quantity
 
-from cluster.rig.machine import wait_until
+from cluster.rig.machine import WAIT_SECONDS, wait_until
 from helpers import manifests as refused_manifests
 from helpers.api_proxy import proxying
 from helpers.apiserver import ApiServer
-from helpers.controllers import finished_or_ready
+from helpers.controllers import finished_or_ready, replica
 from helpers.failures import check_says
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, OPERATOR_ACCOUNT, OPERATOR_NAMESPACE, grant
 from helpers.operator_worlds import FACTS, REFUSED, body
@@ -69,7 +69,7 @@ from neuron_operator.cluster.lease import LeaseTimings
 from neuron_operator.cluster.on_demand import EVENTS_SECONDS, EXISTS_SECONDS, LOG_SECONDS
 from neuron_operator.cluster.reflector import Caches, Key
 from neuron_operator.decide.course import decide
-from neuron_operator.read.objects import MAX_OWNERS, is_shared, owners_of
+from neuron_operator.read.objects import MAX_OWNERS, instant, is_shared, owners_of
 from neuron_operator.read.world import Decision, Settings, World
 from neuron_operator.run import handlers
 from neuron_operator.run.installed import refused_namespaces
@@ -1823,6 +1823,83 @@ async def test_an_adapter_without_a_model_says_so(server: ApiServer, namespace: 
 
     async with client_of(server) as client, operating(client, only(namespace)):
         await eventually(lambda: reasons() == {"NoSuchModel"}, about=reasons)
+
+
+async def test_scale_has_a_selector_and_counts_replicas_that_load(server: ApiServer, namespace: Namespace) -> None:
+    """Autoscalers ask for both at zero, and before the first revision: without a selector they do nothing, and
+    replicas that load count, or they add more meanwhile."""
+
+    def scale() -> tuple[int, int, bool]:
+        found = server.call("GET", NEURON_MODELS.path(namespace.name, "chat", "scale"))
+        selector = "neuron-serving.dev/model=chat,neuron-serving.dev/role=leader"
+        spec, status = found["spec"], found["status"]
+        return spec.get("replicas", 0), status["replicas"], status.get("selector") == selector
+
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model(replicas=0)
+        await eventually(lambda: namespace.condition("ModelResolved")[0] == "False")
+        assert scale() == (0, 0, True)
+        await namespace.settle()
+        assert namespace.condition("Available") == ("True", "ScaledToZero")
+        assert scale() == (0, 0, True)
+        namespace.patch(NEURON_MODELS, "chat", {"spec": {"replicas": 1}})
+        await eventually(lambda: namespace.condition("Available")[0] == "False")
+        namespace.start_pod("chat-a", {"phase": "Running"})
+        await eventually(lambda: scale() == (1, 1, True), about=scale)
+        assert namespace.condition("Available") == ("False", "Loading")
+
+
+async def test_idle_replicas_are_taken_away_through_scale(server: ApiServer, namespace: Namespace) -> None:
+    idle = [20.0]
+    async with (
+        client_of(server) as client,
+        operating(client, only(namespace)),
+        replica("127.7.8.1", [], lambda: idle[-1]),
+        replica("127.7.8.2", [], lambda: 7200),
+    ):
+        namespace.put_model(replicas=2, idle={"afterSeconds": 3600})
+        await namespace.settle()
+        for number in (1, 2):
+            namespace.start_pod(f"chat-{number}", _ready_since("2026-01-01T00:00:00Z", f"127.7.8.{number}"))
+        await eventually(lambda: namespace.condition() == ("True", "Ready"), about=namespace.model)
+        assert namespace.model()["spec"]["replicas"] == 2, "one has had a request 20 s ago"
+        status = namespace.model()["status"]["scaling"]
+        asked = instant(status["activeAt"])
+        assert asked is not None
+        assert abs((datetime.now(UTC) - asked).total_seconds() - 20) < WAIT_SECONDS
+
+        idle.append(7200)
+        namespace.patch(NEURON_MODELS, "chat", {"spec": {"idle": {"afterSeconds": 60}}})  # it has been asked just now
+        told = {"status": {"scaling": {**status, "activeAt": "2026-01-01T00:00:00Z"}}}
+        path = NEURON_MODELS.path(namespace.name, "chat", "status")
+        server.call("PATCH", path, told, "application/merge-patch+json")
+        await eventually(lambda: namespace.model()["spec"]["replicas"] == 0, about=namespace.model)
+        await eventually(lambda: namespace.get(BY_KIND["Deployment"], "chat")["spec"]["replicas"] == 0)
+        await eventually(lambda: "no request since" in str(namespace.model()["status"]), about=namespace.model)
+        await eventually(lambda: "ScaledDown" in {event["reason"] for event in namespace.list(EVENTS)})
+
+
+async def test_a_scale_of_somebody_else_is_not_undone(server: ApiServer, namespace: Namespace) -> None:
+    """A gateway wakes the model in the moment in which the operator ends its replicas."""
+    async with client_of(server) as client:
+        namespace.put_model(replicas=2)
+        before = namespace.model()
+        namespace.patch(NEURON_MODELS, "chat", {"spec": {"replicas": 3}})
+        with pytest.raises(Conflict):
+            await client.scale(NEURON_MODELS, before, 0)
+        assert namespace.model()["spec"]["replicas"] == 3
+        await client.scale(NEURON_MODELS, namespace.model(), 1)
+        assert namespace.model()["spec"]["replicas"] == 1
+
+
+def _ready_since(time: str, address: str) -> dict[str, Any]:
+    """The status of a pod."""
+    true = {"status": "True", "lastTransitionTime": time}
+    ready = [{"type": kind, **true} for kind in ("PodScheduled", "Ready", "ContainersReady")]
+    container = {"name": "runtime", "image": "i", "imageID": "i", "ready": True, "restartCount": 0}
+    running = {**container, "state": {"running": {"startedAt": time}}}
+    ips = {"podIP": address, "podIPs": [{"ip": address}]}
+    return {"phase": "Running", "conditions": ready, "containerStatuses": [running], **ips}
 
 
 async def test_every_granted_right_is_used_and_no_request_lacks_one(server: ApiServer) -> None:

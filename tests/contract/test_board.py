@@ -180,7 +180,9 @@ def operator_text(passes: int, failed: int, leader: int, reason: str | None) -> 
     metrics.upgrades.labels("Waiting").set(3)
     is_ready = reason == "Ready"
     conditions = [{"type": kind, "status": str(is_ready), "reason": reason} for kind in ("Available", "Ready")]
-    status = {"conditions": conditions, "readyReplicas": int(is_ready)}
+    scaling = {"loadSeconds": 85, "activeAt": "2026-03-01T12:00:00Z"}
+    held = {"replicas": 1, "plan": {"devices": 2}, "scaling": scaling}
+    status = {"conditions": conditions, "readyReplicas": int(is_ready), **held}
     model = {"metadata": {"namespace": "team", "name": "chat"}, "spec": {"replicas": 1}, "status": status}
     metrics.report_models(lambda: [model] if reason else [])
     of_adapter = {"replicas": 1, "readyReplicas": int(is_ready)}
@@ -361,6 +363,7 @@ def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[st
         "neuron_serving_neuron_logical_core_memory_used_bytes": "the panel of a core's memory shows it by use",
         "neuron_serving_neuron_logical_core_memory_free_bytes": "the same for as long as a model is loaded",
         "vllm:spec_decode_num_accepted_tokens_per_pos_total": "read when the number of draft tokens is chosen",
+        "neuron_serving_idle_seconds": "read by the operator, whose board shows it by model",
         "vllm:request_params_n": "read when a model is sized",
         "vllm:request_params_max_tokens": "read when a model is sized",
         "vllm:request_max_num_generation_tokens": "read when a model is sized",

@@ -107,14 +107,20 @@ async def kubelet(namespace: Namespace, status_of: Callable[[Any], Status] = fin
 
 
 @contextlib.asynccontextmanager
-async def replica(address: str, adapters: list[dict[str, str]]) -> AsyncIterator[None]:
-    """What a replica at this address tells about its adapters."""
+async def replica(
+    address: str, adapters: list[dict[str, str]], idle_seconds: Callable[[], float] = lambda: 0
+) -> AsyncIterator[None]:
+    """What a replica at this address tells about its adapters, and about how long it has been idle."""
 
     async def tell(_: web.Request) -> web.Response:
         return web.json_response({"adapters": adapters})
 
+    async def metrics(_: web.Request) -> web.Response:
+        labels = 'engine="0",model_name="chat"'
+        return web.Response(text=f"neuron_serving_idle_seconds{{{labels}}} {idle_seconds()}\n")
+
     app = web.Application()
-    app.add_routes([web.get(names.ADAPTERS_PATH, tell)])
+    app.add_routes([web.get(names.ADAPTERS_PATH, tell), web.get(names.METRICS_PATH, metrics)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, address, names.PORT).start()

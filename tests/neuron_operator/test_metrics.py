@@ -71,6 +71,36 @@ def test_a_model_has_a_series_for_each_of_our_conditions_and_its_replicas_until_
     assert "team" not in metrics.exposition().decode()
 
 
+def test_a_model_says_what_it_holds_since_when_it_is_idle_and_how_long_it_loaded() -> None:
+    """Without a rule for idle models nobody knows, and a CPU holds no devices."""
+    metrics = Metrics()
+
+    def named(name: str, **status: object) -> dict[str, object]:
+        return {"metadata": {"namespace": "team", "name": name}, "status": status}
+
+    scaling = {"loadSeconds": 85, "activeAt": "1970-01-01T00:16:40Z"}
+    models = [
+        named("pair", replicas=3, plan={"devices": 2, "nodes": 2}, scaling=scaling),
+        named("cores", replicas=1, plan={"devices": 0, "cores": 4}),
+        named("asleep", replicas=0, plan={"devices": 2}),
+        named("cpu", replicas=2, plan={"devices": 0}),
+    ]
+    metrics.report_models(lambda: models, now=lambda: 1030.0)
+    kinds = ("_devices", "_idle_seconds", "_last_load_seconds")
+    found = {
+        (name[len("neuron_operator_model") :], *sorted(labels)): value
+        for (name, labels), value in samples(metrics).items()
+    }
+    team = ("namespace", "team")
+    assert {key: value for key, value in found.items() if key[0] in kinds} == {
+        ("_devices", ("name", "pair"), team, ("resource", "aws.amazon.com/neuron")): 12,
+        ("_devices", ("name", "cores"), team, ("resource", "aws.amazon.com/neuroncore")): 4,
+        ("_devices", ("name", "asleep"), team, ("resource", "aws.amazon.com/neuron")): 0,
+        ("_idle_seconds", ("name", "pair"), team): 30,
+        ("_last_load_seconds", ("name", "pair"), team): 85,
+    }
+
+
 def test_requests_watches_and_passes_are_counted_with_their_labels() -> None:
     metrics = Metrics()
     metrics.api_requests.labels("get", "jobs", "404").inc()

@@ -143,6 +143,26 @@ def test_an_ended_engine_reports_no_running_requests() -> None:
     assert value(metrics, "neuron_serving_group_members_present") == 0
 
 
+def test_a_server_is_idle_since_its_last_request_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And before the first one since its start: the operator ends replicas by it."""
+    now = 1000.0
+    monkeypatch.setattr("neuron_runtime.server.metrics.time", SimpleNamespace(monotonic=lambda: now))
+    metrics = Metrics("m")
+    now = 1030.0
+    assert value(metrics, "neuron_serving_idle_seconds") == 30
+    for numbers in ({"num_waiting": 1}, {"num_running": 1}):
+        metrics.step(step(**numbers))
+        now += 500
+        assert value(metrics, "neuron_serving_idle_seconds") == 0
+    ended = SimpleNamespace(
+        num_tokens=0, last_token_at=now, first_token_at=None, prompt_token_ids=(), num_cached_tokens=0, arrived=now
+    )
+    metrics.finished(cast(Any, SimpleNamespace(**vars(ended), queue_seconds=None)), FinishReason.ABORT)
+    metrics.step(step())
+    now += 7
+    assert value(metrics, "neuron_serving_idle_seconds") == 7
+
+
 def test_a_restarted_engine_with_another_cache_drops_the_old_series() -> None:
     metrics = started()
     metrics.engine_started(2)

@@ -610,6 +610,19 @@ class Rollout(SpecPart, frozen=True):
     ] = 5
 
 
+class Idle(SpecPart, frozen=True):
+    """Takes replicas away that nobody has asked for some time; see [zero and back](autoscaling.md#zero-and-back). By
+    default none is. Something else must scale up again."""
+
+    after_seconds: Annotated[
+        int,
+        Meta(ge=60, le=604_800),
+        "So long no request has run, waited or ended on any replica. A replica that loads or does not answer counts as "
+        "asked.",
+    ]
+    min_replicas: Annotated[int, Meta(ge=0, le=1000), "The number of replicas that stay."] = 0
+
+
 Labels = Annotated[dict[str, LabelValue], Meta(max_length=32), WITHOUT_OUR_PREFIX]
 Annotations = Annotated[dict[str, Annotated[str, Meta(max_length=4096)]], Meta(max_length=32), WITHOUT_OUR_PREFIX]
 
@@ -782,6 +795,15 @@ class Spec(SpecPart, frozen=True):
 
     model: ModelSource
     replicas: Annotated[int, Meta(ge=0, le=1000), "Number of replicas. Also set by `kubectl scale`.", NotPinned()] = 1
+    idle: Annotated[
+        Idle | None,
+        NotPinned(),
+        Supported(
+            "vLLM does not tell since when it is idle; let KEDA or a HorizontalPodAutoscaler scale it",
+            values=(None,),
+            of=lambda spec: None if spec.idle is None or spec.runs.is_ours else spec.backend,
+        ),
+    ] = None
     accelerator: Accelerator = Accelerator()
     parallelism: Parallelism = Parallelism()
     serving: Serving = Serving()
@@ -831,6 +853,11 @@ class Spec(SpecPart, frozen=True):
     @property
     def serves_adapters(self) -> bool:
         return self.serving.adapters.max_active is not None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the operator asks replicas for something."""
+        return self.serves_adapters or self.serving.speculation.method is not None or self.idle is not None
 
     @property
     def drafts_not_honoured(self) -> str | None:

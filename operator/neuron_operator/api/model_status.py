@@ -160,6 +160,29 @@ class PastRevision(StatusPart, frozen=True):
     message: Annotated[Reported | None, "Why it failed."] = None
 
 
+Time = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
+
+
+class Scaling(StatusPart, frozen=True):
+    """How the model goes to zero replicas and back; see [zero and back](autoscaling.md#zero-and-back)."""
+
+    load_seconds: Annotated[
+        int | None, "From when a replica got its node until it was ready, the last time that one started."
+    ] = None
+    load_began: Annotated[Time | None, "When that one got its node."] = None
+    load_instance_type: Annotated[Word | None, "The type of its node, by the plan."] = None
+    waking_since: Annotated[
+        Time | None, "When `Available` left `ScaledToZero`; until a replica is ready. Older ones get devices first."
+    ] = None
+    kept_since: Annotated[
+        Time | None, "Since when the model is scaled to zero while a replica loads, which is not broken off."
+    ] = None
+    active_at: Annotated[
+        Time | None, "With `spec.idle`: the last time at which the operator knows of a request, or of a new replica."
+    ] = None
+    idled_at: Annotated[Time | None, "When the operator took replicas away by `spec.idle`."] = None
+
+
 class Status(ObjectStatus, frozen=True):
     """What the operator observed and decided."""
 
@@ -188,6 +211,7 @@ class Status(ObjectStatus, frozen=True):
         "started: from `1.0`, no draft was right. Read every few minutes.",
     ] = None
     plan: Plan | None = None
+    scaling: Scaling | None = None
     artifacts: Annotated[
         tuple[ArtifactStatus, ...],
         Meta(max_length=2),

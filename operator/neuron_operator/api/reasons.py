@@ -534,9 +534,10 @@ class Reason(StrEnum):
     INSUFFICIENT_NEURON = Row(
         "InsufficientNeuron",
         "The scheduler finds no node with enough free devices; the message has the number needed, the number free and "
-        "the nodes",
-        "Add nodes, or request fewer replicas or `devices`: all devices of a replica come from one node. See "
-        "[troubleshooting](troubleshooting.md#pending-pods)",
+        "the nodes. Or the model wakes from zero replicas, and others that woke `before it` get theirs first",
+        "Add nodes, or request fewer replicas or `devices`: all devices of a replica come from one node. Scale models "
+        "to zero that nobody asks. See [troubleshooting](troubleshooting.md#pending-pods) and "
+        "[zero and back](autoscaling.md#waking-together)",
     )
     NO_MATCHING_NODE = Row(
         "NoMatchingNode",
@@ -661,6 +662,8 @@ class Need(Enum):
     """Warnings about this model's Jobs, ReplicaSets and pods."""
     CLAIM_EVENTS = "events of claims"
     """All events of the namespace's PersistentVolumeClaims: why one is not bound is no warning in some cases."""
+    WAKERS = "wakers"
+    """The other models that wake from zero replicas."""
 
 
 @dataclass(frozen=True)
@@ -695,6 +698,14 @@ class MetricsOf:
 
 
 @dataclass(frozen=True)
+class IdleOf:
+    """A need like the others: how long a replica has been idle."""
+
+    pod: str
+    address: str
+
+
+@dataclass(frozen=True)
 class Trial:
     """A need like the others: why the API server would refuse a pod, which is only tried."""
 
@@ -702,7 +713,7 @@ class Trial:
     """As JSON."""
 
 
-Asked = AdaptersOf | MetricsOf
+Asked = AdaptersOf | MetricsOf | IdleOf
 """What replicas answer over HTTP."""
 Needed = Need | LogOf | Exists | Asked | Trial
 

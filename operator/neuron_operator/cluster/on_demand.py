@@ -17,7 +17,7 @@ import msgspec
 
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.names import DEVICE_DRIVER, RUNTIME_CONTAINER
-from neuron_operator.api.reasons import Asked, Exists, MetricsOf, Trial
+from neuron_operator.api.reasons import Asked, Exists, IdleOf, MetricsOf, Trial
 from neuron_operator.cluster.asking import told_at
 from neuron_operator.cluster.client import (
     CONFIG_MAPS,
@@ -35,6 +35,7 @@ from neuron_operator.cluster.client import (
 )
 from neuron_operator.cluster.devices import Device, claimed_devices, has_devices, node_devices, slices_by_node, taken_by
 from neuron_operator.cluster.reflector import Key, key_of_model
+from neuron_operator.read.activity import idle_line_in
 from neuron_operator.read.drafts import counters_in
 from neuron_operator.read.world import FreeDevices, NodeDevices, Object, Told
 
@@ -111,7 +112,8 @@ class OnDemand:
         self.denial = _Kept(self._try_pod)
         """Why the API server would refuse a pod; empty if it would not, or if nobody says."""
         self.told = _Kept(self._ask)
-        """What a replica tells about its adapters, or its metrics. All adapters of a model share the answer."""
+        """What a replica tells about its adapters, its metrics or its idleness. All adapters of a model share the
+        answer."""
         self._asking = asyncio.Semaphore(MAX_ASKED)
         self._events = _Kept(self._list_events)
 
@@ -155,6 +157,8 @@ class OnDemand:
     async def _ask(self, need: Asked) -> tuple[Told, float]:
         async with self._asking:
             told = await told_at(need.address)
+        if isinstance(need, IdleOf):
+            told = replace(told, text=idle_line_in(told.text))
         if isinstance(need, MetricsOf):
             return replace(told, text=counters_in(told.text)), METRICS_SECONDS
         return told, UNTOLD_SECONDS if told.fault else TOLD_SECONDS

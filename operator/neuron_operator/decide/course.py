@@ -15,19 +15,20 @@ from neuron_operator.api import manifest, names
 from neuron_operator.api.errors import InvalidSpec
 from neuron_operator.api.fields import as_json
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.api.model_status import ArtifactStatus, ConversionStatus, Status
+from neuron_operator.api.model_status import ArtifactStatus, ConversionStatus, Scaling, Status
 from neuron_operator.api.reasons import Exists, Finding, LogOf, MetricsOf, Needed, Reason, Trial, met, unmet
-from neuron_operator.decide import breaker, groups, nudge, pin, rollout
+from neuron_operator.decide import breaker, groups, nudge, pin, rollout, zero
 from neuron_operator.decide.breaker import Allowed
 from neuron_operator.decide.rollout import Setback
 from neuron_operator.decide.sharing import upkeep
 from neuron_operator.decide.steps import STEPS, Known, Step, Walk, refusal_of, seconds_of, using, walk
+from neuron_operator.decide.zero import Scaled
 from neuron_operator.place.planner import Held, is_stranded
 from neuron_operator.read.drafts import accepted_length
 from neuron_operator.read.objects import dig, is_owned, kind_of, name_of, only, text
 from neuron_operator.read.revision import Revision, files_in
 from neuron_operator.read.views import ConditionView, Observed, observe
-from neuron_operator.read.world import Decision, Object, Place, RefusalCause, Settings, Upgrade, World
+from neuron_operator.read.world import Announcement, Decision, Object, Place, RefusalCause, Settings, Upgrade, World
 from neuron_operator.render import serving
 from neuron_operator.render.adapters import adapter_list
 from neuron_operator.render.claims import claim_template
@@ -104,6 +105,8 @@ class Course:
     """When the rollout fails, and what is to be tried again or explained."""
     groups: groups.GroupPlan | None = None
     """None: every replica is one pod, or what is wanted is not known in this pass."""
+    scaled: Scaled | None = None
+    """None: no revision serves, or what is wanted is not known in this pass."""
 
 
 def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> Decision:
@@ -124,7 +127,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         course = replace(course, findings=tuple(map(_noting_pause, course.findings)))
     is_held = observed.model.is_paused or is_terminating
     if is_held:  # report only, change nothing
-        course = replace(course, decision=replace(course.decision, desired=(), changes=(), delete=()))
+        course = replace(course, decision=replace(course.decision, desired=(), changes=(), delete=(), scale_to=None))
     findings = status.complete((*course.findings, *_explain_serving(observed, course)))
     asked = _metrics_of(observed, course)
     told = accepted_length(world.told[need].text for need in asked if need in world.told)
@@ -140,10 +143,19 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         follows=not course.is_told or any(whole_status.get(n) != dig(world.body, "status", n) for n in _DECIDING),
         requeue_after_seconds=after,
         needs=frozenset[Needed](course.pace.needs if course.pace else ()).union(
-            asked, course.groups.needs if course.groups else (), *(f.needs for f in findings)
+            asked,
+            course.groups.needs if course.groups else (),
+            course.scaled.needs if course.scaled and not is_held else (),
+            *(f.needs for f in findings),
         ),
-        announcements=() if is_terminating else status.announcements(observed.model, findings),
+        announcements=() if is_terminating else (*status.announcements(observed.model, findings), *_told(course)),
     )
+
+
+def _told(course: Course) -> Iterator[Announcement]:
+    """What the operator does by itself, beside what conditions say."""
+    if course.scaled and course.decision.scale_to is not None:
+        yield Announcement("Normal", "ScaledDown", course.scaled.told)
 
 
 def _metrics_of(observed: Observed, course: Course) -> frozenset[MetricsOf]:
@@ -208,11 +220,13 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     setback = rollout.setback_of(model, observed, pinned) if pinned else None
     if setback is not None and setback.is_recorded:
         served = setback.to
-    grouped = _groups(model, settings, observed, done, served)
-    allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
+    scaled = zero.plan(model, world, observed, served, settings) if served else None
+    num_pods = scaled.num_pods if scaled else 0
+    grouped = _groups(model, settings, observed, done, served, num_pods=num_pods)
+    allowed = breaker.steer(observed, served, num_pods) if served else None
     pace = rollout.pace_of(model, observed, allowed.revision) if allowed else None
     trial = rollout.trial_of(model, observed, allowed.revision, pace) if allowed and pace and not setback else None
-    denied = _explain_trial(trial, world, observed, model.spec.replicas) if trial else ()
+    denied = _explain_trial(trial, world, observed, num_pods) if trial else ()
     if allowed and pace and trial:
         pace = replace(pace, needs=pace.needs | {trial})
         if denied and (before := observed.serving(besides=pinned)):
@@ -255,7 +269,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     kept = (name for known in kept_revisions for name in known.shared if name in observed.keepers)
     shared = upkeep(model, observed, done, frozenset((*kept, *map(name_of, cleaning))), world.used_by_others)
     # May get new pods.
-    attempted = {served.name, allowed.revision.name} if served and allowed and model.spec.replicas else set()
+    attempted = {served.name, allowed.revision.name} if served and allowed and num_pods else set()
     delete = (
         *done.stale,
         *shared.delete,
@@ -270,6 +284,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
             desired=tuple(_independent(desired, world, observed)),
             changes=(*shared.changes, *filter(None, nudges)),
             delete=tuple(_not_refused(delete, world)),
+            scale_to=scaled.scale_to if scaled and not _is_scale_refused(world) else None,
             uses=shared.uses,
             upgrade=("Running" if moves else "Waiting") if is_behind else _begun(written, observed, pinned, setback),
         ),
@@ -280,9 +295,14 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         num_wanted=model.spec.replicas,
         setback=setback,
         pace=pace,
-        due=due,
+        due=(*due, scaled.due if scaled else None),
         groups=grouped,
+        scaled=scaled,
     )
+
+
+def _is_scale_refused(world: World) -> bool:
+    return any(refusal.kind == names.KIND for refusal in world.refusals)
 
 
 def _explain_trial(trial: Trial, world: World, observed: Observed, num_wanted: int) -> tuple[Finding, ...]:
@@ -340,13 +360,13 @@ def _begun(model: NeuronModel, observed: Observed, wanted: Revision | None, setb
 
 
 def _groups(
-    model: NeuronModel, settings: Settings, observed: Observed, done: Walk, served: Revision | None
+    model: NeuronModel, settings: Settings, observed: Observed, done: Walk, served: Revision | None, *, num_pods: int
 ) -> groups.GroupPlan | None:
     """What happens to groups: those of this revision, or those that a revision on one node replaces."""
     if served is None or (served.placement.nodes == 1 and not observed.groups):
         return None
     surges = {"Surge": True, "Replace": False}.get(model.spec.rollout.strategy)
-    num_wanted = model.spec.replicas if served.placement.nodes > 1 else 0
+    num_wanted = num_pods if served.placement.nodes > 1 else 0
     planned = groups.plan(observed, served, num_wanted, surges, settings.groups)
     if _is_told(observed, done, served):
         return planned
@@ -510,8 +530,9 @@ def _explain_serving(observed: Observed, course: Course) -> tuple[Finding, ...]:
     """Findings about the replicas, whether or not the steps are complete."""
     if course.served is None:
         return ()
-    of_groups = course.groups.findings if course.groups else ()
-    of_replicas = explain_replicas(observed, course.num_wanted, course.served, of_groups)
+    missing = (*(course.groups.findings if course.groups else ()), *(course.scaled.findings if course.scaled else ()))
+    note = course.scaled.note if course.scaled else ""
+    of_replicas = explain_replicas(observed, course.num_wanted, course.served, missing, note)
     of_revision = _explain_revision(observed, course, course.served)
     # The last of the new replicas may be starting, or waiting for one that ends.
     is_last = course.wanted is not None and observed.model.current_revision not in ("", course.wanted.name)
@@ -630,6 +651,7 @@ def _status(
             draft=status.facts_of(shown.pinned.facts.draft) if shown and shown.pinned.facts.draft else None,
             accepted_length=accepted or None,
             plan=shown.pinned.plan if shown else None,
+            scaling=_scaling(observed, course),
             artifacts=tuple({artifact.key: artifact for artifact in _artifacts(observed, course)}.values()),
             groups=course.groups.records if course.groups else (),
         )
@@ -637,7 +659,12 @@ def _status(
     return built
 
 
-_DECIDING = ("currentRevision", "updateRevision", "failedRevision", "retryKey", "history", "groups")
+def _scaling(observed: Observed, course: Course) -> Scaling | None:
+    scaling = course.scaled.scaling if course.scaled else observed.model.scaling
+    return None if scaling == Scaling() else scaling
+
+
+_DECIDING = ("currentRevision", "updateRevision", "failedRevision", "retryKey", "history", "groups", "scaling")
 """Fields of the status that decisions read. Of the conditions they only read what `_is_told` asks for, and since when
 one is false, which for a new one is now."""
 

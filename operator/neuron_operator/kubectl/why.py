@@ -15,7 +15,7 @@ from typing import Any
 from neuron_operator.api import names
 from neuron_operator.api.reasons import ADAPTER_CONDITIONS, CONDITIONS, Condition, Reason
 from neuron_operator.read.objects import dig, items, kind_of, labels_of, name_of, printable, text, whole
-from neuron_operator.read.views import ContainerView, Observed, PodView
+from neuron_operator.read.views import ContainerView, Observed, PodView, scaling_of
 from neuron_operator.why import nodes
 from neuron_operator.why.pods import MAX_LINE, how_it_ended, last_words
 
@@ -181,8 +181,19 @@ def _facts(body: Any, adapters: Sequence[Any] | None, holder: str) -> dict[str, 
         "drafts": _drafts(body),
         "engine": _default_engine(body),
         "url": text(body, "status", "url"),
+        "zero": _zero(body),
         "operator": acts,
     }
+
+
+def _zero(model: Any) -> str:
+    """How long it takes to wake, and what the operator does by itself; empty: nobody knows, or nothing."""
+    told, idle = scaling_of(model), dig(model, "spec", "idle")
+    load = f"the last replica took {told.load_seconds} s to load" if told.load_seconds is not None else ""
+    rule = f"scaled to {whole(dig(idle, 'minReplicas'))} after {whole(dig(idle, 'afterSeconds'))} s without requests"
+    last = f"no request that the operator knows of since {told.active_at}" if told.active_at else ""
+    waits = f"wakes since {told.waking_since}" if told.waking_since else ""
+    return "; ".join(filter(None, (waits, load, rule if idle else "", last if idle else "")))
 
 
 def _num_adapters(model: Any, adapters: Sequence[Any] | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from neuron_operator.api import names
-from neuron_operator.api.model_status import MAX_GROUPS, MAX_HISTORY, MAX_WORD, GroupStatus, PastRevision
+from neuron_operator.api.model_status import MAX_GROUPS, MAX_HISTORY, MAX_WORD, GroupStatus, PastRevision, Scaling
 from neuron_operator.api.reasons import Exists
 from neuron_operator.read import revision
 from neuron_operator.read.objects import (
@@ -70,6 +70,7 @@ class ModelView:
     failed_revision: str
     history: tuple[PastRevision, ...]
     groups: tuple[GroupStatus, ...]
+    scaling: Scaling
     retry: str
     """Value of the retry annotation."""
     retry_key: str
@@ -500,6 +501,7 @@ def _model(body: Object) -> ModelView:
         failed_revision=text(body, "status", "failedRevision"),
         history=_read(body, "history", PastRevision)[:MAX_HISTORY],
         groups=_read(body, "groups", GroupStatus)[:MAX_GROUPS],
+        scaling=scaling_of(body),
         retry=text(body, "metadata", "annotations", names.RETRY_ANNOTATION)[:MAX_WORD],
         retry_key=text(body, "status", "retryKey"),
     )
@@ -511,6 +513,14 @@ def _read(body: Object, part: str, kind: type[Part]) -> tuple[Part, ...]:
         return tuple(msgspec.convert(one, kind) for one in items(body, "status", part))
     except msgspec.ValidationError:
         return ()
+
+
+def scaling_of(body: Object) -> Scaling:
+    """What the status of a model says about it; nothing if that cannot be read."""
+    try:
+        return msgspec.convert(dig(body, "status", "scaling") or {}, Scaling)
+    except msgspec.ValidationError:
+        return Scaling()
 
 
 def _pod(pod: Object) -> PodView:

@@ -156,6 +156,15 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Waker:
+    """A model that wakes from zero replicas."""
+
+    body: Object
+    pods: tuple[Object, ...] = ()
+    """Its serving pods."""
+
+
+@dataclass(frozen=True)
 class World:
     """Everything one pass over one NeuronModel or NeuronAdapter may look at."""
 
@@ -197,6 +206,8 @@ class World:
     """The children of that NeuronModel."""
     told: Mapping[Asked, Told] = field(default_factory=dict)
     """By replica."""
+    wakers: tuple[Waker, ...] | None = None
+    """The other models that wake, of the namespaces that are watched. None: not read in this pass."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +248,8 @@ class Decision:
     requeue_after_seconds: float | None = None
     needs: frozenset[Needed] = frozenset()
     announcements: tuple[Announcement, ...] = ()
+    scale_to: int | None = None
+    """Replicas to ask for through `/scale`, unless somebody asks for other ones now; None: nothing changes."""
     uses: frozenset[str] | None = None
     """Names of the shared objects that the model needs; None: as before."""
     upgrade: Upgrade | None = None

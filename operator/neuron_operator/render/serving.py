@@ -88,7 +88,7 @@ def disruption_budget(model: NeuronModel, nodes: int = 1) -> Object:
 def network_policy(model: NeuronModel, settings: Settings) -> Object:
     """Opens only the serving port, to the peers in the chart's values. Egress is left to the cluster."""
     peers = list(settings.network_policy_ingress_from)
-    if peers and (model.spec.serves_adapters or model.spec.serving.speculation.method is not None):
+    if peers and model.spec.is_asked:
         peers += settings.network_policy_operator
     rule = without_empty({"ports": [{"port": names.PORT_NAME, "protocol": "TCP"}], "from": peers})
     spec = {

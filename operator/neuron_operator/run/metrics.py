@@ -5,6 +5,7 @@ Each `Metrics` has its own registry, so that tests can have several in one proce
 
 from __future__ import annotations
 
+import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args
@@ -13,8 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from neuron_operator.api import names
 from neuron_operator.api.reasons import SHOWN
-from neuron_operator.read.objects import dig, items, name_of, text, whole
+from neuron_operator.read.objects import dig, instant, items, name_of, text, whole
+from neuron_operator.read.views import scaling_of
 from neuron_operator.read.world import Object
 
 PASS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -76,9 +79,9 @@ class Metrics:
             registry=self.registry,
         )
 
-    def report_models(self, models: Callable[[], Iterable[Object]]) -> None:
-        """Describe `models` at each scrape. A deleted model has no series."""
-        self.registry.register(_Models(models))
+    def report_models(self, models: Callable[[], Iterable[Object]], now: Callable[[], float] = time.time) -> None:
+        """Describe `models` at each scrape. A deleted model has no series. `now`: the wall clock."""
+        self.registry.register(_Models(models, now))
 
     def report_adapters(self, adapters: Callable[[], Iterable[Object]]) -> None:
         """The same for NeuronAdapters."""
@@ -108,8 +111,8 @@ class _Adapters(Collector):
 
 
 class _Models(Collector):
-    def __init__(self, models: Callable[[], Iterable[Object]]) -> None:
-        self._models = models
+    def __init__(self, models: Callable[[], Iterable[Object]], now: Callable[[], float]) -> None:
+        self._models, self._now = models, now
 
     def collect(self) -> Iterator[Any]:
         by_reason = GaugeMetricFamily(
@@ -132,6 +135,22 @@ class _Models(Collector):
         ready = GaugeMetricFamily(
             "neuron_operator_model_ready_replicas", "Replicas of the NeuronModel that can serve.", labels=model
         )
+        held = GaugeMetricFamily(
+            "neuron_operator_model_devices",
+            "Neuron devices, or NeuronCores, that the pods of the NeuronModel request, by its plan.",
+            labels=[*model, "resource"],
+        )
+        idle = GaugeMetricFamily(
+            "neuron_operator_model_idle_seconds",
+            "Seconds since the operator last knew of a request or a new replica; only with spec.idle. It asks replicas "
+            "when they could have been idle for long enough.",
+            labels=model,
+        )
+        load = GaugeMetricFamily(
+            "neuron_operator_model_last_load_seconds",
+            "Seconds that the replica that started last took from when it got its node until it was ready.",
+            labels=model,
+        )
         reasons: Tally[str] = Tally()
         for body in self._models():
             key = [text(body, "metadata", "namespace"), name_of(body)]
@@ -147,6 +166,23 @@ class _Models(Collector):
             first = served[0] if isinstance(served, list) and served else key[1]
             desired.add_metric([*key, str(first)], whole(dig(body, "spec", "replicas")))
             ready.add_metric(key, whole(dig(body, "status", "readyReplicas")))
+            for resource, number in _devices_of(body):
+                held.add_metric([*key, resource], number)
+            scaling = scaling_of(body)
+            if scaling.load_seconds is not None:
+                load.add_metric(key, scaling.load_seconds)
+            if active := instant(scaling.active_at):
+                idle.add_metric(key, max(0.0, self._now() - active.timestamp()))
         for reason, number in sorted(reasons.items()):
             by_reason.add_metric([reason], number)
-        yield from (by_reason, condition, desired, ready)
+        yield from (by_reason, condition, desired, ready, held, idle, load)
+
+
+def _devices_of(body: Object) -> Iterator[tuple[str, int]]:
+    """Those that its pods request, by resource."""
+    plan = dig(body, "status", "plan")
+    pods = whole(dig(body, "status", "replicas")) * max(1, whole(dig(plan, "nodes")))
+    cores, devices = whole(dig(plan, "cores")), whole(dig(plan, "devices"))
+    for resource, number in ((names.CORE_RESOURCE, cores), (names.DEVICE_RESOURCE, 0 if cores else devices)):
+        if number:
+            yield resource, pods * number

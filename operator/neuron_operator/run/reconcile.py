@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -40,9 +40,10 @@ from neuron_operator.cluster.containment import Contained, needs_apply
 from neuron_operator.cluster.contests import DELETED, Contests, Difference, difference, status_of
 from neuron_operator.cluster.holding import Holdings
 from neuron_operator.cluster.on_demand import OnDemand
-from neuron_operator.cluster.reflector import Caches, Key, Version, is_adapter, key_of_base, version_of
+from neuron_operator.cluster.reflector import Caches, Key, Version, is_adapter, key_of_base, key_of_model, version_of
 from neuron_operator.cluster.workqueue import WorkQueue
 from neuron_operator.read.objects import (
+    dig,
     instant,
     is_orphan,
     is_owned,
@@ -53,7 +54,17 @@ from neuron_operator.read.objects import (
     owners_of,
     text,
 )
-from neuron_operator.read.world import Announcement, Change, Decision, Object, Refusal, RefusalCause, Settings, World
+from neuron_operator.read.world import (
+    Announcement,
+    Change,
+    Decision,
+    Object,
+    Refusal,
+    RefusalCause,
+    Settings,
+    Waker,
+    World,
+)
 from neuron_operator.run.metrics import Metrics, PassResult
 from neuron_operator.run.pace import Pace
 from neuron_operator.run.upgrades import Turns
@@ -231,7 +242,18 @@ class Reconciler:
         told = dict(zip(asked, await asyncio.gather(*map(self._on_demand.told, asked)), strict=True))
         world = replace(world, existing=world.existing | existing, denials={**world.denials, **denials})
         world = replace(world, told={**world.told, **told})
+        if Need.WAKERS in needs:
+            world = replace(world, wakers=tuple(self._wakers(key)))
         return replace(world, logs={**world.logs, **logs})
+
+    def _wakers(self, key: Key) -> Iterator[Waker]:
+        """The other models that wake."""
+        for body in self.caches.models():
+            other = key_of_model(body)
+            if other != key and dig(body, "status", "scaling", "wakingSince"):
+                children = self.caches.children(other)
+                pods = self.caches.pods(other, body["metadata"]["uid"], children)
+                yield Waker(body, tuple(pod for pod in pods if labels_of(pod).get(names.MODEL_LABEL) == other[1]))
 
 
 @dataclass
@@ -246,6 +268,8 @@ class _Writes:
     """A fault that a retry may cure does not end the pass either."""
     number: int = 0
     written: set[Version] = field(default_factory=set)
+    has_scaled: bool = False
+    """What this pass knows of the model is older, then."""
 
     def _next(self) -> Client:
         """For one write. Raises TermOver; time may have passed since the last one, when this process was frozen."""
@@ -265,6 +289,8 @@ class _Writes:
             await self.change(change)
         for live in decision.delete:
             await self.delete(live)
+        if decision.scale_to is not None and not self.has_scaled:
+            await self.scale(body, decision.scale_to)
 
     async def ensure(self, desired: Object, body: Object) -> None:
         """Create, or apply if the live object lacks something. Raises _Refused if the live object is not ours."""
@@ -367,6 +393,16 @@ class _Writes:
             logger.debug("already deleted: %s", gone)
         except Forbidden as fault:
             raise _Refused(Refusal(RefusalCause.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
+
+    async def scale(self, body: Object, num_replicas: int) -> None:
+        resource = resource_of(body)
+        try:
+            await self._next().scale(resource, body, num_replicas)
+        except NotFound as gone:
+            logger.debug("already deleted: %s", gone)
+        except Forbidden as fault:
+            raise _Refused(Refusal(RefusalCause.FORBIDDEN, resource.kind, name_of(body), str(fault))) from fault
+        self.has_scaled = True
 
     async def status(self, body: Object, status: Object) -> None:
         wants = status_of(status)

@@ -17,21 +17,24 @@ def explain_replicas(
     observed: Observed,
     num_wanted: int,
     served: Revision,
-    of_groups: Sequence[Finding] = (),
+    of_missing: Sequence[Finding] = (),
+    note: str = "",
 ) -> tuple[Finding, ...]:
     """A Finding for Available, those that pods of the served revision give for other conditions, and one for Ready if
-    replicas are missing although Available is true. `of_groups`: why groups are missing that have no pods."""
+    replicas are missing although Available is true. `of_missing`: why replicas are missing that have no pods.
+    `note`: the end of what Available says."""
     num_answering = sum(pod.is_answering for pod in observed.replicas)
     counted = f"{num_answering} of {num_wanted} replicas answer"
     if num_wanted == 0:
-        return (met("Available", "spec.replicas is 0", "ScaledToZero"),)
+        return (met("Available", note or "spec.replicas is 0", "ScaledToZero"),)
+    ending = f"; {note}" if note else ""
     if num_answering >= num_wanted:
-        return (met("Available", "; ".join((counted, *_on_failed_nodes(observed)))),)
+        return (met("Available", "; ".join((counted, *_on_failed_nodes(observed))) + ending),)
     missing = [pod for pod in _current(observed.replicas) if not pod.is_answering]
     silent = {pod.group for pod in missing if pod.group}
     missing += [pod for pod in _current(observed.followers) if pod.group in silent and not pod.is_running]
     of_pods = [(pod, explain_pod(pod, observed, served.placement)) for pod in missing]
-    findings = [*_explain_deployment(observed.deployment), *of_groups, *(finding for _, finding in of_pods)]
+    findings = [*_explain_deployment(observed.deployment), *of_missing, *(finding for _, finding in of_pods)]
     if not findings:
         findings = [unmet("Available", Reason.LOADING, "waiting for pods to be created")]
     of_revision = [finding for pod, finding in of_pods if pod.revision == served.name]
@@ -44,7 +47,7 @@ def explain_replicas(
     others = f" (and {alike - 1} more with this reason)" if alike > 1 else ""
     promised = num_promised(num_wanted)
     if num_answering < promised:
-        text = f"{counted}; {worst.message}{others}"
+        text = f"{counted}; {worst.message}{others}{ending}"
         return (*elsewhere.values(), unmet("Available", reason, text, worst.needs))
     text = f"{counted}, at least {promised} promised; {worst.message}{others}"
     return (*elsewhere.values(), met("Available", text), unmet("Ready", reason, text, worst.needs))

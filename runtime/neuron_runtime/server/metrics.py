@@ -275,6 +275,11 @@ LOAD_SECONDS = _engine_gauge("neuron_serving_load_seconds", "Time to load the mo
 WARM_UP_SECONDS = _engine_gauge(
     "neuron_serving_warm_up_seconds", "Time to compile missing shapes and run every shape once.", use="startup time"
 )
+IDLE_SECONDS = _gauge(
+    "neuron_serving_idle_seconds",
+    "Seconds since a request last ran, waited or ended; before the first one, since the start.",
+    use="read by the operator for `spec.idle`; which model nobody asks",
+)
 RESTARTS = _engine_counter(
     "neuron_serving_engine_restarts_total", "Number of restarts of the engine process.", use="should stay 0"
 )
@@ -362,6 +367,7 @@ class Metrics:
         self._book = book = Book(FAMILIES, {"model_name": model_name, "engine": ENGINE})
         self._last: EngineStats | None = None
         self._at_scrape: list[Callable[[], Iterable[Reading]]] = []
+        self._active_at = time.monotonic()
 
         read = [(family, family.read) for family in FAMILIES if family.read is not None]
         from_engine = [(family, take) for family, take in read if family.source == "engine"]
@@ -402,6 +408,10 @@ class Metrics:
         for read in self._at_scrape:
             for family, labels, now in read():
                 self._book.number(family, *labels).value = now
+        now_at = time.monotonic()
+        if self._last is not None and (self._last.num_running or self._last.num_waiting):
+            self._active_at = now_at
+        self._book.number(IDLE_SECONDS).value = now_at - self._active_at
         return generate_latest(self._book)
 
     def read_at_scrape(self, read: Callable[[], Iterable[Reading]]) -> None:
@@ -496,6 +506,7 @@ class Metrics:
 
     def finished(self, choice: Choice, reason: FinishReason) -> None:
         """A request ended, maybe without a first token."""
+        self._active_at = time.monotonic()
         num_tokens, last = choice.num_tokens, choice.last_token_at
         decode_seconds = 0.0 if choice.first_token_at is None else last - choice.first_token_at
         self._book.number(SUCCESS, reason.value).value += 1
