@@ -114,7 +114,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     digest: str
-    """sha256 over config.json, with the file that has its quantization, the index (if any) and the headers of the weight
+    """sha256 over config.json, with the file that has its quantization, the index (if any) and the headers of weight
     files, in order of their names. With shards, the configuration of their graphs instead of the index."""
     is_sharded: bool = False
     """The weights are those of compiled graphs alone, cut for their ranks: names and shapes are the library's, keys of
