@@ -20,6 +20,7 @@ import torch
 from bench import offline
 from bench.report import Meter
 from neuron_runtime.backend.host_sampling.drawing import best
+from neuron_runtime.backend.torch import eight_bits
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
@@ -102,7 +103,8 @@ class BareDecoder:
         model = decoder_config(checkpoint.config)
         checkpoint = as_named(checkpoint, model)
         dtype = DTYPES[stored_dtype(checkpoint)]
-        held = held_as(checkpoint, tensor_shapes(model), model.quantization, quantization)
+        own = eight_bits.kinds(dtype) if quantization != "auto" else ()
+        held = held_as(checkpoint, tensor_shapes(model), model.quantization, quantization, own=own)
         self._decoder: Decoder | CompiledDecoder = load_decoder(
             checkpoint, model, dtype, lambda stage, share: None, held=held
         )

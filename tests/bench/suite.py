@@ -375,8 +375,7 @@ def quantized_section(effort: Effort) -> Found:
         rows.append(row(name, PREFILL_TOKENS, QUANTIZED_PREFILL_TARGET, [one.prefill for one in found]))
         resident, stored = found[0].resident_bytes, found[0].format_bytes
         note = f"{resident / 2**20:.0f} MiB for {stored / 2**20:.0f}"
-        limit = at_most(RESIDENT_TARGET) if kind == "int8" else None  # fp8 is multiplied out
-        rows.append(Row(f"{kind} in memory : on disk", (resident / stored,), "ratio", limit, note))
+        rows.append(Row(f"{kind} in memory : on disk", (resident / stored,), "ratio", at_most(RESIDENT_TARGET), note))
     return Found(f"quantized weights, eager steps, {MODEL}", tuple(rows), {})
 
 

@@ -12,6 +12,7 @@ import torch
 
 from helpers.step_counts import StepCounts
 from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_logits, use_adapter, with_adapters
+from neuron_runtime.backend.torch import eight_bits
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.held import held_as
@@ -52,7 +53,8 @@ def load_decoder_and_cache(
     model = decoder_config(checkpoint.config)
     checkpoint = as_named(checkpoint, model)
     check_tensors(checkpoint, tensor_shapes(model), model.quantization)
-    held = held_as(checkpoint, tensor_shapes(model), model.quantization, quantization)
+    own = eight_bits.kinds(dtype)
+    held = held_as(checkpoint, tensor_shapes(model), model.quantization, quantization, own=own, num_ranks=ranks.size)
     decoder = load_decoder(checkpoint, model, dtype, lambda what, share: None, ranks, held=held)
     line_length = max_length if layout == "slots" else 8
     lines = np.random.default_rng(3).permutation(rows * max_length // line_length).reshape(rows, -1)

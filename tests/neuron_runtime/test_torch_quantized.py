@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from helpers.quantized import FORMATS, PACKED, compressed, quantize
 from helpers.torch_models import random_model, reference, reference_logits
 from helpers.torch_parity import TOLERANCE, feed, load_decoder_and_cache, on_ranks, random_sequences
+from neuron_runtime.backend.torch import eight_bits
 from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, held_as
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 from neuron_runtime.backend.torch.step_module import constants
@@ -68,6 +69,38 @@ def test_int8_weights_of_one_scale_per_row_take_the_memory_that_they_have_on_dis
     assert len({one.untyped_storage().data_ptr() for one in numbers}) == 1  # which has huge pages
     plain, _, _ = load_decoder_and_cache(tmp_path / "model", "blocks", quantization="none")
     assert resident_bytes(plain) == pytest.approx(read_checkpoint(tmp_path / "source").num_bytes, rel=0.05)
+
+
+IN_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+KEPT = {name: method for name, method in FORMATS.items() if not {"blocks", "groups,"}.intersection(name.split())}
+KEPT["fp8 in blocks of 128"] = IN_BLOCKS
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_bfloat16_computes_with_numbers_of_8_bits_as_well_as_with_those_that_are_multiplied_out(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernel, on one rank and on two, in the memory that they have on disk; and without it."""
+    source = random_model(tmp_path / "source", hidden_size=128, intermediate_size=512, mlp_bias=True)
+    model = reference(quantize(source, tmp_path / "model", KEPT[name], head=True))
+    sequences = random_sequences(19, 31)
+
+    def error(ranks: Ranks = ALONE, quantization: Quantizing = "auto") -> float:
+        loaded = load_decoder_and_cache(
+            tmp_path / "model", "blocks", ranks=ranks, dtype=torch.bfloat16, quantization=quantization
+        )
+        if quantization == "auto" and ranks is ALONE and eight_bits.kernel():
+            numbers = sum(one.numel() for one in constants(loaded[0].weights).values() if one.element_size() == 1)
+            assert numbers == 2 * 128 * (2 * 128 + 2 * 64 + 3 * 512) + 256 * 128
+        found = feed(*loaded, STEPS, sequences)
+        pairs = zip(found, sequences, strict=True)
+        return float(max((one - reference_logits(model, tokens)).abs().max() for one, tokens in pairs))
+
+    limit = 1.3 * error(quantization="none")
+    errors = [error(), *on_ranks(2, tmp_path, error)]
+    monkeypatch.setattr(eight_bits, "kernel", lambda: None)
+    errors.append(error())
+    assert max(errors) <= limit
 
 
 def resident_bytes(decoder: Any) -> int:
@@ -125,18 +158,18 @@ def held(stored: Mapping[str, str], wanted: Quantizing, config: Mapping[str, Any
 def test_embedding_head_and_norms_are_not_quantized_and_compiled_steps_have_no_int8_weights() -> None:
     linears = {name for name in SHAPES if name.endswith("_proj.weight")}
     assert held({}, "auto", {}) == MULTIPLIED_OUT
-    assert (held({}, "int8", {}).int8, held({}, "int8", {}).made) == (linears, dict.fromkeys(linears, "int8"))
-    assert (held({}, "fp8", {}).int8, held({}, "fp8", {}).made) == (set(), dict.fromkeys(linears, "fp8"))
+    assert (held({}, "int8", {}).kept, held({}, "int8", {}).made) == (linears, dict.fromkeys(linears, "int8"))
+    assert (held({}, "fp8", {}).kept, held({}, "fp8", {}).made) == (set(), dict.fromkeys(linears, "fp8"))
     compiled = held({}, "int8", {}, compiled=True)
-    assert (compiled.int8, compiled.made) == (set(), dict.fromkeys(linears, "int8"))
+    assert (compiled.kept, compiled.made) == (set(), dict.fromkeys(linears, "int8"))
 
 
 def test_projections_that_are_computed_side_by_side_are_held_alike() -> None:
     config = {"quantization_config": PER_CHANNEL}
     q, k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
-    assert held({O_PROJ: "I8", q: "I8", k: "I8"}, "auto", config).int8 == {O_PROJ}
+    assert held({O_PROJ: "I8", q: "I8", k: "I8"}, "auto", config).kept == {O_PROJ}
     every = {O_PROJ: "I8", q: "I8", k: "I8", v: "I8", "lm_head.weight": "I8"}
-    assert held(every, "auto", config).int8 == set(every)
+    assert held(every, "auto", config).kept == set(every)
     assert held(every, "none", config) == MULTIPLIED_OUT
     assert held(every, "auto", {"quantization_config": FORMATS["int8 in groups, packed"]}) == MULTIPLIED_OUT
     with pytest.raises(InvalidConfig, match=r"quantization.*fp8"):

@@ -11,6 +11,7 @@ import pytest
 from helpers.random_model import model_config
 from helpers.torch_models import runtime_config
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.config import AdapterOptions
 from neuron_runtime.core import BackendLimits
@@ -41,11 +42,11 @@ def test_weights_that_are_held_as_int8_numbers_leave_their_memory_to_the_cache()
     int8 = frozenset(name for name in shapes if name.endswith("_proj.weight"))
     saved = sum(math.prod(shapes[name]) - 2 * shapes[name][0] for name in int8)
 
-    def blocks(available: int, int8: frozenset[str]) -> int:
+    def blocks(available: int, held: Held) -> int:
         config = runtime_config(layout="blocks", max_sequences=500)
-        return derive_limits(config, MODEL, 2, FreeMemory(available), int8=int8).num_blocks
+        return derive_limits(config, MODEL, 2, FreeMemory(available), held=held).num_blocks
 
-    more = blocks(2 * GIB, int8) - blocks(2 * GIB, frozenset())
+    more = blocks(2 * GIB, Held(int8)) - blocks(2 * GIB, MULTIPLIED_OUT)
     assert more == pytest.approx(saved / (16 * BYTES_PER_TOKEN), abs=1)
 
 

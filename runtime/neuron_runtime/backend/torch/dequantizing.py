@@ -1,5 +1,5 @@
-"""Weights from quantized ones: the stored numbers times their scales, computed in float32; or int8 numbers and
-scales as they are.
+"""Weights from quantized ones: the stored numbers times their scales, computed in float32; or numbers and scales as
+they are.
 
 Called by the reader, for all weights of a layer or for the part of one rank. `quantization.Quantization` says where
 numbers lie, and which share a scale. A weight that is not stored quantized is quantized first, where that is wanted.
@@ -46,6 +46,13 @@ class Quantized(NamedTuple):
             _in_blocks(torch.Tensor.sub_, numbers, self.zero.index_select(0, blocks), self, columns)
         return numbers, factors_of(self.scale.index_select(0, blocks))
 
+    def stored(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `part`, with the numbers in their type of 8 bits. Only where it has no zero points."""
+        if max(self.how.packed) > 1:
+            numbers, scale = self.part(rows, columns)
+            return numbers.to(torch.int8), scale
+        return self.numbers[rows, columns], factors_of(self.scale.index_select(0, _block_of(rows, self.how.block[0])))
+
     def _numbers(self, rows: slice, columns: slice) -> torch.Tensor:
         (down, across), how = self.how.packed, self.how
         used = (
@@ -68,8 +75,13 @@ class Made(NamedTuple):
 
     def part(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Quantized.part`. The scale of a row depends on all of its columns."""
+        numbers, scale = self.stored(rows, columns)
+        return numbers.float(), scale
+
+    def stored(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Quantized.stored`."""
         numbers, scale = quantize(self.weight[rows, :].float(), self.kind)
-        return numbers[:, columns].float(), scale
+        return numbers[:, columns], scale
 
 
 def dequantize(weight: Quantized | Made, rows: slice, columns: slice, out: torch.Tensor) -> None:
@@ -99,13 +111,16 @@ def _in_blocks(
         change(numbers, values.index_select(1, _block_of(columns, size)))
 
 
-def read_int8(
+def read_numbers(
     weight: Quantized | Made, rows: slice, columns: slice, numbers: torch.Tensor, scale: torch.Tensor
 ) -> None:
-    """Write a part of a weight that has one scale per row, `[rows, columns]` and `[rows]`."""
+    """Write a part of a weight as it is stored: int8 or the bits of FP8, `[rows, columns]`, and `[rows, blocks of
+    columns]`. The columns are whole blocks."""
+    first = columns.start // weight.num_columns if weight.num_columns != WHOLE else 0
     for part, at in _in_parts(rows, columns):
-        numbers[at], factors = weight.part(part, columns)
-        scale[at] = factors.view(-1)
+        found, factors = weight.stored(part, columns)
+        numbers[at] = found.view(torch.int8)
+        scale[at] = factors[:, first : first + scale.shape[1]]
 
 
 def _in_parts(rows: slice, columns: slice) -> Iterator[tuple[slice, slice]]:

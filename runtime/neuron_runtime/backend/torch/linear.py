@@ -1,5 +1,5 @@
-"""Linear layers, by how their weights are held: packed once for this machine's matrix kernels, plain, or as int8
-numbers with a scale for each output.
+"""Linear layers, by how their weights are held: packed once for this machine's matrix kernels, plain, or as numbers of
+8 bits with scales.
 
 Created at load time, called by the decoder. Prepacked oneDNN weights are 1.3 to 2.2 times as fast as plain `F.linear`
 at 1 to 32 rows. Where oneDNN does not support the dtype, `F.linear` computes a few rows, and float32 more of them.
@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional
+
+from neuron_runtime.backend.torch import eight_bits
 
 
 class Packed(NamedTuple):
@@ -132,8 +134,50 @@ def digits_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return digits, step
 
 
-Weight = torch.Tensor | Int8Weight
-Linear = Packed | Widened | Scaled
+class TiledWeight(NamedTuple):
+    """numbers: int8 or float8_e4m3fn, see `eight_bits.in_tiles`. scale: float32 `[ceil(in_features / span),
+    out_features]`. span: columns that share a scale."""
+
+    numbers: torch.Tensor
+    scale: torch.Tensor
+    span: int
+
+
+class Tiled(NamedTuple):
+    """The weight of a `TiledWeight` for bfloat16 inputs, which is never multiplied out whole; called as `Packed` is.
+    Only where there is the kernel of `eight_bits`. bias: float32.
+    """
+
+    numbers: torch.Tensor
+    scale: torch.Tensor
+    span: int
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        kernel = eight_bits.kernel()
+        assert kernel is not None
+        return kernel.multiply(x, *self) if kernel.tiles or x.shape[0] <= MAX_NARROW_ROWS else self._converted(x)
+
+    def _converted(self, x: torch.Tensor) -> torch.Tensor:
+        """Where a processor has no products of many rows with such weights."""
+        wide = x if packs(x.dtype) else x.float()
+        out = x.new_empty(x.shape[0], self.scale.shape[1])
+        part = max(1, MAX_PART_ELEMENTS // x.shape[1] // TILE)
+        for first in range(0, len(self.numbers), part):
+            span = slice(first * TILE, min((first + part) * TILE, out.shape[1]))
+            numbers = eight_bits.in_rows(self.numbers[first : first + part])[: span.stop - span.start, : x.shape[1]]
+            scale = self.scale[:, span].repeat_interleave(self.span, dim=0)[: x.shape[1]].t()
+            product = functional.linear(wide, numbers.float().mul_(scale).to(wide.dtype))
+            out[:, span] = product if self.bias is None else product.add_(self.bias[span])
+        return out
+
+    def plus(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """The outputs plus `added` `[rows, out_features]`."""
+        return self(x).add_(added)
+
+
+Weight = torch.Tensor | Int8Weight | TiledWeight
+Linear = Packed | Widened | Scaled | Tiled
 
 MAX_NARROW_ROWS = 4
 MAX_PART_ELEMENTS = 2**20
@@ -141,6 +185,8 @@ MAX_INT8_PART_ELEMENTS = 2**22
 """Not as small as those of `Widened`: a product lays out its inputs anew for each part."""
 INT8_LANES = 64
 """torch's kernel for int8 weights reads whole vectors, beyond the end of other sizes."""
+TILE = 16
+"""Rows of a weight in a tile."""
 MAX_DIGIT_ROWS = 64
 BASE = 254
 """Twice the largest digit, so that digits are within int8 on both sides."""
@@ -157,6 +203,8 @@ def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     """Layer of `weight` `[out_features, in_features]`; a packed layer does not keep the caller's tensor."""
     if isinstance(weight, Int8Weight):
         return Scaled(weight.numbers, weight.scale, bias)
+    if isinstance(weight, TiledWeight):
+        return Tiled(*weight, None if bias is None else bias.float())
     if not packs(weight.dtype):
         return Widened(weight, bias)
     # Without a batch size oneDNN chooses a layout that is good from 1 row to hundreds; hints for one size are up to

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from neuron_runtime.backend.torch import eight_bits
 from neuron_runtime.backend.torch.adapters import Adapters
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.backend import TorchBackend, device_thread
@@ -25,6 +26,7 @@ from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, held_as
 from neuron_runtime.backend.torch.load_drafts import find_drafts
 from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend.torch.parts import part_of_model, parts_of
+from neuron_runtime.backend.torch.quantizing import STORED
 from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.backend.torch.weights import WeightReader
@@ -60,12 +62,11 @@ def load(
     drafts = find_drafts(config.speculation, model)
     ranks = Gloo(place) if place.size > 1 else ALONE
     part = part_of_model(model, ranks.size)
-    wanted = config.quantization
-    held = held_as(checkpoint, tensor_shapes(model), model.quantization, wanted, compiled=config.compile)
+    held = _held(checkpoint, model, config, dtype, ranks.size)
     free = measure()
     # The ranks of a node share its memory, and all ranks must come to the same limits.
     share = replace(free, available=ranks.least(free.available // place.per_node))
-    limits = derive_limits(config, part, dtype.itemsize, share, drafts and drafts.needs, int8=held.int8)
+    limits = derive_limits(config, part, dtype.itemsize, share, drafts and drafts.needs, held=held)
     device = device_thread(partial(_limit_threads, place.per_node))
     decoder = _load_on(
         device, progress, lambda report: load_decoder(checkpoint, model, dtype, report, ranks, held=held)
@@ -80,6 +81,14 @@ def load(
         adapters=Adapters(decoder, model, limits, ranks.rank, ranks.size) if limits.max_adapters else None,
         draft=None if network is None else (network, ranks),
     )
+
+
+def _held(checkpoint: Checkpoint, model: DecoderConfig, config: RuntimeConfig, dtype: torch.dtype, size: int) -> Held:
+    stored, wanted = model.quantization, config.quantization
+    may_keep = not config.compile and (wanted in STORED or (stored is not None and wanted != "none"))
+    own = eight_bits.kinds(dtype) if may_keep else ()
+    shapes = tensor_shapes(model)
+    return held_as(checkpoint, shapes, stored, wanted, compiled=config.compile, own=own, num_ranks=size)
 
 
 def _load_on(

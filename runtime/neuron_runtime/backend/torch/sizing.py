@@ -15,7 +15,7 @@ from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.backend.host_sampling.likeliest import ROWS_AT_ONCE
 from neuron_runtime.backend.torch.architecture import DecoderConfig, projections, tensor_shapes
 from neuron_runtime.backend.torch.choices import block_size_of
-from neuron_runtime.backend.torch.held import weight_bytes
+from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, weight_bytes
 from neuron_runtime.config import AdapterOptions, RuntimeConfig
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, grammar_bytes
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -78,9 +78,9 @@ def derive_limits(
     free: FreeMemory,
     draft: DraftNeeds | None = None,
     *,
-    int8: frozenset[str] = frozenset(),
+    held: Held = MULTIPLIED_OUT,
 ) -> BackendLimits:
-    """Derive every limit. draft: what makes drafts. int8: weights that are held so, see `held.Held`.
+    """Derive every limit. draft: what makes drafts.
 
     Raises:
         InvalidConfig: a configured limit is impossible; names the field and the numbers.
@@ -107,7 +107,7 @@ def derive_limits(
     max_drafts = config.speculation.max_drafts
     places = min(rows * (1 + max_drafts), step_tokens)
     memory = _memory(
-        model, dtype_bytes, free, rows=rows, places=places, step_tokens=step_tokens, adapters=of_adapters, int8=int8
+        model, dtype_bytes, free, rows=rows, places=places, step_tokens=step_tokens, adapters=of_adapters, held=held
     )
     if draft is not None:
         memory = replace(
@@ -210,10 +210,10 @@ def needs_of_head(shapes: Collection[tuple[int, ...]], per_token: int) -> DraftN
     return DraftNeeds(sum(sizes) + max(sizes), per_token)
 
 
-def _weight_bytes(model: DecoderConfig, dtype_bytes: int, int8: frozenset[str] = frozenset()) -> int:
+def _weight_bytes(model: DecoderConfig, dtype_bytes: int, held: Held = MULTIPLIED_OUT) -> int:
     embedding = model.vocabulary_size * model.hidden_size * dtype_bytes
     # A tied head is a second, packed copy. A weight exists twice while it is packed; the largest is an embedding.
-    return weight_bytes(tensor_shapes(model), dtype_bytes, int8) + embedding * (1 + model.tied_embeddings)
+    return weight_bytes(tensor_shapes(model), dtype_bytes, held) + embedding * (1 + model.tied_embeddings)
 
 
 def _memory(
@@ -225,7 +225,7 @@ def _memory(
     places: int,
     step_tokens: int,
     adapters: int = 0,
-    int8: frozenset[str] = frozenset(),
+    held: Held = MULTIPLIED_OUT,
 ) -> Memory:
     """places: tokens whose logits a step computes at most. adapters: bytes."""
     experts = model.experts
@@ -238,7 +238,7 @@ def _memory(
     scores = model.vocabulary_size * (places * 3 * 4 + ROWS_AT_ONCE * 8 * 8)
     return Memory(
         free=free,
-        weights=_weight_bytes(model, dtype_bytes, int8),
+        weights=_weight_bytes(model, dtype_bytes, held),
         adapters=adapters,
         scratch=activations + scores + grammar_bytes(rows),
         per_token=model.kv_elements_per_token * dtype_bytes,

@@ -83,8 +83,8 @@ def step_inputs(token_ids: torch.Tensor, plan: StepPlan, *, blocks: bool) -> Ste
 
 def constants(weights: tuple[Any, ...]) -> dict[str, torch.Tensor]:
     """The tensors of `decoder.Weights`, or of its first fields, by their names in graphs."""
-    leaves: list[torch.Tensor | None] = trees.tree_leaves(weights)
-    return {f"weight_{i}": leaf for i, leaf in enumerate(leaves) if leaf is not None}
+    leaves = trees.tree_leaves(weights)
+    return {f"weight_{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
 
 
 class DecodeStep(nn.Module):

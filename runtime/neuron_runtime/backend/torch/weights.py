@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from neuron_runtime.backend.torch.dequantizing import Made, Quantized, dequantize, read_int8, zeros_of
-from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held
-from neuron_runtime.backend.torch.linear import Int8Weight, Weight
+from neuron_runtime.backend.torch.dequantizing import Made, Quantized, dequantize, read_numbers, zeros_of
+from neuron_runtime.backend.torch.eight_bits import TILE_ROWS, in_tiles
+from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, TILE_COLUMNS, Held, num_scales
+from neuron_runtime.backend.torch.linear import Int8Weight, TiledWeight, Weight
 from neuron_runtime.backend.torch.parts import ELSEWHERE, WHOLE, TensorPart
+from neuron_runtime.backend.torch.quantizing import STORED
 from neuron_runtime.backend.torch.read_ahead import LOADING
 from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo, stored_as
@@ -47,7 +49,7 @@ class WeightReader:
         self._progress = progress
         self._files = {file: _open(checkpoint.folder / file) for file in checkpoint.files}
         self._num_bytes_done = 0
-        self._int8_room: torch.Tensor | None = None
+        self._room: torch.Tensor | None = None
 
     def take(self, *names: str) -> torch.Tensor:
         """The named tensors, or their parts, concatenated along the first dimension as a new contiguous tensor."""
@@ -60,30 +62,37 @@ class WeightReader:
 
     def take_weight(self, *names: str) -> Weight:
         """As `take`, in the form in which linear layers hold these weights."""
-        if not self._held.int8.issuperset(names):
+        held = self._held
+        if not held.kept.issuperset(names):
             return self.take(*names)
         shapes = [self._shape(name) for name in names]
-        sizes = [shape[0] for shape in shapes]
-        numbers = self._int8_numbers(sum(sizes), shapes[0][1])
-        scale = torch.ones(sum(sizes), dtype=self._dtype)
-        for name, *parts in zip(names, torch.split(numbers, sizes), torch.split(scale, sizes), strict=True):
+        sizes, num_columns = [shape[0] for shape in shapes], shapes[0][1]
+        numbers = self._numbers(sum(sizes), num_columns)
+        dtype = torch.float32 if held.tiled else self._dtype
+        scale = torch.ones(sum(sizes), num_scales(num_columns, held.span), dtype=dtype)
+        own = numbers[: len(scale), :num_columns]
+        for name, *parts in zip(names, torch.split(own, sizes), torch.split(scale, sizes), strict=True):
             weight = self._quantized(name)
             assert weight is not None
             rows, columns = self._spans(name)
-            read_int8(weight, rows, columns, *parts)
+            read_numbers(weight, rows, columns, *parts)
             parts[0][rows.stop - rows.start :] = 0
             self._report(name)
-        return Int8Weight(numbers, scale)
+        if held.tiled:
+            tiles = in_tiles(numbers).view(STORED[held.kind])
+            return TiledWeight(tiles, scale.t().contiguous(), held.span or num_columns)
+        return Int8Weight(numbers, scale.view(-1))
 
-    def _int8_numbers(self, rows: int, columns: int) -> torch.Tensor:
-        """Room for the numbers of a layer, in one allocation for all: it has huge pages, for which many layers alone
-        are too small. A step of one row took 1.08 times as long without them."""
-        if self._int8_room is None:
-            room = sum(_aligned(math.prod(self._shape(name))) for name in self._held.int8)
-            self._int8_room = torch.empty(room, dtype=torch.int8)
-        size = rows * columns
-        numbers, self._int8_room = self._int8_room[:size], self._int8_room[_aligned(size) :]
-        return numbers.view(rows, columns)
+    def _numbers(self, rows: int, columns: int) -> torch.Tensor:
+        """Room for the numbers of a layer, filled up as the kernel wants it; in one allocation for all: it has huge
+        pages, for which many layers alone are too small. A step of one row took 1.08 times as long without them."""
+        if self._room is None:
+            room = sum(math.prod(_filled_up(*self._shape(name))) for name in self._held.kept)
+            self._room = torch.empty(room, dtype=torch.int8)
+        shape = _filled_up(rows, columns) if self._held.tiled else (rows, columns)
+        size = math.prod(shape)
+        numbers, self._room = self._room[:size].view(shape), self._room[_aligned(size) :]
+        return numbers if shape == (rows, columns) else numbers.zero_()
 
     def take_whole(self, name: str) -> torch.Tensor:
         """The named tensor as it is stored."""
@@ -167,6 +176,10 @@ class WeightReader:
         if info.slice is not None:
             return self._whole(name)  # a view: nothing is read yet
         return self._files[info.file].get_slice(info.name)  # type: ignore[no-untyped-call]
+
+
+def _filled_up(rows: int, columns: int) -> tuple[int, int]:
+    return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // TILE_COLUMNS) * TILE_COLUMNS
 
 
 def _aligned(size: int) -> int:

@@ -1,0 +1,139 @@
+"""The kernel for weights of 8 bits, `eight_bits.cpp`: builds it for this processor, finds it again, and calls it.
+
+The loader asks which weights it multiplies here, and linear layers call it. torch has no product of FP8 weights for
+processors, and one of int8 weights that does not use what newer ones have. Without a C++ compiler there is no kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from neuron_runtime.arguments import default_weights_dir
+from neuron_runtime.backend.torch.graphs import cxx
+from neuron_runtime.backend.torch.held import TILE_COLUMNS
+from neuron_runtime.console import say
+from neuron_runtime.quantization import Kind
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fwrapv")
+BUILD_SECONDS = 300
+TILE_ROWS = 32
+"""Those of two tiles. Weights are filled up to multiples of them and of `TILE_COLUMNS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """tiles: whether it runs on AMX, and is fast at any number of rows."""
+
+    library: ctypes.CDLL
+    tiles: bool
+
+    def multiply(
+        self, x: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor, span: int, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`[rows, outputs]` of x `[rows, inputs]`, both bfloat16. numbers: see `in_tiles`. scale: float32
+        `[ceil(inputs / span), outputs]`. span: inputs that share a scale. bias: float32."""
+        x = x.contiguous()
+        (rows, inputs), outputs = x.shape, scale.shape[1]
+        out = x.new_empty(rows, outputs)
+        self.library.multiply(
+            numbers.data_ptr(),
+            scale.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            outputs,
+            inputs,
+            span,
+            numbers.dtype is torch.float8_e4m3fn,
+            x.data_ptr(),
+            rows,
+            out.data_ptr(),
+            torch.get_num_threads(),
+            self.tiles,
+        )
+        return out
+
+
+def kinds(dtype: torch.dtype) -> frozenset[Kind]:
+    """The weights that the kernel multiplies here faster than torch. dtype: of the inputs."""
+    if dtype is not torch.bfloat16 or (found := kernel()) is None:
+        return frozenset()
+    return frozenset(("int8", "fp8") if found.tiles else ("fp8",))
+
+
+def in_tiles(numbers: torch.Tensor) -> torch.Tensor:
+    """The same memory in the kernel's order. numbers: int8 `[rows, columns]`, filled up with zeros."""
+    rows, columns = numbers.shape
+    tiles = numbers.view(rows // 16, 16, columns // TILE_COLUMNS, 16, 4).permute(0, 2, 3, 1, 4).contiguous()
+    return numbers.view(tiles.shape).copy_(tiles)
+
+
+def in_rows(tiles: torch.Tensor) -> torch.Tensor:
+    """A copy of some of the first dimension of `in_tiles` as `[rows, columns]`."""
+    return tiles.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
+
+
+@cache
+def kernel() -> Kernel | None:
+    """None where it cannot be built, which is said once."""
+    try:
+        return _found()
+    except (OSError, subprocess.SubprocessError) as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        reason = next((line for line in said.splitlines() if "error" in line), said.partition("\n")[0])
+        message = "weights of 8 bits are computed without the kernel for them, more slowly or in more memory"
+        say(f"warning: {message}: {reason}")
+        return None
+
+
+def _found() -> Kernel:
+    path = default_weights_dir().with_name("kernels") / f"{_key()}.so"
+    try:
+        return _load(path)
+    except OSError:  # not built yet, or damaged
+        with tempfile.TemporaryDirectory() as folder:
+            built = Path(folder, path.name)
+            _run("-shared", "-fPIC", str(SOURCE), "-o", str(built))
+            _keep(built, path)
+            return _load(built)
+
+
+def _key() -> str:
+    """By what it is made of. The compiler says what it takes this processor for."""
+    said = _run("-###", "-E", str(SOURCE)).stderr
+    return hashlib.sha256(b"\0".join((SOURCE.read_bytes(), *(one.encode() for one in (*FLAGS, said))))).hexdigest()[:32]
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [cxx(), *FLAGS, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
+
+
+def _keep(built: Path, path: Path) -> None:
+    """A folder that cannot be written keeps nothing."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(built.read_bytes())
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+
+
+def _load(path: Path) -> Kernel:
+    library = ctypes.CDLL(str(path))
+    number, address = ctypes.c_int64, ctypes.c_void_p
+    library.multiply.restype = None
+    library.multiply.argtypes = [
+        *(address, address, address, number, number, number, ctypes.c_int),
+        *(address, number, address, ctypes.c_int, ctypes.c_int),
+    ]
+    return Kernel(library, bool(library.has_tiles()))

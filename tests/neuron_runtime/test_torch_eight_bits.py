@@ -1,0 +1,133 @@
+"""The kernel for weights of 8 bits gives the products of the weights that they stand for, on any processor; without a
+compiler there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from neuron_runtime.backend.torch import eight_bits
+from neuron_runtime.backend.torch.eight_bits import TILE_ROWS, Kernel, in_rows, in_tiles
+from neuron_runtime.backend.torch.held import TILE_COLUMNS
+from neuron_runtime.backend.torch.linear import MAX_NARROW_ROWS, TiledWeight, linear
+from neuron_runtime.backend.torch.quantizing import STORED
+from neuron_runtime.quantization import Kind
+
+KERNEL = eight_bits.kernel()
+assert KERNEL is not None
+WAYS = [KERNEL, replace(KERNEL, tiles=False)] if KERNEL.tiles else [KERNEL]
+ROWS = (1, MAX_NARROW_ROWS, 15, 17, 33, 150)
+
+
+def random_weight(kind: Kind, rows: int, columns: int, span: int) -> tuple[TiledWeight, torch.Tensor]:
+    """And what it stands for. FP8 has all its numbers, the smallest ones too."""
+    bits = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+    numbers = bits.where((bits & 127 != 127) | (kind == "int8"), 0).view(STORED[kind])
+    scale = torch.rand(-(-columns // span), rows) + 0.1
+    exact = numbers.double() * scale.t().repeat_interleave(span, dim=1)[:, :columns].double()
+    padded = functional.pad(numbers.view(torch.int8), (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
+    return TiledWeight(in_tiles(padded).view(STORED[kind]), scale, span), exact
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["tiles", "no tiles"][-len(WAYS) :])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("shape", [(64, 128, 128), (37, 300, 300), (70, 300, 128), (32, 640, 64)])
+def test_a_layer_computes_with_the_weights_that_its_numbers_stand_for(
+    way: Kernel, kind: Kind, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any number of rows, of any sizes. A row of zeros is one."""
+    monkeypatch.setattr(eight_bits, "kernel", lambda: way)
+    torch.manual_seed(0)
+    (outputs, inputs, _), (weight, exact) = shape, random_weight(kind, *shape)
+    bias = torch.randn(outputs).bfloat16()
+    for rows in ROWS:
+        x, added = torch.randn(rows, inputs).bfloat16(), torch.randn(rows, outputs).bfloat16()
+        x[rows // 2] *= rows % 2
+        expected, size = x.double() @ exact.t(), x.double().abs() @ exact.abs().t()
+        layer = linear(weight, bias)
+        for found, right in (
+            (linear(weight)(x), expected),
+            (layer(x), expected + bias),
+            (layer.plus(x, added), expected + bias + added),
+        ):
+            assert (found.dtype, found.shape) == (torch.bfloat16, right.shape)
+            # Rounded once, or twice; the largest input of a row has 16 bits, or weights of blocks have 8.
+            error = (found.double() - right).abs()
+            assert bool((error <= right.abs() / 128 + size * 2**-9 + 0.02).all()), (rows, error.max())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_what_is_no_number_stays_so_and_spoils_its_own_row_alone(way: Kernel, kind: Kind) -> None:
+    weight, _ = random_weight(kind, 64, 128, 128)
+    x = torch.ones(3, 128).bfloat16()
+    x[1, 5] = torch.nan
+    for rows in (3, 1):
+        found = way.multiply(x[:rows], *weight, None)
+        assert found.isnan().all(dim=1).tolist() == [False, True, False][:rows]
+        assert found[0].isfinite().all()
+    assert way.multiply(x[:0], *weight, None).shape == (0, 64)
+
+
+def test_tiles_have_the_rows_in_another_order() -> None:
+    numbers = torch.randint(-128, 128, (64, 192), dtype=torch.int8)
+    tiles = in_tiles(numbers.clone())
+    assert tiles.shape == (4, 3, 16, 16, 4)
+    assert (tiles[1, 2, 3, 5] == numbers[16 + 5, 128 + 12 : 128 + 16]).all()
+    assert (in_rows(tiles[1:3]) == numbers[16:48]).all()
+
+
+@pytest.fixture
+def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Sequence[str]]]:
+    """The commands that build, with a cache of their own."""
+    commands: list[Sequence[str]] = []
+
+    def run(*arguments: str) -> object:
+        if "-shared" in arguments:
+            commands.append(arguments)
+        return original(*arguments)
+
+    original = eight_bits._run
+    monkeypatch.setattr(eight_bits, "_run", run)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    eight_bits.kernel.cache_clear()
+    yield commands
+    eight_bits.kernel.cache_clear()
+
+
+def test_the_kernel_is_built_once_for_all_processes_and_anew_where_the_file_is_damaged(
+    builds: list[Sequence[str]], tmp_path: Path
+) -> None:
+    kept = tmp_path / "neuron-serving" / "kernels" / f"{eight_bits._key()}.so"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"damaged")
+    for _ in range(2):
+        eight_bits.kernel.cache_clear()
+        assert eight_bits.kernel() is not None
+        assert len(builds) == 1
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_without_a_compiler_there_is_no_kernel_which_is_said_once(
+    builds: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert eight_bits.kinds(torch.float32) == set()
+    assert capsys.readouterr().err == ""  # nobody needs it
+    assert eight_bits.kinds(torch.bfloat16) == eight_bits.kinds(torch.bfloat16) == set()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "weights of 8 bits are computed without the kernel" in said
+    assert "no-such-compiler" in said
+
+
+def test_a_compiler_that_fails_is_quoted(
+    builds: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(eight_bits, "FLAGS", ("-no-such-flag",))
+    assert eight_bits.kernel() is None
+    assert "no-such-flag" in capsys.readouterr().err
