@@ -10,9 +10,33 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from neuron_runtime.offline import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput, SamplingParams
+    from neuron_runtime.offline import (
+        LLM,
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        LoRARequest,
+        PoolingParams,
+        RequestOutput,
+        SamplingParams,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
 
-__all__ = ["LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "LoRARequest",
+    "Logprob",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+]
 
 
 def __getattr__(name: str) -> object:

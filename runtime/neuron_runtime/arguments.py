@@ -51,6 +51,12 @@ QUANT_KINDS = {"s8": ("int8", NEURON_QUANT), "f8e4m3fn": ("fp8",)}
 
 SWITCH_OF_ADAPTERS = "enable_lora"
 
+RUNNERS: Mapping[str, Mapping[str, str]] = {
+    "runner": {"generate": "generate", "pooling": "embed"},
+    "convert": {"none": "", "embed": "embed", "classify": "rerank"},
+}
+"""vLLM's arguments that say together what `task` says, and what each value says; `auto` says nothing."""
+
 TARGET_VARIABLE = "VLLM_TARGET_DEVICE"
 """With the value cpu, scripts that were written for devices run on the CPU, unchanged."""
 
@@ -108,7 +114,7 @@ def on_this_machine(
     What the environment and the devices decide is logged. Raises InvalidConfig with the argument or variable.
 
     Args:
-        arguments: values by the names in `BY_ARGUMENT` and in `OLDER_NAMES`.
+        arguments: values by the names in `BY_ARGUMENT`, `OLDER_NAMES` and `RUNNERS`.
         device: "cpu", "neuron" or "auto"; None: as "auto".
         additional_config: settings of the backend, below the key that newer versions of vLLM have for them.
         enable_lora: vLLM's switch for adapters, one at a time unless `max_loras` says more; None: `max_loras` decides.
@@ -118,6 +124,8 @@ def on_this_machine(
     values, problems = dict(arguments), ConfigProblems()
     with problems.collecting():
         values = with_older_names(values, written)
+    with problems.collecting():
+        values = _with_task(values, written)
     if enable_lora:
         values.setdefault("max_loras", 1)
     elif enable_lora is False:
@@ -154,6 +162,25 @@ def on_this_machine(
         elif backend == LEGACY_BACKEND and values.pop("block_size", None):
             say("the block size has no effect: each request has one contiguous line of the cache (layout slots)")
     return values
+
+
+def _with_task(arguments: Mapping[str, Any], written: Callable[[str], str]) -> dict[str, Any]:
+    """With the task that `RUNNERS` say. Raises InvalidConfig if they contradict each other or the task."""
+    values, said = dict(arguments), dict[str, str]()
+    for name, words in RUNNERS.items():
+        value = values.pop(name, None)
+        if value not in (None, "auto", *words):
+            raise InvalidConfig(written(name), f"must be auto, {' or '.join(words)}, got {value!r}")
+        if task := words.get(str(value), ""):
+            said[name] = task
+    runner, converted = said.get("runner", ""), said.get("convert", "")
+    if runner == "generate" and converted:
+        raise InvalidConfig(written("convert"), f"needs another {written('runner')} than generate: pooling")
+    task = converted or runner
+    given = BY_ARGUMENT["task"].read(values.get("task") or task)
+    if task and given != task:
+        raise InvalidConfig(written("task"), f"{given!r} is not what {' and '.join(map(written, said))} say: {task!r}")
+    return {**values, "task": task} if task else values
 
 
 def _of_transformers_neuronx(arguments: Mapping[str, Any], written: Callable[[str], str]) -> dict[str, Any]:
@@ -293,7 +320,7 @@ def llm_config(
             is_known = refuse(Surface.LLM, name, value)
         if is_known or value is None or name == SWITCH_OF_ADAPTERS:
             continue
-        if name not in LLM_ARGUMENTS and name not in OLDER_NAMES:
+        if name not in LLM_ARGUMENTS and name not in (*OLDER_NAMES, *RUNNERS):
             raise TypeError(f"LLM() has no argument {name!r}")
         values[name] = value
     if "dtype" in values:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from neuron_runtime.adapters.peft import Target
+from neuron_runtime.core import Task
 from neuron_runtime.dtypes import ComputedDtype, cache_dtype_name, dtype_name
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import Flag, json_or_pairs, json_or_text, numbers, template, word_or_folder
@@ -36,6 +37,14 @@ Limit = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 MatchLength = Annotated[int, Meta(ge=0, le=32)]
+
+TASK_WORDS = {"auto": "generate", "embedding": "embed", "score": "rerank", "classify": "rerank"}
+"""vLLM's words for tasks."""
+
+
+def task_of(word: str) -> str:
+    return TASK_WORDS.get(word, word)
+
 
 MAX_BUCKETS = 32
 LEAST_MATCH, MOST_MATCH = 2, 8
@@ -250,6 +259,7 @@ class ServerOptions(Document, frozen=True, kw_only=True):
         int, Meta(ge=0), "Maximum `max_tokens` of a request; 0: limited only by the model's length", Flag()
     ] = 0
     max_prompts: Annotated[Count, "Maximum number of prompts per request", Flag()] = 128
+    max_inputs: Annotated[Count, "Maximum number of texts per request for vectors or scores", Flag()] = 2048
     max_choices: Annotated[Count, "Maximum number of answers per request: prompts times `n`", Flag()] = 128
 
 
@@ -269,6 +279,13 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
         Flag(llm=True, metavar="NAME", default="`nxdi` on a machine with Neuron devices, else `torch`"),
         COMPILED,
     ] = "torch"
+    task: Annotated[
+        Task,
+        "What the model computes: `generate`, text; `embed`, a vector of each text; `rerank`, a score of each pair of "
+        "texts. The flags have vLLM's words too: `score`, or `--runner` with `--convert`",
+        Flag(llm=True, read=task_of),
+        COMPILED,
+    ] = "generate"
     compile: Annotated[
         bool,
         "Run compiled graphs: the artifact of this model and configuration is loaded, or compiled first",

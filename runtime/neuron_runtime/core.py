@@ -25,6 +25,11 @@ KNOWN = -1
 """In `Rows.after`: the row does not depend on a step in flight."""
 
 
+Task = Literal["generate", "embed", "rerank"]
+"""What a server computes: text, a vector of each text, or a score of each pair of texts, which is a vector of one."""
+TASKS: tuple[Task, ...] = get_args(Task)
+
+
 class StepKind(Enum):
     """What a step does: it has prefill rows, decode rows, or both. `Batch.num_prefills` says which rows are which."""
 
@@ -164,6 +169,8 @@ class Request:
     cache_salt: str = ""
     adapter: str = ""
     """Digest of the adapter that it wants; empty: the base model."""
+    second_at: int = 0
+    """The first token of the second text of a pair; 0: there is one text."""
 
 
 class Added(msgspec.Struct, frozen=True, gc=False):
@@ -175,6 +182,7 @@ class Added(msgspec.Struct, frozen=True, gc=False):
     blocks: KV blocks in order; with the slot layout exactly one, whose number equals the slot. If prefixes are shared,
         the blocks before the start of the first row are computed already and may belong to other sequences too.
     adapter: the place whose adapter computes the sequence, see `Batch.adapters`; 0: the base model.
+    second_at: the first token of the second text of a pair; 0: there is one text.
     """
 
     slot: int
@@ -183,6 +191,7 @@ class Added(msgspec.Struct, frozen=True, gc=False):
     sampling: Sampling
     blocks: tuple[int, ...]
     adapter: int = 0
+    second_at: int = 0
 
 
 class Rows(msgspec.Struct, frozen=True, gc=False):
@@ -194,7 +203,8 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
     after[i]: the row of the step in flight that determines start and token, which nobody knows when this step is
         scheduled; else KNOWN. The row then starts where that row ended, and feeds the newest token of the sequence (the
         sampled one, or, if that row did not sample, the mirror's next known tokens).
-    samples[i]: whether the row's last position is sampled.
+    samples[i]: whether the row's last position is sampled or, of a backend that computes vectors, whether the row gives
+        one.
     drafts[i]: guesses of the tokens behind the one that a decode row feeds, which it feeds too; `()` for a row without.
         The row samples at each position up to the first draft that differs from the token sampled there. NO_TOKEN: the
         device makes this draft. Empty if no row has any. A row with drafts never depends on the step in flight, and no
@@ -321,6 +331,8 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
 
     token_ids[i]: the tokens sampled by row i: one, and one more for each draft that equals the token sampled at its
         position; empty for rows that do not sample.
+    vectors[i]: what the row gives in the place of tokens, float32 numbers, if the backend computes vectors; else
+        `vectors` is empty.
     without_drafts: rows whose drafts the device had no time to make; they fed one token.
     logprobs: one tuple per row if any row requests logprobs, else empty.
     prompt_logprobs: one tuple per row if any row fed prompt tokens of a request for prompt logprobs, else empty. Row i
@@ -340,6 +352,12 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     device_memory: DeviceMemory | None = None
     group_wait_seconds: tuple[float, ...] = ()
     without_drafts: tuple[int, ...] = ()
+    vectors: tuple[bytes, ...] = ()
+
+    @property
+    def counts(self) -> list[int]:
+        """How many tokens, or vectors, each row gives."""
+        return list(map(len, self.token_ids)) if not self.vectors else [int(bool(one)) for one in self.vectors]
 
 
 class First(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -364,6 +382,8 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `token_ids`, if requested."""
     first: First | None = None
+    vector: bytes = b""
+    """Float32 numbers, in the place of tokens."""
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
@@ -458,6 +478,8 @@ class BackendLimits:
     max_adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
     """Projections that adapters may change, by their short names (`q_proj`)."""
+    vector_size: int = 0
+    """Numbers of the vector that a sequence gives when its prompt is computed, in the place of tokens; 0: tokens."""
     max_step_seconds: float = 0.0
     """Longest that any step may take, shorter than the time after which the device itself ends one; 0: unknown."""
 

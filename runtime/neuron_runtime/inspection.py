@@ -25,8 +25,10 @@ from neuron_runtime.backend.neuron.model_config import quantization_of as neuron
 from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.optimum import models as optimum
 from neuron_runtime.backend.optimum.hub_cache import cached_graphs, in_words
+from neuron_runtime.backend.torch import vector_models
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.naming import as_named
+from neuron_runtime.backend.torch.vector_models import computes_only_vectors, vector_model
 from neuron_runtime.backend.transformers_neuronx import settings as neuronx
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
@@ -46,6 +48,7 @@ from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.engine.backends import PACKAGES, package_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.quantization import QUANTIZATION_FIELDS, Quantizing, has_known_method, quantization_of
+from neuron_runtime.recipes import is_vector_model, read_recipe
 from neuron_runtime.record import AdapterFacts, ModelFacts, PlannedConversion
 from neuron_runtime.requests.generation_defaults import NEUTRAL
 from neuron_runtime.requests.texts import Text, adapted_text
@@ -54,6 +57,7 @@ from neuron_runtime.uris import HubModel, parse_uri
 from neuron_runtime.weights.fetching import TEXT, fetch, fetch_adapter, naming, outline
 from neuron_runtime.weights.store import Store
 
+ON_TORCH = (*FAMILIES, *vector_models.ARCHITECTURES)
 NXDI, OPTIMUM, NEURONX = "nxdi", "optimum", "transformers-neuronx"
 VLLM = "vllm"
 """No backend of this runtime: the operator says which models it runs, and only the configuration is read."""
@@ -279,6 +283,13 @@ def _runs_on_device(checkpoint: Checkpoint, backend: str, application_class: str
 
 def _checked_shape(checkpoint: Checkpoint) -> dict[str, Any]:
     """The shape of an architecture of ours, whose tensors are known."""
+    if computes_only_vectors(checkpoint.config) or is_vector_model(checkpoint.folder):
+        model = vector_model(checkpoint.config)
+        check_tensors(vector_models.as_named(checkpoint, model), vector_models.shapes_of(model), model.quantization)
+        recipe = read_recipe(checkpoint.folder, checkpoint.config)
+        task, size = ("rerank", 0) if model.head else ("embed", recipe.size(model.body.hidden_size))
+        shape = {name: getattr(model.body, name) for name in SHAPE}
+        return {"architecture": model.architecture, **shape, "task": task, "vector_size": size}
     config = decoder_config(checkpoint.config)
     check_tensors(as_named(checkpoint, config), tensor_shapes(config), config.quantization)
     return {"architecture": config.architecture, **{name: getattr(config, name) for name in SHAPE}}
@@ -341,7 +352,7 @@ def facts_as_text(uri: str, facts: ModelFacts) -> str:
     heads = f"{facts.num_heads} heads, {facts.num_kv_heads} for keys and values, of {facts.head_dim}"
     tables: dict[str, Mapping[str, Any]] = {NXDI: BY_ARCHITECTURE, OPTIMUM: optimum.BY_ARCHITECTURE}
     on_device = " or ".join(name for name, table in tables.items() if facts.architecture in table)
-    only = "" if facts.architecture in FAMILIES else f", with backend {on_device or NXDI}"
+    only = "" if facts.architecture in ON_TORCH else f", with backend {on_device or NXDI}"
     cache_bytes = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim
     rows = {
         "model": uri,
@@ -354,9 +365,14 @@ def facts_as_text(uri: str, facts: ModelFacts) -> str:
         **({"quantization": facts.quantization} if facts.quantization else {}),
         **({"converted": _conversion_in_words(facts.conversion)} if facts.conversion else {}),
         **({"graphs": facts.graphs} if facts.graphs else {}),
+        **({"task": _task_in_words(facts)} if facts.task != "generate" else {}),
         "digest": facts.digest,
     }
     return "\n".join(f"{name + ':':<14}{value}" for name, value in rows.items())
+
+
+def _task_in_words(facts: ModelFacts) -> str:
+    return f"{facts.task}, vectors of {facts.vector_size}" if facts.vector_size else facts.task
 
 
 def _conversion_in_words(conversion: PlannedConversion) -> str:

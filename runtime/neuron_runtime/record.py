@@ -60,6 +60,10 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     conversion: PlannedConversion | None = None
     """What its weights are converted to for the backend, and as the configuration asks; None: they are read as they
     are."""
+    task: str = "generate"
+    """What the model was made for, by its files."""
+    vector_size: int = 0
+    """Numbers in a vector of a model that embeds; 0: it gives none."""
     digest: str
     """The commit for hf://, else sha256 over config, index and headers of the weights; pins the served model."""
 

@@ -24,6 +24,7 @@ from neuron_operator.read.records import (
 from neuron_runtime import console
 from neuron_runtime import record as runtime
 from neuron_runtime.adapters.peft import TARGETS
+from neuron_runtime.core import TASKS
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.quantization import Format
 
@@ -55,6 +56,8 @@ FACTS = st.builds(
         format=st.sampled_from(get_args(Format)),
         bytes=COUNT,
     ),
+    task=st.sampled_from(TASKS),
+    vector_size=COUNT,
     digest=st.text(max_size=80),
 )
 

@@ -46,6 +46,8 @@ class Piece:
     """Behind the text."""
     details: TokenDetails | None = None
     """None if only text is requested."""
+    vector: bytes = b""
+    """The answer of a model that computes vectors: float32 numbers."""
 
 
 class Choice(ChoiceText):
@@ -137,12 +139,13 @@ class Generation:
         """For each choice, what makes its request from an id."""
         ask = self.ask
         echoes = ask.details is not None and ask.details.logprobs is not None and bool(ask.echoes)
-        for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
+        seconds = ask.second_at or (0,) * len(ask.prompts)
+        for prompt, sampling, second_at in zip(ask.prompts, ask.sampling, seconds, strict=True):
             # Prompt logprobs are computed for the first answer only, unless each answer echoes them.
             later = sampling if echoes else replace(sampling, prompt_logprobs=None)
             for number in range(ask.num_choices):
                 chosen = replace(later if number else sampling, choice=number)
-                make = partial(Request, prompt_token_ids=prompt, sampling=chosen)
+                make = partial(Request, prompt_token_ids=prompt, sampling=chosen, second_at=second_at)
                 yield partial(make, priority=ask.priority, cache_salt=ask.cache_salt, adapter=ask.target.adapter)
 
     def take(self, event: TokenEvent, piece: Piece) -> int:
@@ -164,9 +167,10 @@ class Generation:
         if choice.has_details:
             choice.add_details(piece, event, num_tokens)
         ends = event.finish_reason is FinishReason.STOP and choice.finish_reason is not None
-        if ends and choice.stop_string is None:
+        if ends and event.token_ids and choice.stop_string is None:
             choice.stop_token_id = event.token_ids[-1]
         piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
+        piece.vector = piece.vector or event.vector
         return num_tokens
 
     @property

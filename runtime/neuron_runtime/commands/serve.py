@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_runtime import not_built, record
-from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, naming, on_this_machine
+from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, RUNNERS, config_of, naming, on_this_machine
 from neuron_runtime.artifacts.loading import find_model
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines, say
@@ -120,6 +120,8 @@ def add_model_flags(parser: argparse.ArgumentParser, wanted: Callable[[Field], b
     model.add_argument(as_flag(OLDER_MODEL), help=argparse.SUPPRESS)
     for name in OLDER_NUMBERS:
         model.add_argument(as_flag(name), type=whole_number, help=argparse.SUPPRESS)
+    for name, words in RUNNERS.items():
+        model.add_argument(as_flag(name), choices=("auto", *words), help=argparse.SUPPRESS)
     for row in not_built.rows(Surface.FLAG):
         form: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if row.is_switch else {"type": json_or_text}
         model.add_argument(*spellings(row.name), help=argparse.SUPPRESS, **form)
@@ -179,7 +181,7 @@ def check(config: RuntimeConfig, settings: LocalSettings) -> None:
 
     folder = find_model(config, settings, StageLines(), with_weights=False)
     backend_package(config).check_model(folder, config)
-    load_text(folder, config.text)
+    load_text(folder, config.text, config.task)
 
 
 def configuration(
@@ -198,7 +200,7 @@ def configuration(
         if value is not None and not row.has_effect:
             say(f"{flag} has no effect here: leave it out")
     # A command may have only some of the flags.
-    names = (*BY_ARGUMENT, *OLDER_NAMES)
+    names = (*BY_ARGUMENT, *OLDER_NAMES, *RUNNERS)
     arguments = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     vllm = {name: getattr(options, name) for name in ("device", "additional_config", "enable_lora")}
     with problems.collecting():

@@ -12,9 +12,9 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from neuron_runtime.checkpoint import TEMPLATES_FOLDER, Checkpoint, InvalidModel, TensorInfo
+from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo
 from neuron_runtime.uris import ModelInPlace, parse_uri
-from neuron_runtime.weights.selection import is_small
+from neuron_runtime.weights.selection import is_small, is_small_folder
 
 PART_BYTES = 4096
 NUM_PARTS = 3
@@ -47,9 +47,8 @@ def contents_of(uri: str, checkpoint: Checkpoint) -> str:
 def small_files(folder: Path) -> set[str]:
     """Names of the files of a model besides its weights."""
     names = {entry.name for entry in os.scandir(folder) if entry.is_file()}
-    templates = folder / TEMPLATES_FOLDER
-    if templates.is_dir():
-        names |= {f"{TEMPLATES_FOLDER}/{entry.name}" for entry in os.scandir(templates) if entry.is_file()}
+    for inner in (entry.name for entry in os.scandir(folder) if is_small_folder(entry.name) and entry.is_dir()):
+        names |= {f"{inner}/{entry.name}" for entry in os.scandir(folder / inner) if entry.is_file()}
     return set(filter(is_small, names))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
-from neuron_runtime.backend.torch.choices import EMBEDDING
+from neuron_runtime.backend.torch.choices import EMBEDDINGS
 from neuron_runtime.checkpoint import TensorInfo
 from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.engine.backends import package_of
@@ -173,7 +173,7 @@ def _outputs(
     quantized: Collection[str],
     to: Format,
 ) -> Iterator[Output]:
-    plain = tensors[EMBEDDING].dtype if EMBEDDING in tensors else PLAIN
+    plain = tensors[EMBEDDINGS[0]].dtype if EMBEDDINGS[0] in tensors else PLAIN
     for name, shape in shapes.items():
         if name in quantized:
             form = CONVERTED[cast(Kind, to)]

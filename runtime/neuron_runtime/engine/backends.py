@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
-from neuron_runtime.core import BackendLimits
+from neuron_runtime.core import BackendLimits, Task
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.quantization import QuantizedWeights
 
@@ -43,6 +43,9 @@ class BackendPackage(Protocol):
     MIN_ADAPTER_RANK: int
     """Smallest rank of adapters, of a backend that is an `AdapterBackend` when the configuration has adapters; 0: it is
     none."""
+
+    TASKS: tuple[Task, ...]
+    """What it computes."""
 
     DRAFT_METHODS: tuple[str, ...]
     """Methods of `Speculation` for which it has `BackendLimits.max_drafts` as the configuration says."""
@@ -122,7 +125,7 @@ SHORT_TOKENS = 128
 def warn_of_limits(config: RuntimeConfig, limits: BackendLimits) -> None:
     """Print a line if requests may have very few tokens, and one if the model's length cannot be prefilled."""
     length = limits.max_model_length
-    if length < SHORT_TOKENS:
+    if length < SHORT_TOKENS and not limits.vector_size:
         configured = bool(config.limits.max_model_length)
         cause = "so it is configured" if configured else "the model or the free memory allow no more"
         say(f"warning: prompt and answer together may have only {length} tokens: {cause} (maxModelLength)")
@@ -140,6 +143,10 @@ def check_backend(config: RuntimeConfig) -> None:
     """Raises InvalidConfig if the backend is not part of this runtime, or does not support the configuration."""
     package = backend_package(config)
     package.check_config(config)
+    if config.task not in package.TASKS:
+        able = ", ".join(name for name in PACKAGES if config.task in package_of(name).TASKS)
+        message = f"the {config.backend} backend does not compute {config.task!r}: use the backend {able}"
+        raise InvalidConfig("$.task", message)
     if config.adapters.max_active and not package.MIN_ADAPTER_RANK:
         raise InvalidConfig("$.adapters.maxActive", f"the {config.backend} backend serves no adapters: leave it out")
     if (method := config.speculation.method) and method not in package.DRAFT_METHODS:

@@ -14,6 +14,8 @@ from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import Overloaded
 
 DEFAULT_MAX_QUEUED_REQUESTS = 256
+DEFAULT_MAX_QUEUED_TEXTS = 4096
+"""Where vectors are computed: a request has many texts, each of them short work."""
 MOST_QUEUED_TOKENS = 4 * 1024 * 1024
 """Maximum of the default bound: about 150 MB of token ids."""
 
@@ -40,8 +42,9 @@ class QueueLimits:
 
 
 def queue_limits(limits: BackendLimits, max_requests: int = 0, max_tokens: int = 0) -> QueueLimits:
-    """Replace zeros by defaults: 256 requests, and the tokens of as many longest ones, at most 4 Mi."""
-    max_requests = max_requests or DEFAULT_MAX_QUEUED_REQUESTS
+    """Replace zeros by defaults: 256 requests (4096 texts for vectors), and the tokens of as many longest ones, at most
+    4 Mi."""
+    max_requests = max_requests or (DEFAULT_MAX_QUEUED_TEXTS if limits.vector_size else DEFAULT_MAX_QUEUED_REQUESTS)
     return QueueLimits(
         max_requests, max_tokens or min((limits.max_rows + max_requests) * limits.max_model_length, MOST_QUEUED_TOKENS)
     )

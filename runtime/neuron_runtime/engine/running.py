@@ -72,6 +72,7 @@ class RunningSet:
                 sampling=request.sampling,
                 blocks=tuple(sequence.blocks),
                 adapter=sequence.place,
+                second_at=request.second_at,
             )
         )
 

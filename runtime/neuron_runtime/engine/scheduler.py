@@ -286,8 +286,9 @@ class Scheduler:
         check_output(batch, output)
         drafts = batch.rows.drafts
         step, finished, events = batch.step, Phase.FINISHED, []
-        for i, (sequence, num_tokens, sampled) in enumerate(
-            zip(sequences, batch.rows.num_tokens, output.token_ids, strict=True)
+        vectors = output.vectors or (b"",) * len(sequences)
+        for i, (sequence, num_tokens, sampled, vector) in enumerate(
+            zip(sequences, batch.rows.num_tokens, output.token_ids, vectors, strict=True)
         ):
             if sequence.in_flight == step:
                 sequence.in_flight, sequence.samples = None, False
@@ -302,12 +303,12 @@ class Scheduler:
                 first = len(sequence.tokens) == sequence.num_prompt
                 if first and output.prompt_logprobs:
                     sequence.prompt_logprobs += output.prompt_logprobs[i]
-                if sampled:
+                if sampled or vector:
                     kept, reason = sequence.accept(sampled)
                     logprobs = output.logprobs[i][: len(kept)] if output.logprobs else ()
                     request_id = sequence.request.request_id
                     begun = First(sequence.num_cached or 0, 0.0, sequence.prompt_logprobs) if first else None
-                    events.append(TokenEvent(request_id, kept, reason, logprobs, begun))
+                    events.append(TokenEvent(request_id, kept, reason, logprobs, begun, vector))
                     if reason:
                         if sequence.phase is not Phase.LEAVING:
                             self._release(sequence)
@@ -351,7 +352,7 @@ class Scheduler:
 
 def check_output(batch: Batch, output: StepOutput) -> None:
     """Raise BackendFailed unless the output belongs to this step."""
-    counts = list(map(len, output.token_ids))
+    counts = output.counts
     if output.step != batch.step or len(counts) != len(batch.rows):
         raise BackendFailed(
             f"the backend returned step {output.step} with {len(counts)} rows, "

@@ -100,7 +100,10 @@ class Sequence:
         return 1 if self.samples else len(self.tokens) - self.num_scheduled_tokens
 
     def accept(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Append sampled tokens up to the first reason to finish; returns the kept tokens and that reason."""
+        """Append sampled tokens up to the first reason to finish; returns the kept tokens and that reason.
+
+        A sequence whose row gave no tokens has its vector, and wants nothing else.
+        """
         tokens, known, sampling = self.tokens, len(self.tokens), self.request.sampling
         for token in token_ids:
             tokens.append(token)
@@ -108,7 +111,7 @@ class Sequence:
                 return token_ids[: len(tokens) - known], FinishReason.STOP
             if len(tokens) >= self.max_length:
                 return token_ids[: len(tokens) - known], FinishReason.LENGTH
-        return token_ids, None
+        return token_ids, None if token_ids else FinishReason.STOP
 
 
 def _same_prompt(one: Request, other: Request) -> bool:

@@ -8,7 +8,28 @@ Contract: https://docs.vllm.ai/en/latest/api/vllm/entrypoints/llm.html
 
 from neuron_runtime.offline.adapters import LoRARequest
 from neuron_runtime.offline.llm import LLM
-from neuron_runtime.offline.outputs import CompletionOutput, Logprob, RequestOutput
+from neuron_runtime.offline.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from neuron_runtime.offline.pooling_params import PoolingParams
 from neuron_runtime.offline.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "LoRARequest",
+    "Logprob",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from neuron_runtime.apis.openai.body import ChatBody, admitted_completion, chat_of
+from neuron_runtime.apis.vectors.writer import scores_of
 from neuron_runtime.arguments import LLM_NAMES, default_artifacts_dir, default_weights_dir, llm_config, naming
 from neuron_runtime.artifacts.loading import find_adapter
 from neuron_runtime.console import say
@@ -28,18 +29,35 @@ from neuron_runtime.errors import BackendFailed, InvalidConfig, InvalidRequest
 from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.offline.adapters import LoRARequest, OfflineAdapters, modules_of
 from neuron_runtime.offline.engines import engine_of
-from neuron_runtime.offline.outputs import RequestOutput
+from neuron_runtime.offline.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from neuron_runtime.offline.pooling_params import PoolingParams
 from neuron_runtime.offline.prompts import Prompt, listed, naming_prompt, one_each, prompt_fields
 from neuron_runtime.offline.running import RunningPrompt
 from neuron_runtime.offline.sampling_params import SamplingParams
 from neuron_runtime.record import AdapterFacts
-from neuron_runtime.requests.admission import Admission, Admissions
+from neuron_runtime.requests.admission import Admission, Admissions, Ask
 from neuron_runtime.requests.conversion import typed
 from neuron_runtime.requests.parameters import check_parameter_served, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
 from neuron_runtime.requests.targets import Targets
 from neuron_runtime.requests.texts import Text, adapted_text, load_text
 from neuron_runtime.requests.tools import is_forced
+from neuron_runtime.requests.vectors import (
+    Kind,
+    VectorOptions,
+    check_dimensions,
+    check_task,
+    compared_ask,
+    cut_to,
+    recipe_of,
+    texts_ask,
+)
 
 MAX_SEED_BITS = 63
 MODULES = "lora_modules"
@@ -109,7 +127,7 @@ class LLM:
             self._close = weakref.finalize(self, self._engine.close)
             try:
                 self._model_dir = self._engine.find_model()
-                text = load_text(self._model_dir, config.text)
+                text = load_text(self._model_dir, config.text, config.task)
                 limits = self._engine.load()
                 if seed is not None:
                     _check_seed(limits)
@@ -120,7 +138,12 @@ class LLM:
         for notice in text.defaults.served(limits).notices:
             say(notice)
         self._admissions = Admissions(
-            text, limits, Targets(config.served_names), max_queued_requests=sys.maxsize, cuts_max_tokens=True
+            text,
+            limits,
+            Targets(config.served_names),
+            max_queued_requests=sys.maxsize,
+            cuts_max_tokens=True,
+            task=config.task,
         )
         model_dir = self._model_dir  # whoever drops this LLM ends its engine at once, so nothing may refer to it
 
@@ -210,6 +233,75 @@ class LLM:
             conversations, prompt, sampling_params, priority=None, lora_request=lora_request, use_tqdm=use_tqdm
         )
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Turn texts into vectors, in their order, with `task="embed"`.
+
+        Raises: as `generate`.
+        """
+        admission, params = self._admissions.of(None), pooling_params or PoolingParams()
+        check_task(admission.all.task, ("embed",))
+        if truncate_prompt_tokens is not None:
+            params = replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
+        check_dimensions(admission, params.dimensions)
+        given = [prompt_fields(one)["prompt"] for one in listed(prompts)]
+
+        def asks() -> Iterator[Ask]:
+            for number, text in enumerate(given):
+                with naming_prompt(number, len(given)):
+                    yield texts_ask(admission, text, params.options, Kind(), "prompts")
+
+        done = self._computed(asks, use_tqdm)
+        vectors = cut_to([one.answers[0].vector for one in done], params.dimensions, recipe_of(admission)).tolist()
+        return [
+            EmbeddingRequestOutput(one.request_id, EmbeddingOutput(vector), list(one.ask.prompts[0]))
+            for one, vector in zip(done, vectors, strict=True)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[ScoringRequestOutput]:
+        """Score pairs of texts: one text with each of the others, or two lists of the same length. With
+        `task="rerank"`, or with `task="embed"` by how alike their vectors are.
+
+        Raises: as `generate`.
+        """
+        admission = self._admissions.of(None)
+        check_task(admission.all.task, ("rerank", "embed"))
+        queries, documents = ([one] if isinstance(one, str) else list(one) for one in (data_1, data_2))
+        options = VectorOptions(truncate_prompt_tokens=truncate_prompt_tokens)
+        [done] = self._computed(
+            lambda: iter([compared_ask(admission, queries, documents, options, ("data_1", "data_2"))]), use_tqdm
+        )
+        scores, tokens = scores_of(done.answers, len(documents), recipe_of(admission)), done.ask.prompts
+        return [
+            ScoringRequestOutput(f"{done.request_id}-{at}", ScoringOutput(score), list(ids))
+            for at, (score, ids) in enumerate(zip(scores, tokens[-len(documents) :], strict=True))
+        ]
+
+    def _computed(self, asks: Callable[[], Iterator[Ask]], use_tqdm: bool | Callable[..., Any]) -> list[RunningPrompt]:
+        with self._one_at_a_time:
+            if self._ended:
+                raise BackendFailed(f"this LLM can no longer be used ({self._ended}): create a new one")
+            tokenizer = self._admissions.text.tokenizer
+            asked = [
+                RunningPrompt(str(next(self._ids)), None, ask, tokenizer, end_token_id=None, adapter=None)
+                for ask in asks()
+            ]
+            self._finish(asked, use_tqdm)
+            return asked
+
     def get_default_sampling_params(self) -> SamplingParams:
         """The default parameters: from the model's `generation_config.json`, else vLLM's."""
         return _default_params(self._admissions.of(None))
@@ -254,11 +346,7 @@ class LLM:
                     admission = self._admission(adapter)
                     params_of = one or _default_params(admission)
                     asked.append(self._admit(fields_of(prompt, admission), params_of, rank, adapter))
-            make_bar = use_tqdm if callable(use_tqdm) else tqdm
-            with make_bar(
-                total=len(asked), desc="Processed prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm
-            ) as bar:
-                self._finish(asked, bar)
+            self._finish(asked, use_tqdm)
             return [one.output() for one in asked]
 
     def _admission(self, adapter: LoRARequest | None) -> Admission:
@@ -281,7 +369,14 @@ class LLM:
         tokenizer = admission.tokenizer
         return RunningPrompt(str(next(self._ids)), text, ask, tokenizer, end_token_id=end, adapter=adapter)
 
-    def _finish(self, asked: Iterable[RunningPrompt], bar: Any) -> None:
+    def _finish(self, asked: Sequence[RunningPrompt], use_tqdm: bool | Callable[..., Any]) -> None:
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        with make_bar(
+            total=len(asked), desc="Processed prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm
+        ) as bar:
+            self._compute(asked, bar)
+
+    def _compute(self, asked: Iterable[RunningPrompt], bar: Any) -> None:
         live: dict[str, tuple[RunningPrompt, int]] = {}
         began, num_tokens = time.monotonic(), 0
         try:

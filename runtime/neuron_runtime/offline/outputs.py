@@ -1,4 +1,4 @@
-"""Results of `LLM.generate` and `LLM.chat`, with the fields of vLLM's classes."""
+"""Results of the methods of `LLM`, with the fields of vLLM's classes."""
 
 from __future__ import annotations
 
@@ -52,3 +52,43 @@ class RequestOutput:
     """The adapter that answered."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token, that token first, then the alternatives; None for the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of the vector, by vLLM's name."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """A text and its vector."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """The score of a pair of texts."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """A pair of texts and its score."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """Of the pair; of a model that compares vectors, of the second text."""
+    finished: bool = True

@@ -32,14 +32,15 @@ class RunningPrompt(Generation):
         self._text = text
         self._end_token_id = end_token_id
         self._details = [TokenDetails() for _ in self.choices]
-        self._answers = [Piece(index, details=details) for index, details in enumerate(self._details)]
+        self.answers = [Piece(index, details=details) for index, details in enumerate(self._details)]
+        """What it has so far."""
 
     @property
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def feed(self, index: int, event: TokenEvent) -> Choice:
-        self.take(event, self._answers[index])
+        self.take(event, self.answers[index])
         return self.choices[index]
 
     def output(self) -> RequestOutput:
@@ -64,7 +65,7 @@ class RunningPrompt(Generation):
         ended = None if choice.stop_token_id == self._end_token_id else choice.stop_token_id
         return CompletionOutput(
             index=index,
-            text=self._answers[index].text,
+            text=self.answers[index].text,
             token_ids=details.token_ids,
             cumulative_logprob=sum(one.logprob for one in logprobs) if reported else None,
             logprobs=list(map(self._candidates, logprobs)) if reported else None,

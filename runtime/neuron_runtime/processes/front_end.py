@@ -243,7 +243,7 @@ class FrontEnd:
             self._end(task.exception())
 
     def _model_found(self, model_dir: Path) -> None:
-        self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self.config.text))
+        self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self.config.text, self.config.task))
         self._text.add_done_callback(partial(self._text_loaded, model_dir))
 
     def _text_loaded(self, model_dir: Path, task: asyncio.Task[Text]) -> None:
@@ -281,6 +281,7 @@ class FrontEnd:
             max_queued_requests=self._ready.queue.max_requests,
             max_queued_tokens=self._ready.queue.max_tokens,
             options=self.config.server,
+            task=self.config.task,
         )
         for notice in text.defaults.served(limits).notices:
             say(notice)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from neuron_runtime.config import ServerOptions
-from neuron_runtime.core import BackendLimits, Sampling
+from neuron_runtime.core import BackendLimits, Sampling, Task
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests.chats import Chat, chat_text
 from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDefaults
@@ -56,9 +56,11 @@ class Ask:
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: tuple[Sampling, ...]
-    """Per prompt; the `n` answers use it with `choice` 0 to n-1."""
+    """Per prompt; the `n` answers use it with `choice` 0 to n-1. With no tokens at most, the answer is a vector."""
     target: Target
     num_choices: int = 1
+    second_at: tuple[int, ...] = ()
+    """Per prompt, if they are pairs of texts: the first token of the second one."""
     echoes: tuple[Echo, ...] = ()
     """Per prompt, if answers repeat it; else empty."""
     generates: bool = True
@@ -98,6 +100,7 @@ class Admissions:
     """Reduce `max_tokens` to what fits after the prompt; otherwise larger values are refused."""
     options: ServerOptions = field(default_factory=ServerOptions)
     """Limits of one request."""
+    task: Task = "generate"
 
     def of(self, name: str | None) -> Admission:
         """Of the target with this name. Raises as `Targets.of`."""
@@ -139,10 +142,10 @@ class Admission:
         generates = options.max_tokens != 0
         if echo and options.logprobs is not None:
             check_parameter_served("echo", PARAMETERS["prompt_logprobs"], self.limits)
-        cut = self._prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
+        cut = self.prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
         adds_special = options.add_special_tokens is not False
         contents = each_prompt(prompt, self.all.options.max_prompts)
-        prompts = tuple(self._prompts.checked(one, adds_special, cut, "prompt") for one in contents)
+        prompts = tuple(self.prompts.checked(one, adds_special, cut, "prompt") for one in contents)
         return self._ask(
             options,
             NO_NAMES,
@@ -151,7 +154,7 @@ class Admission:
             default=self.defaults.sampling.max_tokens or DEFAULT_COMPLETION_TOKENS,
             logprobs=options.logprobs,
             repeated_logprobs=options.logprobs if echo else None,
-            echoes=tuple(self._prompts.echo(one, options) for one in prompts) if echo else (),
+            echoes=tuple(self.prompts.echo(one, options) for one in prompts) if echo else (),
             generates=generates,
         )
 
@@ -163,8 +166,8 @@ class Admission:
             raise InvalidRequest.at("top_logprobs", "needs `logprobs: true`")
         text, reasoning = self.chat_text(chat), self.text.reasoning
         use = tool_use(options, chat.functions, self.text.tool_format, self._strict_tag)
-        cut = self._prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
-        prompt = self._prompts.checked(text, options.add_special_tokens is True, cut, names["messages"])
+        cut = self.prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
+        prompt = self.prompts.checked(text, options.add_special_tokens is True, cut, names["messages"])
         ask = self._ask(
             options,
             names,
@@ -184,16 +187,16 @@ class Admission:
 
     def text_tokens(self, text: str, adds_special_tokens: bool) -> tuple[int, ...]:
         """The tokens of a text, however many. Raises InvalidRequest."""
-        return self._prompts.read(text, adds_special_tokens, None, "prompt").token_ids
+        return self.prompts.read(text, adds_special_tokens, None, "prompt").token_ids
 
     def chat_tokens(self, chat: Chat) -> tuple[int, ...]:
         """The tokens of a chat, however many. Raises InvalidRequest."""
         adds_special = chat.options.add_special_tokens is True
-        return self._prompts.read(self.chat_text(chat), adds_special, None, chat.names["messages"]).token_ids
+        return self.prompts.read(self.chat_text(chat), adds_special, None, chat.names["messages"]).token_ids
 
     def check_token_ids(self, token_ids: Sequence[int], name: str) -> None:
         """Raises InvalidRequest naming the first id outside the vocabulary."""
-        check_token_ids(token_ids, name, self._prompts.vocabulary_size)
+        check_token_ids(token_ids, name, self.prompts.vocabulary_size)
 
     def chat_text(self, chat: Chat) -> str:
         """Render a chat with the model's template. Raises InvalidRequest."""
@@ -210,12 +213,12 @@ class Admission:
         return None if self.limits.sampling == "Device" else tag
 
     @cached_property
-    def _prompts(self) -> Prompts:
+    def prompts(self) -> Prompts:
         return Prompts(self.tokenizer, self.limits)
 
     @cached_property
     def _sampler(self) -> Sampler:
-        return Sampler(self.tokenizer, self.limits, self.defaults, self._prompts.vocabulary_size)
+        return Sampler(self.tokenizer, self.limits, self.defaults, self.prompts.vocabulary_size)
 
     def _check_common(self, options: Generate, names: Names) -> None:
         """Checks that need no tokenization."""

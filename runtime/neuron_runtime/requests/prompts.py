@@ -48,6 +48,11 @@ class Prompts:
     limits: BackendLimits
 
     @property
+    def _room(self) -> int:
+        """For tokens that must fit behind a prompt."""
+        return 0 if self.limits.vector_size else 1
+
+    @property
     def vocabulary_size(self) -> int:
         """Upper bound of the token ids that the model has; what it samples beyond its tokenizer may be sent back."""
         return self.limits.vocabulary_size or self.tokenizer.vocabulary_size
@@ -58,7 +63,7 @@ class Prompts:
         limits, count = self.limits, len(prompt.token_ids)
         if not count:
             raise InvalidRequest.at(name, "has no tokens: at least one is required")
-        if limits.max_new_tokens(count) < 1:
+        if limits.max_new_tokens(count) < self._room:
             raise self._too_long(f"{count} tokens", name)
         if count < limits.min_prefill_tokens:
             message = f"`{name}` has {count} tokens: this backend needs at least {limits.min_prefill_tokens}"
@@ -71,11 +76,13 @@ class Prompts:
         return prompt
 
     def read(self, content: str | list[int], adds_special_tokens: bool, cut: int | None, name: str) -> Prompt:
-        """A prompt of any length; `cut`: number of last tokens to keep. Raises InvalidRequest for unknown ids, and for
-        texts that cannot fit."""
+        """A prompt of any length; `cut`: number of last tokens to keep, or of first ones where a vector is computed.
+        Raises InvalidRequest for unknown ids, and for texts that cannot fit."""
+        keeps_end = bool(self._room)
         if not isinstance(content, str):
             check_token_ids(content, name, self.vocabulary_size)
-            return Prompt(tuple(content if cut is None else content[-cut:]))
+            kept_ids = content if cut is None else content[-cut:] if keeps_end else content[:cut]
+            return Prompt(tuple(kept_ids))
         check_characters(content, name)
         if cut is None:
             # Tokenizing a long text takes seconds, so one that certainly does not fit is refused before.
@@ -84,17 +91,18 @@ class Prompts:
                 raise self._too_long(f"{len(content)} characters, at least {at_least} tokens", name)
             return Prompt(self.tokenizer.encode(content, adds_special_tokens), content)
         # Twice the text that can be kept, so that the kept tokens are the same as those of the whole text.
-        kept = content[-2 * cut * self.tokenizer.longest_token_characters :]
-        ids = self.tokenizer.encode(kept, adds_special_tokens, max_tokens=cut)
+        most = 2 * cut * self.tokenizer.longest_token_characters
+        kept = content[-most:] if keeps_end else content[:most]
+        ids = self.tokenizer.encode(kept, adds_special_tokens, max_tokens=cut, keeps_end=keeps_end)
         return Prompt(ids, content if len(ids) < cut else None)
 
     def cut(self, asked: int | None, max_tokens: int | None) -> int | None:
         """Number of last tokens of a prompt to keep; None: all. Raises InvalidRequest."""
         if asked is None:
             return None
-        longest = min(self.limits.max_new_tokens(0) - 1, self.limits.longest_prompt)
+        longest = min(self.limits.max_new_tokens(0) - self._room, self.limits.longest_prompt)
         if asked == -1:
-            return max(min(longest, self.limits.max_new_tokens(0) - max(max_tokens or 1, 1)), 1)
+            return max(min(longest, self.limits.max_new_tokens(0) - max(max_tokens or self._room, self._room)), 1)
         if not 1 <= asked <= longest:
             message = f"`truncate_prompt_tokens` must be from 1 to {longest}, or -1 for as many as fit, got {asked}"
             raise InvalidRequest(message, field="truncate_prompt_tokens")
@@ -112,7 +120,12 @@ class Prompts:
         return Echo(text.feed(prompt.token_ids, FinishReason.LENGTH), tuple(text.text_offsets))
 
     def _too_long(self, size: str, name: str) -> InvalidRequest:
-        problem = f"`{name}` has {size}, which leaves no room for an answer: shorten it"
+        cure = (
+            "which leaves no room for an answer: shorten it"
+            if self._room
+            else ("the longest that is served: shorten it, or set `truncate_prompt_tokens`")
+        )
+        problem = f"`{name}` has {size}, {cure}"
         return context_length_exceeded(self.limits, problem, name)
 
 
@@ -125,14 +138,15 @@ def context_length_exceeded(limits: BackendLimits, problem: str, field: str) -> 
     return InvalidRequest(message, field=field, code="context_length_exceeded")
 
 
-def each_prompt(prompt: PromptField, max_prompts: int) -> Iterable[str | list[int]]:
+def each_prompt(prompt: PromptField, max_prompts: int, name: str = "prompt") -> Iterable[str | list[int]]:
     """One text, one list of ids, or a list of either, as in OpenAI's API. Raises InvalidRequest."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequest.at("prompt", "must not be empty")
+        raise InvalidRequest.at(name, "must not be empty")
     if len(prompt) > max_prompts and not isinstance(prompt[0], int):
-        raise InvalidRequest.at("prompt", f"must have at most {max_prompts} prompts, got {len(prompt)}")
+        what = "prompts" if name == "prompt" else "texts"
+        raise InvalidRequest.at(name, f"must have at most {max_prompts} {what}, got {len(prompt)}")
     try:
         if isinstance(prompt[0], str):
             return msgspec.convert(prompt, list[str])
@@ -140,5 +154,5 @@ def each_prompt(prompt: PromptField, max_prompts: int) -> Iterable[str | list[in
             return [msgspec.convert(prompt, list[int])]
         return msgspec.convert(prompt, list[list[int]])
     except msgspec.ValidationError as error:
-        message = "`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists"
-        raise InvalidRequest(message, field="prompt") from error
+        message = f"`{name}` must be a text, a list of texts, a list of token ids, or a list of such lists"
+        raise InvalidRequest(message, field=name) from error

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from neuron_runtime.adapters.peft import reading
+from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import TextOptions
+from neuron_runtime.core import Task
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.recipes import Recipe, read_recipe
 from neuron_runtime.requests.generation_defaults import GenerationDefaults, adapted_defaults, load_generation_defaults
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -27,9 +30,11 @@ class Text:
     """How the model marks its reasoning; None: reasoning stays in the text."""
     tool_format: ToolFormat | None = None
     """How the model writes calls of tools; None: not known."""
+    recipe: Recipe | None = None
+    """How texts become vectors; None: they do not."""
 
 
-def load_text(model_dir: Path, options: TextOptions) -> Text:
+def load_text(model_dir: Path, options: TextOptions, task: Task = "generate") -> Text:
     """Of a model. Raises FatalError."""
     tokenizer = load_tokenizer(model_dir, options.chat_template)
     defaults = load_generation_defaults(
@@ -39,7 +44,8 @@ def load_text(model_dir: Path, options: TextOptions) -> Text:
     if reasoning is not None and tokenizer.hidden_tokens & {reasoning.start, reasoning.end}:
         message = f"{reasoning.start} is a special token of this model, which its text omits: leave the parser out"
         raise InvalidConfig("$.text.reasoningParser", message)
-    return Text(tokenizer, defaults, reasoning, _tool_format(tokenizer, options))
+    recipe = None if task == "generate" else read_recipe(model_dir, read_config(model_dir))
+    return Text(tokenizer, defaults, reasoning, _tool_format(tokenizer, options), recipe)
 
 
 def adapted_text(base: Text, folder: Path, options: TextOptions) -> Text:

@@ -43,12 +43,25 @@ from neuron_runtime.apis.responses.body import ResponsesBody
 from neuron_runtime.apis.responses.body import admitted as admitted_response
 from neuron_runtime.apis.responses.objects import ResponseObject, ResponsesEvent
 from neuron_runtime.apis.responses.writer import ResponsesWriter
+from neuron_runtime.apis.vectors.body import (
+    EmbeddingsBody,
+    RerankBody,
+    ScoreBody,
+    admitted_embeddings,
+    admitted_rerank,
+    admitted_score,
+)
+from neuron_runtime.apis.vectors.objects import EmbeddingList, Ranking, ScoreList
+from neuron_runtime.apis.vectors.writer import EmbeddingsWriter, RerankWriter, ScoreWriter
 from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.core import Task
 from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.errors import InvalidRequest, ServingError
+from neuron_runtime.recipes import Recipe
 from neuron_runtime.requests.admission import Admission, Admissions, Ask
 from neuron_runtime.requests.conversion import Body
 from neuron_runtime.requests.targets import Target, Targets
+from neuron_runtime.requests.vectors import check_task, recipe_of
 from neuron_runtime.server.adapters import Adapters
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
@@ -85,16 +98,27 @@ class Api:
 
     body: type[msgspec.Struct]
     admit: Callable[[Admission, Any], Ask]
-    writer: Callable[[str, Generation, Any], Writer]
-    """From the model's name, the generation and the body."""
+    writer: Callable[[str, Generation, Any, Admission], Writer]
+    """From the model's name, the generation, the body and who admitted it."""
+    tasks: tuple[Task, ...] = ("generate",)
+    """Those of servers that answer it."""
 
 
 COMPLETIONS = Api(
-    CompletionBody, admitted_completion, lambda model, generation, body: OpenAIWriter(COMPLETION, model, generation)
+    CompletionBody, admitted_completion, lambda model, generation, *_: OpenAIWriter(COMPLETION, model, generation)
 )
-RESPONSES = Api(ResponsesBody, admitted_response, ResponsesWriter)
-MESSAGES = Api(MessagesBody, admitted_messages, MessagesWriter)
-CHATS = Api(ChatBody, admitted_chat, lambda model, generation, body: OpenAIWriter(CHAT, model, generation))
+RESPONSES = Api(ResponsesBody, admitted_response, lambda *made: ResponsesWriter(*made[:3]))
+MESSAGES = Api(MessagesBody, admitted_messages, lambda *made: MessagesWriter(*made[:3]))
+CHATS = Api(ChatBody, admitted_chat, lambda model, generation, *_: OpenAIWriter(CHAT, model, generation))
+
+
+def _of_vectors(writer: Callable[[str, Generation, Recipe, Any], Writer]) -> Callable[..., Writer]:
+    return lambda model, generation, body, admission: writer(model, generation, recipe_of(admission), body)
+
+
+EMBEDDINGS = Api(EmbeddingsBody, admitted_embeddings, _of_vectors(EmbeddingsWriter), ("embed",))
+RERANK = Api(RerankBody, admitted_rerank, _of_vectors(RerankWriter), ("rerank", "embed"))
+SCORE = Api(ScoreBody, admitted_score, _of_vectors(ScoreWriter), ("rerank", "embed"))
 
 
 class State(Protocol):
@@ -170,11 +194,44 @@ def build_app(state: State) -> FastAPI:
             "server",
             "/invocations",
             routes.invocations,
-            "Answer a chat or continue a prompt, as SageMaker calls it",
-            ChatCompletion | Completion,
-            body=ChatBody | CompletionBody,
+            "Answer what a server of its task answers, as SageMaker calls it",
+            ChatCompletion | Completion | EmbeddingList | Ranking,
+            body=ChatBody | CompletionBody | EmbeddingsBody | RerankBody,
             example={"messages": [EXAMPLE_MESSAGE], "max_tokens": 64},
             event=ChatCompletionChunk | CompletionChunk,
+        ),
+        Operation(
+            "openai",
+            "/v1/embeddings",
+            routes.embeddings,
+            "Turn texts into vectors",
+            EmbeddingList,
+            body=EmbeddingsBody,
+            example={"input": ["What is a token?"]},
+        ),
+        *(
+            Operation(
+                "vectors",
+                path,
+                routes.rerank,
+                "Put documents in the order of their relevance, as Cohere's and Jina's APIs",
+                Ranking,
+                body=RerankBody,
+                example={"query": "What is a token?", "documents": ["A part of a text.", "A fruit."]},
+            )
+            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        ),
+        *(
+            Operation(
+                "vectors",
+                path,
+                routes.score,
+                "Score pairs of texts, as in vLLM",
+                ScoreList,
+                body=ScoreBody,
+                example={"text_1": "What is a token?", "text_2": ["A part of a text.", "A fruit."]},
+            )
+            for path in ("/score", "/v1/score")
         ),
         Operation("openai", "/v1/models", routes.models, "List the served names", ModelList),
         Operation(
@@ -258,6 +315,15 @@ class Routes:
 
     async def messages(self, request: Request) -> Response:
         return await self._generate(request, lambda raw: MESSAGES)
+
+    async def embeddings(self, request: Request) -> Response:
+        return await self._generate(request, lambda raw: EMBEDDINGS)
+
+    async def rerank(self, request: Request) -> Response:
+        return await self._generate(request, lambda raw: RERANK)
+
+    async def score(self, request: Request) -> Response:
+        return await self._generate(request, lambda raw: SCORE)
 
     async def count_tokens(self, request: Request) -> Response:
         admissions = self._admissions()
@@ -357,11 +423,12 @@ class Routes:
 
         def answer(raw: bytes) -> tuple[LiveGeneration, Writer]:
             api = api_of(raw)
+            check_task(admissions.task, api.tasks)
             body: Any = parse_body(raw, api.body)
             admission = admissions.of(body.model)
             ask = api.admit(admission, body)
             generation = LiveGeneration(ask, state.client, state.metrics, admission.tokenizer, state.targets)
-            return generation, api.writer(ask.target.name, generation, body)
+            return generation, api.writer(ask.target.name, generation, body, admission)
 
         with state.gate.running():
             generation, writer = await self._read(request, answer)
@@ -405,9 +472,10 @@ def _invoked(raw: bytes) -> Api:
         return COMPLETIONS
     if "messages" in fields:
         return CHATS
-    if "prompt" in fields:
-        return COMPLETIONS
-    raise InvalidRequest("`messages` or `prompt` is required", field="messages")
+    for name, api in (("prompt", COMPLETIONS), ("input", EMBEDDINGS), ("query", RERANK)):
+        if name in fields:
+            return api
+    raise InvalidRequest("`messages`, `prompt`, `input` or `query` is required", field="messages")
 
 
 def _json(value: msgspec.Struct, status: int = 200) -> Response:

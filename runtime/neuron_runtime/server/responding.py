@@ -23,6 +23,10 @@ MANY_TOKENS = 256
 """Responses with log-probabilities of more tokens are formatted on a thread."""
 
 
+MANY_BYTES = 2**16
+"""Responses with more bytes of vectors too."""
+
+
 class ClientGone(Exception):
     """The client disconnected."""
 
@@ -81,7 +85,8 @@ class GenerationResponse(Response):
         await generation.begin()
         answers = await generation.whole()
         details = [answer.details for answer in answers if answer.details is not None]
-        if sum(len(one.located) + len(one.prompt_logprobs) for one in details) > MANY_TOKENS:
+        is_long = sum(len(one.located) + len(one.prompt_logprobs) for one in details) > MANY_TOKENS
+        if is_long or sum(len(answer.vector) for answer in answers) > MANY_BYTES:
             # Formatting them would delay streams.
             body = await asyncio.to_thread(self._writer.whole, answers)
         else:

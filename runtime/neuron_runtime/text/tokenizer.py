@@ -94,10 +94,13 @@ class Tokenizer:
             other._declare(special, self.chat_template, self.tool_template)
         return other
 
-    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> tuple[int, ...]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None, *, keeps_end: bool = True
+    ) -> tuple[int, ...]:
         """Ids of a text; `add_special_tokens` adds the model's special tokens (usually a BOS in front).
 
-        max_tokens: truncates the beginning of the text to this many ids, including special ones.
+        max_tokens: truncates the beginning of the text to this many ids, including special ones; without `keeps_end`
+            its end.
         """
         if max_tokens is None:
             # A batch of one, because only batch calls release the GIL.
@@ -105,9 +108,25 @@ class Tokenizer:
             return tuple(encoding.ids)
         encoding = self._fast.encode(text, add_special_tokens=False)
         around = self._fast.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
-        encoding.truncate(max(max_tokens - around, 0), direction="left")
+        encoding.truncate(max(max_tokens - around, 0), direction="left" if keeps_end else "right")
         whole = self._fast.post_process(encoding, add_special_tokens=add_special_tokens)
         return tuple(whole.ids[:max_tokens])
+
+    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[tuple[int, ...], int]:
+        """Ids of two texts with the special tokens around them, and the first id of the second text; 0: the model does
+        not tell them apart.
+
+        max_tokens: the longer text loses its end until so many ids are left, including special ones.
+        """
+        texts = [self._fast.encode(text, add_special_tokens=False) for text in (first, second)]
+        if max_tokens is not None:
+            room = max(max_tokens - self._fast.num_special_tokens_to_add(is_pair=True), 0)
+            shorter, longer = sorted(texts, key=len)
+            kept = min(len(shorter), room // 2)
+            longer.truncate(room - kept)
+            shorter.truncate(kept)
+        whole = self._fast.post_process(texts[0], texts[1], add_special_tokens=True)
+        return tuple(whole.ids), whole.type_ids.index(1) if 1 in whole.type_ids else 0
 
     def starts(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """For each id of `encode`, the index of the character at which it begins."""

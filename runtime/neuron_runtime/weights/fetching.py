@@ -24,12 +24,10 @@ from neuron_runtime.adapters import peft as adapters
 from neuron_runtime.backend_protocol import ProgressCallback
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
-    GRAPHS_CONFIG_FILE,
     GRAPHS_FILE,
     INDEX_FILE,
     MAX_HEADER_BYTES,
     MAX_JSON_BYTES,
-    QUANTIZATION_FILE,
     TEMPLATES_FOLDER,
     WEIGHTS_FILE,
     InvalidModel,
@@ -49,10 +47,12 @@ from neuron_runtime.uris import FolderModel, HubModel, ImageModel, ModelInPlace,
 from neuron_runtime.weights.selection import (
     graph_files,
     is_adapter_part,
+    is_outlined,
     is_part,
     is_plain,
     is_small,
     is_small_adapter_part,
+    was_part,
     weight_files,
 )
 from neuron_runtime.weights.source import RETRY_SECONDS, Attempts, Listing, Source, read_all
@@ -90,7 +90,7 @@ class Parts:
 
     Args:
         config: the file without which a folder has none.
-        outlined: small files in its outline.
+        is_outlined: whether a file is in its outline, whole.
         is_small: whether a file is copied first.
         is_part: whether it may be copied at all.
         is_pinned: whether the digest of a source without commits is over it.
@@ -104,7 +104,7 @@ class Parts:
     """
 
     config: str
-    outlined: frozenset[str]
+    is_outlined: Callable[[str], bool]
     is_small: Callable[[str], bool]
     is_part: Callable[[str], bool]
     is_pinned: Callable[[str], bool]
@@ -147,11 +147,11 @@ def _measure_adapter(folder: Path) -> tuple[str, int]:
 
 MODEL = Parts(
     config=CONFIG_FILE,
-    outlined=frozenset({CONFIG_FILE, INDEX_FILE, GRAPHS_CONFIG_FILE, QUANTIZATION_FILE}),
+    is_outlined=is_outlined,
     is_small=is_small,
     is_part=is_part,
     is_pinned=is_part,
-    was_pinned=lambda name: is_part(name) and name != QUANTIZATION_FILE,
+    was_pinned=was_part,
     large=_model_files,
     max_header_bytes=MAX_HEADER_BYTES,
     check_small=read_config,
@@ -170,7 +170,7 @@ TEXT = replace(
 """A model without its weights."""
 ADAPTER = Parts(
     config=adapters.CONFIG_FILE,
-    outlined=frozenset({adapters.CONFIG_FILE}),
+    is_outlined=lambda name: name == adapters.CONFIG_FILE,
     is_small=is_small_adapter_part,
     is_part=is_adapter_part,
     is_pinned=is_adapter_part,
@@ -594,12 +594,12 @@ def _draw(attempts: Attempts[Source], listing: Listing, scratch: Path, parts: Pa
         end = int(min(num_bytes, file.num_bytes))
         return attempts(partial(read_all, attempts.source, listing, file, 0, end)) if end else b""
 
-    names = [name for name in listing.files if is_plain(name) or is_shard(name)]
+    names = [name for name in listing.files if is_plain(name) or is_shard(name) or parts.is_outlined(name)]
     for name in names:
         (scratch / name).parent.mkdir(exist_ok=True)
         with (scratch / name).open("wb") as file:
             file.truncate(listing.files[name].num_bytes)
-    for name in parts.outlined & set(names):
+    for name in filter(parts.is_outlined, names):
         with (scratch / name).open("r+b") as small:
             small.write(start(name, MAX_JSON_BYTES))  # a larger one is refused by its size
 

@@ -33,10 +33,9 @@ from botocore.exceptions import (
 )
 from urllib3.exceptions import HTTPError
 
-from neuron_runtime.checkpoint import TEMPLATES_FOLDER
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.uris import S3Model
-from neuron_runtime.weights.selection import is_part
+from neuron_runtime.weights.selection import is_part, is_small_folder
 from neuron_runtime.weights.source import (
     BLOCK_BYTES,
     RETRIED_STATUSES,
@@ -199,9 +198,9 @@ class S3Source(S3Place):
         prefix = self.model.key("")
         files: dict[str, SourceFile] = {}
         pages = list(self._pages(prefix))
-        templates = f"{prefix}{TEMPLATES_FOLDER}/"
-        if any({"Prefix": templates} in page.get("CommonPrefixes", []) for page in pages):
-            pages += self._pages(templates)
+        for inner in [one["Prefix"] for page in pages for one in page.get("CommonPrefixes", [])]:
+            if is_small_folder(inner.removeprefix(prefix).removesuffix("/")):
+                pages += self._pages(inner)
         for page in pages:
             for item in page.get("Contents", []):
                 name = item["Key"].removeprefix(prefix)

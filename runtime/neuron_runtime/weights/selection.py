@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from neuron_runtime import recipes
 from neuron_runtime.adapters.peft import CONFIG_FILE, TEXT_FILES
 from neuron_runtime.adapters.peft import WEIGHTS_FILE as ADAPTER_WEIGHTS_FILE
 from neuron_runtime.checkpoint import (
@@ -40,6 +41,8 @@ SMALL_FILES = (
 )
 """Files of a model besides its weights, as patterns of names in the root of a repository or prefix."""
 
+OUTLINED = ("config.json", "tokenizer_config.json", INDEX_FILE, GRAPHS_CONFIG_FILE, QUANTIZATION_FILE)
+
 WEIGHTS_SUFFIX = ".safetensors"
 MAX_NAME_BYTES = 255
 
@@ -54,11 +57,16 @@ def is_plain(name: str) -> bool:
     )
 
 
+def is_small_folder(name: str) -> bool:
+    """Whether a folder may have small files of a model."""
+    return name == TEMPLATES_FOLDER or recipes.MODULE_FOLDER.fullmatch(name) is not None
+
+
 def is_small(name: str) -> bool:
     folder, _, template = name.partition("/")
     if folder == TEMPLATES_FOLDER:
         return is_plain(template) and template.endswith(".jinja")
-    return is_plain(name) and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
+    return (is_plain(name) and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)) or recipes.is_part(name)
 
 
 def is_weights(name: str) -> bool:
@@ -68,6 +76,16 @@ def is_weights(name: str) -> bool:
 def is_part(name: str) -> bool:
     """Whether a model may need the file."""
     return is_small(name) or is_weights(name) or name == GRAPHS_FILE or is_shard(name)
+
+
+def was_part(name: str) -> bool:
+    """As `is_part`, for versions of this program that read neither of these files."""
+    return is_part(name) and name != QUANTIZATION_FILE and not recipes.is_part(name)
+
+
+def is_outlined(name: str) -> bool:
+    """Whether the facts about a model are in the file, beside the headers of its weights."""
+    return name in OUTLINED or recipes.is_part(name)
 
 
 def is_adapter_part(name: str) -> bool:

@@ -93,10 +93,10 @@ class SamplingTable:
 class NotFinite(FatalError):
     """The model computed NaN or infinity. Its cache may hold such values for other rows too, so the engine restarts."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, what: str = "logits") -> None:
         super().__init__(
             ExitCode.DEVICE_FAILED,
-            f"the logits of {num_rows} of the requests in a step are not finite (NaN or infinite): the weights are "
+            f"the {what} of {num_rows} of the requests in a step are not finite (NaN or infinite): the weights are "
             "broken, or overflow in this dtype (float32 and bfloat16 have the widest range)",
         )
 

@@ -25,11 +25,13 @@ from neuron_runtime.backend.nxdi.settings import settings_of
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.core import Task
 from neuron_runtime.quantization import QuantizedWeights
 
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
+TASKS: tuple[Task, ...] = ("generate",)
 DRAFT_METHODS = ("NGram", "Draft", "Eagle")
 QUANTIZED_WEIGHTS = QuantizedWeights(formats=("int8", "fp8"), reads=reads_stored, plain_with_bias=LINEAR)
 

@@ -19,12 +19,14 @@ from neuron_runtime.backend.optimum.settings import check_override, settings_of
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig, uses_blocks
+from neuron_runtime.core import Task
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.quantization import QuantizedWeights
 
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
+TASKS: tuple[Task, ...] = ("generate",)
 DRAFT_METHODS = ()
 QUANTIZED_WEIGHTS = QuantizedWeights()
 MIN_ADAPTER_RANK = 0

@@ -15,13 +15,14 @@ from neuron_runtime.backend.simulated.options import DEFAULT_MAX_LENGTH, Options
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.checkpoint import InvalidModel, read_config
 from neuron_runtime.config import RuntimeConfig
-from neuron_runtime.core import SAMPLING_MODES, BackendLimits
+from neuron_runtime.core import SAMPLING_MODES, BackendLimits, Task
 from neuron_runtime.errors import ConfigProblems
 from neuron_runtime.quantization import QuantizedWeights
 
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
 PROCESS_PER_RANK = True
+TASKS: tuple[Task, ...] = ("generate",)
 DRAFT_METHODS = ("NGram",)
 QUANTIZED_WEIGHTS = QuantizedWeights()
 MIN_ADAPTER_RANK = 1

@@ -15,16 +15,21 @@ from neuron_runtime.backend.torch.before_import import check_room_for_torch, set
 from neuron_runtime.backend.torch.graphs import TorchCompiler
 from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.backend.torch.read_ahead import LOADING, ReadAhead
+from neuron_runtime.backend.torch.vector_limits import check_generates, check_settings, vector_limits
+from neuron_runtime.backend.torch.vector_models import vector_model
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.core import Task
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.host import FreeMemory
 from neuron_runtime.quantization import QuantizedWeights, wanted_format
+from neuron_runtime.recipes import read_recipe
 
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
 PROCESS_PER_RANK = True
+TASKS: tuple[Task, ...] = ("generate", "embed", "rerank")
 DRAFT_METHODS = ("NGram", "Draft", "Eagle")
 QUANTIZED_WEIGHTS = QuantizedWeights(formats=("int8", "fp8"), quantizes=True, reads=lambda config: True, experts=True)
 MIN_ADAPTER_RANK = 1
@@ -47,6 +52,9 @@ def check_config(config: RuntimeConfig) -> None:
         check_fields(config, {"sampling": ("Host",)})
     with problems.collecting():
         _check_compiled(config, config.parallelism.tensor)
+    if config.task != "generate":
+        with problems.collecting():
+            check_settings(config)
     for key in config.override_neuron_config:
         problems.add(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
     problems.check()
@@ -63,6 +71,10 @@ def check_model(model_dir: Path, config: RuntimeConfig) -> None:
     from neuron_runtime.backend.torch.sizing import derive_limits  # noqa: PLC0415 - not needed to serve
 
     stored = read_config(model_dir)
+    if config.task != "generate":
+        vector_limits(config, vector_model(stored), read_recipe(model_dir, stored), 1, FreeMemory(UNLIMITED))
+        return
+    check_generates(stored)
     wanted_format(stored, config.quantization)
     model = decoder_config(stored)
     part = part_of_model(model, config.parallelism.tensor or 1)
@@ -104,7 +116,8 @@ def load_backend(
     _check_compiled(config, rank.size)
     check_room_for_torch()
     ahead = prepare(model_dir, rank.size)
-    from neuron_runtime.backend.torch.loader import load  # noqa: PLC0415  (torch takes seconds to import)
+    # torch takes seconds to import
+    from neuron_runtime.backend.torch import loader, vector_loader  # noqa: PLC0415
 
     def report(stage: str, share: float) -> None:
         if stage == LOADING:
@@ -112,6 +125,8 @@ def load_backend(
         progress(stage, share)
 
     try:
-        return load(model_dir, config, report, artifact=artifact, place=rank)
+        if config.task != "generate":
+            return vector_loader.load(model_dir, config, report)
+        return loader.load(model_dir, config, report, artifact=artifact, place=rank)
     finally:
         ahead.stop()

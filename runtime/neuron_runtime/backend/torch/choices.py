@@ -10,7 +10,10 @@ from neuron_runtime.config import RuntimeConfig, uses_blocks
 from neuron_runtime.dtypes import BY_STORED, COMPUTED_STORED
 
 DEFAULT_BLOCK_SIZE = 16
-EMBEDDING = "model.embed_tokens.weight"
+SHARE_OF_MEMORY = 0.9
+"""Share of free memory for weights, scratch and cache; the rest is for other processes."""
+EMBEDDINGS = ("model.embed_tokens.weight", "embeddings.word_embeddings.weight")
+"""Of decoders and of encoders."""
 
 
 def dtype_of(config: RuntimeConfig, checkpoint: Checkpoint) -> str:
@@ -20,11 +23,12 @@ def dtype_of(config: RuntimeConfig, checkpoint: Checkpoint) -> str:
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
     """The dtype in which the embedding is stored. Raises InvalidModel."""
-    embedding = checkpoint.tensors.get(EMBEDDING)
+    name = next((one for one in EMBEDDINGS if one in checkpoint.tensors), EMBEDDINGS[0])
+    embedding = checkpoint.tensors.get(name)
     if embedding is None or embedding.dtype not in COMPUTED_STORED:
         stored = "missing" if embedding is None else embedding.dtype
         raise InvalidModel(
-            f"{checkpoint.folder}: tensor {EMBEDDING} must have dtype {', '.join(COMPUTED_STORED)}; it is {stored}"
+            f"{checkpoint.folder}: tensor {name} must have dtype {', '.join(COMPUTED_STORED)}; it is {stored}"
         )
     return BY_STORED[embedding.dtype].name
 

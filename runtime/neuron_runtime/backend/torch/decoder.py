@@ -41,14 +41,14 @@ class Layer(NamedTuple):
 class Weights(NamedTuple):
     """Everything that a decoder computes with; frequencies are those of the rotary positions.
 
-    norm: None if the head computes with the hidden states as they are.
+    norm: None if the head computes with the hidden states as they are. head: None if these are all that is wanted.
     """
 
     embedding: torch.Tensor
     frequencies: torch.Tensor
     layers: Sequence[Layer]
     norm: torch.Tensor | None
-    head: Linear
+    head: Linear | None
 
 
 class Reader(Protocol):
@@ -119,6 +119,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the token that follows each hidden state: float32 `[hidden states, vocabulary]`."""
+        assert self.weights.head is not None
         return self._ranks.gather(self.weights.head(hidden).float())[:, : self.config.vocabulary_size]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -178,7 +179,9 @@ def all_layers(read: Callable[[int], Layer], count: int) -> Sequence[Layer]:
     return tuple(map(read, range(count)))
 
 
-def read_weights(config: DecoderConfig, reader: Reader, make: MakeLinear = linear, keep: Keep = all_layers) -> Weights:
+def read_weights(
+    config: DecoderConfig, reader: Reader, make: MakeLinear = linear, keep: Keep = all_layers, *, has_head: bool = True
+) -> Weights:
     """The tensors of a checkpoint in the decoder's layout. keep: which layers are in memory."""
     embedding = reader.take("model.embed_tokens.weight")
     frequencies = rotary.inverse_frequencies(config.rope, config.head_dim)
@@ -190,7 +193,9 @@ def read_weights(config: DecoderConfig, reader: Reader, make: MakeLinear = linea
 
     layers = keep(layer, config.num_layers)
     norm = reader.take("model.norm.weight").float()
-    head = make(embedding if config.tied_embeddings else reader.take_weight("lm_head.weight"), None)
+    head = None
+    if has_head:
+        head = make(embedding if config.tied_embeddings else reader.take_weight("lm_head.weight"), None)
     return Weights(embedding, frequencies, layers, norm, head)
 
 

@@ -29,6 +29,7 @@ from neuron_runtime.backend.torch.parts import part_of_model, parts_of
 from neuron_runtime.backend.torch.quantizing import STORED
 from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
 from neuron_runtime.backend.torch.sizing import derive_limits
+from neuron_runtime.backend.torch.vector_limits import check_generates
 from neuron_runtime.backend.torch.weights import WeightReader
 from neuron_runtime.backend_protocol import ONE_RANK, ProgressCallback, Rank
 from neuron_runtime.checkpoint import Checkpoint, check_tensors, check_tied_head, read_whole_checkpoint
@@ -54,6 +55,7 @@ def load(
 ) -> TorchBackend:
     """See `load_backend`."""
     checkpoint = read_whole_checkpoint(model_dir)
+    check_generates(checkpoint.config)
     model = decoder_config(checkpoint.config)
     checkpoint = as_named(checkpoint, model)
     check_tensors(checkpoint, tensor_shapes(model), model.quantization)
@@ -67,11 +69,9 @@ def load(
     # The ranks of a node share its memory, and all ranks must come to the same limits.
     share = replace(free, available=ranks.least(free.available // place.per_node))
     limits = derive_limits(config, part, dtype.itemsize, share, drafts and drafts.needs, held=held)
-    device = device_thread(partial(_limit_threads, place.per_node))
-    decoder = _load_on(
-        device, progress, lambda report: load_decoder(checkpoint, model, dtype, report, ranks, held=held)
-    )
-    network = drafts and _load_on(device, progress, lambda report: drafts.read(decoder, limits, dtype, report))
+    device = device_thread(partial(limit_threads, place.per_node))
+    decoder = load_on(device, progress, lambda report: load_decoder(checkpoint, model, dtype, report, ranks, held=held))
+    network = drafts and load_on(device, progress, lambda report: drafts.read(decoder, limits, dtype, report))
     shape = (limits.num_blocks, part.num_kv_heads, limits.block_size, model.head_dim)
     return TorchBackend(
         decoder=decoder if artifact is None else _compiled(decoder, artifact, limits, network),
@@ -91,7 +91,7 @@ def _held(checkpoint: Checkpoint, model: DecoderConfig, config: RuntimeConfig, d
     return held_as(checkpoint, shapes, stored, wanted, compiled=config.compile, own=own, num_ranks=size)
 
 
-def _load_on(
+def load_on(
     device: ThreadPoolExecutor, progress: ProgressCallback, load: Callable[[ProgressCallback], Loaded]
 ) -> Loaded:
     """Load on the device thread. If this thread is interrupted, loading stops at the next tensor."""
@@ -141,7 +141,7 @@ def _compiled(
     return CompiledDecoder.load(decoder, artifact, blocks=limits.layout == "blocks")
 
 
-def _limit_threads(num_sharing: int) -> None:
+def limit_threads(num_sharing: int) -> None:
     """num_sharing: processes like this one that share the CPUs."""
     # torch counts the machine's CPUs; with a container's CPU quota, that many threads block each other.
     if "OMP_NUM_THREADS" not in os.environ:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.backend.host_sampling.likeliest import ROWS_AT_ONCE
 from neuron_runtime.backend.torch.architecture import DecoderConfig, projections, tensor_shapes
-from neuron_runtime.backend.torch.choices import block_size_of
+from neuron_runtime.backend.torch.choices import SHARE_OF_MEMORY, block_size_of
 from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, weight_bytes
 from neuron_runtime.config import AdapterOptions, RuntimeConfig
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, grammar_bytes
@@ -23,8 +23,6 @@ from neuron_runtime.host import FreeMemory, gib
 
 DEFAULT_MAX_SEQUENCES = 8
 DEFAULT_MAX_STEP_TOKENS = 512
-SHARE_OF_MEMORY = 0.9
-"""Share of free memory for weights, scratch and cache; the rest is for other processes."""
 MIN_DEFAULT_LENGTH = 64
 """If less than this fits, the process exits instead of serving uselessly short sequences."""
 

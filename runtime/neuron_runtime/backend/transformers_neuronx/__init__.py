@@ -16,6 +16,7 @@ from neuron_runtime.backend.transformers_neuronx.settings import check_document,
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.core import Task
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.flags import plain
 from neuron_runtime.quantization import QuantizedWeights
@@ -23,6 +24,7 @@ from neuron_runtime.quantization import QuantizedWeights
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
 PROCESS_PER_RANK = False
+TASKS: tuple[Task, ...] = ("generate",)
 DRAFT_METHODS = ()
 QUANTIZED_WEIGHTS = QuantizedWeights()
 MIN_ADAPTER_RANK = 0
