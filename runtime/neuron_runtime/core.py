@@ -361,13 +361,15 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 class First(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What comes with the first tokens of a request alone."""
+    """What comes with the first tokens of a request alone, or with its vector."""
 
     num_cached_tokens: int
     queue_seconds: float
     """Time that the request waited in the engine for its first step."""
     prompt_logprobs: tuple[TokenLogprobs, ...]
     """Logprobs of the prompt from its second token on, if requested."""
+    vector: bytes = b""
+    """Float32 numbers, in the place of tokens."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -382,8 +384,6 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `token_ids`, if requested."""
     first: First | None = None
-    vector: bytes = b""
-    """Float32 numbers, in the place of tokens."""
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:

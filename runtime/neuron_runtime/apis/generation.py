@@ -154,6 +154,7 @@ class Generation:
         before = choice.num_tokens
         if event.first is not None:
             choice.num_cached_tokens = event.first.num_cached_tokens
+            piece.vector = event.first.vector
         text, reasoning = piece.text, piece.reasoning
         # Only a text without other references grows in place, and a whole answer may be long.
         piece.text = piece.reasoning = ""
@@ -170,7 +171,6 @@ class Generation:
         if ends and event.token_ids and choice.stop_string is None:
             choice.stop_token_id = event.token_ids[-1]
         piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
-        piece.vector = piece.vector or event.vector
         return num_tokens
 
     @property

@@ -307,8 +307,8 @@ class Scheduler:
                     kept, reason = sequence.accept(sampled)
                     logprobs = output.logprobs[i][: len(kept)] if output.logprobs else ()
                     request_id = sequence.request.request_id
-                    begun = First(sequence.num_cached or 0, 0.0, sequence.prompt_logprobs) if first else None
-                    events.append(TokenEvent(request_id, kept, reason, logprobs, begun, vector))
+                    begun = First(sequence.num_cached or 0, 0.0, sequence.prompt_logprobs, vector) if first else None
+                    events.append(TokenEvent(request_id, kept, reason, logprobs, begun))
                     if reason:
                         if sequence.phase is not Phase.LEAVING:
                             self._release(sequence)

@@ -201,7 +201,7 @@ def build_app(state: State) -> FastAPI:
             event=ChatCompletionChunk | CompletionChunk,
         ),
         Operation(
-            "openai",
+            "vectors",
             "/v1/embeddings",
             routes.embeddings,
             "Turn texts into vectors",
@@ -218,8 +218,9 @@ def build_app(state: State) -> FastAPI:
                 Ranking,
                 body=RerankBody,
                 example={"query": "What is a token?", "documents": ["A part of a text.", "A fruit."]},
+                name=name,
             )
-            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+            for path, name in (("/rerank", ""), ("/v1/rerank", "rerank_v1"), ("/v2/rerank", "rerank_v2"))
         ),
         *(
             Operation(
@@ -230,8 +231,9 @@ def build_app(state: State) -> FastAPI:
                 ScoreList,
                 body=ScoreBody,
                 example={"text_1": "What is a token?", "text_2": ["A part of a text.", "A fruit."]},
+                name=name,
             )
-            for path in ("/score", "/v1/score")
+            for path, name in (("/score", ""), ("/v1/score", "score_v1"))
         ),
         Operation("openai", "/v1/models", routes.models, "List the served names", ModelList),
         Operation(

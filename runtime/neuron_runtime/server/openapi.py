@@ -75,6 +75,8 @@ class Operation:
     """Responses with other statuses, in addition to the errors of requests with a body."""
     parameters: Mapping[str, str] | None = None
     """Path parameters with their descriptions."""
+    name: str = ""
+    """Of an operation that another path has too; empty: that of the handler."""
 
 
 class Route(APIRoute):
@@ -100,6 +102,7 @@ def application(operations: Sequence[Operation], exception_handlers: Mapping[Any
         app.add_api_route(
             operation.path,
             operation.handler,
+            name=operation.name or None,
             methods=["POST"] if operation.body else ["GET", "HEAD"],
             tags=[operation.tag],
             summary=operation.summary,

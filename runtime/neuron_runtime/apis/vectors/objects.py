@@ -33,7 +33,7 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
     created: Created
     model: ModelName
     data: Annotated[list[Embedding], "One entry per text."]
-    usage: VectorUsage
+    usage: Annotated[VectorUsage, "Token counts."]
 
 
 class RankedDocument(msgspec.Struct):
@@ -55,7 +55,7 @@ class Ranking(msgspec.Struct, kw_only=True):
 
     id: RequestId
     model: ModelName
-    usage: VectorUsage
+    usage: Annotated[VectorUsage, "Token counts."]
     results: Annotated[list[Ranked], "`top_n` of them."]
 
 
@@ -75,4 +75,4 @@ class ScoreList(msgspec.Struct, kw_only=True):
     created: Created
     model: ModelName
     data: Annotated[list[Score], "One entry per pair."]
-    usage: VectorUsage
+    usage: Annotated[VectorUsage, "Token counts."]
