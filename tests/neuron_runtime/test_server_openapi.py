@@ -166,7 +166,7 @@ async def test_an_event_has_exactly_the_fields_of_its_schema(
 async def test_every_example_body_is_served(served: Serving, document: dict[str, Any]) -> None:
     for method, path, operation in operations(document):
         # Those of adapters need one on the disk, those of vectors another task.
-        if method == "post" and not path.endswith("load_lora_adapter"):
+        if method == "post" and not path.endswith("load_lora_adapter") and operation["tags"] != ["vectors"]:
             body = operation["requestBody"]["content"]["application/json"]["example"]
             answer = await served.http.post(path, json=body)
             assert answer.status_code == 200, (path, answer.text)
