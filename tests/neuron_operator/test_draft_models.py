@@ -170,6 +170,26 @@ def test_a_draft_model_is_read_in_place_where_a_model_would_be(model: str, draft
     assert len({path for _, path in mounts}) == len(mounts)
 
 
+@pytest.mark.parametrize(("backend", "refused"), [("nxdi", True), ("torch", False)])
+def test_a_quantized_draft_model_is_refused_by_an_engine_that_makes_drafts_with_others_alone(
+    backend: str, refused: bool
+) -> None:
+    storage = {**CLAIM, "artifacts": {"persistentVolumeClaim": {"claimName": "graphs"}}}
+    spec = {**drafting(storage=storage), "engine": {"backend": backend}}
+    stored = {"quantization": "fp8: fp8 in blocks of 128 x 128", "dtype": "float8_e4m3fn"}
+    _, decision = resolved(spec, {**SMALL, **stored})
+    told = condition(decision.status, "ModelResolved")
+    assert (told["reason"] == "DraftMismatch") == refused
+    if refused:
+        assert told["message"].startswith(
+            "spec.serving.speculation.model.uri: the draft model has quantized weights (fp8: fp8 in blocks of "
+            "128 x 128), and this engine makes drafts with others alone: name the model that it was quantized from, or "
+            "set method: NGram"
+        )
+    _, decision = resolved(spec, SMALL)
+    assert condition(decision.status, "ModelResolved")["status"] == "True"
+
+
 def test_another_vocabulary_is_refused_with_both_sizes_before_a_device_is_held() -> None:
     _, decision = resolved(drafting(), {**SMALL, "vocabularySize": 2000})
     refused = condition(decision.status, "ModelResolved")

@@ -351,8 +351,10 @@ class Reason(StrEnum):
     DRAFT_MISMATCH = Row(
         "DraftMismatch",
         "The draft model has not the tokens of the model, or is no model of the kind that `serving.speculation.method` "
-        "needs; the message has both sizes, or names what it is",
-        "Choose a draft model of the same family. Or set `method: NGram`, which needs none",
+        "needs, or is quantized where the engine makes drafts with others alone; the message has both sizes, or names "
+        "what it is",
+        "Choose a draft model of the same family, for the backend `nxdi` an unquantized one. Or set `method: NGram`, "
+        "which needs none",
         conditions=("ModelResolved",),
         final=True,
         of_models=True,

@@ -329,14 +329,18 @@ def _finish_resolve(known: Known) -> tuple[Known, Finding]:
     message = f"{facts.architecture}, {facts.parameters} parameters, at {facts.digest}"
     graphs = f"; its graphs: {facts.graphs}" if facts.graphs and known.model.spec.runs.asks_cache else ""
     if facts.draft is not None:
-        check_draft(known.model, facts, facts.draft)
+        check_draft(known.model, facts, facts.draft, known.settings)
         graphs += f"; draft model: {facts.draft.architecture}, {facts.draft.parameters} parameters"
         graphs += f", at {facts.draft.digest}"
     return known, met("ModelResolved", message + graphs)
 
 
-def check_draft(model: NeuronModel, facts: Facts, draft: Facts) -> None:
-    """Raises InvalidSpec if it cannot make drafts for the model."""
+def check_draft(model: NeuronModel, facts: Facts, draft: Facts, settings: Settings) -> None:
+    """Raises InvalidSpec if it cannot make drafts for the model.
+
+    Quantized weights are not converted for an engine that makes drafts with others alone: all that could be made of
+    them is the model that they were made of.
+    """
     path = "spec.serving.speculation.model.uri"
     if draft.vocabulary_size != facts.vocabulary_size:
         sizes = f"its vocabulary has {draft.vocabulary_size} tokens, that of the model {facts.vocabulary_size}"
@@ -346,6 +350,11 @@ def check_draft(model: NeuronModel, facts: Facts, draft: Facts) -> None:
         has = f"which has {', '.join(sorted(known))}"
         text = f"{draft.architecture} has no implementation in this engine, {has}"
         raise InvalidSpec(path, text, Reason.DRAFT_MISMATCH)
+    if model.spec.may_convert and is_quantized(draft) and not leaves_open(model, settings):
+        stored = draft.quantization or draft.dtype
+        text = f"the draft model has quantized weights ({stored}), and this engine makes drafts with others alone"
+        cure = "name the model that it was quantized from, or set method: NGram"
+        raise InvalidSpec(path, f"{text}: {cure}", Reason.DRAFT_MISMATCH)
 
 
 def _finish_place(known: Known) -> tuple[Known, Finding]:
@@ -384,7 +393,7 @@ def _resolve_draft_jobs(known: Known) -> tuple[Object, ...]:
 
 
 def _learn_draft(known: Known, record: Record) -> Known | None:
-    """Draft models are never converted."""
+    """Draft models are never converted: quantized ones are refused where they would have to be."""
     if record.facts is None:
         return None
     return replace(known, draft=msgspec.structs.replace(record.facts, draft=None, conversion=None))

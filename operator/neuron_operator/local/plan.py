@@ -154,7 +154,7 @@ def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None
         else:
             is_head = model.spec.serving.speculation.method == "Eagle"
             draft = facts.draft or inspected(model.draft, settings, ("--eagle-head",) if is_head else ())
-            check_draft(model, facts, draft)
+            check_draft(model, facts, draft, settings)
             facts = msgspec.structs.replace(facts, draft=draft)
         if leaves_open(model, settings) and not (options.facts or known) and is_quantized(facts):
             of_choice, _ = pin.chosen(model, facts, settings, free)
