@@ -68,9 +68,11 @@ def nodes(
     environment: Mapping[str, str] = MappingProxyType({}),
     leader: str = "127.0.0.1",
     within: Sequence[str] = (),
+    leading: Sequence[str] = (),
 ) -> Iterator[Nodes]:
     """A ready group of `count` nodes on this machine; at the end nothing of it is left.
 
+    leading: flags of the first command alone.
     within: a command that runs those of followers, such as `ip netns exec`.
     """
     with tempfile.TemporaryDirectory(prefix="nr-") as folder, free_ports(3) as port:
@@ -82,7 +84,7 @@ def nodes(
             for node in range(count):
                 scratch = Path(folder, f"node-{node}")
                 scratch.mkdir()
-                own = ["--port", "0"] if node == 0 else []
+                own = ["--port", "0", *leading] if node == 0 else []
                 commands.append(
                     ServeCommand(
                         [
@@ -143,10 +145,10 @@ class Stream:
         return [line for line in self.lines if line != "data: [DONE]"][-1]
 
 
-def answer_of(url: str) -> tuple[str, str]:
+def answer_of(url: str, **fields: Any) -> tuple[str, str]:
     """What the demo model answers to the first question, and what it should."""
     expected: dict[str, str] = json.loads((DEMO / "expected.json").read_text())
     question = next(iter(expected))
-    ask = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 200}
+    ask = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 200, **fields}
     answer = post(f"{url}/v1/chat/completions", ask).json()
     return answer["choices"][0]["message"]["content"].strip(), expected[question].strip()

@@ -12,7 +12,14 @@ from neuron_runtime.backend_protocol import Backend
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.control import LeaderControl, MemberControl
 from neuron_runtime.distributed.layout import MIN_SECRET_BYTES, Layout, read_secret
-from neuron_runtime.distributed.replicated import ReplicatedBackend, StepChannel, StepReceiver, follow
+from neuron_runtime.distributed.replicated import (
+    DigestOf,
+    ReplicatedBackend,
+    StepChannel,
+    StepReceiver,
+    follow,
+    no_digest,
+)
 from neuron_runtime.distributed.wire import Facts, Keys
 from neuron_runtime.errors import FatalError
 from neuron_runtime.processes.run_dir import made_run_dir
@@ -92,7 +99,13 @@ class Group:
 
 
 def member_of(
-    layout: Layout, rank: int, make: Callable[[], Backend], facts: Facts = FACTS, begin: bool = True
+    layout: Layout,
+    rank: int,
+    make: Callable[[], Backend],
+    facts: Facts = FACTS,
+    begin: bool = True,
+    *,
+    digest_of: DigestOf = no_digest,
 ) -> Member:
     ends, raised = Ends(), list[BaseException]()
     control = MemberControl(layout, rank, facts, ends, Unwatched())
@@ -104,7 +117,7 @@ def member_of(
             receiver = StepReceiver(layout, control.keys, control.wait_joined())
             backend.warm_up(lambda stage, share: None)
             control.loaded(wire.fingerprint(backend.limits))
-            follow(backend, receiver, control)
+            follow(backend, receiver, control, digest_of=digest_of)
         except BaseException as error:  # noqa: BLE001 - asserted by the test
             raised.append(error)
         finally:
@@ -118,23 +131,28 @@ def member_of(
     return member
 
 
-def leader_of(layout: Layout, backend: Backend, facts: Facts = FACTS) -> Group:
+def leader_of(layout: Layout, backend: Backend, facts: Facts = FACTS, digest_of: DigestOf = no_digest) -> Group:
     channel, ends = StepChannel(layout, Keys(read_secret(layout))), Ends()
     control = LeaderControl(layout, facts, channel.addresses, on_end=ends, lifeline=Unwatched())
     control.start()
-    return Group(ReplicatedBackend(backend, channel, control), control, channel, ends, [])
+    return Group(ReplicatedBackend(backend, channel, control, digest_of), control, channel, ends, [])
 
 
 @contextmanager
-def group_of(make: Callable[[], Backend], size: int, layout: Callable[[Path], Layout] | None = None) -> Iterator[Group]:
+def group_of(
+    make: Callable[[], Backend],
+    size: int,
+    layout: Callable[[Path], Layout] | None = None,
+    digest_of: DigestOf = no_digest,
+) -> Iterator[Group]:
     """A group that has loaded and serves. At the end of the context whatever is left of it ends."""
     with made_run_dir() as run_dir, ExitStack() as stack:
         laid = layout(run_dir) if layout else local_layout(run_dir, size)
-        group = leader_of(laid, make())
+        group = leader_of(laid, make(), digest_of=digest_of)
         stack.callback(group.channel.close)
         stack.callback(group.control.finish, None)
         for rank in range(1, size):
-            member = member_of(laid, rank, make)
+            member = member_of(laid, rank, make, digest_of=digest_of)
             stack.callback(member.control.finish, None)
             group.members.append(member)
         group.control.wait_joined()

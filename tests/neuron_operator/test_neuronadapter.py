@@ -164,6 +164,11 @@ def test_the_size_of_a_small_adapter_is_not_rounded_to_nothing() -> None:
             "FieldNotSupported",
             "spec.credentialsSecretRef: the replicas of chat fetch adapters themselves",
         ),
+        (
+            {"base": base({**MODEL_SPEC, "parallelism": {"nodes": 2}})},
+            "FieldNotSupported",
+            "spec.uri: the 2 nodes of a replica must all find the adapter",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_its_cure(changed: dict[str, Any], reason: str, words: str) -> None:

@@ -30,10 +30,20 @@ def test_two_ranks_of_one_command_answer_as_one() -> None:
         assert command.end(signal.SIGINT) == 0
 
 
-def test_two_nodes_answer_as_one_and_end_in_good_order() -> None:
-    with nodes(document("torch", 2), 2, silence_seconds=20.0) as group:
+def test_two_nodes_answer_as_one_with_an_adapter_too_and_end_in_good_order() -> None:
+    pirate = DEMO / "pirate"
+    with nodes(
+        document("torch", 2, adapters={"maxActive": 1}),
+        2,
+        silence_seconds=20.0,
+        leading=("--lora-modules", f"pirate={pirate}", f"nobody={pirate}-2"),
+    ) as group:
         answer, expected = answer_of(group.url)
         assert answer == expected
+        states = {one["name"]: one["state"] for one in get(f"{group.url}/adapters").json()["adapters"]}
+        assert states == {"pirate": "Ready", "nobody": "Failed"}
+        answer, _ = answer_of(group.url, model="pirate")
+        assert answer == f"{expected} Arr, matey!"
         group.commands[0].process.send_signal(signal.SIGTERM)
         assert group.wait() == [0, 0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -11,7 +11,7 @@ import pytest
 
 from helpers.engine_driver import RecordingBackend
 from helpers.groups import FACTS, Group, Member, group_of, leader_of, local_layout, member_of
-from neuron_runtime.config import AdapterOptions, ModelSource, RuntimeConfig
+from neuron_runtime.config import AdapterOptions, ModelSource, Parallelism, RuntimeConfig
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.distributed.layout import (
     MIN_SECRET_BYTES,
@@ -223,10 +223,18 @@ def test_a_short_secret_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("node", ["0", "1"])
-def test_a_group_of_several_nodes_serves_no_adapters(node: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "refused"), [("torch", False), ("nxdi", True)])
+def test_a_group_of_several_nodes_serves_adapters_with_a_process_for_each_rank(
+    node: str, backend: str, *, refused: bool, tmp_path: Path
+) -> None:
     config = RuntimeConfig(
-        version=1, model=ModelSource(uri="file:///m"), served_names=("m",), adapters=AdapterOptions(max_active=1)
+        version=1,
+        model=ModelSource(uri="file:///m"),
+        served_names=("m",),
+        backend=backend,  # type: ignore[arg-type]
+        parallelism=Parallelism(tensor=2),
+        adapters=AdapterOptions(max_active=1),
     )
     given = environment(tmp_path, NEURON_SERVING_RANK=node)
-    with pytest.raises(InvalidConfig, match="the first of 2 nodes alone"):
+    with pytest.raises(InvalidConfig, match="nxdi serves no adapters over 2 nodes") if refused else nullcontext():
         layout_for(config, leads=node == "0", environment=given)

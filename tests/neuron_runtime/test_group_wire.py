@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -103,6 +106,77 @@ def test_a_group_speaks_over_tcp_too() -> None:
         group.finish()
 
 
+class Apart(RecordingBackend):
+    """Its node lacks an adapter."""
+
+    def read_adapter(self, folder: Path) -> str:
+        if folder.name == "lacking":
+            raise FatalError(ExitCode.INVALID_ADAPTER, f"{folder} is not there")
+        return super().read_adapter(folder)
+
+
+def test_an_adapter_that_one_node_cannot_read_is_refused_and_the_group_goes_on() -> None:
+    backends = iter([RecordingBackend, RecordingBackend, Apart])
+    limits = dataclasses.replace(LIMITS, max_adapters=1, max_loaded_adapters=1, max_adapter_rank=8)
+    with (
+        free_ports() as port,
+        group_of(lambda: next(backends)(limits), 3, lambda run_dir: tcp_layout(run_dir, 3, port)) as group,
+    ):
+        engine = Engine(group.leader)
+        for name in ("lacking", "found"):
+            engine.load_adapter(name, Path(name))
+        told: dict[str, str] = {}
+        tokens: list[int] = []
+        asked = dataclasses.replace(request("a", 9), adapter="found")
+        while len(told) < 2:
+            engine.step()
+            told |= dict(engine.take_adapter_news())
+        assert told == {"found": "", "lacking": "rank 2 (node 2): lacking is not there"}
+        engine.add(asked)
+        while engine.has_work:
+            tokens += [token for event in engine.step() for token in event.token_ids]
+        assert len(tokens) == asked.sampling.max_tokens
+        group.finish()
+        for one in (group.leader._backend, *(member.backend for member in group.members)):
+            assert isinstance(one, RecordingBackend)
+            assert [call for call, _ in one.calls].count("add") == 1
+
+
+def test_nodes_with_other_adapters_in_a_folder_do_not_serve_it() -> None:
+    digests = iter(["one", "another"])
+    with group_of(lambda: RecordingBackend(LIMITS), 2, digest_of=lambda folder: next(digests)) as group:
+        with pytest.raises(FatalError, match="rank 1: it has another adapter there") as error:
+            group.leader.read_adapter(Path("adapter"))
+        assert error.value.exit_code is ExitCode.INVALID_ADAPTER
+        group.finish()
+
+
+class Busy(RecordingBackend):
+    """It adds nothing until it may."""
+
+    may_add = threading.Event()
+
+    def add_adapter(self, digest: str, folder: Path, weights: str) -> None:
+        assert self.may_add.wait(60)
+        super().add_adapter(digest, folder, weights)
+
+
+def test_adapters_are_read_ahead_of_a_busy_member_and_each_is_added_as_what_was_read() -> None:
+    backends = iter([RecordingBackend, Busy])
+    limits = dataclasses.replace(LIMITS, max_adapters=1, max_loaded_adapters=3, max_adapter_rank=8)
+    with group_of(lambda: next(backends)(limits), 2) as group:
+        for name in ("a", "b", "never", "c"):
+            weights = group.leader.read_adapter(Path(name))
+            if name != "never":
+                group.leader.add_adapter(name, Path(name), weights)
+        Busy.may_add.set()
+        engine = Engine(group.leader)
+        engine.add(request("x", 3))
+        while engine.has_work:
+            engine.step()
+        group.finish()
+
+
 class Liar(RecordingBackend):
     """From the third step on it samples other tokens."""
 
@@ -153,8 +227,8 @@ def test_a_lost_step_ends_the_group() -> None:
     [
         (b"", "not a frame of a group"),
         (b"\x80\x04K\x01.", "not a frame of a group"),
-        (bytes([0xC7, 9]) + b"\x90", "protocol version 9 instead of 2"),
-        (bytes([0xC7, 2]) + b"\xff" * 9, "cannot be read"),
+        (bytes([0xC7, 9]) + b"\x90", "protocol version 9 instead of 3"),
+        (bytes([0xC7, 3]) + b"\xff" * 9, "cannot be read"),
         (wire.encode(Ack(1, "g", 2, b"")), "cannot be read"),
     ],
 )

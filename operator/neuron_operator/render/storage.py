@@ -171,6 +171,13 @@ def check_adapter(adapter: NeuronModel, has_own_secret: bool, base: NeuronModel,
             f", or to the claim of the model, pvc://{own.place}" if own.scheme == "pvc" else ""
         )
         raise InvalidSpec("spec.uri", text, Reason.FIELD_NOT_SUPPORTED)
+    nodes = base.spec.parallelism.nodes or 1
+    if nodes > 1 and uri.scheme in names.CREDENTIALS and not adapters_claim(base, place):
+        text = (
+            f"the {nodes} nodes of a replica must all find the adapter: keep the model's weights "
+            "in a claim (spec.storage.weights.persistentVolumeClaim of the model), into which a Job fetches it"
+        )
+        raise InvalidSpec("spec.uri", text, Reason.FIELD_NOT_SUPPORTED)
     if has_own_secret and not adapters_claim(base, place):
         text = (
             f"the replicas of {base.name} fetch adapters themselves, with the model's own Secret: put the keys into "

@@ -37,6 +37,7 @@ __all__ = [
     "check_config",
     "check_digest",
     "check_names",
+    "digest_of",
     "open_adapter",
     "read_adapter",
     "read_config",
@@ -265,9 +266,14 @@ def open_adapter(folder: Path) -> Adapter:
     return Adapter(folder, _shown(lora.base_model_name_or_path or ""), pairs, raw_config)
 
 
+def digest_of(folder: Path) -> str:
+    """That of the adapter in a folder. Raises FatalError."""
+    return open_adapter(folder).digest()
+
+
 def check_digest(digest: str, folder: Path) -> None:
     """Raises FatalError unless the adapter in the folder is the one with this digest."""
-    if open_adapter(folder).digest() != digest:
+    if digest_of(folder) != digest:
         raise FatalError(
             ExitCode.CHECKSUM_MISMATCH, f"{folder}: the adapter has changed since it was checked: load it again"
         )

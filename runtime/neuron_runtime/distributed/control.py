@@ -23,7 +23,18 @@ from zmq.utils.monitor import recv_monitor_message
 from neuron_runtime.artifacts.key import differences
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.layout import Layout, read_secret
-from neuron_runtime.distributed.wire import Beat, Facts, Farewell, Hello, Keys, Leaving, Loaded, Welcome
+from neuron_runtime.distributed.wire import (
+    AdapterRead,
+    Beat,
+    Facts,
+    Farewell,
+    Hello,
+    Keys,
+    Leaving,
+    Loaded,
+    ReadAdapter,
+    Welcome,
+)
 from neuron_runtime.errors import ExitCode, FatalError, ServingError, joined
 
 LOADING_FACTOR = 6.0
@@ -218,6 +229,12 @@ class LeaderControl(_Control):
         self._on_leaving = on_leaving
         self._welcomed = False
         self._others = range(1, layout.size)
+        self._asked: ReadAdapter | None = None
+        """What is to be sent."""
+        self._reading = 0
+        """Number of the latest request to read an adapter."""
+        self._read: dict[int, AdapterRead] = {}
+        """Answers to it, by rank."""
         self.keys.guard(self._socket)
         self._socket.router_mandatory = True
         self._socket.router_handover = True
@@ -235,6 +252,22 @@ class LeaderControl(_Control):
                 raise disagrees(f"{self.layout.named(rank)}: other limits of the backend than rank 0")
         self._serving = True
         self._next_beat = 0.0
+
+    def ask_to_read(self, folder: str) -> int:
+        """All others read their parts of an adapter. One request at a time; returns its number."""
+        with self._changed:
+            self._reading += 1
+            self._read.clear()
+            self._asked = ReadAdapter(self.group, self._reading, folder)
+            return self._reading
+
+    def wait_read(self, digest: str) -> None:
+        """Until all have. Raises FatalError if one cannot, or has another adapter than the one with this digest; the
+        group goes on."""
+        self._wait(lambda: len(self._read) == len(self._others))
+        for rank, answer in sorted(self._read.items()):
+            if failure := answer.failure or (answer.digest != digest and "it has another adapter there"):
+                raise FatalError(ExitCode.INVALID_ADAPTER, f"{self.layout.named(rank)}: {failure}")
 
     def _receive(self, frames: list[bytes], now: float) -> None:
         identity, frame = frames[0], frames[-1]
@@ -254,6 +287,9 @@ class LeaderControl(_Control):
         match message:
             case Loaded(limits=limits):
                 self._peers[rank].limits = limits
+                self._notify()
+            case AdapterRead(number=number) if number == self._reading:
+                self._read[rank] = message
                 self._notify()
             case Leaving():
                 self._on_leaving(f"{self.layout.named(rank)} must leave")
@@ -294,12 +330,20 @@ class LeaderControl(_Control):
     def _look(self, now: float) -> None:
         if self._welcomed:
             self._check_peers(now)
+            self._send_asked()
             return
         for rank in [rank for rank, peer in self._peers.items() if now - peer.heard > self._patience]:
             del self._peers[rank]
         if now > self._deadline:
             missing = [self.layout.named(rank) for rank in self._others if rank not in self._peers]
             raise member_lost(f"{joined(missing)}: did not join within {self.layout.join_seconds:.0f} s")
+
+    def _send_asked(self) -> None:
+        with self._changed:
+            asked, self._asked = self._asked, None
+        if asked is not None:
+            for rank in self._others:
+                self._send(rank, asked)
 
     def _say_farewell(self, code: int, message: str) -> None:
         for rank in self._others:
@@ -329,7 +373,9 @@ class MemberControl(_Control):
         """Whether the leader said that the work is done."""
         self._leader = self._peers[0] = _Peer(time.monotonic())
         self._must_leave = False
-        self._waiting: list[Loaded | Leaving] = []
+        self._waiting: list[Loaded | Leaving | AdapterRead] = []
+        self.on_read: Callable[[int, str], None] = lambda number, folder: None
+        """Told of each request to read an adapter, on the thread, which must not wait."""
         self.keys.unlock(self._socket)
         self._socket.identity = str(rank).encode()
         self._connection = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -348,6 +394,10 @@ class MemberControl(_Control):
     def loaded(self, limits: str) -> None:
         """Tell the leader that this rank is ready for steps."""
         self._waiting.append(Loaded(self.rank, self.group, limits))
+
+    def read(self, number: int, digest: str = "", failure: str = "") -> None:
+        """Answer a request to read an adapter."""
+        self._waiting.append(AdapterRead(self.rank, self.group, number, digest, failure[: wire.MAX_TEXT]))
 
     def leave(self) -> None:
         """Ask the leader to end the group in good order, because this node must be given up. It goes on until then; if
@@ -369,6 +419,8 @@ class MemberControl(_Control):
                 raise member_lost("the leader of the group was started anew")
             case Beat(_, _, serving):
                 self._serving = serving
+            case ReadAdapter(_, number, folder):
+                self.on_read(number, folder)
             case Farewell(_, _, 0):
                 self.done = True
                 self._farewell = (0, "")

@@ -143,8 +143,8 @@ def layout_for(config: RuntimeConfig, *, leads: bool, environment: Mapping[str, 
     if (layout.node == 0) != leads:
         here, there = ("follow", "serve") if layout.node == 0 else ("serve", "follow")
         raise InvalidConfig(NODE_VARIABLE, f"is {layout.node}: use `neuron-runtime {there}` here instead of `{here}`")
-    if layout.num_nodes > 1 and config.adapters.max_active:
-        message = f"adapters are fetched to the first of {layout.num_nodes} nodes alone: leave it out, or use one node"
+    if layout.num_nodes > 1 and config.adapters.max_active and not package.PROCESS_PER_RANK:
+        message = f"{config.backend} serves no adapters over {layout.num_nodes} nodes: leave it out, or use one node"
         raise InvalidConfig("$.adapters.maxActive", message)
     return layout
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from neuron_runtime.distributed.wire import (
     StepMessage,
     Welcome,
 )
+from neuron_runtime.reading_threads import ReadingThreads
 
 CHECK_MILLISECONDS = 50
 IDLE_MILLISECONDS = 100
@@ -103,11 +105,23 @@ class StepChannel:
         self._context.destroy(linger=0)
 
 
+DigestOf = Callable[[Path], str]
+"""Of the adapter in a folder; all ranks must have the same one."""
+
+
+def no_digest(folder: Path) -> str:
+    """Takes any for the same."""
+    return ""
+
+
 class ReplicatedBackend:
     """See `Backend`. Members run `follow`."""
 
-    def __init__(self, backend: Backend, channel: StepChannel, control: LeaderControl) -> None:
+    def __init__(
+        self, backend: Backend, channel: StepChannel, control: LeaderControl, digest_of: DigestOf = no_digest
+    ) -> None:
         self._backend = backend
+        self._digest_of = digest_of
         self.limits = backend.limits
         self._channel = channel
         self._control = control
@@ -139,12 +153,16 @@ class ReplicatedBackend:
         return msgspec.structs.replace(output, group_wait_seconds=waited)
 
     def read_adapter(self, folder: Path) -> Any:
-        """Reads this rank's part; the others read theirs in `add_adapter`."""
-        return cast(AdapterBackend, self._backend).read_adapter(folder)
+        """This rank's part, when all others have read theirs: what one of them cannot read, none is told to add."""
+        number = self._control.ask_to_read(str(folder))
+        weights = cast(AdapterBackend, self._backend).read_adapter(folder)
+        self._control.wait_read(self._digest_of(folder))
+        return number, weights
 
     def add_adapter(self, digest: str, folder: Path, weights: Any) -> None:
-        self._channel.send(AddAdapter, digest, str(folder))
-        cast(AdapterBackend, self._backend).add_adapter(digest, folder, weights)
+        number, own = weights
+        self._channel.send(AddAdapter, digest, str(folder), number)
+        cast(AdapterBackend, self._backend).add_adapter(digest, folder, own)
 
     def remove_adapter(self, digest: str) -> None:
         self._channel.send(RemoveAdapter, digest)
@@ -187,27 +205,61 @@ class StepReceiver:
 
 
 def follow(
-    backend: Backend, receiver: StepReceiver, control: MemberControl, idle: Callable[[], None] = lambda: None
+    backend: Backend,
+    receiver: StepReceiver,
+    control: MemberControl,
+    idle: Callable[[], None] = lambda: None,
+    digest_of: DigestOf = no_digest,
 ) -> None:
     """Run steps until the leader's work is done. Raises why the group ended, and exceptions of the backend.
 
     idle: called whenever there is nothing to do for a while.
     """
-    while not control.done:
-        control.check()
-        message = receiver.receive()
-        match message:
-            case None:
-                idle()
-            case Launch(_, batch):
-                backend.launch(batch)
-            case Sample(_, step, late):
-                backend.sample(step, late)
-            case Collect(_, step):
-                output = backend.collect(step)
-                receiver.acknowledge(Ack(control.rank, control.group, step, wire.hash_of(output.token_ids)))
-            case AddAdapter(_, digest, folder):
-                adapted = cast(AdapterBackend, backend)
-                adapted.add_adapter(digest, Path(folder), adapted.read_adapter(Path(folder)))
-            case RemoveAdapter(_, digest):
-                cast(AdapterBackend, backend).remove_adapter(digest)
+    with closing(_AdapterParts(cast(AdapterBackend, backend), control, digest_of)) as parts:
+        while not control.done:
+            control.check()
+            message = receiver.receive()
+            match message:
+                case None:
+                    idle()
+                case Launch(_, batch):
+                    backend.launch(batch)
+                case Sample(_, step, late):
+                    backend.sample(step, late)
+                case Collect(_, step):
+                    output = backend.collect(step)
+                    receiver.acknowledge(Ack(control.rank, control.group, step, wire.hash_of(output.token_ids)))
+                case AddAdapter(_, digest, folder, reading):
+                    cast(AdapterBackend, backend).add_adapter(digest, Path(folder), parts.take(reading))
+                case RemoveAdapter(_, digest):
+                    cast(AdapterBackend, backend).remove_adapter(digest)
+
+
+class _AdapterParts:
+    """A member's parts of adapters, read while steps go on. They are added in the order in which they are read, some
+    never; the leader may ask for the next one before this member gets to adding the one before."""
+
+    def __init__(self, backend: AdapterBackend, control: MemberControl, digest_of: DigestOf) -> None:
+        self._backend, self._control, self._digest_of = backend, control, digest_of
+        self._read: dict[int, Any] = {}
+        """By the number of the request."""
+        self._thread = ReadingThreads(1, "adapters")
+        control.on_read = self._begin
+
+    def take(self, number: int) -> Any:
+        for passed in [one for one in list(self._read) if one < number]:
+            del self._read[passed]
+        return self._read.pop(number)
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _begin(self, number: int, folder: str) -> None:
+        self._thread.submit(self._run, number, Path(folder))
+
+    def _run(self, number: int, folder: Path) -> None:
+        try:
+            self._read[number] = self._backend.read_adapter(folder)
+            self._control.read(number, self._digest_of(folder))
+        except Exception as error:  # noqa: BLE001 - of a file, which refuses the adapter alone
+            self._control.read(number, failure=str(error) or type(error).__name__)

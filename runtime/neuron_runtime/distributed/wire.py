@@ -20,7 +20,7 @@ from zmq.utils import z85
 from neuron_runtime.core import Batch, Late
 from neuron_runtime.errors import ExitCode, FatalError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised when a message changes."""
 
 MAX_STEP_BYTES = 256 * 2**20
@@ -82,6 +82,24 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     group: str
 
 
+class ReadAdapter(msgspec.Struct, frozen=True, tag="read adapter"):
+    """Leader to member: read your part of an adapter, and say how it went. number: of this request."""
+
+    group: str
+    number: int
+    folder: str
+
+
+class AdapterRead(msgspec.Struct, frozen=True, tag="adapter read"):
+    """Member to leader: the answer. digest: of what its folder has; failure: why it cannot be read."""
+
+    rank: int
+    group: str
+    number: int
+    digest: str = ""
+    failure: str = ""
+
+
 class Farewell(msgspec.Struct, frozen=True, tag="farewell"):
     """Both ways: its sender ends, with this exit code. 0, from the leader only: the work is done."""
 
@@ -124,11 +142,12 @@ class Collect(msgspec.Struct, frozen=True, tag="collect", array_like=True):
 
 
 class AddAdapter(msgspec.Struct, frozen=True, tag="add adapter", array_like=True):
-    """Leader to members: `Backend.add_adapter`, after reading one's own part."""
+    """Leader to members: `Backend.add_adapter`. reading: number of the request by which they have read it."""
 
     number: int
     digest: str
     folder: str
+    reading: int
 
 
 class RemoveAdapter(msgspec.Struct, frozen=True, tag="remove adapter", array_like=True):
@@ -147,8 +166,8 @@ class Ack(msgspec.Struct, frozen=True, tag="ack", array_like=True):
     tokens: bytes
 
 
-ToLeader = Hello | Beat | Loaded | Leaving | Farewell
-ToMember = Welcome | Beat | Farewell
+ToLeader = Hello | Beat | Loaded | Leaving | AdapterRead | Farewell
+ToMember = Welcome | Beat | ReadAdapter | Farewell
 StepMessage = Launch | Sample | Collect | AddAdapter | RemoveAdapter
 
 M = TypeVar("M")

@@ -17,6 +17,7 @@ from typing import Generic, Self, TypeVar
 
 import msgspec
 
+from neuron_runtime.adapters import peft
 from neuron_runtime.artifacts.compiling import digest_of, wanted_artifact
 from neuron_runtime.backend_protocol import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.config import RuntimeConfig
@@ -115,7 +116,7 @@ class Leading(_Part[LeaderControl]):
         progress(WAITING, 1.0)
 
     def replicated(self, backend: Backend) -> ReplicatedBackend:
-        return ReplicatedBackend(backend, self._channel, self._control)
+        return ReplicatedBackend(backend, self._channel, self._control, peft.digest_of)
 
 
 class NoGroup:
@@ -162,4 +163,4 @@ class Following(_Part[MemberControl]):
     def follow(self, backend: Backend, idle: Callable[[], None]) -> None:
         """Repeat rank 0's steps on a backend that has warmed up, until the work is done. Raises why it ended."""
         self._control.loaded(wire.fingerprint(backend.limits))
-        follow(backend, self._receiver, self._control, idle)
+        follow(backend, self._receiver, self._control, idle, peft.digest_of)
