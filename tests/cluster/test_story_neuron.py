@@ -1,12 +1,15 @@
-"""The default backend: a manifest of six lines is compiled by a Job without devices and served on devices, with the
-cores that the kubelet granted. The image is made by the recipe of `runtime-neuron`, on the fake NxD Inference."""
+"""A manifest of six lines is compiled by a Job without devices and served on devices: by the default backend, with the
+cores that the kubelet granted, and by vLLM on the devices of Trn2. The image is made by the recipe of `runtime-neuron`,
+on the fake NxD Inference; its `vllm` is the stand-in."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ import yaml
 from cluster.rig.faults import cores_withheld
 from cluster.rig.images import NEURON_TARGET
 from cluster.rig.rig import Rig
-from cluster.rig.shared_storage import shared_volume
+from cluster.rig.shared_storage import Volume, shared_volume
 from cluster.servers import hub_in_pod
 from cluster.stories import (
     ANSWERS,
@@ -54,27 +57,63 @@ print(json.dumps({path.name: json.loads(path.read_text()) for path in pathlib.Pa
 """The variables with which the (fake) Neuron runtime took each core; it has them from the kubelet and from ours."""
 
 
-@pytest.fixture
-def story(rig: Rig, namespace: str) -> Iterator[Story]:
-    """The operator, a hub, a node for devices, one for cores, and one that compiles."""
+@dataclass(frozen=True)
+class Installation:
+    rig: Rig
+    image: str
+
+
+@pytest.fixture(scope="module")
+def installation(rig: Rig) -> Iterator[Installation]:
+    """The operator, for which vLLM is the engine of Trn2, and a hub on the node that compiles."""
     images = load_images(rig, NEURON_TARGET)
     with ExitStack() as undo:
-        where = {"node": JOBS_NODE, "models": {"demo/small": 0}}
+        edits = {"demo/small": "sed -i 's/: 2048/: 512/' config.json"}  # few graphs, quickly tried
+        where = {"node": JOBS_NODE, "models": {"demo/small": 0, "demo/demo": 0}, "edits": edits}
         hub = undo.enter_context(hub_in_pod(rig, f"hub-{uuid.uuid4().hex[:8]}", images.runtime, **where))
-        undo.enter_context(labelled(rig, CORES_NODE, names.ALLOCATION_LABEL, names.ALLOCATION_CORES))
         undo.callback(uninstall, rig)
         jobs = {
             "env": [{"name": "HF_ENDPOINT", "value": hub.endpoint}],
             "resources": {"requests": {"cpu": "100m"}},  # so that several compilers fit on their node
         }
-        install(rig, images, values={"jobs": jobs, "storage": CLAIMS_OF_THE_CHART})
-        undo.enter_context(shared_volume(rig, namespace, WEIGHTS_CLAIM))
-        undo.enter_context(shared_volume(rig, namespace, ARTIFACTS_CLAIM))
-        story = Story(rig, namespace)
-        yield story
-        print(json.dumps({name: round(seconds, 1) for name, seconds in story.seconds.items()}))
+        engines = {"vllm": {"image": images.runtime, "version": "0.24"}, "defaults": {"trn2": "vllm"}}
+        install(rig, images, values={"engines": engines, "jobs": jobs, "storage": CLAIMS_OF_THE_CHART})
+        yield Installation(rig, images.runtime)
 
 
+@pytest.fixture
+def artifacts(installation: Installation, namespace: str) -> Iterator[Volume]:
+    with (
+        shared_volume(installation.rig, namespace, WEIGHTS_CLAIM),
+        shared_volume(installation.rig, namespace, ARTIFACTS_CLAIM) as volume,
+    ):
+        yield volume
+
+
+@pytest.fixture
+def story(installation: Installation, namespace: str, artifacts: Volume) -> Iterator[Story]:
+    story = Story(installation.rig, namespace)
+    yield story
+    print(json.dumps({name: round(seconds, 1) for name, seconds in story.seconds.items()}))
+
+
+@pytest.fixture
+def cores(rig: Rig) -> Iterator[None]:
+    """A node gives out cores, the other one devices."""
+    with labelled(rig, CORES_NODE, names.ALLOCATION_LABEL, names.ALLOCATION_CORES):
+        yield
+
+
+@pytest.fixture
+def trn2(rig: Rig) -> Iterator[None]:
+    """Both nodes are of Trn2."""
+    with ExitStack() as undo:
+        for node in (DEVICES_NODE, CORES_NODE):
+            undo.enter_context(labelled(rig, node, names.INSTANCE_TYPE_LABEL, "trn2.48xlarge"))
+        yield
+
+
+@pytest.mark.usefixtures("cores")
 def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story) -> None:
     with story.watching("pods") as pods, story.watching("nm") as statuses:
         audit = len(story.rig.audit_events())
@@ -109,7 +148,7 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
         audit = len(story.rig.audit_events())
         with story.stage("other buckets: the old pod serves until they are compiled"):
             (before,) = story.ready_pods("chat")
-            story.apply(_model("chat", serving={"contextBuckets": [256, 1024]}))
+            story.apply(_model("chat", serving={"contextBuckets": [256, 512]}))
             story.until_reason("chat", "Compiling", "UpToDate")
             assert [pod["metadata"]["uid"] for pod in story.ready_pods("chat")] == [before["metadata"]["uid"]]
             story.until("up to date", lambda: story.condition("chat", "UpToDate")["status"] == "True")
@@ -120,6 +159,7 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("cores")
 def test_what_does_not_fit_is_refused_with_both_numbers(story: Story) -> None:
     """A node that is not set up as planned, one that grants fewer cores, an artifact for other devices, a device
     without enough memory, and one whose cores another process holds."""
@@ -130,7 +170,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(story: Story) -> None:
         labelled(rig, CORES_NODE, names.INSTANCE_TYPE_LABEL, "trn2.48xlarge"),
         cores_withheld(rig, DEVICES_NODE, "0"),
     ):
-        story.apply(_model("logical", accelerator={"cores": 1}, **trn2))
+        story.apply(_model("logical", accelerator={"cores": 1}, engine={"backend": "nxdi"}, **trn2))
         story.apply(_model("withheld", **inf2))
         check_says("fewer-cores", story.until_reason("withheld", "DeviceHeld"))
         message = story.until_reason("logical", "TopologyImpossible")["message"]
@@ -154,6 +194,48 @@ def test_what_does_not_fit_is_refused_with_both_numbers(story: Story) -> None:
     assert story.created_jobs(audit) == [], "the store has the artifacts that they should load"
 
 
+@pytest.mark.usefixtures("trn2")
+def test_six_lines_are_compiled_by_vllm_without_devices_and_served_from_these_graphs(
+    installation: Installation, story: Story, artifacts: Volume
+) -> None:
+    with story.watching("pods") as pods, story.watching("nm") as statuses:
+        audit = len(story.rig.audit_events())
+        with story.stage("six lines, and a model whose replicas fetch and compile themselves"):
+            chat = _model("chat", model={"uri": "hf://demo/demo"})
+            alone = {"engine": {"compile": "Disabled"}, "storage": {"weights": {"emptyDir": {}}}}
+            story.apply_all([chat, {**chat, "metadata": {"name": "alone"}, "spec": chat["spec"] | alone}])
+            for model in ("chat", "alone"):
+                story.until_ready(1, model)
+        kinds = sorted(job.partition("-")[0] for job in story.created_jobs(audit))
+        assert kinds == ["artifact", "facts", "weights"]
+        check_order(pods(), statuses())
+    for model in ("chat", "alone"):
+        assert "with backend vllm, the default for trn2" in story.condition(model, "Placed")["message"]
+        assert _answer(story, installation.image, model, "What is a pod?").startswith(" w"), "as the stand-in answers"
+        (pod,) = story.ready_pods(model)
+        assert len(story.minors_seen(pod)) == 1
+    compiling = "each replica compiles on the device as it starts, about"
+    assert compiling in story.condition("alone", "Compiled")["message"]
+    (fetched,) = pod["status"]["initContainerStatuses"]
+    assert (fetched["name"], fetched["state"]["terminated"]["exitCode"]) == (names.FETCH_CONTAINER, 0)
+    (compiler,) = story.items("pods", COMPILE)
+    assert (compiler["spec"]["nodeName"], requests_devices(compiler)) == (JOBS_NODE, False)
+    assert "compiled in" in story.condition("chat", "Compiled")["message"]
+
+    audit = len(story.rig.audit_events())
+    with story.stage("a graph is lost: compiled again"):
+        store = artifacts.folder / "vllm" / story.artifact("chat")
+        graph = next(store.glob("*/graph.neff")).parent
+        shutil.rmtree(graph)
+        (pod,) = story.ready_pods()
+        story.kubectl("delete", "pod", pod["metadata"]["name"], "--wait=false")
+        said = story.until_reason("chat", "ArtifactMissing")["message"]
+        assert f"NEURON_LIBTORCH_ASSERT_CACHE_HIT: remote compile cache miss for key {graph.name}" in said
+        story.until_ready(1)
+    assert [job.partition("-")[0] for job in story.created_jobs(audit)] == ["artifact"]
+    assert (graph / "graph.neff").is_file()
+
+
 def _model(name: str, **spec: object) -> dict[str, Any]:
     model: dict[str, Any] = yaml.safe_load(SIX_LINES)
     return {**model, "metadata": {"name": name}, "spec": {**model["spec"], **spec}}
@@ -166,9 +248,12 @@ def _kinds_of(jobs: list[str]) -> list[str]:
 
 def _check_answer(story: Story, model: str) -> None:
     (pod,) = story.ready_pods(model)
-    image = pod["spec"]["containers"][0]["image"]
+    assert _answer(story, pod["spec"]["containers"][0]["image"], model, QUESTION) == ANSWERS[QUESTION]
+
+
+def _answer(story: Story, image: str, model: str, question: str) -> str:
     url = f"http://{model}.{story.namespace}.svc.cluster.local:8000"
-    assert story.run_client(image, "asks", ASK, url, model, QUESTION) == ANSWERS[QUESTION]
+    return story.run_client(image, f"asks-{model}", ASK, url, model, question)
 
 
 def _core_of(story: Story, pod: Any) -> int:

@@ -20,7 +20,8 @@ _STAGE = f"""\
 FROM base AS neuron-container
 COPY --link --from=runtime-dependencies /opt/venv /opt/venv
 COPY --link --from=neuron . {NEURON_FOLDER}
-RUN ln -s {NEURON_FOLDER}/serve.py /usr/local/bin/vllm
+RUN ln -s {NEURON_FOLDER}/serve.py /usr/local/bin/vllm \\
+    && python -m compileall -q --invalidation-mode unchecked-hash {NEURON_FOLDER}
 ENV PYTHONPATH={NEURON_FOLDER} FAKE_NXDI_PLATFORM=inf2 FAKE_NXDI_DEVICES=/tmp/neuron-cores
 
 FROM neuron-container AS runtime-neuron
