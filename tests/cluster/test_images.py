@@ -42,13 +42,14 @@ from cluster.rig.images import (
 )
 from cluster.rig.machine import wait_until
 from cluster.rig.needs import NotPossibleHere, require_machine, search_path
+from cluster.rig.node_images import ensure_store, link_store, read_archive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
 
 GROUP = Group(f"{ROOT_GROUP}-test-images")
 CONTAINERD = """\
 version = 3
-root = "{folder}/root"
+root = "{root}"
 state = "{folder}/state"
 disabled_plugins = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images",
   "io.containerd.cri.v1.runtime", "io.containerd.nri.v1.nri"]
@@ -102,22 +103,31 @@ def cache() -> Cache:
 
 
 @pytest.fixture(scope="module")
-def containers(cache: Cache) -> Iterator[Containers]:
+def images(cache: Cache) -> dict[str, Image]:
+    return {target: build_image(target, cache=cache) for target in TARGETS}
+
+
+@pytest.fixture(scope="module")
+def containers(cache: Cache, images: dict[str, Image]) -> Iterator[Containers]:
+    """With what is unpacked for the cluster's nodes: to unpack torch again would take ten seconds."""
     programs = ensure("containerd", cache=cache)["containerd"]
     environment = {**os.environ, "PATH": f"{programs}:{search_path()}"}
-    with tempfile.TemporaryDirectory(prefix="neuron-serving-images-") as name:
+    built = [*images.values(), build_image(NEURON_TARGET, cache=cache)]
+    root = cache.folder("image-store", "image-tests") / "root"
+    with cache.lock("image-tests"), tempfile.TemporaryDirectory(prefix="neuron-serving-images-") as name:
+        store = ensure_store(cache, [read_archive(image.archive) for image in built], programs, only=False)
+        link_store(store, root)
         folder = Path(name)
-        (folder / "config.toml").write_text(CONTAINERD.format(folder=folder))
-        (folder / "root").mkdir()
-        # In its own mount namespace: its mounts, including the in-memory store, are removed however this ends.
-        launch = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount", "sh", "-ec"]
-        launch += ['mount -t tmpfs -o size=6g images "$1"; shift; exec "$@"', "sh", f"{folder}/root"]
+        (folder / "config.toml").write_text(CONTAINERD.format(root=root, folder=folder))
+        # In its own mount namespace: its mounts are removed however this ends.
+        launch = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount"]
         launch += [str(programs / "containerd"), f"--config={folder}/config.toml"]
         with (
             (folder / "log").open("wb") as log,
             subprocess.Popen(launch, env=environment, stdout=log, stderr=log) as daemon,
         ):
             ctr = ["nsenter", f"--target={daemon.pid}", "--mount", str(programs / "ctr"), f"--address={folder}/s"]
+            ctr += ["--namespace", "k8s.io"]
 
             def answers() -> bool:
                 return subprocess.run([*ctr, "version"], capture_output=True, check=False).returncode == 0
@@ -130,15 +140,7 @@ def containers(cache: Cache) -> Iterator[Containers]:
                 daemon.terminate()
                 daemon.wait()
                 GROUP.remove()
-
-
-@pytest.fixture(scope="module")
-def images(cache: Cache, containers: Containers) -> dict[str, Image]:
-    built = {target: build_image(target, cache=cache) for target in TARGETS}
-    for image in built.values():
-        print(f"{image.name}: {image.size_bytes / 1e6:.0f} MB to pull")
-        containers.load(image)
-    return built
+                subprocess.run(["rm", "-rf", str(root)], check=True)  # very many files
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -291,7 +293,6 @@ def test_the_neuron_image_keeps_the_packages_of_its_base_and_adds_missing_ones(
 
 def test_the_neuron_image_names_the_piece_of_the_sdk_that_it_lacks(cache: Cache, containers: Containers) -> None:
     image = build_image(NEURON_TARGET, cache=cache)
-    containers.load(image)
     program = f"""
         import json, os, pathlib, subprocess
         command = ["neuron-runtime", "compile", "file:///models/demo", "--backend", "nxdi", "--max-model-len", "256"]
