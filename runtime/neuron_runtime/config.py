@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from neuron_runtime.adapters.peft import Target
+from neuron_runtime.cache_event_config import cache_events
 from neuron_runtime.core import Task
 from neuron_runtime.dtypes import ComputedDtype, cache_dtype_name, dtype_name
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
@@ -204,6 +205,15 @@ class Speculation(Document, frozen=True, kw_only=True):
         return least or LEAST_MATCH, most or MOST_MATCH
 
 
+class CacheEventOptions(Document, frozen=True, kw_only=True):
+    """Events of the prefix cache, for gateways that send a request where its prefix is."""
+
+    endpoint: Annotated[str, "ZMQ address to publish at, such as `tcp://*:5557`; empty: nothing is published"] = ""
+    replay_endpoint: Annotated[str, "ZMQ address where readers ask for what they missed; empty: none"] = ""
+    topic: Annotated[str, "Topic of the messages; empty: `kv@HOST@MODEL`, with the host's name"] = ""
+    num_kept: Annotated[int, Meta(ge=0, le=1_000_000), "Batches of events that can be asked for again"] = 10_000
+
+
 class DrainOptions(Document, frozen=True, kw_only=True):
     delay_seconds: Annotated[
         Seconds, "Keep admitting requests for this long after SIGTERM, while `/health` returns 503"
@@ -343,6 +353,12 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
         Flag("speculative_config", llm=True, metavar="JSON", default="no drafts", read=speculation),
         COMPILED,
     ] = Speculation()
+    cache_events: Annotated[
+        CacheEventOptions,
+        "Publish what the prefix cache stores and removes. The flag has vLLM's keys: `enable_kv_cache_events`, "
+        "`endpoint`, `replay_endpoint`, `buffer_steps`, `topic`",
+        Flag("kv_events_config", metavar="JSON", default="no events", read=cache_events),
+    ] = CacheEventOptions()
     application_class: Annotated[
         str,
         "Implementation of the model on the device: a name that the backend knows, or `module:Class`",

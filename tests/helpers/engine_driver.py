@@ -15,6 +15,7 @@ from helpers.guides import FORM, Rule, RuleGuides, no_rule
 from helpers.step_counts import StepCounts
 from helpers.strict_backend import StrictBackend, next_token
 from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch, FinishReason, Late, Request, Sampling, StepOutput
+from neuron_runtime.engine.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, CacheEvents
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.prefix_cache import BlockKeys
 from neuron_runtime.engine.scheduler import Scheduler
@@ -176,6 +177,29 @@ class RecordingBackend(StrictBackend):
         return output
 
 
+class CacheReader:
+    """Follows the events of a prefix cache as a gateway does: the tokens of each block that it has, by hash."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int, ...]] = {}
+        self.parents: dict[int, int | None] = {}
+
+    def read(self, events: Iterable[CacheEvent]) -> None:
+        for event in events:
+            match event:
+                case BlockStored(hashes, parent, tokens, size):
+                    assert len(tokens) == len(hashes) * size
+                    assert not self.blocks.keys() & set(hashes), "stored twice"
+                    for at, one in enumerate(hashes):
+                        self.blocks[one] = tokens[at * size : (at + 1) * size]
+                        self.parents[one], parent = parent, one
+                case BlockRemoved(hashes):
+                    for one in hashes:
+                        del self.blocks[one]
+                case AllBlocksCleared():
+                    self.blocks.clear()
+
+
 @dataclass
 class Run:
     """An engine over a strict backend, and its results."""
@@ -183,6 +207,8 @@ class Run:
     engine: Engine
     backend: RecordingBackend
     guesses: Guesses
+    events: CacheEvents
+    reader: CacheReader = field(default_factory=CacheReader)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     known_adapters: set[str] = field(default_factory=set)
     waited_for_place: bool = False
@@ -346,6 +372,9 @@ class Run:
         for key, block in known.items():
             assert tuple(token for token, _ in self.backend._cache[block]) == self.held[key]
             assert block not in writable
+        self.reader.read(self.events.take())
+        told = {int.from_bytes(key[:8], "big"): self.held[key] for key in known}
+        assert self.reader.blocks == told, "who follows the events knows something else than the cache has"
 
     def _foresee(self, asked: Request) -> None:
         tokens = [*asked.prompt_token_ids, *alone(asked, self.late, self.backend.limits)[0]]
@@ -375,9 +404,10 @@ def start(
     reads_at_once: bool = True,
 ) -> Run:
     """reads_at_once: adapters are read without a thread, so that a run can be repeated."""
-    backend, guesses = RecordingBackend(limits), Guesses(limits)
+    backend, guesses, events = RecordingBackend(limits), Guesses(limits), CacheEvents(limits.block_size)
     engine = Engine(
         backend,
+        cache_events=events,
         guides=RuleGuides(late, VOCABULARY_SIZE),
         drafting=guesses,
         max_queued_requests=max_queued_requests,
@@ -385,7 +415,7 @@ def start(
     )
     if engine._adapters is not None and reads_at_once:
         engine._adapters._thread = AtOnce()
-    return Run(engine, backend, guesses, late=late)
+    return Run(engine, backend, guesses, events, late=late)
 
 
 def serve(limits: BackendLimits, *requests: Request) -> Run:

@@ -19,6 +19,7 @@ from helpers.random_loads import some_limits, some_requests
 from neuron_runtime.core import BackendLimits, Batch, Late, Rows, Sampling, StepOutput
 from neuron_runtime.distributed import wire
 from neuron_runtime.distributed.wire import Ack, Keys, Launch, Sample
+from neuron_runtime.engine.cache_events import CacheEvents
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -79,7 +80,9 @@ def test_every_rank_repeats_the_calls_of_rank_0(size: int) -> None:
             backend = group.leader._backend
             assert isinstance(backend, RecordingBackend)
             guides, guesses = RuleGuides(even_only, VOCABULARY_SIZE), Guesses(limits)
-            run = Run(Engine(group.leader, guides=guides, drafting=guesses), backend, guesses, late=even_only)
+            events = CacheEvents(limits.block_size)
+            engine = Engine(group.leader, guides=guides, drafting=guesses, cache_events=events)
+            run = Run(engine, backend, guesses, events, late=even_only)
             requests = list(some_requests(random, limits))
             run.add(*requests)
             run.finish()

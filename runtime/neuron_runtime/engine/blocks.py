@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from neuron_runtime.core import BackendLimits
+from neuron_runtime.engine.cache_events import CacheEvents
 from neuron_runtime.engine.prefix_cache import Prefix, PrefixCache
 from neuron_runtime.engine.sequence import NEVER, Sequence
 from neuron_runtime.engine.stats import EngineStats
@@ -17,8 +18,9 @@ from neuron_runtime.engine.stats import EngineStats
 class BlockManager:
     """Maintains blocks, capacity, horizon and `next_full` of sequences; a block is free, cached, or held by them."""
 
-    def __init__(self, limits: BackendLimits, stats: EngineStats) -> None:
-        self.cache = PrefixCache(limits.num_blocks)
+    def __init__(self, limits: BackendLimits, stats: EngineStats, events: CacheEvents | None = None) -> None:
+        self.cache = PrefixCache(limits.num_blocks, None if events is None else events.removed)
+        self._events = events
         self.appended: list[tuple[int, int]] = []
         """Changes of blocks in the next batch, see `Batch`."""
         self._limits = limits
@@ -118,7 +120,12 @@ class BlockManager:
         size = self._block_size
         last = min(sequence.num_computed_tokens, len(sequence.tokens)) // size
         first = sequence.next_full // size - 1
-        self.cache.computed(sequence.keys.first(last)[first:], sequence.blocks[first:last])
+        keys = sequence.keys.first(last)
+        found = self.cache.computed(keys[first:], sequence.blocks[first:last])
+        if self._events is not None and found:
+            request = sequence.request
+            places = (first + place for place in found)
+            self._events.stored(keys, places, sequence.tokens, request.adapter, request.cache_salt)
         sequence.next_full = (last + 1) * size
 
     def free(self, sequence: Sequence) -> None:

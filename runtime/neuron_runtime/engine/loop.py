@@ -32,6 +32,7 @@ from neuron_runtime.core import (
 )
 from neuron_runtime.engine.adapters import LoadedAdapters
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
+from neuron_runtime.engine.cache_events import CacheEvents
 from neuron_runtime.engine.drafting import Drafting, Guided
 from neuron_runtime.engine.guides import Guide, Guides
 from neuron_runtime.engine.scheduler import Scheduler
@@ -56,6 +57,7 @@ class Engine:
         guides: Guides | None = None,
         drafting: Drafting | None = None,
         check_adapter: Callable[[str, Path], None] = lambda digest, folder: None,
+        cache_events: CacheEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes a backend after its warm-up.
@@ -68,6 +70,7 @@ class Engine:
         drafting: proposes drafts, of which a row has at most the backend's `max_drafts`. None: no row has any.
         check_adapter: called on a thread whenever an adapter was read; raises unless the folder has the one with the
             digest.
+        cache_events: gets what changes in the prefix cache.
         """
         self._backend = backend
         self._limits = backend.limits
@@ -76,7 +79,7 @@ class Engine:
         """Guides of live requests that have a form."""
         self._drafting = drafting
         self._scheduler = Scheduler(
-            self._limits, max_consecutive_prefills, drafting and Guided(drafting, self._guide_of)
+            self._limits, max_consecutive_prefills, drafting and Guided(drafting, self._guide_of), cache_events
         )
         self._masked: Late | None = None
         """The masks of the step sampled last, until it is applied."""

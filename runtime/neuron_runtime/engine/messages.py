@@ -48,11 +48,12 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load"):
     """Front end to engine: requests may use this adapter, once `AdapterNews` says that it is loaded.
 
-    A new engine knows none. folder: of files that were checked.
+    A new engine knows none. folder: of files that were checked. name: that clients ask for; empty: it has none.
     """
 
     digest: str
     folder: str
+    name: str = ""
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag="drop"):

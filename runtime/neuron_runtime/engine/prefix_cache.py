@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from neuron_runtime.engine.pool import Pool
@@ -67,8 +67,10 @@ class PrefixCache(Pool):
     Blocks without cached content are allocated first, then the least recently used ones.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, removed: Callable[[bytes], None] | None = None) -> None:
+        """removed: called with the key of each block that can no longer be found."""
         super().__init__(size)
+        self._removed = removed
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._coming: dict[int, Order] = {}
@@ -112,25 +114,35 @@ class PrefixCache(Pool):
                 self._remember(key, block)
                 self._coming[block] = order
 
-    def computed(self, keys: Iterable[bytes], blocks: Iterable[int]) -> None:
-        """These blocks are full and computed. Of blocks with equal content, the first computed one can be found."""
-        for key, block in zip(keys, blocks, strict=True):
+    def computed(self, keys: Iterable[bytes], blocks: Iterable[int]) -> list[int]:
+        """These blocks are full and computed. Of blocks with equal content, the first computed one can be found.
+
+        Returns the places in the lists of those that can be found from now on.
+        """
+        found = []
+        for place, (key, block) in enumerate(zip(keys, blocks, strict=True)):
             known = self._block_of.get(key)
+            if known is not None and known not in self._coming:
+                continue
             if known is None:
                 self._remember(key, block)
             elif known == block:
-                self._coming.pop(block, None)
-            elif known in self._coming:
+                del self._coming[block]
+            else:
                 self._forget(known)
                 self._remember(key, block)
+            found.append(place)
+        return found
 
     def _remember(self, key: bytes, block: int) -> None:
         self._block_of[key] = block
         self._key_of[block] = key
 
     def _forget(self, block: int) -> None:
-        del self._block_of[self._key_of.pop(block)]
-        self._coming.pop(block, None)
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        if self._coming.pop(block, None) is None and self._removed is not None:
+            self._removed(key)
 
     def _next(self) -> int:
         if self._free:

@@ -25,6 +25,7 @@ from neuron_runtime.core import (
     needs_host,
 )
 from neuron_runtime.engine.blocks import BlockManager
+from neuron_runtime.engine.cache_events import CacheEvents
 from neuron_runtime.engine.drafting import Drafting
 from neuron_runtime.engine.running import RunningSet, WaitingQueue, by_order, by_slot
 from neuron_runtime.engine.sequence import Phase, Sequence
@@ -51,14 +52,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: BackendLimits, max_consecutive_prefills: int = 1, drafting: Drafting | None = None
+        self,
+        limits: BackendLimits,
+        max_consecutive_prefills: int = 1,
+        drafting: Drafting | None = None,
+        cache_events: CacheEvents | None = None,
     ) -> None:
         self.limits = limits
         self._drafting = drafting if limits.max_drafts else None
         self.stats = EngineStats(num_blocks=limits.num_blocks)
         self.waiting = WaitingQueue()
         self.running = RunningSet(limits)
-        self.blocks = BlockManager(limits, self.stats)
+        self.blocks = BlockManager(limits, self.stats, cache_events)
         self.scheduled: deque[ScheduledStep] = deque()
         """Not applied yet, oldest first."""
         self._live: dict[str, Sequence] = {}

@@ -24,10 +24,12 @@ from neuron_runtime.adapters.peft import check_digest
 from neuron_runtime.artifacts.loading import check_artifact, find_model, load_backend
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
+from neuron_runtime.core import BackendLimits
 from neuron_runtime.distributed.layout import Layout
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backends import warn_of_limits
 from neuron_runtime.engine.backpressure import queue_limits
+from neuron_runtime.engine.cache_events import CacheEvents
 from neuron_runtime.engine.drafts import drafts_of
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import (
@@ -45,9 +47,10 @@ from neuron_runtime.engine.messages import (
     ToEngine,
 )
 from neuron_runtime.engine.stats import EngineStats
-from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
+from neuron_runtime.processes.cache_publisher import CachePublisher
 from neuron_runtime.processes.children import ENGINE_MODULE, begun, child_parser
 from neuron_runtime.processes.group import leading, place_of
 from neuron_runtime.processes.lifeline import Deadline
@@ -91,6 +94,10 @@ class Border:
         for raw in self._model_messages.values():
             self._outbox.send(raw)
 
+    def watch(self, other: zmq.Socket[bytes]) -> None:
+        """From now on a message in this socket ends a wait, too."""
+        self._poller.register(other, zmq.POLLIN)
+
     def receive(self, wait: bool) -> list[ToEngine]:
         """All messages in the inbox; with `wait`, sleeps until there is one, SIGTERM arrives or a second has passed."""
         if wait:
@@ -109,8 +116,17 @@ class Border:
 class Worker:
     """Passes messages to the engine and sends its events, one turn per step."""
 
-    def __init__(self, engine: Engine, border: Border, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        border: Border,
+        deadline: Deadline,
+        cache_events: CacheEvents | None = None,
+        publisher: CachePublisher | None = None,
+    ) -> None:
+        """cache_events, publisher: what the engine records of its prefix cache, and who sends it; both or neither."""
         self._engine = engine
+        self._cache_events, self._publisher = cache_events, publisher
         self._border = border
         self._deadline = deadline
         self._first_number: int | None = None
@@ -139,6 +155,9 @@ class Worker:
             self._border.send(AdapterNews(digest, failure))
         works = self._engine.has_work
         events = self._engine.step() if works else []
+        if self._publisher is not None and self._cache_events is not None:
+            self._publisher.publish(self._cache_events.take())
+            self._publisher.answer_replays()
         if not works:
             self._engine.stats.last_step = None
         if mail or works:
@@ -173,7 +192,9 @@ class Worker:
                 case Abort(request_ids):
                     for request_id in request_ids:
                         self._engine.abort(request_id)
-                case LoadAdapter(digest, folder):
+                case LoadAdapter(digest, folder, name):
+                    if self._cache_events is not None:
+                        self._cache_events.adapter_names[digest] = name
                     self._engine.load_adapter(digest, Path(folder))
                 case DropAdapter(digest):
                     self._engine.drop_adapter(digest)
@@ -277,6 +298,7 @@ def serve(
             gc.freeze()
             warn_of_limits(config, backend.limits)
             queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
+            cache_events, publisher = _publishing(config, backend.limits)
             engine = Engine(
                 watched,
                 max_queued_requests=queue.max_requests,
@@ -284,13 +306,26 @@ def serve(
                 guides=guides,
                 drafting=drafts_of(config.speculation, backend.limits),
                 check_adapter=check_digest,
+                cache_events=cache_events,
             )
+            if publisher is not None and publisher.replays is not None:
+                border.watch(publisher.replays)
             border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded, layout.size))
             with closing(engine):
-                Worker(engine, border, deadline).run(border.stop_at_sigterm())
+                Worker(engine, border, deadline, cache_events, publisher).run(border.stop_at_sigterm())
         finally:
             guides.close()
             backend.close()
+
+
+def _publishing(config: RuntimeConfig, limits: BackendLimits) -> tuple[CacheEvents | None, CachePublisher | None]:
+    """What records events of the prefix cache and what sends them. Raises InvalidConfig."""
+    if not config.cache_events.endpoint:
+        return None, None
+    if not limits.shares_prefixes:
+        message = "there is no prefix cache: set prefixCaching to enabled, or leave the events out"
+        raise InvalidConfig("$.cacheEvents.endpoint", message)
+    return CacheEvents(limits.block_size), CachePublisher(config.cache_events, config.served_names[0])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -43,8 +43,8 @@ class Client(Protocol):
 
     ready: bool
 
-    def load_adapter(self, digest: str, folder: Path) -> None:
-        """Have it loaded; `Adapters.loaded` is told how it went."""
+    def load_adapter(self, digest: str, folder: Path, name: str) -> None:
+        """Have it loaded; `Adapters.loaded` is told how it went. name: one that clients ask for."""
 
     def drop_adapter(self, digest: str) -> None:
         """No further request uses it."""
@@ -346,7 +346,8 @@ class Adapters:
 
     def _send(self, digest: str, folder: Path) -> None:
         self._sent[digest] = folder
-        self._client.load_adapter(digest, folder)
+        name = next((one.wanted.name for one in self._versions.values() if one.digest == digest), "")
+        self._client.load_adapter(digest, folder, name)
 
     def _proceed(self, version: _Version, state: StateName) -> None:
         """A state on the way; what has failed shows its failure until it is ready."""

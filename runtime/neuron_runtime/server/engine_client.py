@@ -156,10 +156,10 @@ class EngineClient:
             self._queue.leave(live)
             self._send(Abort(live))
 
-    def load_adapter(self, digest: str, folder: Path) -> None:
+    def load_adapter(self, digest: str, folder: Path, name: str) -> None:
         """Requests may use the adapter once `on_adapter` has told so. An engine that starts knows none."""
         if self.ready:
-            self._send(LoadAdapter(digest, str(folder)))
+            self._send(LoadAdapter(digest, str(folder), name))
 
     def drop_adapter(self, digest: str) -> None:
         """No further request uses the adapter."""
