@@ -931,6 +931,9 @@ def test_the_verdict_on_the_previous_job_stays_until_the_next_one_reports_progre
     silent = resolving_with("", body=body)
     assert condition(silent.status, "Ready")["reason"] == "WeightsUnauthorized"
     assert silent.needs == {LogOf("resolve-x")}
+    # The log may have its end before the pod has.
+    ending = resolving_with("neuron-runtime: WeightsUnauthorized: the hub says no\n", body=body)
+    assert condition(ending.status, "Ready")["reason"] == "WeightsUnauthorized"
     assert condition(resolving_with("neuron-runtime: 1 of 2", body=body).status, "Ready")["reason"] == "Resolving"
 
 

@@ -44,10 +44,11 @@ def explain_job(waiting: Finding, job: JobView | None, observed: Observed) -> Fi
 
 
 def _last_line(log: str) -> str:
-    """The last line of the runtime about its progress; empty if there is none."""
+    """The last line of the runtime about its progress; empty if there is none. Why it ends is none: the record tells
+    that, once it is known that the pod has ended."""
     lines = (line.removeprefix(names.LOG_PREFIX) for line in log.splitlines() if line.startswith(names.LOG_PREFIX))
     *_, last = ("", *lines)
-    return last.strip()[:MAX_LINE]
+    return "" if Reason.named(last.partition(":")[0]) else last.strip()[:MAX_LINE]
 
 
 def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], observed: Observed) -> Finding:
