@@ -31,6 +31,8 @@ from helpers.operators import BY_KIND, Namespace, client_of, eventually, operati
 from helpers.rendered_cases import FILES, render
 from neuron_operator.api import names
 from neuron_operator.api.model import ObjectStore
+from neuron_operator.gateway import process as gateway_process
+from neuron_operator.gateway.config import Config
 from neuron_operator.read.world import (
     CaBundle,
     ClaimTemplate,
@@ -113,7 +115,33 @@ EVERYTHING: dict[str, Any] = {
     "priorityClassName": "system-cluster-critical",
     "podAnnotations": {"prometheus.io/port": "8080"},
 }
-VARIANTS = {"defaults": IMAGES, "everything": EVERYTHING}
+GATEWAY = {
+    "enabled": True,
+    "replicas": 3,
+    "namespaces": ["team-a"],
+    "keysSecret": "gateway-keys",
+    "ingressFrom": [{"namespaceSelector": {"matchLabels": {"team": "b"}}}],
+    "service": {"type": "LoadBalancer", "port": 8000, "annotations": {"example.com/internal": "true"}},
+    "hold": {"requests": 10, "bytes": 2048, "seconds": 30, "perReplica": 4, "retryAfterSeconds": 5},
+    "timeouts": {
+        "readSeconds": 6,
+        "idleSeconds": 70,
+        "replicaIdleSeconds": 7,
+        "connectSeconds": 1.5,
+        "firstByteSeconds": 60,
+        "silenceSeconds": 20,
+        "stalledSeconds": 30,
+        "avoidSeconds": 2,
+        "drainDelaySeconds": 10,
+        "drainSeconds": 300,
+    },
+    "picking": {"prefixCharacters": 100, "loadFactor": 2, "spreadFrom": 2, "idleConnections": 3},
+    "limits": {"headBytes": 2048, "bodyBytes": 4096, "allBodiesBytes": 8192, "connections": 100},
+    "resources": {"requests": {"cpu": "1"}},
+}
+"""The same of the gateway: apart, because most tests are about the operator's objects."""
+WITH_GATEWAY = {**EVERYTHING, "gateway": GATEWAY}
+VARIANTS = {"defaults": IMAGES, "everything": EVERYTHING, "gateway": WITH_GATEWAY}
 
 NO_CPU_LIMIT = "a limit of CPU throttles; requests suffice"
 NO_DISK = "its root file system is read-only, and it writes nothing"
@@ -425,7 +453,7 @@ def leaves(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tu
         yield from leaves(value, (*path, key)) if is_group else (((*path, key), value),)
 
 
-MAPS = (("monitoring", "dashboard", "labels"), ("resources",))
+MAPS = (("monitoring", "dashboard", "labels"), ("resources",), ("gateway", "resources"))
 """Values with keys of the user's, which are not empty by default."""
 DEFAULTS = dict(leaves(yaml.safe_load((CHART / "values.yaml").read_text())))
 
@@ -451,11 +479,13 @@ def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
 
 @pytest.mark.parametrize("path", DEFAULTS, ids=".".join)
 def test_each_value_changes_what_the_chart_renders(helm: Helm, path: tuple[str, ...]) -> None:
-    value = at(EVERYTHING, path)
+    value = at(WITH_GATEWAY, path)
     assert value != DEFAULTS[path]
     before: dict[str, Any] = {"image": {"operator": "operator:0", "runtime": "runtime:0"}}
     if path[0] == "monitoring" and path[-1] != "enabled":  # the object exists
         before = merged(before, nested((*path[:2], "enabled"), True))
+    if path[0] == "gateway" and path[-1] != "enabled":
+        before = merged(before, {"gateway": {"enabled": True}})
     change = nested(path, value)
     if path[0] == "devices":  # refused unless both are set
         change = {"devices": EVERYTHING["devices"]}
@@ -509,6 +539,63 @@ def test_chart_defaults_are_the_operators_defaults(helm: Helm) -> None:
     needed = ["--namespace", "from-the-pod", "--identity", "from-the-pod"]
     own = settings.load(["--runtime-image", IMAGES["image"]["runtime"], *needed], {})
     assert settings_of(helm.render(IMAGES)) == own
+
+
+def gateway_of(helm: Helm, values: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """The configuration as the gateway reads it in the pod, and its Deployment."""
+    deployment = one(helm.render(values), "Deployment", "neuron-gateway")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["neuron-gateway"]
+    return gateway_process.load([], {each["name"]: each["value"] for each in container["env"]}), deployment
+
+
+def test_the_values_reach_the_gateway(helm: Helm) -> None:
+    config, deployment = gateway_of(helm, WITH_GATEWAY)
+    read = msgspec.to_builtins(config)
+    for part in ("hold", "timeouts", "picking", "limits"):
+        assert read[part] == GATEWAY[part]
+    assert (config.gateways, config.namespaces, config.log_level) == (3, ("team-a",), "debug")
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > config.timeouts.drain_delay_seconds + config.timeouts.drain_seconds
+    (mount,), (volume,) = pod["containers"][0]["volumeMounts"], pod["volumes"]
+    assert (volume["secret"]["secretName"], volume["name"]) == ("gateway-keys", mount["name"])
+    assert config.keys_file == f"{mount['mountPath']}/keys.yaml"
+    every, _ = gateway_of(helm, {**WITH_GATEWAY, "gateway": {"enabled": True}})
+    assert every.namespaces == ("team-a", "team-b")  # those of the operator
+
+
+def test_chart_defaults_are_the_gateways_defaults(helm: Helm) -> None:
+    config, deployment = gateway_of(helm, {**IMAGES, "gateway": {"enabled": True}})
+    assert config == Config(gateways=2)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"http": config.port, "metrics": config.metrics_port}
+    assert not [each for each in helm.render(IMAGES) if each["metadata"]["name"] == "neuron-gateway"]
+
+
+def test_the_gateway_may_read_what_it_serves_and_wake_models_and_nothing_else(helm: Helm) -> None:
+    read = ((names.GROUP, names.PLURAL), (names.GROUP, names.ADAPTER_PLURAL), ("discovery.k8s.io", "endpointslices"))
+    allowed = {(*kind, "", verb) for kind in read for verb in ("list", "watch")}
+    allowed |= {(names.GROUP, f"{names.PLURAL}/scale", "", "patch")}
+    everywhere = helm.render({**IMAGES, "gateway": {"enabled": True}})
+    assert granted(one(everywhere, "ClusterRole", "neuron-gateway")["rules"]) == allowed
+    narrow = helm.render(WITH_GATEWAY)
+    role = one(narrow, "Role", "neuron-gateway")
+    assert (role["metadata"]["namespace"], granted(role["rules"])) == ("team-a", allowed)
+    of_cluster = {each["metadata"]["name"] for each in narrow if each["kind"] == "ClusterRole"}
+    assert "neuron-gateway" not in of_cluster
+
+
+def test_models_that_admit_named_clients_admit_the_gateway(helm: Helm) -> None:
+    documents = helm.render(WITH_GATEWAY)
+    (container,) = one(documents, "Deployment", "neuron-operator")["spec"]["template"]["spec"]["containers"]
+    env = {each["name"]: each.get("value") for each in container["env"]}
+    *peers, gateway = json.loads(env["NEURON_OPERATOR_NETWORK_POLICY_INGRESS_FROM"])
+    assert peers == EVERYTHING["networkPolicy"]["ingressFrom"]
+    labels = one(documents, "Deployment", "neuron-gateway")["spec"]["template"]["metadata"]["labels"]
+    assert gateway["podSelector"]["matchLabels"].items() <= labels.items()
+    selector = one(documents, "Service", "neuron-operator")["spec"]["selector"]
+    assert not selector.items() <= labels.items()
 
 
 def test_the_chart_sets_every_setting_or_excludes_it_explicitly(helm: Helm) -> None:
@@ -660,8 +747,9 @@ def scored_low(documents: list[dict[str, Any]], folder: Path) -> set[tuple[str, 
     }
 
 
-def test_kube_score_finds_nothing_but_the_known_exceptions(helm: Helm, tmp_path: Path) -> None:
-    assert scored_low(helm.render(IMAGES), tmp_path) == EXCEPTIONS.keys()
+@pytest.mark.parametrize("enabled", [False, True], ids=["operator", "gateway"])
+def test_kube_score_finds_nothing_but_the_known_exceptions(helm: Helm, tmp_path: Path, enabled: bool) -> None:
+    assert scored_low(helm.render({**IMAGES, "gateway": {"enabled": enabled}}), tmp_path) == EXCEPTIONS.keys()
 
 
 def objects_of_models() -> list[list[dict[str, Any]]]:
@@ -752,8 +840,8 @@ def test_the_pods_pass_pod_security_restricted(helm: Helm, server: ApiServer, va
     metadata = {"name": "restricted", "labels": labels}
     server.apply("/api/v1/namespaces/restricted", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
     documents = helm.render(values)
-    template = one(documents, "Deployment")["spec"]["template"]["spec"]
-    for spec in (template, one(documents, "Pod")["spec"]):
+    templates = [each["spec"]["template"]["spec"] for each in documents if each["kind"] == "Deployment"]
+    for spec in (*templates, one(documents, "Pod")["spec"]):
         for account in ("default", spec.get("serviceAccountName", "default")):
             body = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": account}}
             server.apply(f"/api/v1/namespaces/restricted/serviceaccounts/{account}", body)

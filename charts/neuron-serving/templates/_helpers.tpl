@@ -39,3 +39,21 @@ seccompProfile: {type: RuntimeDefault}
 {{- $served := .Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1" | ternary "LeaderWorkerSet" "StatefulSet" -}}
 {{- eq .Values.groups.controller "Auto" | ternary $served .Values.groups.controller -}}
 {{- end }}
+
+{{- define "neuron-serving.gatewaySelector" -}}
+app.kubernetes.io/name: neuron-gateway
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "neuron-serving.gatewayLabels" -}}
+{{ include "neuron-serving.labelsWith" (dict "root" . "labels" (include "neuron-serving.gatewaySelector" . | fromYaml)) }}
+{{- end }}
+
+{{- /* Who may call models: the peers of the values, and the gateway. */ -}}
+{{- define "neuron-serving.ingressFrom" -}}
+{{- $peers := .Values.networkPolicy.ingressFrom -}}
+{{- if and $peers .Values.gateway.enabled -}}
+{{- $peers = append $peers (dict "namespaceSelector" (dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace)) "podSelector" (dict "matchLabels" (include "neuron-serving.gatewaySelector" . | fromYaml))) -}}
+{{- end -}}
+{{- toJson $peers -}}
+{{- end }}
