@@ -88,6 +88,7 @@ class Effort:
     host_rounds: int = 5
     group_steps: int = 300
     front_end_steps: int = 200
+    gateway_seconds: float = 5.0
     concurrency: tuple[int, ...] = (1, 8, 16, 32)
     http_streams: tuple[int, ...] = HTTP_STREAMS
     output_len: int = OUTPUT_LEN
@@ -100,6 +101,7 @@ QUICK = Effort(
     host_rounds=1,
     group_steps=50,
     front_end_steps=40,
+    gateway_seconds=1.0,
     concurrency=(1, 8),
     http_streams=(8,),
     output_len=32,
@@ -216,6 +218,13 @@ def front_end_section(effort: Effort) -> Found:
 
     rows = front_end.measure(num_steps=effort.front_end_steps, num_runs=effort.num_iters)
     return Found("HTTP front end, free engine", tuple(rows), {})
+
+
+def gateway_section(effort: Effort) -> Found:
+    from bench import gateway
+
+    rows = gateway.measure(effort.gateway_seconds, effort.front_end_steps, effort.num_iters)
+    return Found("gateway, replicas that answer at once", tuple(rows), {})
 
 
 def engine_section(effort: Effort) -> Found:
@@ -681,6 +690,7 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "group": group_section,
     "nxdi": nxdi_section,
     "front-end": front_end_section,
+    "gateway": gateway_section,
     "engine": engine_section,
     "compiled": compiled_section,
     "quantized": quantized_section,
