@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -707,3 +709,24 @@ def test_a_wrong_configuration_is_refused_by_name(
 
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+
+
+async def test_the_docs_list_exactly_the_metrics_and_the_fields_of_the_access_log() -> None:
+    async with replicas(echo) as (chat,), running({"keysFile": ""}) as gateway:
+        gateway.serve("chat", chat)
+        await gateway.post(PATH, CHAT)
+        families = {one.name: one.type for one in gateway.gateway.metrics.registry.collect()}
+        made = {f"{name}_total" if kind == "counter" else name for name, kind in families.items()}
+        assert made == set(re.findall(r"^\| `(neuron_serving_\w+)` \|", PAGE, re.MULTILINE))
+        listed = PAGE.partition("The access log is")[2].partition("\n## ")[0]
+        assert {*gateway.log[-1], "api_key", "error"} == set(re.findall(r"`(\w+)`", listed))
+
+
+def test_the_example_of_keys_is_valid() -> None:
+    from neuron_operator.gateway.keys import parse
+
+    example = Path(__file__).parents[2] / "examples" / "gateway-keys.yaml"
+    assert {one.name for one in parse(example.read_bytes(), "example").values()} == {"alice", "batch-jobs"}
