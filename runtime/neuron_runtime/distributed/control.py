@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Protocol
 
 import msgspec
@@ -374,8 +375,8 @@ class MemberControl(_Control):
         self._leader = self._peers[0] = _Peer(time.monotonic())
         self._must_leave = False
         self._waiting: list[Loaded | Leaving | AdapterRead] = []
-        self.on_read: Callable[[int, str], None] = lambda number, folder: None
-        """Told of each request to read an adapter, on the thread, which must not wait."""
+        self.to_read: SimpleQueue[ReadAdapter | None] = SimpleQueue()
+        """Adapters that the leader asks to read. The first may come before somebody takes it."""
         self.keys.unlock(self._socket)
         self._socket.identity = str(rank).encode()
         self._connection = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -419,8 +420,8 @@ class MemberControl(_Control):
                 raise member_lost("the leader of the group was started anew")
             case Beat(_, _, serving):
                 self._serving = serving
-            case ReadAdapter(_, number, folder):
-                self.on_read(number, folder)
+            case ReadAdapter():
+                self.to_read.put(message)
             case Farewell(_, _, 0):
                 self.done = True
                 self._farewell = (0, "")

@@ -6,6 +6,7 @@ of `collect` is returned only when every rank has acknowledged the step with the
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -31,7 +32,7 @@ from neuron_runtime.distributed.wire import (
     StepMessage,
     Welcome,
 )
-from neuron_runtime.reading_threads import ReadingThreads
+from neuron_runtime.reading_threads import CLOSE_SECONDS
 
 CHECK_MILLISECONDS = 50
 IDLE_MILLISECONDS = 100
@@ -243,8 +244,8 @@ class _AdapterParts:
         self._backend, self._control, self._digest_of = backend, control, digest_of
         self._read: dict[int, Any] = {}
         """By the number of the request."""
-        self._thread = ReadingThreads(1, "adapters")
-        control.on_read = self._begin
+        self._thread = threading.Thread(target=self._work, name="adapters", daemon=True)  # a read may hang
+        self._thread.start()
 
     def take(self, number: int) -> Any:
         for passed in [one for one in list(self._read) if one < number]:
@@ -252,14 +253,14 @@ class _AdapterParts:
         return self._read.pop(number)
 
     def close(self) -> None:
-        self._thread.close()
+        self._control.to_read.put(None)
+        self._thread.join(CLOSE_SECONDS)
 
-    def _begin(self, number: int, folder: str) -> None:
-        self._thread.submit(self._run, number, Path(folder))
-
-    def _run(self, number: int, folder: Path) -> None:
-        try:
-            self._read[number] = self._backend.read_adapter(folder)
-            self._control.read(number, self._digest_of(folder))
-        except Exception as error:  # noqa: BLE001 - of a file, which refuses the adapter alone
-            self._control.read(number, failure=str(error) or type(error).__name__)
+    def _work(self) -> None:
+        while asked := self._control.to_read.get():
+            number, folder = asked.number, Path(asked.folder)
+            try:
+                self._read[number] = self._backend.read_adapter(folder)
+                self._control.read(number, self._digest_of(folder))
+            except Exception as error:  # noqa: BLE001 - of a file, which refuses the adapter alone
+                self._control.read(number, failure=str(error) or type(error).__name__)
