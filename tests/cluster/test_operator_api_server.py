@@ -656,6 +656,25 @@ async def test_a_draft_model_that_does_not_fit_is_refused_until_another_one_is_n
         assert status["draft"] == status["model"]
 
 
+async def test_a_model_that_makes_vectors_gets_a_deployment_with_its_task_once_the_manifest_names_it(
+    namespace: Namespace,
+) -> None:
+    facts = {**FACTS, "architecture": "BertModel", "task": "embed", "vectorSize": 192}
+    async with client_of(namespace.server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await eventually(lambda: namespace.finish_job("resolve", facts=facts))
+        await eventually(lambda: namespace.condition("ModelResolved")[1] == "UnsupportedArchitecture")
+        assert not namespace.list(BY_KIND["Deployment"])
+        namespace.put_model(serving={"task": "Embed"})
+        await eventually(lambda: bool(namespace.list(BY_KIND["Deployment"])))
+        (deployment,) = namespace.list(BY_KIND["Deployment"])
+        volumes = deployment["spec"]["template"]["spec"]["volumes"]
+        (mounted,) = (one["configMap"]["name"] for one in volumes if "configMap" in one)
+        (document,) = (one for one in namespace.list(BY_KIND["ConfigMap"]) if one["metadata"]["name"] == mounted)
+        assert json.loads(document["data"][names.CONFIG_KEY])["task"] == "embed"
+        assert namespace.model()["status"]["plan"]["task"] == "Embed"
+
+
 async def test_a_dozen_models_leave_a_shared_job_at_once_without_a_refused_write(
     server: ApiServer, namespace: Namespace
 ) -> None:

@@ -109,6 +109,19 @@ def test_a_model_that_is_not_resolved_yet_has_no_plan(
     assert "one of the arguments -f/--file NAME is required" in capsys.readouterr().err
 
 
+def test_a_chat_with_a_model_that_makes_vectors_is_refused_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, _ = resolved_world()
+    spec = {**world.body["spec"], "serving": {"task": "Embed"}}
+    body = {**world.body, "spec": spec, "status": {"url": "http://chat.team.svc:8000"}}
+    monkeypatch.setenv("PATH", answering(tmp_path, {f"{names.PLURAL}.{names.GROUP}": body}))
+    assert main(["chat", "chat", "What is a slot?"]) == 1
+    said = capsys.readouterr().err
+    assert "chat has serving.task Embed, and answers with numbers" in said
+    assert "curl -s http://chat.team.svc:8000/v1/embeddings " in said
+
+
 def test_of_two_installations_why_names_the_one_that_acts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

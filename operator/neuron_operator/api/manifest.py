@@ -21,7 +21,7 @@ from neuron_operator.api.engines import ENGINES
 from neuron_operator.api.errors import FieldNotSupported, InvalidSpec, Refusals
 from neuron_operator.api.field_types import NAME_PATTERN
 from neuron_operator.api.fields import SpecPart, as_json, broken_rules, fields_of, located, supporting, unwrapped, walk
-from neuron_operator.api.model import NeuronModel, Spec
+from neuron_operator.api.model import FOR_TEXT, NeuronModel, Spec
 
 MAX_PARSED = 64
 """More manifests than there are models in work at a time."""
@@ -194,6 +194,16 @@ def not_supported(spec: Spec, note: str = "") -> Iterator[FieldNotSupported]:
         is_honoured = support.of is None and engine is not None and support.is_honoured(path, engine.honours)
         if value_found not in accepted and not is_honoured:
             yield FieldNotSupported(path, shown(value_found), support.cure + note)
+    yield from _not_of_task(spec, note)
+
+
+def _not_of_task(spec: Spec, note: str) -> Iterator[FieldNotSupported]:
+    """An error for each value that only a model which generates text could have."""
+    for path, one, value in () if spec.generates else walk(spec, "spec"):
+        accepted = FOR_TEXT.get(path.removeprefix("spec."))
+        if accepted is not None and value not in (one.default, *accepted):
+            cure = f"remove it, or serving.task: {spec.serving.task}: it is for models that generate text"
+            yield FieldNotSupported(path, shown(value), cure + note)
 
 
 def shown(value: object, most: int = 80) -> str:

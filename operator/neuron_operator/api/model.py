@@ -5,7 +5,7 @@ them. A field that this version does not support declares it with `Supported`, a
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from operator import is_not
@@ -302,6 +302,13 @@ class Speculation(SpecPart, frozen=True):
 class Serving(SpecPart, frozen=True):
     """Limits and modes of the engine, and how the model is served over HTTP."""
 
+    task: Annotated[
+        Literal["Generate", "Embed", "Rerank"],
+        "What the model answers. `Generate`: text. `Embed`: a [vector](vectors.md) for each text. `Rerank`: how well "
+        "texts answer a question.",
+        ConfigKey("task", {"Generate": None, "Embed": "embed", "Rerank": "rerank"}, compiled=True),
+        Supported(f"set engine.backend: {engines.honouring('serving.task')}, or leave it out to generate text"),
+    ] = "Generate"
     max_model_length: Annotated[
         Length | None,
         "Maximum tokens of a prompt and its answer together. A value above the model's maximum is `InvalidSpec` once "
@@ -421,6 +428,19 @@ class Serving(SpecPart, frozen=True):
         Speculation,
         Supported("remove it: this backend verifies no drafts; vllm takes --speculative-config in engine.args"),
     ] = Speculation()
+
+
+FOR_TEXT: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys((f"serving.{name}" for name in ("blockSize", "numBlocks", "kvCacheDtype", "sampling")), ()),
+    **dict.fromkeys((f"serving.{name}" for name in ("contextBuckets", "tokenGenerationBuckets", "adapters")), ()),
+    **dict.fromkeys((f"serving.{name}" for name in ("generationConfig", "chatTemplate", "reasoningParser")), ()),
+    **dict.fromkeys(("serving.toolCallParser", "serving.speculation"), ()),
+    **dict.fromkeys(("serving.prefixCaching", "serving.chunkedPrefill", "engine.compile"), ("Disabled",)),
+    "serving.quantization": ("None",),
+    **dict.fromkeys(("parallelism.tensor", "parallelism.nodes"), (1,)),
+}
+"""Fields that only models which generate text have, and the values that others accept besides the default: a text is
+computed whole in one step by one process, there is no cache, and nothing is sampled."""
 
 
 class PodField(SpecPart, frozen=True):
@@ -849,6 +869,11 @@ class Spec(SpecPart, frozen=True):
     def may_convert(self) -> bool:
         """Whether weights may have to be converted before a replica reads them."""
         return self.quantizes and not self.runs.quantizes_itself
+
+    @property
+    def generates(self) -> bool:
+        """Whether it answers with text."""
+        return self.serving.task == "Generate"
 
     @property
     def serves_adapters(self) -> bool:

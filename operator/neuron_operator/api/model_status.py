@@ -108,6 +108,7 @@ class Plan(StatusPart, frozen=True):
     max_sequences: int | None = None
     block_size: int | None = None
     num_blocks: int | None = None
+    task: Annotated[Word | None, "The task of the model, if it does not generate text."] = None
     backend: Word | None = None
     default_for: Annotated[Word | None, "The family of devices whose default the backend is, by the chart."] = None
     dtype: Word | None = None

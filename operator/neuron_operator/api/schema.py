@@ -43,6 +43,7 @@ COLUMNS = (
     ("Model", "string", ".spec.model.uri", 0),
     *READY,
     ("URL", "string", ".status.url", 0),
+    ("Task", "string", ".status.plan.task", 1),
     ("Devices", "integer", ".status.plan.devices", 1),
     ("Instance type", "string", ".status.plan.instanceType", 1),
     ("Max length", "integer", ".status.plan.maxModelLength", 1),

@@ -564,16 +564,18 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         max_sequences=load.sequences if load else serving.max_sequences,
         block_size=(load and load.block_size) or serving.block_size,
         num_blocks=(load and load.num_blocks) or serving.num_blocks,
+        task=None if model.spec.generates else serving.task,
         backend=model.spec.backend,
         default_for=model.default_for or None,
         dtype=(serving.dtype or facts.dtype)[:64],
-        sampling=sampling_mode(model)[:64] or None,
+        sampling=(sampling_mode(model)[:64] or None) if model.spec.generates else None,
         memory=_memory_plan(option.memory) if option else None,
         host_bytes=min(serving_memory(model, facts, placement.nodes), MAX_BYTES),
         compile_minutes=minutes,
         summary=f"each replica holds {placement.words}{where} and {model.spec.runs.does} "
         f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
         + (f", {facts.conversion.words} {facts.conversion.bytes} bytes" if facts.conversion else "")
+        + ("" if model.spec.generates else f"; task {serving.task}")
         + (f"; {_words_of_draft(facts.draft)}" if facts.draft else "")
         + (f"; {choice.arithmetic}" if choice else "")
         + (f"; {compiling_words(minutes)}" if minutes else ""),

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 import msgspec
 
 from neuron_operator.api import names
+from neuron_operator.api.engines import honouring
 from neuron_operator.api.errors import InvalidSpec, Unplaceable
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.api.model_status import MAX_WORD
@@ -326,13 +327,33 @@ def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:
 
 def _finish_resolve(known: Known) -> tuple[Known, Finding]:
     facts = known.resolved
+    check_task(known.model, facts)
     message = f"{facts.architecture}, {facts.parameters} parameters, at {facts.digest}"
+    if facts.vector_size and known.model.spec.serving.task == "Embed":
+        message += f"; vectors of {facts.vector_size} numbers"
     graphs = f"; its graphs: {facts.graphs}" if facts.graphs and known.model.spec.runs.asks_cache else ""
     if facts.draft is not None:
         check_draft(known.model, facts, facts.draft, known.settings)
         graphs += f"; draft model: {facts.draft.architecture}, {facts.draft.parameters} parameters"
         graphs += f", at {facts.draft.digest}"
     return known, met("ModelResolved", message + graphs)
+
+
+MADE_FOR = {"generate": "Generate", "embed": "Embed", "rerank": "Rerank"}
+"""Values of `serving.task` by the runtime's words."""
+DOES = {"Generate": "generates text", "Embed": "makes vectors of texts", "Rerank": "scores pairs of texts"}
+
+
+def check_task(model: NeuronModel, facts: Facts) -> None:
+    """Raises InvalidSpec if the model was made for another task. A decoder makes vectors, too."""
+    task, made_for = model.spec.serving.task, MADE_FOR.get(facts.task)
+    if made_for is None or task == made_for or (task == "Embed" and made_for == "Generate"):
+        return
+    cure = "choose a model that does" if made_for == "Generate" else f"set serving.task: {made_for}"
+    if made_for != "Generate" and not model.spec.runs.honours("serving.task"):
+        cure += f", and engine.backend: {honouring('serving.task')}"
+    text = f"{task}: {facts.architecture} {DOES[made_for]}, and this task is for a model that {DOES[task]}: {cure}"
+    raise InvalidSpec("spec.serving.task", text, Reason.UNSUPPORTED_ARCHITECTURE)
 
 
 def check_draft(model: NeuronModel, facts: Facts, draft: Facts, settings: Settings) -> None:

@@ -16,7 +16,7 @@ import aiohttp
 from neuron_operator.api import names
 from neuron_operator.kubectl import why
 from neuron_operator.kubectl.cluster import Address, Kubectl, KubectlFailed
-from neuron_operator.local.answers import AnswerRefused, error_message, stream
+from neuron_operator.local.answers import AnswerRefused, command_for, error_message, stream, task_of
 from neuron_operator.read.objects import dig, is_owned, kind_of, name_of, text
 from neuron_operator.read.revision import from_object
 from neuron_operator.read.views import Observed, observe
@@ -186,6 +186,11 @@ def _chat(kubectl: Kubectl, options: argparse.Namespace) -> int:
     model, asked = body, served_name(body)
     if kind_of(body) == names.ADAPTER_KIND:
         model, asked = kubectl.model(why.model_of(body)), name_of(body)
+
+    if task := task_of(model):
+        command = command_for(task, text(model, "status", "url") or "http://...", asked, options.question or "Hello")
+        told = f"{name_of(model)} has serving.task {task}, and answers with numbers: ask from a pod of the cluster"
+        raise KubectlFailed(f"{told}\n  {command}")
 
     async def talk() -> int:
         async with kubectl.connected(model) as address:

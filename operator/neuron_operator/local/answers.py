@@ -1,10 +1,13 @@
-"""Streams one answer of a model over HTTP and times its tokens. Called by `local --ask` and by the kubectl plugin.
+"""Streams one answer of a model over HTTP and times its tokens, or says how one asks a model that answers with numbers.
+Called by `local` and by the kubectl plugin.
 
 It knows OpenAI's API only; connections and addresses are the caller's.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,6 +80,26 @@ async def stream(
         first_seconds=moments[0] if moments else ended,
         last_seconds=moments[-1] if moments else ended,
     )
+
+
+_ASKED: Mapping[str, tuple[str, Callable[[str], Mapping[str, Any]]]] = {
+    "Embed": ("/v1/embeddings", lambda asked: {"input": asked}),
+    "Rerank": ("/v1/rerank", lambda asked: {"query": asked, "documents": ["one text", "another text"]}),
+}
+"""Route and body, by the task of models that answer with numbers."""
+
+
+def task_of(model: Any) -> str:
+    """Of a NeuronModel, if it answers with numbers; else empty."""
+    task = text(model, "spec", "serving", "task")
+    return task if task in _ASKED else ""
+
+
+def command_for(task: str, url: str, model: str, asked: str) -> str:
+    """A line for a shell that asks such a model. url: of the server."""
+    route, body = _ASKED[task]
+    content = json.dumps({"model": model, **body(asked)}, ensure_ascii=False)
+    return f"curl -s {url}{route} -H 'Content-Type: application/json' -d {shlex.quote(content)}"
 
 
 def error_message(content: bytes) -> str:

@@ -34,7 +34,7 @@ from neuron_operator.api.reasons import CONDITIONS, Asked
 from neuron_operator.cluster.asking import told_at
 from neuron_operator.decide.adapter import decide_adapter
 from neuron_operator.decide.course import decide
-from neuron_operator.local.answers import AnswerRefused, stream
+from neuron_operator.local.answers import AnswerRefused, command_for, stream, task_of
 from neuron_operator.local.machine import Machine
 from neuron_operator.local.pods import (
     LOOPBACK,
@@ -46,7 +46,7 @@ from neuron_operator.local.pods import (
     instance_type,
     too_few_devices,
 )
-from neuron_operator.read.objects import is_shared, items, name_of, written
+from neuron_operator.read.objects import dig, is_shared, items, name_of, written
 from neuron_operator.read.objects import text as text_of
 from neuron_operator.read.world import (
     ClaimTemplate,
@@ -214,6 +214,15 @@ def _check_devices(body: Mapping[str, Any], num_devices: int) -> None:
             raise too_few_devices("the model is for Neuron devices", num_devices)
 
 
+def _check_question(body: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Raises CannotRunHere, with what to do instead, if the model does not answer questions with text."""
+    if options.ask and (task := task_of(body)):
+        served = dig(body, "spec", "model", "servedNames") or [name_of(body)]
+        command = command_for(task, f"http://{LOOPBACK}:{options.port}", str(served[0]), options.ask)
+        text = f"--ask is for models that generate text, and spec.serving.task is {task}: leave it out"
+        raise CannotRunHere(f"{text}, and ask once the model is ready:\n  {command}")
+
+
 @dataclass
 class _Subject:
     """A NeuronModel or NeuronAdapter, and what its passes decided."""
@@ -257,6 +266,7 @@ class _Session:
         self.adapters = [_Subject(body, decide_adapter) for body in self.manifests]
 
     async def run(self) -> int:
+        _check_question(self.body, self.options)
         num_devices = count_neuron_devices(os.listdir("/dev"))
         _check_devices(self.body, num_devices)
         host = LocalHost(self.root, environment_to_inherit(os.environ), num_devices, instance_type(Path("/sys")))
@@ -389,6 +399,8 @@ class _Session:
             for port in ports:
                 print(f"  API      http://{LOOPBACK}:{port}/v1   (model: {name})")
                 print(f"  metrics  http://{LOOPBACK}:{port}/metrics", flush=True)
+            if task := task_of(self.body):
+                print(f"  try      {command_for(task, f'http://{LOOPBACK}:{ports[0]}', name, 'Hello')}", flush=True)
             if self.options.ask:
                 self.held = held = list[str]()
                 try:

@@ -29,7 +29,7 @@ from neuron_operator.api.manifest import parse
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.decide import pin
 from neuron_operator.decide.course import decide
-from neuron_operator.decide.steps import check_draft
+from neuron_operator.decide.steps import check_draft, check_task
 from neuron_operator.local.command import read_manifest
 from neuron_operator.local.pods import CannotRunHere
 from neuron_operator.place.catalog import INSTANCE_TYPES, family_of, wrong_default
@@ -146,6 +146,7 @@ def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None
         model = pin.as_pinned(parse(body, has_defaults=has_defaults), kept)
         known = before.pinned.facts if before else None
         facts = read_facts(options.facts) if options.facts else known or inspected(model, settings)
+        check_task(model, facts)
         if wanted_format(model) in ("int8", "fp8") and not (facts.conversion or facts.quantization):
             cure = f"inspect with --backend {model.spec.backend} --quantization {wanted_format(model)}"
             raise CannotRunHere(f"the facts tell of no conversion, which serving.quantization asks for: {cure}")

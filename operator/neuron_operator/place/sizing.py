@@ -54,6 +54,10 @@ SEGMENT_TOKENS = 2048
 """Longest prefill of one call where prompts are computed in segments; see `longest_segment`."""
 SHORTEST_PREFIX = 512
 
+VECTOR_STEP_TOKENS, VECTOR_LENGTH = 2048, 8192
+"""Tokens of the texts that are computed together, and of the longest text, unless the manifest says. As the runtime's
+defaults."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED = ("int8", "float8_e4m3fn")
 """What quantized weights are computed in without being multiplied out, where an engine can."""
@@ -305,6 +309,13 @@ def activation_bytes(facts: Facts, widths: Widths, load: Load, tensor: int) -> i
     prefill = (load.longest_prefill or load.length) * widest * widths.activations + facts.vocabulary_size // tensor * 4
     decode = load.sequences * widest * widths.activations + load.sequences * facts.vocabulary_size // tensor * 4
     return max(prefill, decode)
+
+
+def vector_bytes(facts: Facts, length: int) -> int:
+    """Activations of the largest step of a model that makes vectors on the host, in float32. length: of a text, which
+    is computed in one step; 0: the manifest does not say."""
+    longest = length or min(facts.max_position_embeddings or VECTOR_LENGTH, VECTOR_LENGTH)
+    return max(longest, VECTOR_STEP_TOKENS) * (10 * facts.hidden_size + 3 * facts.intermediate_size) * 4
 
 
 def host_bytes(facts: Facts, widths: Widths, nodes: int = 1) -> int:

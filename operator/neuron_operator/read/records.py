@@ -56,7 +56,7 @@ class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tru
     """How the checkpoint stores weights, in words; empty: unquantized, or unknown."""
     conversion: PlannedConversion | None = None
     """What its weights are converted to; None: they are read as they are."""
-    task: str = "generate"
+    task: Annotated[str, Meta(max_length=20)] = "generate"
     """What it was made for, by its files: `generate`, `embed` or `rerank`."""
     vector_size: Count = 0
     """Numbers in a vector; 0: it gives none."""

@@ -13,7 +13,15 @@ from typing import Any
 from neuron_operator.api.engines.engine import MIB, TORCH_BYTES, HostBytes
 from neuron_operator.api.model import NeuronModel
 from neuron_operator.place.planner import adapter_room, as_held
-from neuron_operator.place.sizing import DTYPE_BYTES, Widths, adapter_bytes, cached_numbers, host_bytes, width_of
+from neuron_operator.place.sizing import (
+    DTYPE_BYTES,
+    Widths,
+    adapter_bytes,
+    cached_numbers,
+    host_bytes,
+    vector_bytes,
+    width_of,
+)
 from neuron_operator.read.objects import number_of
 from neuron_operator.read.records import Facts
 from neuron_operator.read.world import Object, Place
@@ -146,12 +154,16 @@ def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostByte
         if (one.conversion and one.conversion.format not in held)
         or (one.conversion is None and not width and (one.quantization or one.dtype not in DTYPE_BYTES))
     )
+    embedding = sum(one.vocabulary_size * one.hidden_size for one in loaded) * computed
+    generates = model.spec.generates
     return HostBytes(
         weights=sum(one.read_bytes if one.conversion or not width else one.parameters * width for one in loaded),
         widened=sum(widened),
-        embedding=sum(one.vocabulary_size * one.hidden_size for one in loaded) * computed,
-        cache=_cached_tokens(model, facts) * cached,
-        block=_block_size(model) * cached,
+        embedding=embedding if generates else 0,
+        cache=_cached_tokens(model, facts) * cached if generates else 0,
+        block=_block_size(model) * cached if generates else 0,
+        # The largest weight exists twice while it is laid out.
+        activations=0 if generates else embedding + vector_bytes(facts, model.spec.serving.max_model_length or 0),
         loading=host_bytes(facts, Widths(weights=width_of(_dtype(model, facts))), nodes),
         sequences=model.spec.serving.max_sequences or DEFAULT_SEQUENCES,
         **_adapters(model, facts),

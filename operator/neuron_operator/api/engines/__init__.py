@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from neuron_operator.api.engines import own, vllm
 from neuron_operator.api.engines.engine import Engine
 
-__all__ = ["ASSUMED", "DEFAULTS", "ENGINES", "SETTINGS", "Engine", "with_drafts"]
+__all__ = ["ASSUMED", "DEFAULTS", "ENGINES", "SETTINGS", "Engine", "honouring", "with_drafts"]
 
 ENGINES: Mapping[str, Engine] = {
     "nxdi": own.NXDI,
@@ -23,6 +23,11 @@ SETTINGS: Mapping[str, Engine] = {
     row.setting or name: row for name, engine in ENGINES.items() for row in (engine, engine.on_host) if row
 }
 """By the key of the installation's settings for it."""
+
+
+def honouring(path: str) -> str:
+    """The names of those that act on a field, for people."""
+    return " or ".join(name for name, row in ENGINES.items() if row.honours(path)) or "none yet"
 
 
 def with_drafts(method: str) -> str:

@@ -97,6 +97,8 @@ class HostBytes:
     """Of an engine that brings the weights to devices."""
     sequences: int
     """Number that it has room for."""
+    activations: int = 0
+    """Of the largest step of a model that makes vectors, and to lay out its weights; 0: it generates text."""
     adapter: int = 0
     """Of one adapter of the largest rank; 0: the model serves none."""
     num_adapter_places: int = 0

@@ -182,7 +182,7 @@ TORCH = _row(
     fields=IN_PARALLEL
     | IN_BLOCKS
     | COMPILED_IF_ASKED
-    | {"serving.adapters", "serving.quantization", "serving.speculation"},
+    | {"serving.adapters", "serving.quantization", "serving.speculation", "serving.task"},
     drafts=("NGram", "Draft", "Eagle"),
     held=("int8",),
     quantizes_itself=True,
@@ -194,6 +194,7 @@ TORCH = _row(
         _beside(model)
         + TORCH_BYTES
         + int((packed(model) + model.widened + model.cache) * (1 + SCRATCH_SHARE))
+        + model.activations
         + (model.num_adapter_places + model.num_adapters_loaded + 1) * model.adapter
     ),
 )
