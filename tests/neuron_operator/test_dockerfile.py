@@ -63,7 +63,8 @@ def test_the_image_that_compiles_is_the_runtime_image_with_a_compiler() -> None:
     copied = {line.split()[-1] for line in lines["base AS runtime-cpu"] if line.startswith("COPY")}
     ours = [line for line in lines["compiler AS runtime-cpu-compile"] if line.startswith("COPY")]
     assert ours == [
-        f"COPY --link --from=runtime-cpu {path} {path}" for path in ("/opt/venv", "/models/demo", "/opt/neuron-serving")
+        f"COPY --link --from=runtime-cpu {path} {path}"
+        for path in ("/opt/venv", "/models/demo", "/models/embedding", "/opt/neuron-serving")
     ]
     assert copied == {line.split()[-1] for line in ours}
 
@@ -85,7 +86,8 @@ def test_the_build_context_contains_only_what_the_images_need() -> None:
     names = {str(path.relative_to(ROOT)) for path in context_files(ROOT)}
     files = ("model.safetensors", "pirate/adapter_model.safetensors", "draft/model.safetensors")
     model = {f"examples/demo-model/{name}" for name in files}
-    assert {"pyproject.toml", "constraints.txt", *model} <= names
+    encoder = {f"examples/embedding-model/{name}" for name in ("model.safetensors", "1_Pooling/config.json")}
+    assert {"pyproject.toml", "constraints.txt", *model, *encoder} <= names
     assert {name.split("/")[0] for name in names} == {
         "LICENSE",
         "README.md",

@@ -1,19 +1,22 @@
-"""Bodies with random bad values in tools, messages with calls, and forms: 200 or 400, never a 5xx or a hang."""
+"""Bodies with random bad values in tools, messages with calls, forms, and texts for vectors and scores: 200 or 400,
+never a 5xx or a hang."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from helpers.chat_model import write_chat_model
-from helpers.front_end import LIMITS, Serving, serving
+from helpers.front_end import LIMITS, serving
+from helpers.serve_command import PATIENCE_SECONDS, serve
 from helpers.tool_templates import HERMES, SEARCH, WEATHER
 from neuron_runtime.config import TextOptions
 
@@ -94,6 +97,36 @@ BODIES: dict[str, tuple[dict[str, Any], str, str]] = {
     "/v1/messages/count_tokens": (MESSAGES, "messages", "max_tokens"),
 }
 """By route: a good body, the field that it must have, and the one that limits the answer."""
+_OPTIONS: dict[str, Any] = {"truncate_prompt_tokens": 16, "priority": 1}
+_RANKED: dict[str, Any] = {
+    "query": "a",
+    "documents": ["b", {"text": "c"}],
+    "top_n": 1,
+    "return_documents": True,
+    **_OPTIONS,
+}
+_SCORED: dict[str, Any] = {"text_1": "a", "text_2": ["b", "c"], "queries": ["d"], "documents": "e", **_OPTIONS}
+VECTORS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "/v1/embeddings": (
+        {
+            "input": ["a", "b"],
+            "encoding_format": "base64",
+            "dimensions": 128,
+            "prompt_name": "query",
+            "input_type": "search_query",
+            "add_special_tokens": True,
+            "user": "f",
+            **_OPTIONS,
+        },
+        "input",
+        "",
+    ),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (_RANKED, "query", "")),
+    **dict.fromkeys(("/score", "/v1/score"), (_SCORED, "text_1", "")),
+}
+"""The same of a server whose answers need no limit."""
+MODEL = Path(__file__).parents[2] / "examples" / "embedding-model"
+TOKENS: list[Any] = [[1, 2], [[1, 2], [3]], [2**40], [-1], [[]], [1, "a"], ["a", 1], ["a"] * 3000, [[5] * 300]]
 ROUTES = ("/v1/chat/completions",) * 5 + ("/v1/responses",) * 3 + ("/v1/messages",) * 2 + tuple(BODIES)
 NOTHING: list[Any] = [
     None,
@@ -140,14 +173,14 @@ def copied(value: Any) -> Any:
 
 
 def bad_body(dice: random.Random, path: str) -> dict[str, Any]:
-    good, needed, limit = BODIES[path]
+    good, needed, limit = (BODIES | VECTORS)[path]
     body = copied({name: value for name, value in good.items() if name == needed or dice.random() < 0.4})
     for _ in range(dice.randrange(1, 4)):
         found = places(body) or [(body, "x")]
         container, key = dice.choice(found)
         match dice.randrange(5):
             case 0:
-                container[key] = copied(dice.choice(NOTHING))
+                container[key] = copied(dice.choice(NOTHING if limit else NOTHING + TOKENS))
             case 1:
                 container[key] = copied(dice.choice(HOSTILE)(dice))
             case 2:
@@ -157,16 +190,16 @@ def bad_body(dice: random.Random, path: str) -> dict[str, Any]:
                 container.pop(key, None) if isinstance(container, dict) else container.pop(key)
             case _ if isinstance(container, dict):
                 container[dice.choice(("x", "type", "function", "name", "role", "$ref"))] = copied(dice.choice(NOTHING))
-    return body | {limit: 2, "temperature": 0}
+    return body | {limit: 2, "temperature": 0} if limit else body
 
 
-async def send(served: Serving, count: int, seed: int) -> Counter[tuple[str, int]]:
+async def send(http: httpx.AsyncClient, count: int, seed: int, routes: Sequence[str]) -> Counter[tuple[str, int]]:
     """Bodies that got each status, by route."""
     dice, found = random.Random(seed), Counter[tuple[str, int]]()
     for number in range(count):
-        path = dice.choice(ROUTES)
+        path = dice.choice(routes)
         raw = json.dumps(bad_body(dice, path))
-        answer = await served.http.post(path, content=raw, headers={"content-type": "application/json"})
+        answer = await http.post(path, content=raw, headers={"content-type": "application/json"})
         assert answer.status_code in (200, 400), (number, path, raw, answer.text)
         if answer.status_code == 400:
             assert answer.json()["error"]["message"], (number, path, raw)
@@ -181,9 +214,24 @@ async def test_no_body_makes_the_server_fail(tmp_path: Path, count: int) -> None
     folder = write_chat_model(tmp_path / "model", max_length=2048)
     limits = replace(LIMITS, max_model_length=2048, max_step_tokens=2048, num_blocks=256)
     async with serving(folder, limits=limits, text=TextOptions(chat_template=HERMES)) as served:
-        found = await send(served, count, seed=count)
+        found = await send(served.http, count, seed=count, routes=ROUTES)
         print(dict(found))
         assert sum(found[path, 400] for path in BODIES) > count // 3
         assert all(found[path, 200] and found[path, 400] for path in BODIES)
         plain = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
         assert (await served.http.post("/v1/chat/completions", json=plain)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])], ids=str
+)
+async def test_no_body_for_vectors_or_scores_makes_the_server_fail(count: int) -> None:
+    with serve(str(MODEL), "--port", "0", "--task", "embed", "--served-model-name", "vectors") as command:
+        async with httpx.AsyncClient(base_url=command.until_ready(), timeout=PATIENCE_SECONDS) as http:
+            plain = {"input": "What is a slot?"}
+            before = (await http.post("/v1/embeddings", json=plain)).json()["data"]
+            found = await send(http, count, seed=count, routes=tuple(VECTORS))
+            print(dict(found))
+            assert sum(found[path, 400] for path in VECTORS) > count // 3
+            assert all(found[path, 200] and found[path, 400] for path in VECTORS)
+            assert (await http.post("/v1/embeddings", json=plain)).json()["data"] == before
