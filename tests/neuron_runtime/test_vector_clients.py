@@ -80,7 +80,7 @@ def test_openais_client_gets_the_same_vectors_in_each_form(embed_url: str) -> No
         for one, other in zip(in_base64.data, in_numbers.data, strict=True):
             assert one.embedding == pytest.approx(other.embedding, abs=1e-6)
             assert len(one.embedding) == 128
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError, match="this server's task is `embed`: use /v1/embeddings"):
             client.chat.completions.create(model="vectors", messages=[{"role": "user", "content": "a"}])
 
 

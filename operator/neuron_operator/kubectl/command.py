@@ -16,8 +16,8 @@ import aiohttp
 from neuron_operator.api import names
 from neuron_operator.kubectl import why
 from neuron_operator.kubectl.cluster import Address, Kubectl, KubectlFailed
-from neuron_operator.local.answers import AnswerRefused, command_for, error_message, stream, task_of
-from neuron_operator.read.objects import dig, is_owned, kind_of, name_of, text
+from neuron_operator.local.answers import AnswerRefused, command_for, error_message, served_name, stream, task_of
+from neuron_operator.read.objects import is_owned, kind_of, name_of, text
 from neuron_operator.read.revision import from_object
 from neuron_operator.read.views import Observed, observe
 from neuron_operator.read.world import World
@@ -227,11 +227,6 @@ async def _turn(
     speed = f"first token after {1000 * answer.first_seconds:.0f} ms, {answer.num_tokens} tokens"
     print(f"\n\n{speed} in {answer.last_seconds:.2f} s", flush=True)
     return [*asked, {"role": "assistant", "content": answer.text}]
-
-
-def served_name(model: Any) -> str:
-    served = dig(model, "spec", "model", "servedNames")
-    return str(served[0]) if served else name_of(model)
 
 
 async def _need_answer(address: Address, name: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from neuron_operator.api import names
 from neuron_operator.api.reasons import ADAPTER_CONDITIONS, CONDITIONS, Condition, Reason
+from neuron_operator.local.answers import command_for, served_name, task_of
 from neuron_operator.read.objects import dig, items, kind_of, labels_of, name_of, printable, text, whole
 from neuron_operator.read.views import ContainerView, Observed, PodView, scaling_of
 from neuron_operator.why import nodes
@@ -175,6 +176,7 @@ def _facts(body: Any, adapters: Sequence[Any] | None, holder: str) -> dict[str, 
         return {"model": model_of(body), "uri": uri, "served": before, "replicas": replicas, "operator": acts}
     return {
         "model": text(body, "spec", "model", "uri"),
+        "task": task_of(body),
         "replicas": replicas,
         "adapters": _num_adapters(body, adapters),
         "weights": _weights(body),
@@ -395,6 +397,8 @@ def next_step(body: Any, observed: Observed, culprit: Culprit | None) -> tuple[s
         return "The operator does not act: see that it runs", _OPERATOR
     if ready.status == "True" and ready.reason != "Ready":
         return "The model is scaled to zero", f"kubectl scale nm {model_of(body)} -n {view.namespace} --replicas=1"
+    if ready.status == "True" and (task := task_of(body)):
+        return "From a pod of the cluster", command_for(task, text(body, "status", "url"), served_name(body), "Hello")
     if ready.status == "True":
         return "", f"kubectl neuron chat {kind.prefix}{view.name} -n {view.namespace}"
     reason = Reason.named(ready.reason)

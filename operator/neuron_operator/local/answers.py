@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from neuron_operator.read.objects import items, text, whole
+from neuron_operator.read.objects import dig, items, name_of, text, whole
 
 MAX_ERROR = 500
 """Characters of a server's error that are shown."""
@@ -87,6 +87,12 @@ _ASKED: Mapping[str, tuple[str, Callable[[str], Mapping[str, Any]]]] = {
     "Rerank": ("/v1/rerank", lambda asked: {"query": asked, "documents": ["one text", "another text"]}),
 }
 """Route and body, by the task of models that answer with numbers."""
+
+
+def served_name(model: Any) -> str:
+    """What clients call a NeuronModel."""
+    served = dig(model, "spec", "model", "servedNames")
+    return str(served[0]) if served else name_of(model)
 
 
 def task_of(model: Any) -> str:

@@ -34,7 +34,7 @@ from neuron_operator.api.reasons import CONDITIONS, Asked
 from neuron_operator.cluster.asking import told_at
 from neuron_operator.decide.adapter import decide_adapter
 from neuron_operator.decide.course import decide
-from neuron_operator.local.answers import AnswerRefused, command_for, stream, task_of
+from neuron_operator.local.answers import AnswerRefused, command_for, served_name, stream, task_of
 from neuron_operator.local.machine import Machine
 from neuron_operator.local.pods import (
     LOOPBACK,
@@ -46,7 +46,7 @@ from neuron_operator.local.pods import (
     instance_type,
     too_few_devices,
 )
-from neuron_operator.read.objects import dig, is_shared, items, name_of, written
+from neuron_operator.read.objects import is_shared, items, name_of, written
 from neuron_operator.read.objects import text as text_of
 from neuron_operator.read.world import (
     ClaimTemplate,
@@ -217,8 +217,7 @@ def _check_devices(body: Mapping[str, Any], num_devices: int) -> None:
 def _check_question(body: Mapping[str, Any], options: argparse.Namespace) -> None:
     """Raises CannotRunHere, with what to do instead, if the model does not answer questions with text."""
     if options.ask and (task := task_of(body)):
-        served = dig(body, "spec", "model", "servedNames") or [name_of(body)]
-        command = command_for(task, f"http://{LOOPBACK}:{options.port}", str(served[0]), options.ask)
+        command = command_for(task, f"http://{LOOPBACK}:{options.port}", served_name(body), options.ask)
         text = f"--ask is for models that generate text, and spec.serving.task is {task}: leave it out"
         raise CannotRunHere(f"{text}, and ask once the model is ready:\n  {command}")
 
