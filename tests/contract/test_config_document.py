@@ -18,8 +18,9 @@ from neuron_operator.api import names
 from neuron_operator.api.engines import ENGINES, own
 from neuron_operator.api.errors import FieldNotSupported
 from neuron_operator.api.manifest import parse
-from neuron_operator.api.model import Claim, ModelSource, ObjectStore, Serving, Target
+from neuron_operator.api.model import FOR_TEXT, Claim, ModelSource, ObjectStore, Serving, Target
 from neuron_operator.decide.pin import pin
+from neuron_operator.decide.steps import MADE_FOR
 from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.planner import choose
 from neuron_operator.read.adapters import adapters_in
@@ -36,6 +37,7 @@ from neuron_operator.render.jobs import (
     resolve_job,
 )
 from neuron_runtime import config as runtime
+from neuron_runtime import core
 from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
@@ -45,9 +47,11 @@ from neuron_runtime.backend.nxdi import models as nxdi_models
 from neuron_runtime.backend.optimum import models as optimum_models
 from neuron_runtime.backend.optimum.settings import COMPILE_TARGETS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
+from neuron_runtime.backend.torch.vector_limits import check_settings
 from neuron_runtime.backend.transformers_neuronx import settings as transformers_neuronx
 from neuron_runtime.commands.command_line import build_parser
 from neuron_runtime.engine.backends import PACKAGES, package_of
+from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.server.adapter_list import MAX_ENTRIES, ListFile, Wanted
 from neuron_runtime.server.exchange import OPEN_PATHS
 from neuron_runtime.server.objects import AdapterState, AdapterStates, StateName
@@ -149,6 +153,46 @@ def test_operator_and_runtime_agree_on_what_a_compiled_artifact_depends_on(
 def test_the_operator_knows_the_drafts_of_a_backend(backend: str) -> None:
     assert {*ENGINES[backend].drafts} == {*package_of(backend).DRAFT_METHODS}
     assert ENGINES[backend].honours("serving.speculation") == bool(ENGINES[backend].drafts)
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_the_operator_knows_which_backends_compute_vectors(backend: str) -> None:
+    assert ENGINES[backend].honours("serving.task") == (package_of(backend).TASKS == core.TASKS)
+
+
+@pytest.mark.parametrize("task", core.TASKS)
+def test_the_runtime_reads_the_task(task: core.Task) -> None:
+    spec = {**SPEC, "accelerator": {"type": "CPU"}, "serving": {"task": MADE_FOR[task]}}
+    assert rendered(spec).task == task
+    assert rendered(SPEC).task == "generate"
+    assert MADE_FOR.keys() == {*core.TASKS}
+    document = operator.config_document(parse(body(spec)), KNOWN)
+    part = runtime.parse_config(operator.to_json(operator.compiled_part(document)).encode())
+    assert part == compiled_part(runtime.parse_config(operator.to_json(document).encode()))
+
+
+@pytest.mark.parametrize(
+    ("path", "document"),
+    [
+        ("engine.compile", {"compile": True}),
+        ("serving.quantization", {"quantization": "int8"}),
+        ("serving.blockSize", {"limits": {"blockSize": 16}}),
+        ("serving.numBlocks", {"limits": {"numBlocks": 16}}),
+        ("serving.prefixCaching", {"prefixCaching": "enabled"}),
+        ("serving.chunkedPrefill", {"chunkedPrefill": "enabled"}),
+        ("serving.adapters", {"adapters": {"maxActive": 1}}),
+        ("serving.speculation", {"speculation": {"method": "NGram"}}),
+        ("parallelism.tensor", {"parallelism": {"tensor": 2}}),
+    ],
+)
+def test_what_the_runtime_refuses_with_another_task_the_operator_refuses_before(
+    path: str, document: dict[str, Any]
+) -> None:
+    head = {"version": 1, "model": {"uri": "hf://acme/tiny"}, "servedNames": ["a"], "backend": "torch", "task": "embed"}
+    check_settings(runtime.parse_config(json.dumps(head).encode()))
+    with pytest.raises(InvalidConfig, match="must not be set with task 'embed'"):
+        check_settings(runtime.parse_config(json.dumps(head | document).encode()))
+    assert path in FOR_TEXT
 
 
 def test_the_runtime_reads_which_model_makes_drafts() -> None:

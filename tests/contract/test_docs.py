@@ -539,7 +539,7 @@ def test_a_test_shows_every_reason_of_the_docs() -> None:
 
 
 def test_the_shown_facts_are_those_of_a_record() -> None:
-    assert {*FACTS, "quantization", "conversion"} == set(ModelFacts.__struct_encode_fields__)
+    assert {*FACTS, "quantization", "conversion", "task", "vectorSize"} == set(ModelFacts.__struct_encode_fields__)
 
 
 # The answers of the demo model

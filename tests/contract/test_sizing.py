@@ -28,13 +28,17 @@ from neuron_runtime.backend.nxdi.graph_plan import plan_of
 from neuron_runtime.backend.nxdi.settings import DEFAULT_SEGMENT_TOKENS, MIN_KERNEL_TOKENS
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.sizing import _adapter_bytes, _memory
+from neuron_runtime.backend.torch.vector_limits import DEFAULT_MAX_LENGTH, DEFAULT_STEP_TOKENS, vector_limits
+from neuron_runtime.backend.torch.vector_models import shapes_of, vector_model
 from neuron_runtime.checkpoint import TensorInfo
 from neuron_runtime.config import AdapterOptions, parse_config
 from neuron_runtime.conversion import measuring
 from neuron_runtime.conversion.plan import conversion_of
 from neuron_runtime.core import grammar_bytes
 from neuron_runtime.dtypes import BY_NAME, COMPUTED
+from neuron_runtime.errors import FatalError
 from neuron_runtime.host import FreeMemory
+from neuron_runtime.recipes import Recipe
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -134,6 +138,32 @@ def test_on_the_host_a_token_takes_as_many_bytes_as_the_runtime_counts(tied: boo
     facts = msgspec.structs.replace(facts, parameters=stored, weights_bytes=2 * stored)
     model = parse(body({"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}}))
     assert own.packed(in_host_memory(model, facts)) >= counted.weights
+
+
+@pytest.mark.parametrize("length", [0, 128, 8192])
+def test_a_pod_requests_what_a_model_for_vectors_takes(length: int) -> None:
+    assert (sizing.VECTOR_STEP_TOKENS, sizing.VECTOR_LENGTH) == (
+        DEFAULT_STEP_TOKENS,
+        DEFAULT_MAX_LENGTH,
+    )
+    encoder = CONFIG | {"architectures": ["XLMRobertaModel"], "vocab_size": 250_002, "pad_token_id": 1}
+    encoder |= {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24}
+    model = vector_model(encoder | {"max_position_embeddings": 8194})
+    num_bytes = 4 * sum(map(math.prod, shapes_of(model).values()))
+    shape = {"num_key_value_heads": 16, "head_dim": 64, "max_position_embeddings": 8192}
+    facts = msgspec.structs.replace(
+        facts_of(encoder | shape), parameters=num_bytes // 4, weights_bytes=num_bytes, dtype="float32"
+    )
+    serving = {"task": "Embed", **({"maxModelLength": length} if length else {})}
+    spec = {"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}, "serving": serving}
+    needed = own.TORCH.memory(in_host_memory(parse(body(spec)), facts))
+    document = {"version": 1, "model": {"uri": "hf://acme/tiny"}, "servedNames": ["a"], "backend": "torch"}
+    document |= {"task": "embed", "limits": {"maxModelLength": length} if length else {}}
+    limits = vector_limits(parse_config(json.dumps(document).encode()), model, Recipe(), 4, FreeMemory(needed))
+    assert limits.max_model_length == (length or 8192)
+    less = FreeMemory(int(needed * 0.6))
+    with pytest.raises(FatalError, match="not enough memory"):
+        vector_limits(parse_config(json.dumps(document).encode()), model, Recipe(), 4, less)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -149,6 +149,16 @@ def test_a_ready_model_leads_to_a_chat() -> None:
     assert text.endswith("$ kubectl neuron chat chat -n team")
 
 
+def test_a_ready_model_that_makes_vectors_leads_to_what_asks_it() -> None:
+    world = with_pods(*(lambda d, n=n: serving_pod(d, f"chat-{n}", ready=True) for n in range(2)))
+    spec = {**world.body["spec"], "serving": {"task": "Embed"}}
+    body = {**world.body, "spec": spec, "status": decide(world, SETTINGS).status}
+    text = why.report(body, observe(replace(world, body=body)), (), "")
+    assert "\n  task      Embed\n" in text
+    assert "$ curl -s http://chat.team.svc:8000/v1/embeddings -H" in text
+    assert """-d '{"model": "chat", "input": "Hello"}'""" in text
+
+
 def test_a_model_without_conditions_leads_to_the_operator() -> None:
     world = fresh()
     text = why.report(world.body, observe(world), (), "")
