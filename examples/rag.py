@@ -36,6 +36,8 @@ SHORTEST = 80
 """Characters of a paragraph: what is shorter says little without the lines around it."""
 AT_ONCE = 64
 """Paragraphs in one request."""
+CUT = {"truncate_prompt_tokens": -1}
+"""A paragraph that is longer than the model reads is found by its beginning."""
 INSTRUCTION = "Answer with what these paragraphs say. If they do not say it, say so."
 
 
@@ -63,7 +65,8 @@ def vectors(client: openai.OpenAI, model: str, texts: list[str]) -> list[list[fl
     """One of length one for each text."""
     found: list[list[float]] = []
     for start in range(0, len(texts), AT_ONCE):
-        answer = client.embeddings.create(model=model, input=texts[start : start + AT_ONCE])
+        some = texts[start : start + AT_ONCE]
+        answer = client.embeddings.create(model=model, input=some, extra_body=CUT)
         found += [one.embedding for one in answer.data]
     return [[number / math.hypot(*vector) for number in vector] for vector in found]
 
