@@ -4,12 +4,12 @@ them.
 
     neuron-operator local -f examples/neuronmodel-local.yaml               # in another terminal
     neuron-operator local -f examples/embedding-local.yaml --port 8001     # in a third one
-    python examples/rag.py
+    python examples/rag.py --count 1
     python examples/rag.py --pages README.md notes -- "What do the notes say?"
 
 It needs the package `openai`. One model makes a vector of each paragraph and of the question; the paragraphs whose
-vectors are nearest go to the chat model, before the question. The demo model answers what it has learned and reads none
-of them: name a larger one to have answers from your pages.
+vectors are nearest go to the chat model, before the question. The demo model answers what it has learned, reads none of
+them, and long ones confuse it: name a larger one to have answers from your pages.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import openai
 PAGES = [Path(__file__).resolve().parents[1] / "docs"]
 QUESTIONS = (
     "How do I require API keys?",
-    "Where are the weights of a model kept?",
-    "How are prompts cached?",
+    "What happens when the queue is full?",
+    "How do I scale a model?",
 )
 SHORTEST = 80
 """Characters of a paragraph: what is shorter says little without the lines around it."""
