@@ -78,6 +78,9 @@ bench: setup  ## measure the figures into bench-results/; ONLY="drafts http": so
 bench-operator: setup  ## measure the operator with 10, 100 and 500 models on a real API server into bench-results/
 	@PYTHONPATH=tests $(BIN)/python -m bench.operator_scale --folder bench-results $(if $(PAGES),--markdown $(PAGES))
 
+conversion-errors: setup  ## compute what converting does to weights: the table of docs/models.md
+	@PYTHONPATH=tests $(BIN)/python -m bench.conversion_errors
+
 programs:  # build programs for tests from Go modules, once, in minutes; a test that lacks one reports why
 	-@PYTHONPATH=tests nice $(PYTHON) -m cluster.rig.binaries
 
