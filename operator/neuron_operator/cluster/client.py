@@ -435,10 +435,12 @@ class Client:
     async def scale(self, resource: Resource, live: Object, num_replicas: int) -> None:
         """Writes the number of replicas through `/scale`. Raises Conflict (retriable) if they are not those of `live`,
         because somebody else scaled it, or another object has its name."""
-        same = {"/metadata/uid": live["metadata"]["uid"], "/spec/replicas": live["spec"]["replicas"]}
+        before = live["spec"]["replicas"]
+        # A Scale leaves out a zero.
+        same = {"/metadata/uid": live["metadata"]["uid"], "/spec": {"replicas": before} if before else {}}
         patch = [
             *({"op": "test", "path": path, "value": value} for path, value in same.items()),
-            {"op": "replace", "path": "/spec/replicas", "value": num_replicas},
+            {"op": "add", "path": "/spec/replicas", "value": num_replicas},
         ]
         try:
             await self._patch(resource, resource.path_of(live, "scale"), "json-patch+json", patch)
