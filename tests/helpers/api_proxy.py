@@ -23,6 +23,8 @@ class ApiProxy:
     def __init__(self) -> None:
         self.url = ""
         self.answer: Answer = lambda request: None
+        self.user = ""
+        """Of `ApiServer.tokens`: for clients that send no token over plain HTTP, as those in Go."""
         self.reshape: Callable[[list[bytes]], list[bytes]] = lambda lines: lines
         """Changes the lines of watches that arrive together."""
         self._silence = asyncio.Event()
@@ -42,10 +44,16 @@ class ApiProxy:
         headers = {
             name: value for name, value in request.headers.items() if name.lower() not in ("host", "content-length")
         }
+        if self.user:
+            headers["Authorization"] = f"Bearer {server.tokens[self.user]}"
         url = server.url + request.raw_path
         try:
             async with session.request(
-                request.method, url, headers=headers, data=await request.read() or None
+                request.method,
+                url,
+                headers=headers,
+                data=await request.read() or None,
+                skip_auto_headers=("Content-Type",),
             ) as upstream:
                 response = web.StreamResponse(status=upstream.status)
                 for name in ("Content-Type", "Retry-After"):
@@ -62,7 +70,7 @@ class ApiProxy:
                     if not (chunk := reading.result()):
                         await response.write(pending)
                         return response
-                    if "watch" in request.query:
+                    if "watch" in request.query and "json" in upstream.content_type:
                         *lines, pending = (pending + chunk).split(b"\n")
                         chunk = b"".join(line + b"\n" for line in self.reshape(lines))
                     await response.write(chunk)

@@ -220,7 +220,7 @@ def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={key}",
         f"--service-account-signing-key-file={key}",
-        "--feature-gates=MutatingAdmissionPolicy=true",
+        "--feature-gates=MutatingAdmissionPolicy=true,HPAScaleToZero=true",
         "--runtime-config=admissionregistration.k8s.io/v1beta1=true",
         "--disable-admission-plugins=ServiceAccount",  # no controller creates the account `default`
         f"--audit-policy-file={folder / 'audit.yaml'}",

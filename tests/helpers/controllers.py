@@ -7,7 +7,7 @@ import contextlib
 import json
 import subprocess
 import urllib.error
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -39,12 +39,18 @@ Status = dict[str, Any]
 
 
 @contextlib.contextmanager
-def controlling(server: ApiServer) -> Iterator[None]:
-    """Deployments, ReplicaSets and Jobs make pods, and garbage is collected."""
+def controlling(
+    server: ApiServer,
+    through: str | None = None,
+    controllers: Sequence[str] = CONTROLLERS,
+    flags: Sequence[str] = (),
+) -> Iterator[None]:
+    """Deployments, ReplicaSets and Jobs make pods, and garbage is collected. `through`: the address of a proxy."""
     program = binaries.ensure("hyper")["hyper"] / "kube-controller-manager"
     flags = (
-        f"--kubeconfig={server.kubeconfig('admin')}",
-        f"--controllers={','.join(CONTROLLERS)}",
+        f"--kubeconfig={server.kubeconfig('admin', through)}",
+        f"--controllers={','.join(controllers)}",
+        *flags,
         *("--leader-elect=false", "--secure-port=0", "--kube-api-qps=500", "--kube-api-burst=1000"),
     )
     with (server.folder / "controllers.log").open("wb") as log:

@@ -354,6 +354,9 @@ class _Session:
             await machine.delete(body)
         subject.uses = subject.uses if decision.uses is None else decision.uses
         subject.body = {**subject.body, "status": decision.status or subject.body.get("status", {})}
+        if decision.scale_to is not None:
+            subject.body = {**subject.body, "spec": {**subject.body["spec"], "replicas": decision.scale_to}}
+            return 0.0
         return decision.requeue_after_seconds
 
     def _is_of_model(self, adapter: _Subject) -> bool:
