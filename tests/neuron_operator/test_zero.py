@@ -226,7 +226,7 @@ def told(world: World, *seconds: float | None) -> World:
     """What the replicas answer; None: nothing."""
     needs = decide(world, SETTINGS).needs
     asked = sorted((need for need in needs if isinstance(need, IdleOf)), key=lambda need: need.pod)
-    texts = (Told(fault="refused") if one is None else Told(f"neuron_serving_idle_seconds {one}") for one in seconds)
+    texts = (Told(fault="refused") if one is None else Told(f"# TYPE x gauge\nneuron_serving_idle_seconds {one}\nvllm:x 1") for one in seconds)
     return replace(world, told=dict(zip(asked, texts, strict=True)))
 
 
@@ -291,6 +291,15 @@ def test_nobody_is_asked_without_a_rule_or_while_paused() -> None:
     decision = decide(replace(world, body={**world.body, "metadata": metadata}), SETTINGS)
     assert not asks(decision)
     assert decision.scale_to is None
+
+
+@pytest.mark.parametrize("text", ["", "neuron_serving_idle_seconds NaN", "neuron_serving_idle_seconds{", "a b"])
+def test_what_is_no_answer_counts_as_busy(text: str) -> None:
+    world = later(serving(idle=RULE), 400)
+    (need,) = (need for need in decide(world, SETTINGS).needs if isinstance(need, IdleOf))
+    decision = decide(replace(world, told={need: Told(text)}), SETTINGS)
+    assert decision.scale_to is None
+    assert "does not say since when it is idle" in available(decision)
 
 
 def test_a_refused_scale_is_reported() -> None:

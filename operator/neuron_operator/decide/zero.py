@@ -171,11 +171,11 @@ def _idle(model: NeuronModel, world: World, observed: Observed, scaling: Scaling
     if rule is None or num <= rule.min_replicas:
         return Scaled(num, scaling, _by_rule(scaling))
     after = timedelta(seconds=rule.after_seconds)
-    began = (pod.readiness_changed for pod in live if pod.is_answering)
-    active = max(filter(None, (instant(scaling.active_at), *began)), default=observed.now)
-    scaling = change(scaling, active_at=written(active))
     if len(live) < num or not all(pod.is_answering for pod in live):
         return Scaled(num, scaling)  # a change of the pods wakes the model
+    began = (pod.readiness_changed for pod in live)
+    active = max(filter(None, (instant(scaling.active_at), *began)), default=observed.now)
+    scaling = change(scaling, active_at=written(active))
     if active + after > observed.now:
         return Scaled(num, scaling, due=active + after)
     needs = {pod.name: IdleOf(pod.name, pod.address and pod.address + names.METRICS_PATH) for pod in live}

@@ -10,15 +10,15 @@ _IDLE = re.compile(r"^neuron_serving_idle_seconds[{ ].{0,400}$", re.MULTILINE)
 
 
 def idle_line_in(exposition: str) -> str:
-    """The line that `idle_seconds` reads; empty: there is none."""
+    """The line with the seconds; empty: there is none. A replica has many more."""
     found = _IDLE.search(exposition)
     return found[0] if found else ""
 
 
-def idle_seconds(line: str) -> float | None:
+def idle_seconds(exposition: str) -> float | None:
     """None: it does not say."""
     try:
-        seconds = float(line.rpartition(" ")[2])
+        seconds = float(idle_line_in(exposition).rpartition(" ")[2])
     except ValueError:
         return None
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
