@@ -21,6 +21,7 @@ from helpers.chat_model import write_chat_model
 from helpers.quantized import FORMATS, quantize, say_beside
 from helpers.tiny_model import write_tiny_model
 from helpers.torch_models import reference, reference_logits
+from neuron_runtime.backend.nxdi.models import family_of
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
@@ -28,6 +29,7 @@ from neuron_runtime.checkpoint import (
     WEIGHTS_FILE,
     check_tensors,
     read_checkpoint,
+    read_config,
 )
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import ModelSource
@@ -410,6 +412,28 @@ def test_what_modelopt_says_beside_config_json_is_read_and_is_not_said_of_conver
         read_checkpoint(beside)
     (beside / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
     assert quantization_of(read_checkpoint(beside).config) is None, "the cache alone is quantized"
+
+
+def test_quantized_experts_are_multiplied_out_for_nxdi_if_that_is_asked(tmp_path: Path) -> None:
+    plain = write_tiny_model(
+        tmp_path / "plain",
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+    )
+    expected = load_file(quantize(plain, tmp_path / "stored", FORMATS["fp8 per channel"]) / WEIGHTS_FILE)
+    shutil.copy(plain / "tokenizer.json", tmp_path / "stored")
+    with pytest.raises(FatalError, match=r"Qwen3MoeForCausalLM has experts, .* \(fp8\): set -*quantization none"):
+        converted_by(tmp_path / "stored", tmp_path / "store", "auto", backend="nxdi")
+    digest = converted_by(tmp_path / "stored", tmp_path / "store", "none", backend="nxdi").weights.digest
+    found = load_file(tmp_path / "store" / digest / WEIGHTS_FILE)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+    assert family_of(read_config(tmp_path / "store" / digest), "").application == "qwen3_moe"
 
 
 def test_numbers_that_are_none_are_refused_by_the_name_of_the_tensor(models: dict[str, Path], tmp_path: Path) -> None:
