@@ -148,7 +148,8 @@ def test_a_reader_of_a_real_server_foretells_its_cache_hits() -> None:
             foretold, counted = [], []
             for text in (prompt * 2, prompt * 2, prompt * 3, "Other words. " * 9, prompt):
                 body["prompt"] = text
-                tokens = httpx.post(f"{url}/tokenize", json=body, timeout=60).json()["tokens"]
+                (rendered,) = httpx.post(f"{url}/v1/completions/render", json=body, timeout=60).json()
+                tokens = rendered["token_ids"]
                 foretold.append(_hits(reader, tokens))
                 usage = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]
                 counted.append(usage["prompt_tokens_details"]["cached_tokens"])

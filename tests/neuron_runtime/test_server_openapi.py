@@ -33,6 +33,8 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/tokenize", {"prompt": "a core", "return_token_strs": True}),
     ("/tokenize", {"messages": MESSAGES}),
+    ("/v1/completions/render", {"prompt": ["a core", "a device"]}),
+    ("/v1/chat/completions/render", {"messages": MESSAGES, "cache_salt": "tenant"}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
 )
 STREAMS = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -78,6 +78,7 @@ from neuron_runtime.server.objects import (
     Model,
     ModelList,
     ModelSampling,
+    Rendered,
     ServerInfo,
     Tokens,
     UnloadAdapterBody,
@@ -256,6 +257,25 @@ def build_app(state: State) -> FastAPI:
         ),
         Operation(
             "tokens",
+            "/v1/completions/render",
+            routes.rendered_completion,
+            "The tokens of each prompt of a completion",
+            Rendered,
+            body=CompletionBody,
+            example={"prompt": "The capital of France is"},
+            lists=True,
+        ),
+        Operation(
+            "tokens",
+            "/v1/chat/completions/render",
+            routes.rendered_chat,
+            "The tokens of a chat",
+            Rendered,
+            body=ChatBody,
+            example={"messages": [EXAMPLE_MESSAGE]},
+        ),
+        Operation(
+            "tokens",
             "/detokenize",
             routes.detokenize,
             "Turn tokens into text",
@@ -349,6 +369,28 @@ class Routes:
             return _json(Tokens(count=len(ids), max_model_len=length, tokens=list(ids), token_strs=spelled))
 
         return await self._parsed(request, TokenizeBody, answer)
+
+    async def rendered_completion(self, request: Request) -> Response:
+        return await self._rendered(request, CompletionBody, admitted_completion, _json)
+
+    async def rendered_chat(self, request: Request) -> Response:
+        return await self._rendered(request, ChatBody, admitted_chat, lambda found: _json(found[0]))
+
+    async def _rendered(
+        self,
+        request: Request,
+        body_type: type[Body],
+        admit: Callable[[Admission, Any], Ask],
+        answer: Callable[[list[Rendered]], Response],
+    ) -> Response:
+        """What a request of this body would feed, for gateways that route by prefix."""
+        admissions = self._admissions()
+
+        def render(body: Any) -> Response:
+            ask = admit(admissions.of(body.model), body)
+            return answer([Rendered(list(tokens), cache_salt=ask.cache_salt or None) for tokens in ask.prompts])
+
+        return await self._parsed(request, body_type, render)
 
     async def detokenize(self, request: Request) -> Response:
         admissions = self._admissions()
@@ -480,7 +522,7 @@ def _invoked(raw: bytes) -> Api:
     raise InvalidRequest("`messages`, `prompt`, `input` or `query` is required", field="messages")
 
 
-def _json(value: msgspec.Struct, status: int = 200) -> Response:
+def _json(value: msgspec.Struct | Sequence[msgspec.Struct], status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 

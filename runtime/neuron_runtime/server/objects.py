@@ -102,6 +102,14 @@ class Tokens(msgspec.Struct):
     token_strs: Annotated[list[str | None] | None, "Vocabulary entries of the tokens."]
 
 
+class Rendered(msgspec.Struct):
+    """The tokens that the model would get."""
+
+    token_ids: Annotated[list[TokenId], "Ids of the tokens."]
+    features: Annotated[None, "Of images and sounds; always null."] = None
+    cache_salt: Annotated[str | None, "As in the request."] = None
+
+
 class Detokenized(msgspec.Struct):
     """The text of tokens."""
 

@@ -77,6 +77,8 @@ class Operation:
     """Path parameters with their descriptions."""
     name: str = ""
     """Of an operation that another path has too; empty: that of the handler."""
+    lists: bool = False
+    """The response is a list of answers."""
 
 
 class Route(APIRoute):
@@ -201,6 +203,8 @@ def _failures(operation: Operation, has_keys: bool) -> dict[int, Struct]:
 
 def _responses(operation: Operation, has_keys: bool) -> dict[int | str, dict[str, Any]]:
     content = _content(operation.answer)
+    if operation.lists:
+        content = {kind: {"schema": {"type": "array", "items": one["schema"]}} for kind, one in content.items()}
     if operation.event is not None:
         content["text/event-stream"] = {"schema": _event(operation.event, error_format(operation.path))}
     failures = _failures(operation, has_keys).items()
