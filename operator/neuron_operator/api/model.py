@@ -380,6 +380,13 @@ class Serving(SpecPart, frozen=True):
         ConfigKey("prefixCaching", SWITCH_WORDS, compiled=True),
         Supported("remove it: this backend computes each prompt as a whole", values=("Disabled",)),
     ] = "Auto"
+    cache_events: Annotated[
+        Toggle,
+        "Whether each replica tells gateways [what its prefix cache has](autoscaling.md#inference-gateways), on port "
+        f"{names.CACHE_EVENTS_PORT} without a key. It needs the prefix cache.",
+        ConfigKey("cacheEvents.endpoint", {"Enabled": f"tcp://*:{names.CACHE_EVENTS_PORT}", "Disabled": None}),
+        Supported("remove it: this backend publishes no events; vllm takes --kv-events-config in engine.args"),
+    ] = "Disabled"
     chunked_prefill: Annotated[
         AutoToggle,
         "Whether long prompts are computed in chunks while other answers continue. `Disabled`: a prompt longer than "

@@ -109,6 +109,8 @@ FETCH_CONTAINER = "fetch-weights"
 """The init container that brings the weights for an engine that fetches nothing itself."""
 PORT = 8000
 PORT_NAME = "http"
+CACHE_EVENTS_PORT = 5557
+CACHE_EVENTS_PORT_NAME = "cache-events"
 CONFIG_DIR = "/etc/neuron-serving"
 CONFIG_KEY = "config.json"
 RECORD_KEY = "record.json"

@@ -133,7 +133,10 @@ def serving_pod_template(
         resources={**resources, "claims": [{"name": names.CLAIM}]} if claim else resources,
         mounts=mounts,
     )
-    container["ports"] = [{"name": names.PORT_NAME, "containerPort": names.PORT, "protocol": "TCP"}]
+    ports = {names.PORT_NAME: names.PORT}
+    if model.spec.serving.cache_events == "Enabled":
+        ports[names.CACHE_EVENTS_PORT_NAME] = names.CACHE_EVENTS_PORT
+    container["ports"] = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
     for name in ("startup", "readiness", "liveness"):
         if probe := getattr(engine.probes, name):
             container[f"{name}Probe"] = _probe(probe, launch.start_seconds)

@@ -86,11 +86,13 @@ def disruption_budget(model: NeuronModel, nodes: int = 1) -> Object:
 
 @remembered
 def network_policy(model: NeuronModel, settings: Settings) -> Object:
-    """Opens only the serving port, to the peers in the chart's values. Egress is left to the cluster."""
+    """Opens only the ports of clients and gateways, to the peers in the chart's values. Egress is left to the cluster."""
     peers = list(settings.network_policy_ingress_from)
     if peers and model.spec.is_asked:
         peers += settings.network_policy_operator
-    rule = without_empty({"ports": [{"port": names.PORT_NAME, "protocol": "TCP"}], "from": peers})
+    events = [names.CACHE_EVENTS_PORT_NAME] if model.spec.serving.cache_events == "Enabled" else []
+    ports = [{"port": name, "protocol": "TCP"} for name in (names.PORT_NAME, *events)]
+    rule = without_empty({"ports": ports, "from": peers})
     spec = {
         "podSelector": {"matchLabels": names.serving_selector(model.name)},
         "policyTypes": ["Ingress"],

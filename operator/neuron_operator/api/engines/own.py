@@ -93,7 +93,9 @@ _row = partial(
 EVERY = frozenset({"accelerator.cores"})
 IN_PARALLEL = EVERY | {"parallelism.tensor", "parallelism.nodes"}
 COMPILED_IF_ASKED = EVERY | {"engine.compile", "engine.compile=Disabled"}
-IN_BLOCKS = frozenset(f"serving.{name}" for name in ("blockSize", "numBlocks", "prefixCaching", "chunkedPrefill"))
+IN_BLOCKS = frozenset(
+    f"serving.{name}" for name in ("blockSize", "numBlocks", "prefixCaching", "cacheEvents", "chunkedPrefill")
+)
 
 NXDI = _row(
     does="computes on it",
