@@ -86,7 +86,7 @@ def disruption_budget(model: NeuronModel, nodes: int = 1) -> Object:
 
 @remembered
 def network_policy(model: NeuronModel, settings: Settings) -> Object:
-    """Opens only the ports of clients and gateways, to the peers in the chart's values. Egress is left to the cluster."""
+    """Opens only the ports of clients and gateways, to the peers in the chart. Egress is left to the cluster."""
     peers = list(settings.network_policy_ingress_from)
     if peers and model.spec.is_asked:
         peers += settings.network_policy_operator
