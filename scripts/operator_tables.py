@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -186,6 +187,7 @@ def code(text: str) -> str:
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
+@cache
 def _failures() -> list[dict[str, str]]:
     """Those that tests induce."""
     found: list[dict[str, str]] = yaml.safe_load(FAILURES.read_text())

@@ -5,6 +5,7 @@ Called by `generate`. The facts of the models and the published figures are in t
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,13 @@ def quantized_models() -> str:
     return table(("Model", "bfloat16", "Int8 or Fp8", *at), rows)
 
 
+@cache
 def models() -> dict[str, Facts]:
     found = yaml.safe_load((CASES / "models.yaml").read_text())
     return {name: msgspec.convert(facts, Facts) for name, facts in found.items()}
 
 
+@cache
 def published(kind: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = yaml.safe_load((CASES / "recipes.yaml").read_text())[kind]
     return found
