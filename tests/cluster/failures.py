@@ -46,7 +46,8 @@ class Fault:
     end: Callable[[Scene], object] = field(default=lambda scene: None)
     """What else is mended."""
     is_rare: bool = False
-    """Not in every run: another fault shows texts of the same source."""
+    """Not in every run: another fault shows texts of the same source, or a test without a cluster shows the operator's
+    own."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +257,7 @@ FAULTS = (
         "wrong-size",
         {"accelerator": {"type": "Neuron", "devices": 5}},
         {"accelerator": {"type": "Neuron", "devices": 1}},
+        is_rare=True,
     ),
     Fault(
         "taint",
@@ -278,7 +280,7 @@ FAULTS = (
         end=_delete("limitrange", "small"),
         is_rare=True,
     ),
-    Fault("pod-security", {}, before=IDLE, apart=True, start=_add_sidecar, end=_remove_sidecar),
+    Fault("pod-security", {}, before=IDLE, apart=True, start=_add_sidecar, end=_remove_sidecar, is_rare=True),
     Fault("policy", {}, before=IDLE, apart=True, start=_set_policy, end=_remove_policy, is_rare=True),
     Fault("webhook", {}, before=IDLE, apart=True, start=_set_webhook, end=_remove_webhook),
     # The API server, when objects are written.
@@ -287,10 +289,11 @@ FAULTS = (
         IDLE,
         start=_create(_object("Service", "name-taken", spec={"ports": [{"port": 80}]})),
         end=_delete("service", "name-taken"),
+        is_rare=True,
     ),
     Fault("forbidden", IDLE, start=_forbid, end=_allow),
     # The spec.
-    Fault("not-supported", {"accelerator": {"instanceTypes": ["inf2.xlarge"]}}, IDLE),
+    Fault("not-supported", {"accelerator": {"instanceTypes": ["inf2.xlarge"]}}, IDLE, is_rare=True),
     Fault("too-long", {"serving": {"maxModelLength": 999_999}}, IDLE, is_rare=True),
     Fault(
         "paused",
@@ -306,6 +309,7 @@ FAULTS = (
         {"uri": "hf://demo/demo", "engine": {"image": NO_IMAGE, "imagePullPolicy": "IfNotPresent"}},
         {"uri": "hf://demo/demo"},
         before={"uri": "hf://demo/demo", **IDLE},
+        is_rare=True,
     ),
     Fault(
         "pull-secret",
