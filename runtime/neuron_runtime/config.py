@@ -294,7 +294,6 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
         "What the model computes: `generate`, text; `embed`, a vector of each text; `rerank`, a score of each pair of "
         "texts. The flags have vLLM's words too: `score`, or `--runner` with `--convert`",
         Flag(llm=True, read=task_of),
-        COMPILED,
     ] = "generate"
     compile: Annotated[
         bool,
