@@ -24,9 +24,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tokenizer(folder: Path, *, ends_alone: bool) -> int:
+def tokenizer(folder: Path, *, ends_alone: bool, types: bool) -> int:
     """Write a tokenizer of letters; returns the size of its vocabulary. ends_alone: a text gets an end token only, as
-    of decoders."""
+    of decoders. types: a text of a pair is known by the type of its tokens, as of BERT."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     words = {token: number for number, token in enumerate([*special, *LETTERS, *(f"##{one}" for one in LETTERS)])}
     fast = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
@@ -37,7 +37,8 @@ def tokenizer(folder: Path, *, ends_alone: bool) -> int:
         if ends_alone
         else processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     )
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    names: dict[str, Any] = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    names["model_input_names"] = ["input_ids", *(["token_type_ids"] if types else []), "attention_mask"]
     PreTrainedTokenizerFast(tokenizer_object=fast, model_max_length=64, **names).save_pretrained(folder)
     return len(words)
 
@@ -55,7 +56,7 @@ def vector_model(
     """Write a model. labels: of one that scores pairs. dense: numbers of a layer behind the pooling; 0: it has none.
     more: fields of its config.json."""
     is_decoder = "num_key_value_heads" in FAMILIES[family]
-    size = tokenizer(folder, ends_alone=is_decoder)
+    size = tokenizer(folder, ends_alone=is_decoder, types=family == "bert")
     torch.manual_seed(7)
     config = AutoConfig.for_model(family, vocab_size=size, **{"pad_token_id": 0, **FAMILIES[family], **more})
     if labels:
@@ -66,7 +67,12 @@ def vector_model(
     AutoModel.from_config(config).save_pretrained(folder)
     kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), *(["Normalize"] if normalises else [])]
     modules = [
-        {"idx": at, "name": str(at), "path": f"{at}_{kind}" if at else "", "type": f"sentence_transformers.models.{kind}"}
+        {
+            "idx": at,
+            "name": str(at),
+            "path": f"{at}_{kind}" if at else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
         for at, kind in enumerate(kinds)
     ]
     write(folder / "modules.json", modules)

@@ -235,12 +235,12 @@ def as_named(checkpoint: Checkpoint, model: VectorModel) -> Checkpoint:
 def _named(checkpoint: Checkpoint, model: VectorModel) -> Iterator[tuple[str, TensorInfo]]:
     of_encoder = isinstance(model.body, EncoderConfig)
     prefix = ENCODERS[model.architecture].prefix if of_encoder else "model."
-    of_head = (model.head.inner, model.head.outer) if model.head else ()
+    of_head = tuple(filter(None, (model.head.inner, model.head.outer))) if model.head else ()
     for stored, info in checkpoint.tensors.items():
         name = stored.removeprefix(prefix)
         if of_encoder:
             name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-            is_unread = name.startswith(UNREAD) and not name.startswith(of_head or ("no head",))
+            is_unread = name.startswith(UNREAD) and not name.startswith(of_head)
         else:
             is_unread = False
             name = name if name.startswith(("lm_head.", *of_head)) else f"model.{name}"
