@@ -18,9 +18,11 @@ import yaml
 
 from cluster.rig.machine import wait_until
 from helpers.apiserver import ApiServer, service_account
+from helpers.gateway_process import Process, started
 from helpers.gateways import Client, Replica, Running, echo, replicas, running, until
 from helpers.operator_rights import OPERATOR_NAMESPACE
 from helpers.operators import Namespace, client_of, served
+from helpers.ports import free_ports
 from neuron_operator.api import names
 from neuron_operator.cluster.client import ENDPOINT_SLICES, NEURON_MODELS
 from neuron_operator.cluster.client import Client as ApiClient
@@ -144,3 +146,20 @@ async def test_the_rights_suffice_and_allow_nothing_else(server: ApiServer) -> N
         assert not server.may(USER, verb, resource, group), (verb, resource)
     refused = [event for event in server.requests(USER) if event["responseStatus"]["code"] == 403]
     assert not refused
+
+
+def test_the_process_serves_a_cluster_and_says_which_right_it_lacks(server: ApiServer, tmp_path: Path) -> None:
+    namespace = Namespace(server)
+    namespace.put_model(replicas=0)
+    quick = {"timeouts": {"drainDelaySeconds": 0.1}}
+    document = {"namespaces": [namespace.name], "kubeconfig": str(server.kubeconfig(USER)), **quick}
+    with started(document) as process:
+        assert f'held_requests{{model="{namespace.name}/chat"}} 0.0' in process.metrics()
+        assert process.end() == 0
+    other = {**document, "kubeconfig": str(server.kubeconfig(service_account(OPERATOR_NAMESPACE, "other-1")))}
+    with free_ports(2) as port:
+        process = Process(port, tmp_path / "log", other)
+        assert process.process.wait(60) == 1
+    said = process.log.read_text().splitlines()[-1]
+    assert said.startswith("neuron-gateway: list ")
+    assert "cannot list" in said

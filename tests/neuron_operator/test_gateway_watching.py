@@ -12,7 +12,8 @@ import pytest
 from helpers.fake_cluster import FakeCluster
 from helpers.gateways import Running, replicas, running, until
 from neuron_operator.api import names
-from neuron_operator.cluster.client import ENDPOINT_SLICES, NEURON_ADAPTERS, NEURON_MODELS
+from neuron_operator.cluster.client import ENDPOINT_SLICES, NEURON_ADAPTERS, NEURON_MODELS, Forbidden, Page, Resource
+from neuron_operator.gateway import watching as watching_module
 from neuron_operator.gateway.models import Adapter
 from neuron_operator.gateway.watching import Watching, addresses_of, served_of
 
@@ -107,10 +108,11 @@ def test_no_object_can_end_the_gateway(odd: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def watching(cluster: FakeCluster) -> AsyncIterator[Running]:
+async def watching(cluster: FakeCluster, *namespaces: str) -> AsyncIterator[Running]:
     async with running() as gateway:
         gateway.gateway.is_ready = False
-        task = asyncio.create_task(Watching(cluster, (None,), gateway.gateway).run())  # type: ignore[arg-type]
+        watches = Watching(cluster, namespaces or (None,), gateway.gateway)  # type: ignore[arg-type]
+        task = asyncio.create_task(watches.run())
         await until(lambda: gateway.gateway.is_ready)
         try:
             yield gateway
@@ -150,3 +152,39 @@ async def test_a_slice_or_adapter_without_a_model_is_nothing() -> None:
     await cluster.create(NEURON_ADAPTERS, adapter("sql", "nobody"))
     async with watching(cluster) as gateway:
         assert await names_of(gateway) == {}
+
+
+class Closed(FakeCluster):
+    """One namespace may not be read, until `is_open`."""
+
+    is_open = False
+
+    async def list(self, resource: Resource, namespace: str | None, **selectors: str) -> Page:
+        if namespace == "closed" and not self.is_open:
+            raise Forbidden(f"cannot list {resource.plural}", retriable=False, status=403)
+        return await super().list(resource, namespace, **selectors)
+
+
+async def test_a_namespace_that_may_not_be_read_is_left_out_until_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching_module, "REFUSED_SECONDS", 0.05)
+    cluster = Closed()
+    chat = model()
+    await cluster.create(NEURON_MODELS, {**chat, "metadata": {**chat["metadata"], "namespace": "closed"}})
+    cluster.is_open = True
+    async with watching(cluster, "closed") as gateway:
+        assert await names_of(gateway) == {"chat": False}
+    cluster.is_open = False
+    with pytest.raises(ExceptionGroup) as refused:
+        async with running() as gateway:
+            await Watching(cluster, ("closed",), gateway.gateway).run()  # type: ignore[arg-type]
+    assert refused.group_contains(Forbidden, match="cannot list")
+
+
+async def test_other_namespaces_are_served_without_one_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching_module, "REFUSED_SECONDS", 0.05)
+    cluster = Closed()
+    async with watching(cluster, "open", "closed") as gateway:
+        assert await names_of(gateway) == {}
+        cluster.is_open = True
+        await cluster.create(NEURON_MODELS, model())
+        await until(lambda: ("ns", "chat") in gateway.gateway.directory.models)

@@ -7,19 +7,22 @@ thing that it writes is a model's /scale, from 0 to 1.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from neuron_operator.api import names
-from neuron_operator.cluster.client import ENDPOINT_SLICES, NEURON_ADAPTERS, NEURON_MODELS, Client, Conflict
+from neuron_operator.cluster.client import ENDPOINT_SLICES, NEURON_ADAPTERS, NEURON_MODELS, Client, Conflict, Forbidden
 from neuron_operator.cluster.reflector import Reflector, Version, key_of_base, key_of_model, trimmed_model
 from neuron_operator.gateway.gateway import Gateway
 from neuron_operator.gateway.models import Adapter, Key, Served
 from neuron_operator.read.objects import dig, items, labels_of, name_of, text
 from neuron_operator.read.world import Object
 
+logger = logging.getLogger(__name__)
+
+REFUSED_SECONDS = 60.0
 SERVICE_LABEL = "kubernetes.io/service-name"
 
 
@@ -89,6 +92,45 @@ def _key_of_slice(one: Object) -> Key:
     return one["metadata"]["namespace"], labels_of(one).get(SERVICE_LABEL, "")
 
 
+class _Place:
+    """A namespace, or all of them, and what is watched there."""
+
+    def __init__(self, client: Client, namespace: str | None, wake: Callable[[Object, Version | None], None]) -> None:
+        self.where = f"namespace {namespace}" if namespace else "the cluster"
+        self.models = Reflector(client, NEURON_MODELS, namespace, key_of=key_of_model, wake=wake, trim=trimmed_model)
+        self.adapters = Reflector(client, NEURON_ADAPTERS, namespace, key_of=key_of_base, wake=wake, trim=trimmed_model)
+        # A slice has the labels of its Service.
+        self.slices = Reflector(
+            client, ENDPOINT_SLICES, namespace, key_of=_key_of_slice, wake=wake, label_selector=names.OWNED_SELECTOR
+        )
+        self.is_settled = asyncio.Event()
+        """Whether it is known, or refused."""
+        self.refusal: Forbidden | None = None
+
+    async def run(self) -> None:
+        """Until cancelled. A place that may not be watched is tried again: a namespace may be made after the chart."""
+        while True:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    caches = (self.models, self.adapters, self.slices)
+                    for cache in caches:
+                        tasks.create_task(cache.run(), name=f"cache of {cache.resource.plural}")
+                    for cache in caches:
+                        await cache.synced.wait()
+                    self.refusal = None
+                    self.is_settled.set()
+            except* Forbidden as refused:
+                self.refusal = _first(refused)
+                logger.warning("%s is left out: %s", self.where, self.refusal)
+            self.is_settled.set()
+            await asyncio.sleep(REFUSED_SECONDS)
+
+
+def _first(refused: BaseExceptionGroup[Forbidden]) -> Forbidden:
+    first = refused.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
 class Watching:
     """Keeps the gateway's models up to date, in `namespaces`; with `(None,)`, in all."""
 
@@ -96,31 +138,23 @@ class Watching:
         self._gateway = gateway
         self._changed: set[Key] = set()
         self._is_due = asyncio.Event()
+        self._places = [_Place(client, namespace, self._wake) for namespace in namespaces]
 
-        def wake(obj: Object, version: Version | None) -> None:
-            kind = obj["kind"]
-            of = {names.KIND: key_of_model, names.ADAPTER_KIND: key_of_base}.get(kind, _key_of_slice)
-            namespace, name, *_ = of(obj)
-            self._changed.add((namespace, name))
-            self._is_due.set()
-
-        reflect = partial(Reflector, client, wake=wake)
-        self._models = [reflect(NEURON_MODELS, one, key_of=key_of_model, trim=trimmed_model) for one in namespaces]
-        self._adapters = [reflect(NEURON_ADAPTERS, one, key_of=key_of_base, trim=trimmed_model) for one in namespaces]
-        # A slice has the labels of its Service.
-        self._slices = [
-            reflect(ENDPOINT_SLICES, one, key_of=_key_of_slice, label_selector=names.OWNED_SELECTOR)
-            for one in namespaces
-        ]
+    def _wake(self, obj: Object, version: Version | None) -> None:
+        of = {names.KIND: key_of_model, names.ADAPTER_KIND: key_of_base}.get(obj["kind"], _key_of_slice)
+        namespace, name, *_ = of(obj)
+        self._changed.add((namespace, name))
+        self._is_due.set()
 
     async def run(self) -> None:
-        """Until cancelled. Raises Forbidden, in a group, if something may not be listed."""
-        caches = [*self._models, *self._adapters, *self._slices]
+        """Until cancelled. Raises Forbidden, in a group, if nothing may be watched."""
         async with asyncio.TaskGroup() as tasks:
-            for cache in caches:
-                tasks.create_task(cache.run(), name=f"cache of {cache.resource.plural}")
-            for cache in caches:
-                await cache.synced.wait()
+            for place in self._places:
+                tasks.create_task(place.run(), name=f"watches of {place.where}")
+            for place in self._places:
+                await place.is_settled.wait()
+            if all(place.refusal for place in self._places) and self._places[0].refusal:
+                raise self._places[0].refusal
             while True:
                 changed, self._changed = self._changed, set()
                 self._is_due.clear()
@@ -130,13 +164,13 @@ class Watching:
                 await self._is_due.wait()
 
     def _update(self, key: Key) -> None:
-        found = (cache.find(*key) for cache in self._models)
+        found = (place.models.find(*key) for place in self._places)
         model = next((one for one in found if one is not None), None)
         if model is None:
             self._gateway.drop(key)
             return
-        adapters = (one for cache in self._adapters for one in cache.of_model(key))
-        slices = (one for cache in self._slices for one in cache.of_model(key))
+        adapters = (one for place in self._places for one in place.adapters.of_model(key))
+        slices = (one for place in self._places for one in place.slices.of_model(key))
         self._gateway.put(served_of(model, adapters, slices))
 
 
