@@ -70,6 +70,15 @@ def test_it_prints_the_summary_of_the_status_and_the_arithmetic(
         assert part in text
 
 
+def test_it_says_when_replicas_are_taken_away(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest.write_text(manifest.read_text().replace("spec: {", "spec: {idle: {afterSeconds: 900, minReplicas: 1}, "))
+    flags = ["--facts", facts(tmp_path, LLAMA), "--instance-types", "inf2.8xlarge"]
+    assert main(["plan", "-f", str(manifest), *flags]) == 0
+    assert capsys.readouterr().out.endswith("after 900 s without a request: 1 replica (spec.idle)\n")
+
+
 def test_the_shown_plan_is_what_is_printed(manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "sizing.md").read_text()
     shown = page.partition("```console\n")[2].partition("```")[0]

@@ -226,7 +226,8 @@ def told(world: World, *seconds: float | None) -> World:
     """What the replicas answer; None: nothing."""
     needs = decide(world, SETTINGS).needs
     asked = sorted((need for need in needs if isinstance(need, IdleOf)), key=lambda need: need.pod)
-    texts = (Told(fault="refused") if one is None else Told(f"# TYPE x gauge\nneuron_serving_idle_seconds {one}\nvllm:x 1") for one in seconds)
+    exposition = "# TYPE x gauge\nneuron_serving_idle_seconds {}\nvllm:x 1".format
+    texts = (Told(fault="refused") if one is None else Told(exposition(one)) for one in seconds)
     return replace(world, told=dict(zip(asked, texts, strict=True)))
 
 

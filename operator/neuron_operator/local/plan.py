@@ -36,6 +36,7 @@ from neuron_operator.place.catalog import INSTANCE_TYPES, family_of, wrong_defau
 from neuron_operator.place.planner import MAX_NODES, Choice, Option, Supply, dollars
 from neuron_operator.place.sizing import gb, is_quantized
 from neuron_operator.read.objects import printable
+from neuron_operator.read.placement import counted
 from neuron_operator.read.records import Facts
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.world import (
@@ -175,7 +176,7 @@ def run(options: argparse.Namespace, live: tuple[Object, Revision] | None = None
     elif options.output == "yaml":
         print(yaml.safe_dump_all(objects(body, model, pinned, settings), sort_keys=False, width=120), end="")
     else:
-        print("\n".join(report(pinned, choice)))
+        print("\n".join((*report(pinned, choice), *_idle(model))))
     return EXIT_OK
 
 
@@ -275,6 +276,13 @@ def report(pinned: Revision, choice: Choice | None) -> Iterator[str]:
         yield ""
         yield "does not fit:"
         yield from _aligned({f"  {option.words}": option.problem for option in choice.others})
+
+
+def _idle(model: NeuronModel) -> Iterator[str]:
+    """What becomes of replicas that nobody asks."""
+    if (rule := model.spec.idle) is not None:
+        left = counted(rule.min_replicas, "replica")
+        yield f"\nafter {rule.after_seconds} s without a request: {left} (spec.idle)"
 
 
 def _table(option: Option, *, is_ours: bool) -> Iterator[str]:
