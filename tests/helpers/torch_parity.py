@@ -90,6 +90,24 @@ def on_ranks(size: int, folder: Path, work: Callable[[Ranks], Result]) -> list[R
         return list(threads.map(lambda rank: work(Gloo(place(folder, rank, size))), range(size)))
 
 
+def logits_on_ranks(
+    size: int,
+    model_dir: Path,
+    steps: list[list[Cut]],
+    sequences: Any,
+    *,
+    meeting: Path,
+    layout: str = "blocks",
+    **how: Any,
+) -> list[Any]:
+    """What `feed` returns on each rank. `how`: options of `load_decoder_and_cache`."""
+
+    def logits(ranks: Ranks) -> Any:
+        return feed(*load_decoder_and_cache(model_dir, layout, ranks=ranks, **how), steps, sequences)
+
+    return on_ranks(size, meeting, logits)
+
+
 class TracedStep:
     """A decode step before it is compiled, with a decoder's weights. num_rows: of each step that it ran."""
 

@@ -23,7 +23,7 @@ from helpers.torch_parity import (
     check_greedy,
     feed,
     load_decoder_and_cache,
-    on_ranks,
+    logits_on_ranks,
     random_sequences,
     serve,
 )
@@ -31,7 +31,6 @@ from neuron_runtime.backend.torch.architecture import Rope, Tempering, Window, d
 from neuron_runtime.backend.torch.graphs import TorchCompiler
 from neuron_runtime.backend.torch.linear import Scaled, Widened
 from neuron_runtime.backend.torch.mlp import Clamped, Route
-from neuron_runtime.backend.torch.ranks import Ranks
 from neuron_runtime.checkpoint import CONFIG_FILE, WEIGHTS_FILE, InvalidModel, read_checkpoint, read_config
 from neuron_runtime.config import AdapterOptions
 from neuron_runtime.conversion.plan import conversion_of
@@ -53,11 +52,8 @@ def test_experts_in_mxfp4_are_computed_as_the_numbers_that_they_stand_for(tmp_pa
     for logits, tokens in zip(whole, sequences, strict=True):
         torch.testing.assert_close(logits, reference_logits(model, tokens), atol=TOLERANCE, rtol=0)
 
-    def logits_of(ranks: Ranks) -> Any:
-        return feed(*load_decoder_and_cache(tmp_path / "model", "blocks", ranks=ranks), STEPS, sequences)
-
     # Four ranks cut through the blocks of 32 numbers that share a scale.
-    for split in on_ranks(4, tmp_path, logits_of):
+    for split in logits_on_ranks(4, tmp_path / "model", STEPS, sequences, meeting=tmp_path):
         for found, expected in zip(split, whole, strict=True):
             torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
     facts, original = (model_facts(read_checkpoint(folder)) for folder in (tmp_path / "model", source))
@@ -171,11 +167,7 @@ def test_experts_in_one_tensor_are_quantized_while_they_are_read(name: str, tmp_
     assert isinstance(decoder.weights.layers[1].mlp.experts[2].gate_up, Scaled)
     exact = feed(*load_decoder_and_cache(folder, "blocks"), STEPS, sequences)
     found = feed(decoder, *rest, STEPS, sequences)
-
-    def logits_of(ranks: Ranks) -> Any:
-        return feed(*load_decoder_and_cache(folder, "blocks", quantization="int8", ranks=ranks), STEPS, sequences)
-
-    for split in on_ranks(2, tmp_path, logits_of):
+    for split in logits_on_ranks(2, folder, STEPS, sequences, meeting=tmp_path, quantization="int8"):
         for ours, whole, expected in zip(split, found, exact, strict=True):
             torch.testing.assert_close(ours, whole, atol=1e-3, rtol=0)
             assert (whole - expected).abs().mean() < expected.abs().mean() / 20

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.quantized import FORMATS, PACKED, compressed, quantize
 from helpers.torch_models import random_model, reference, reference_logits
-from helpers.torch_parity import TOLERANCE, feed, load_decoder_and_cache, on_ranks, random_sequences
+from helpers.torch_parity import TOLERANCE, feed, load_decoder_and_cache, logits_on_ranks, on_ranks, random_sequences
 from neuron_runtime.backend.torch import eight_bits
 from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, held_as
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
@@ -39,11 +39,7 @@ def test_logits_are_those_of_the_weights_that_are_stored(name: str, tmp_path: Pa
     model = reference(plain)
     for logits, tokens in zip(whole, sequences, strict=True):
         torch.testing.assert_close(logits, reference_logits(model, tokens), atol=TOLERANCE, rtol=0)
-
-    def logits_of(ranks: Ranks) -> Any:
-        return feed(*load_decoder_and_cache(tmp_path / "model", "blocks", ranks=ranks), STEPS, sequences)
-
-    for split in on_ranks(4, tmp_path, logits_of):
+    for split in logits_on_ranks(4, tmp_path / "model", STEPS, sequences, meeting=tmp_path):
         for found, expected in zip(split, whole, strict=True):
             torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
@@ -111,11 +107,8 @@ def test_weights_that_are_quantized_while_they_are_read_are_those_of_a_quantized
     source = random_model(tmp_path / "source", mlp_bias=True)
     model = reference(quantize(source, tmp_path / "model", PER_CHANNEL))
     sequences = random_sequences(19, 31)
-
-    def logits_of(ranks: Ranks) -> Any:
-        return feed(*load_decoder_and_cache(source, "blocks", ranks=ranks, quantization="int8"), STEPS, sequences)
-
-    for found in (logits_of(ALONE), *on_ranks(4, tmp_path, logits_of)):
+    alone = feed(*load_decoder_and_cache(source, "blocks", quantization="int8"), STEPS, sequences)
+    for found in (alone, *logits_on_ranks(4, source, STEPS, sequences, meeting=tmp_path, quantization="int8")):
         for logits, tokens in zip(found, sequences, strict=True):
             torch.testing.assert_close(logits, reference_logits(model, tokens), atol=TOLERANCE, rtol=0)
 

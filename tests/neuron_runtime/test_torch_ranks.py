@@ -23,8 +23,8 @@ from helpers.torch_models import MODELS, random_model, reference, reference_logi
 from helpers.torch_parity import (
     TOLERANCE,
     check_greedy,
-    feed,
     load_decoder_and_cache,
+    logits_on_ranks,
     on_ranks,
     place,
     random_sequences,
@@ -63,11 +63,7 @@ def test_the_logits_of_all_ranks_are_those_of_transformers(name: str, size: int,
     folder = random_model(tmp_path, **MODELS[name])
     sequences = random_sequences(65, 1, 25, 69)
     layout = "blocks" if size == 2 else "slots"
-
-    def logits(ranks: Ranks) -> Any:
-        return feed(*load_decoder_and_cache(folder, layout, ranks=ranks), STEPS, sequences)
-
-    found = on_ranks(size, tmp_path, logits)
+    found = logits_on_ranks(size, folder, STEPS, sequences, meeting=tmp_path, layout=layout)
     model = reference(folder)
     for number, tokens in enumerate(sequences):
         expected = reference_logits(model, tokens)
