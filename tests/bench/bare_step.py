@@ -20,7 +20,6 @@ import torch
 from bench import offline
 from bench.report import Meter
 from neuron_runtime.backend.host_sampling.drawing import best
-from neuron_runtime.backend.torch import eight_bits
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
@@ -28,6 +27,7 @@ from neuron_runtime.backend.torch.choices import stored_dtype
 from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.held import held_as
+from neuron_runtime.backend.torch.linear import tiled_kinds
 from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
 from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend.torch.step_module import constants
@@ -103,7 +103,7 @@ class BareDecoder:
         model = decoder_config(checkpoint.config)
         checkpoint = as_named(checkpoint, model)
         dtype = DTYPES[stored_dtype(checkpoint)]
-        own = eight_bits.kinds(dtype) if quantization != "auto" else ()
+        own = tiled_kinds(dtype) if quantization != "auto" else ()
         held = held_as(checkpoint, tensor_shapes(model), model.quantization, quantization, own=own)
         self._decoder: Decoder | CompiledDecoder = load_decoder(
             checkpoint, model, dtype, lambda stage, share: None, held=held

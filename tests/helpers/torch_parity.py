@@ -12,10 +12,10 @@ import torch
 
 from helpers.step_counts import StepCounts
 from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_logits, use_adapter, with_adapters
-from neuron_runtime.backend.torch import eight_bits
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.held import held_as
+from neuron_runtime.backend.torch.linear import tiled_kinds
 from neuron_runtime.backend.torch.loader import load_decoder
 from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
@@ -53,7 +53,7 @@ def load_decoder_and_cache(
     model = decoder_config(checkpoint.config)
     checkpoint = as_named(checkpoint, model)
     check_tensors(checkpoint, tensor_shapes(model), model.quantization)
-    own = eight_bits.kinds(dtype)
+    own = tiled_kinds(dtype)
     held = held_as(checkpoint, tensor_shapes(model), model.quantization, quantization, own=own, num_ranks=ranks.size)
     decoder = load_decoder(checkpoint, model, dtype, lambda what, share: None, ranks, held=held)
     line_length = max_length if layout == "slots" else 8

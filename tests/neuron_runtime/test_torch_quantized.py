@@ -144,8 +144,8 @@ def checkpoint_of(stored: Mapping[str, str], config: Mapping[str, Any]) -> Check
     return Checkpoint(Path(), config, tensors, "")
 
 
-def held(stored: Mapping[str, str], wanted: Quantizing, config: Mapping[str, Any], *, compiled: bool = False) -> Held:
-    return held_as(checkpoint_of(stored, config), SHAPES, quantization_of(config), wanted, compiled=compiled)
+def held(stored: Mapping[str, str], wanted: Quantizing, config: Mapping[str, Any], **others: Any) -> Held:
+    return held_as(checkpoint_of(stored, config), SHAPES, quantization_of(config), wanted, **others)
 
 
 def test_embedding_head_and_norms_are_not_quantized_and_compiled_steps_have_no_int8_weights() -> None:
@@ -155,6 +155,20 @@ def test_embedding_head_and_norms_are_not_quantized_and_compiled_steps_have_no_i
     assert (held({}, "fp8", {}).kept, held({}, "fp8", {}).made) == (set(), dict.fromkeys(linears, "fp8"))
     compiled = held({}, "int8", {}, compiled=True)
     assert (compiled.kept, compiled.made) == (set(), dict.fromkeys(linears, "int8"))
+
+
+def test_the_kernel_keeps_what_it_multiplies_in_blocks_of_whole_tiles_that_no_rank_cuts() -> None:
+    linears = {name for name in SHAPES if name.endswith("_proj.weight")}
+    own: Any = {"own": ("fp8",)}
+    assert held({}, "fp8", {}, **own) == Held(frozenset(linears), dict.fromkeys(linears, "fp8"), True, "fp8")
+    assert not held({}, "int8", {}, **own).tiled
+    assert held({}, "fp8", {}, **own, compiled=True).kept == set()
+    stored = dict.fromkeys(linears, "F8_E4M3")
+    for block, num_ranks, kept in (([128, 64], 1, linears), ([128, 64], 2, set()), ([128, 32], 1, set())):
+        config = {"quantization_config": {**IN_BLOCKS, "weight_block_size": block}}
+        found = held(stored, "auto", config, **own, num_ranks=num_ranks)
+        assert (found.kept, found.span if kept else 64) == (kept, 64)
+        assert held(stored, "auto", config) == MULTIPLIED_OUT
 
 
 def test_projections_that_are_computed_side_by_side_are_held_alike() -> None:

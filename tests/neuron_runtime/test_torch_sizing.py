@@ -11,7 +11,7 @@ import pytest
 from helpers.random_model import model_config
 from helpers.torch_models import runtime_config
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
-from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held
+from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, weight_bytes
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.config import AdapterOptions
 from neuron_runtime.core import BackendLimits
@@ -48,6 +48,11 @@ def test_weights_that_are_held_as_int8_numbers_leave_their_memory_to_the_cache()
 
     more = blocks(2 * GIB, Held(int8)) - blocks(2 * GIB, MULTIPLIED_OUT)
     assert more == pytest.approx(saved / (16 * BYTES_PER_TOKEN), abs=1)
+
+
+def test_weights_in_blocks_have_a_scale_of_four_bytes_for_each_row_of_each() -> None:
+    held = Held(frozenset({"weight"}), tiled=True, kind="fp8", span=128)
+    assert weight_bytes({"weight": (10, 300), "norm": (10,)}, 2, held) == 10 * (300 + 3 * 4) + 20
 
 
 def test_with_enough_memory_the_defaults_are_eight_slots_of_the_model_length() -> None:

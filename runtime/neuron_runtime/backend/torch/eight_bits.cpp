@@ -4,8 +4,8 @@
 // A weight is stored in tiles of 16 outputs x 64 inputs, as AMX reads them: [outputs / 16][inputs / 64][16][16][4]; the
 // last two are an output and an input. All sizes are filled up with zeros, so the last tiles are whole.
 //
-// AMX multiplies int8 numbers as they are, with two digits of each input, and float8 ones once they are bfloat16. Other
-// processors convert each number to float32.
+// AMX multiplies int8 numbers as they are, with two digits of each input, and float8 ones once they are bfloat16, which
+// AVX-512 multiplies too. Other processors have nothing that is faster than torch.
 
 #include <algorithm>
 #include <cmath>
@@ -13,21 +13,21 @@
 #include <cstdlib>
 #include <cstring>
 #include <omp.h>
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512VBMI__)
-#define HAS_TILES 1
+#include <optional>
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define HAS_PAIRS 1
 #include <immintrin.h>
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
+#define HAS_TILES 1
 #include <sys/syscall.h>
 #include <unistd.h>
-#else
-#define HAS_TILES 0
+#endif
 #endif
 
 namespace {
 
 using std::int64_t;
 using Half = uint16_t; // a bfloat16
-using Ints = int32_t __attribute__((vector_size(64)));
-using Floats = float __attribute__((vector_size(64)));
 
 constexpr int64_t LANES = 16, DEPTH = 64, TILE = LANES * DEPTH, PAIR = 2 * LANES;
 constexpr float BASE = 254; // twice the largest digit
@@ -84,108 +84,14 @@ void scales(const Product& p, int64_t block, int64_t begin, float* to) {
     for (int64_t i = 0; i < PAIR; i++) to[i] = i < count ? p.scale[block * p.outputs + begin + i] : 0.0f;
 }
 
-// ---- Any processor
+#ifdef HAS_PAIRS
 
-// The number at one of four places of each lane.
-template <bool is_float> Floats number(Ints four, int place) {
-    Ints one = (four << (24 - 8 * place)) >> 24;
-    if (!is_float) return __builtin_convertvector(one, Floats);
-    Ints size = one & 0x7f, normal = (size << 20) + (120 << 23);
-    Floats small = __builtin_convertvector(size, Floats) * 0x1p-9f;
-    return (Floats)((size < 8 ? (Ints)small : normal) | (one & int32_t(0x80000000)));
-}
-
-template <bool is_float, int count> void lanes_of(const Product& p, int64_t tile, int64_t row, const float* x, float (*sums)[PAIR]) {
-    const uint8_t* weight = p.weight + tile * p.depth() * TILE;
-    Floats total[count] = {}, sum[count] = {};
-    for (int64_t step = 0; step < p.depth(); step++, weight += TILE) {
-        for (int64_t four = 0; four < DEPTH / 4; four++) {
-            Ints numbers;
-            std::memcpy(&numbers, weight + four * 64, 64);
-            for (int place = 0; place < 4; place++) {
-                Floats one = number<is_float>(numbers, place);
-                for (int i = 0; i < count; i++)
-                    sum[i] += one * x[(row + i) * p.depth() * DEPTH + step * DEPTH + four * 4 + place];
-            }
-        }
-        if ((step + 1) % p.steps_of_scale() == 0 || step + 1 == p.depth()) {
-            float all[PAIR];
-            scales(p, step / p.steps_of_scale(), tile / 2 * PAIR, all);
-            Floats scale;
-            std::memcpy(&scale, all + tile % 2 * LANES, 64);
-            for (int i = 0; i < count; i++) total[i] += sum[i] * scale, sum[i] = Floats{};
-        }
-    }
-    for (int i = 0; i < count; i++) std::memcpy(sums[i] + tile % 2 * LANES, &total[i], 64);
-}
-
-template <bool is_float> void any_pair(const Product& p, int64_t pair, const float* x) {
-    for (int64_t row = 0; row < p.rows;) {
-        float sums[4][PAIR];
-        int64_t count = p.rows - row >= 4 ? 4 : 1;
-        for (int64_t tile = 2 * pair; tile < 2 * pair + 2; tile++)
-            count == 4 ? lanes_of<is_float, 4>(p, tile, row, x, sums) : lanes_of<is_float, 1>(p, tile, row, x, sums);
-        for (int64_t i = 0; i < count; i++) write(p, row + i, pair * PAIR, sums[i], 1.0f);
-        row += count;
-    }
-}
-
-void on_any(const Product& p, int threads) {
-    static thread_local float* have = nullptr;
-    static thread_local int64_t size = 0;
-    int64_t wide = p.depth() * DEPTH;
-    float* x = room(have, size, p.rows * wide);
-    for (int64_t row = 0; row < p.rows; row++)
-        for (int64_t i = 0; i < wide; i++) x[row * wide + i] = i < p.inputs ? widened(p.x[row * p.inputs + i]) : 0.0f;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t pair = 0; pair < p.pairs(); pair++) p.is_float ? any_pair<true>(p, pair, x) : any_pair<false>(p, pair, x);
-}
-
-// ---- AMX
-
-#if HAS_TILES
+// ---- AVX-512 with bfloat16
 
 constexpr int64_t ROWS_AT_ONCE = 128; // whose inputs stay in the processor's cache
-constexpr int64_t STEPS_AT_ONCE = 4;  // of 64 inputs that are converted before they are multiplied
 
-struct alignas(64) Config {
-    uint8_t palette = 0, start = 0, reserved[14] = {};
-    uint16_t columns[16] = {};
-    uint8_t rows[16] = {};
-};
-
-// Tiles 0 to 3: sums of both tiles of inputs and both of outputs. 4, 5: inputs. 6, 7: weights. oneDNN may believe that
-// the tiles of this thread are as it left them.
-struct Configured {
-    Config before;
-    explicit Configured(int64_t rows) {
-        Config mine;
-        mine.palette = 1;
-        for (int i = 0; i < 8; i++) mine.columns[i] = 64, mine.rows[i] = i < 6 ? rows : 16;
-        _tile_storeconfig(&before);
-        _tile_loadconfig(&mine);
-    }
-    ~Configured() { before.palette ? _tile_loadconfig(&before) : _tile_release(); }
-};
-
-// A row of inputs as two int8 digits to the base, the high ones first, in tiles [depth][2][16][64]. Returns what the low
-// ones count.
-float write_digits(const Product& p, int64_t row, uint8_t* to) {
-    const Half* x = p.x + row * p.inputs;
-    Half largest = 0;
-    for (int64_t i = 0; i < p.inputs; i++) largest = std::max<Half>(largest, x[i] & 0x7fff);
-    float unit = std::max(widened(largest), 1e-30f) / (127 * BASE), inverse = 1 / unit;
-    for (int64_t step = 0; step < p.depth(); step++, to += 2 * TILE) {
-        alignas(64) Half some[DEPTH] = {};
-        std::memcpy(some, x + step * DEPTH, 2 * std::min(DEPTH, p.inputs - step * DEPTH));
-        for (int64_t i = 0; i < DEPTH; i++) {
-            float all = widened(some[i]) * inverse, high = std::nearbyint(all * (1 / BASE));
-            to[i] = int8_t(int32_t(high));
-            to[TILE + i] = int8_t(int32_t(std::nearbyint(all - high * BASE)));
-        }
-    }
-    return largest < 0x7f80 ? unit : NAN;
-}
+// The inputs' offset of a row, in tiles.
+int64_t place_of(const Product& p, int64_t row) { return row / LANES * p.depth() * 2 * TILE + row % LANES * 64; }
 
 // A row of inputs as it is, in tiles [depth][2][16][32]: of each four inputs the first two, and the last two.
 float write_halves(const Product& p, int64_t row, uint8_t* to) {
@@ -224,6 +130,98 @@ void convert(const uint8_t* tile, uint8_t* first, uint8_t* last) {
         _mm512_store_si512(first + i, _mm512_unpacklo_epi8(low, high));
         _mm512_store_si512(last + i, _mm512_unpackhi_epi8(low, high));
     }
+}
+
+// 32 outputs of `count` rows of one tile. converted: room for bfloat16 weights, of all steps if `keeps`; they are there
+// already unless `is_first`.
+template <int count>
+void sum_pairs(const Product& p, int64_t pair, const uint8_t* inputs, uint8_t* converted, bool is_first, bool keeps, float (*sums)[PAIR]) {
+    const uint8_t* weight = p.weight + 2 * pair * p.depth() * TILE;
+    __m512 sum[count][2] = {};
+    for (int64_t step = 0; step < p.depth(); step++, weight += TILE) {
+        uint8_t* here = converted + (keeps ? step : 0) * 4 * TILE;
+        for (int side = 0; is_first && side < 2; side++)
+            convert(weight + side * p.depth() * TILE, here + side * TILE, here + (2 + side) * TILE);
+        for (int half = 0; half < 2; half++) {
+            const uint8_t* x = inputs + (2 * step + half) * TILE;
+            for (int64_t line = 0; line < LANES; line++) {
+                const uint8_t* two = here + 2 * half * TILE + line * 64;
+                const __m512bh left = (__m512bh)_mm512_load_si512(two), right = (__m512bh)_mm512_load_si512(two + TILE);
+                for (int i = 0; i < count; i++) {
+                    int32_t one;
+                    std::memcpy(&one, x + i * 64 + line * 4, 4);
+                    const __m512bh both = (__m512bh)_mm512_set1_epi32(one);
+                    sum[i][0] = _mm512_dpbf16_ps(sum[i][0], left, both);
+                    sum[i][1] = _mm512_dpbf16_ps(sum[i][1], right, both);
+                }
+            }
+        }
+        if ((step + 1) % p.steps_of_scale() == 0 || step + 1 == p.depth()) {
+            alignas(64) float scale[PAIR];
+            scales(p, step / p.steps_of_scale(), pair * PAIR, scale);
+            for (int i = 0; i < count; i++)
+                for (int side = 0; side < 2; side++) {
+                    float* to = sums[i] + side * LANES;
+                    _mm512_store_ps(to, _mm512_fmadd_ps(sum[i][side], _mm512_load_ps(scale + side * LANES), _mm512_load_ps(to)));
+                    sum[i][side] = _mm512_setzero_ps();
+                }
+        }
+    }
+}
+
+void some_pairs(const Product& p, int64_t pair, int64_t begin, int64_t end, const uint8_t* inputs, const float* units, uint8_t* converted) {
+    for (int64_t row = begin, count; row < end; row += count) {
+        count = end - row >= 8 ? 8 : end - row >= 4 ? 4 : 1;
+        alignas(64) float sums[8][PAIR] = {};
+        const auto sum = count == 8 ? sum_pairs<8> : count == 4 ? sum_pairs<4> : sum_pairs<1>;
+        sum(p, pair, inputs + place_of(p, row), converted, row == begin, end - begin > count, sums);
+        for (int64_t i = 0; i < count; i++) write(p, row + i, pair * PAIR, sums[i], units[row + i]);
+    }
+}
+
+// ---- AMX
+
+#ifdef HAS_TILES
+
+constexpr int64_t STEPS_AT_ONCE = 4; // of 64 inputs that are converted before they are multiplied
+
+struct alignas(64) Config {
+    uint8_t palette = 0, start = 0, reserved[14] = {};
+    uint16_t columns[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Tiles 0 to 3: sums of both tiles of inputs and both of outputs. 4, 5: inputs. 6, 7: weights. oneDNN may believe that
+// the tiles of this thread are as it left them.
+struct Configured {
+    Config before;
+    explicit Configured(int64_t rows) {
+        Config mine;
+        mine.palette = 1;
+        for (int i = 0; i < 8; i++) mine.columns[i] = 64, mine.rows[i] = i < 6 ? rows : 16;
+        _tile_storeconfig(&before);
+        _tile_loadconfig(&mine);
+    }
+    ~Configured() { before.palette ? _tile_loadconfig(&before) : _tile_release(); }
+};
+
+// A row of inputs as two int8 digits to the base, the high ones first, in tiles [depth][2][16][64]. Returns what the low
+// ones count.
+float write_digits(const Product& p, int64_t row, uint8_t* to) {
+    const Half* x = p.x + row * p.inputs;
+    Half largest = 0;
+    for (int64_t i = 0; i < p.inputs; i++) largest = std::max<Half>(largest, x[i] & 0x7fff);
+    float unit = std::max(widened(largest), 1e-30f) / (127 * BASE), inverse = 1 / unit;
+    for (int64_t step = 0; step < p.depth(); step++, to += 2 * TILE) {
+        alignas(64) Half some[DEPTH] = {};
+        std::memcpy(some, x + step * DEPTH, 2 * std::min(DEPTH, p.inputs - step * DEPTH));
+        for (int64_t i = 0; i < DEPTH; i++) {
+            float all = widened(some[i]) * inverse, high = std::nearbyint(all * (1 / BASE));
+            to[i] = int8_t(int32_t(high));
+            to[TILE + i] = int8_t(int32_t(std::nearbyint(all - high * BASE)));
+        }
+    }
+    return largest < 0x7f80 ? unit : NAN;
 }
 
 // Adds what the tiles have summed up, times the scales.
@@ -299,9 +297,6 @@ void sum_up(const Product& p, int64_t pair, const uint8_t* inputs, uint8_t* conv
     }
 }
 
-// The inputs' offset of a row, in tiles.
-int64_t place_of(const Product& p, int64_t row) { return row / LANES * p.depth() * 2 * TILE + row % LANES * 64; }
-
 // 32 outputs of these rows.
 template <bool is_float> void some_rows(const Product& p, int64_t pair, int64_t begin, int64_t end, const uint8_t* inputs, const float* units, uint8_t* converted) {
     const int64_t each = is_float ? PAIR : LANES;
@@ -318,45 +313,65 @@ template <bool is_float> void some_rows(const Product& p, int64_t pair, int64_t 
     }
 }
 
-void on_tiles(const Product& p, int threads) {
+bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; } // ARCH_REQ_XCOMP_PERM, XTILEDATA
+
+#endif
+
+// ---- Either
+
+void on_avx512(const Product& p, int threads, bool tiles) {
     static thread_local uint8_t* have = nullptr;
     static thread_local int64_t size = 0;
     const int64_t bytes = (p.rows + PAIR - 1) / PAIR * 2 * p.depth() * 2 * TILE;
     uint8_t* inputs = room(have, size, bytes + p.rows * int64_t(sizeof(float)));
     float* units = reinterpret_cast<float*>(inputs + bytes);
+    auto write_row = write_halves;
+    auto some = some_pairs;
+#ifdef HAS_TILES
+    if (tiles) some = p.is_float ? some_rows<true> : some_rows<false>;
+    if (tiles && !p.is_float) write_row = write_digits;
+#endif
 #pragma omp parallel num_threads(threads)
     {
         static thread_local uint8_t* mine = nullptr;
         static thread_local int64_t my_size = 0;
-        uint8_t* converted = p.is_float ? room(mine, my_size, (p.depth() + STEPS_AT_ONCE) * 4 * TILE) : nullptr;
-        Configured configured(std::min(p.rows, LANES));
+        uint8_t* converted = p.is_float ? room(mine, my_size, (p.depth() + 4) * 4 * TILE) : nullptr;
+#ifdef HAS_TILES
+        std::optional<Configured> configured;
+        if (tiles) configured.emplace(std::min(p.rows, LANES));
+#endif
 #pragma omp for
-        for (int64_t row = 0; row < p.rows; row++)
-            units[row] = (p.is_float ? write_halves : write_digits)(p, row, inputs + place_of(p, row));
+        for (int64_t row = 0; row < p.rows; row++) units[row] = write_row(p, row, inputs + place_of(p, row));
         for (int64_t begin = 0; begin < p.rows; begin += ROWS_AT_ONCE) {
             const int64_t end = std::min(begin + ROWS_AT_ONCE, p.rows);
 #pragma omp for nowait
-            for (int64_t pair = 0; pair < p.pairs(); pair++)
-                (p.is_float ? some_rows<true> : some_rows<false>)(p, pair, begin, end, inputs, units, converted);
+            for (int64_t pair = 0; pair < p.pairs(); pair++) some(p, pair, begin, end, inputs, units, converted);
         }
     }
 }
-
-bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; } // ARCH_REQ_XCOMP_PERM, XTILEDATA
-
-#else
-
-bool may_use_tiles() { return false; }
-void on_tiles(const Product&, int) {}
 
 #endif
 
 } // namespace
 
-extern "C" int has_tiles() { return may_use_tiles(); }
+extern "C" {
 
-extern "C" void multiply(const uint8_t* weight, const float* scale, const float* bias, int64_t outputs, int64_t inputs,
-                         int64_t span, int is_float, const Half* x, int64_t rows, Half* out, int threads, int tiles) {
-    const Product p{weight, scale, bias, outputs, inputs, span, is_float != 0, x, out, rows};
-    if (rows > 0) (tiles ? on_tiles : on_any)(p, threads);
+// The best way here. 2: AMX. 1: AVX-512 with bfloat16, for float8 alone. 0: none.
+int best_way() {
+#ifdef HAS_TILES
+    if (may_use_tiles()) return 2;
+#endif
+#ifdef HAS_PAIRS
+    return 1;
+#endif
+    return 0;
+}
+
+// way: one that is there.
+void multiply(const uint8_t* weight, const float* scale, const float* bias, int64_t outputs, int64_t inputs, int64_t span,
+              int is_float, const Half* x, int64_t rows, Half* out, int threads, int way) {
+#ifdef HAS_PAIRS
+    if (rows > 0) on_avx512({weight, scale, bias, outputs, inputs, span, is_float != 0, x, out, rows}, threads, way == 2);
+#endif
+}
 }

@@ -1,6 +1,6 @@
 """The kernel for weights of 8 bits, `eight_bits.cpp`: builds it for this processor, finds it again, and calls it.
 
-The loader asks which weights it multiplies here, and linear layers call it. torch has no product of FP8 weights for
+Linear layers call it, and say which weights it is for. torch has no product of FP8 weights for
 processors, and one of int8 weights that does not use what newer ones have. Without a C++ compiler there is no kernel.
 """
 
@@ -21,7 +21,6 @@ from neuron_runtime.arguments import default_weights_dir
 from neuron_runtime.backend.torch.graphs import cxx
 from neuron_runtime.backend.torch.held import TILE_COLUMNS
 from neuron_runtime.console import say
-from neuron_runtime.quantization import Kind
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fwrapv")
@@ -32,10 +31,10 @@ TILE_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """tiles: whether it runs on AMX, and is fast at any number of rows."""
+    """way: 2 with AMX, 1 with AVX-512 that multiplies bfloat16: for FP8 alone."""
 
     library: ctypes.CDLL
-    tiles: bool
+    way: int
 
     def multiply(
         self, x: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor, span: int, bias: torch.Tensor | None
@@ -57,35 +56,26 @@ class Kernel:
             rows,
             out.data_ptr(),
             torch.get_num_threads(),
-            self.tiles,
+            self.way,
         )
         return out
-
-
-def kinds(dtype: torch.dtype) -> frozenset[Kind]:
-    """The weights that the kernel multiplies here faster than torch. dtype: of the inputs."""
-    if dtype is not torch.bfloat16 or (found := kernel()) is None:
-        return frozenset()
-    return frozenset(("int8", "fp8") if found.tiles else ("fp8",))
 
 
 def in_tiles(numbers: torch.Tensor) -> torch.Tensor:
     """The same memory in the kernel's order. numbers: int8 `[rows, columns]`, filled up with zeros."""
     rows, columns = numbers.shape
-    tiles = numbers.view(rows // 16, 16, columns // TILE_COLUMNS, 16, 4).permute(0, 2, 3, 1, 4).contiguous()
-    return numbers.view(tiles.shape).copy_(tiles)
-
-
-def in_rows(tiles: torch.Tensor) -> torch.Tensor:
-    """A copy of some of the first dimension of `in_tiles` as `[rows, columns]`."""
-    return tiles.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
+    words = numbers.view(torch.int32).view(rows // 16, 16, columns // TILE_COLUMNS, 16)  # of four inputs
+    tiles = words.permute(0, 2, 3, 1).contiguous()
+    return numbers.view(*tiles.shape, 4).copy_(tiles.view(torch.int8).view(*tiles.shape, 4))
 
 
 @cache
 def kernel() -> Kernel | None:
-    """None where it cannot be built, which is said once."""
+    """None where it cannot be built, or no processor's way is in it, which is said once."""
     try:
-        return _found()
+        if (found := _found()).way:
+            return found
+        raise OSError("this processor has no AVX-512 that multiplies bfloat16")
     except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         reason = next((line for line in said.splitlines() if "error" in line), said.partition("\n")[0])
@@ -136,4 +126,4 @@ def _load(path: Path) -> Kernel:
         *(address, address, address, number, number, number, ctypes.c_int),
         *(address, number, address, ctypes.c_int, ctypes.c_int),
     ]
-    return Kernel(library, bool(library.has_tiles()))
+    return Kernel(library, library.best_way())

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from neuron_runtime.backend.torch import eight_bits
+from neuron_runtime.quantization import Kind
 
 
 class Packed(NamedTuple):
@@ -156,20 +157,7 @@ class Tiled(NamedTuple):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         kernel = eight_bits.kernel()
         assert kernel is not None
-        return kernel.multiply(x, *self) if kernel.tiles or x.shape[0] <= MAX_NARROW_ROWS else self._converted(x)
-
-    def _converted(self, x: torch.Tensor) -> torch.Tensor:
-        """Where a processor has no products of many rows with such weights."""
-        wide = x if packs(x.dtype) else x.float()
-        out = x.new_empty(x.shape[0], self.scale.shape[1])
-        part = max(1, MAX_PART_ELEMENTS // x.shape[1] // TILE)
-        for first in range(0, len(self.numbers), part):
-            span = slice(first * TILE, min((first + part) * TILE, out.shape[1]))
-            numbers = eight_bits.in_rows(self.numbers[first : first + part])[: span.stop - span.start, : x.shape[1]]
-            scale = self.scale[:, span].repeat_interleave(self.span, dim=0)[: x.shape[1]].t()
-            product = functional.linear(wide, numbers.float().mul_(scale).to(wide.dtype))
-            out[:, span] = product if self.bias is None else product.add_(self.bias[span])
-        return out
+        return kernel.multiply(x, *self)
 
     def plus(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
         """The outputs plus `added` `[rows, out_features]`."""
@@ -185,8 +173,6 @@ MAX_INT8_PART_ELEMENTS = 2**22
 """Not as small as those of `Widened`: a product lays out its inputs anew for each part."""
 INT8_LANES = 64
 """torch's kernel for int8 weights reads whole vectors, beyond the end of other sizes."""
-TILE = 16
-"""Rows of a weight in a tile."""
 MAX_DIGIT_ROWS = 64
 BASE = 254
 """Twice the largest digit, so that digits are within int8 on both sides."""
@@ -210,6 +196,13 @@ def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     # Without a batch size oneDNN chooses a layout that is good from 1 row to hundreds; hints for one size are up to
     # twice as slow at others.
     return Packed(torch.ops.mkldnn._reorder_linear_weight(weight), bias)
+
+
+def tiled_kinds(dtype: torch.dtype) -> frozenset[Kind]:
+    """The weights that are `Tiled` here, because the kernel multiplies them faster than torch. dtype: of the inputs."""
+    if dtype is not torch.bfloat16 or (kernel := eight_bits.kernel()) is None:
+        return frozenset()
+    return frozenset(("int8", "fp8") if kernel.way == 2 else ("fp8",))
 
 
 def multiplies_int8() -> bool:

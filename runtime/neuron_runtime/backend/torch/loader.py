@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import torch
 
-from neuron_runtime.backend.torch import eight_bits
 from neuron_runtime.backend.torch.adapters import Adapters
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.backend import TorchBackend, device_thread
@@ -23,6 +22,7 @@ from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
 from neuron_runtime.backend.torch.decoder import Decoder, Keep, all_layers, read_weights
 from neuron_runtime.backend.torch.draft_model import Network
 from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, held_as
+from neuron_runtime.backend.torch.linear import tiled_kinds
 from neuron_runtime.backend.torch.load_drafts import find_drafts
 from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend.torch.parts import part_of_model, parts_of
@@ -86,7 +86,7 @@ def load(
 def _held(checkpoint: Checkpoint, model: DecoderConfig, config: RuntimeConfig, dtype: torch.dtype, size: int) -> Held:
     stored, wanted = model.quantization, config.quantization
     may_keep = not config.compile and (wanted in STORED or (stored is not None and wanted != "none"))
-    own = eight_bits.kinds(dtype) if may_keep else ()
+    own = tiled_kinds(dtype) if may_keep else ()
     shapes = tensor_shapes(model)
     return held_as(checkpoint, shapes, stored, wanted, compiled=config.compile, own=own, num_ranks=size)
 
