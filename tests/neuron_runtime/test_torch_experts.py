@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from helpers.adapters import write_adapter
@@ -32,11 +34,14 @@ from neuron_runtime.backend.torch.graphs import TorchCompiler
 from neuron_runtime.backend.torch.linear import Scaled, Widened
 from neuron_runtime.backend.torch.mlp import Clamped, Route
 from neuron_runtime.checkpoint import CONFIG_FILE, WEIGHTS_FILE, InvalidModel, read_checkpoint, read_config
-from neuron_runtime.config import AdapterOptions
+from neuron_runtime.config import AdapterOptions, ModelSource
+from neuron_runtime.conversion.converting import convert
 from neuron_runtime.conversion.plan import conversion_of
 from neuron_runtime.core import Request, Sampling
 from neuron_runtime.errors import FatalError, InvalidConfig
-from neuron_runtime.inspection import model_facts
+from neuron_runtime.inspection import inspect_model, model_facts
+from neuron_runtime.record import Converted
+from neuron_runtime.weights.store import Store
 
 FAMILIES = ("gpt-oss", "Llama 4")
 IMAGES = "Llama 4 with images, two experts and plain heads"
@@ -252,10 +257,34 @@ def test_the_highest_outputs_choose_where_all_sigmoids_round_to_one() -> None:
     assert shares.tolist() == [[1, 1], [1, 1]]
 
 
-def test_experts_in_one_tensor_are_not_converted() -> None:
+@pytest.mark.parametrize("name", [*FAMILIES, IMAGES])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_experts_in_one_tensor_are_converted_as_they_are_quantized_while_they_are_read(
+    name: str, kind: Any, tmp_path: Path
+) -> None:
+    folder, sequences = random_model(tmp_path / "model", **MODELS[name]), random_sequences(19, 31)
+    Tokenizer(WordLevel({"w0": 0}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+
+    def converted(uri: str) -> tuple[Converted, str]:
+        store, quiet = Store(tmp_path / "store"), lambda title: lambda amount: None
+        return convert(ModelSource(uri=uri), store, quiet, backend="torch", wanted=kind)
+
+    made, address = converted(folder.as_uri())
+    facts = inspect_model(folder.as_uri(), "torch", quantization=kind)
+    assert facts.conversion is not None
+    assert facts.conversion.digest == made.weights.digest
+    assert 0 < made.figures.layer_error < 0.05
+    read = feed(*load_decoder_and_cache(folder, "blocks", quantization=kind), STEPS, sequences)
+    found = feed(*load_decoder_and_cache(Path(address), "blocks"), STEPS, sequences)
+    for one, other in zip(found, read, strict=True):
+        torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
+    with pytest.raises(InvalidConfig, match="there is nothing to convert"):
+        converted(Path(address).as_uri())
+
+
+def test_experts_in_one_tensor_are_not_converted_for_nxdi() -> None:
     config = _config("Llama 4")
-    assert conversion_of(config, {}, "torch", "int8") is None  # it quantizes while it loads
-    with pytest.raises(FatalError, match="several experts in one tensor, which is not converted: leave quantization"):
+    with pytest.raises(FatalError, match="in one tensor, which is not converted for nxdi: leave quantization out"):
         conversion_of(config, {}, "nxdi", "int8")
     mxfp4 = {"quantization_config": {"quant_method": "mxfp4"}}
     assert conversion_of(_config("gpt-oss") | mxfp4, {}, "nxdi", "auto") is None  # a family of its own

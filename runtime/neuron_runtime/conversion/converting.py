@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
     GRAPHS_CONFIG_FILE,
@@ -206,7 +207,8 @@ def _make(
     checkpoint = read_whole_checkpoint(folder)
     check_tied_head(checkpoint)
     # All that can be refused is refused before anything is written.
-    weights = Weights(checkpoint, tensor_shapes(decoder_config(checkpoint.config)), conversion)
+    model = decoder_config(checkpoint.config)
+    weights = Weights(as_named(checkpoint, model), tensor_shapes(model), conversion)
     shards, files = shards_of(conversion.outputs), work / "files"
     written = write_weights(weights, shards, digest, work=work, report=report, tools=tools)
     with writing(work):

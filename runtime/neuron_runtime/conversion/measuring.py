@@ -19,6 +19,7 @@ from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.choices import stored_dtype
 from neuron_runtime.backend.torch.decoder import Layer
 from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
+from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.checkpoint import Checkpoint
 from neuron_runtime.console import bytes_text
 from neuron_runtime.host import FreeMemory
@@ -57,7 +58,8 @@ def unmeasured(checkpoint: Checkpoint, free: FreeMemory) -> str:
     if checkpoint.num_parameters > MAX_PARAMETERS:
         return f"{checkpoint.num_parameters:,} parameters take too long"
     model = decoder_config(checkpoint.config)
-    needed = memory_of(model, checkpoint.num_parameters, DTYPES[stored_dtype(checkpoint)].itemsize)
+    width = DTYPES[stored_dtype(as_named(checkpoint, model))].itemsize
+    needed = memory_of(model, checkpoint.num_parameters, width)
     if needed > free.available:
         return f"it takes {bytes_text(needed)} of memory, {bytes_text(free.available)} are free"
     return ""
@@ -95,6 +97,7 @@ class OneLayer(Sequence[Layer]):
 def perplexity(checkpoint: Checkpoint, folder: Path) -> float:
     """Of a checked checkpoint, on TEXT. folder: with the tokenizer. Raises Unmeasured, or FatalError without one."""
     model = decoder_config(checkpoint.config)
+    checkpoint = as_named(checkpoint, model)
     length = min(MAX_TOKENS, model.max_position_embeddings)
     ids = [one for one in load_tokenizer(folder).encode(TEXT) if one < model.vocabulary_size][:length]
     if len(ids) < MIN_TOKENS:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.choices import EMBEDDINGS
+from neuron_runtime.backend.torch.naming import named_tensors
 from neuron_runtime.checkpoint import TensorInfo
 from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.engine.backends import package_of
@@ -113,13 +114,11 @@ def conversion_of(
         what = stored.in_words() if stored else f"weights in {to}"
         raise InvalidConfig(field, f"the {backend} backend does not compute {what}: set none, or leave it out")
     model = decoder_config(config)
-    if FAMILIES[model.architecture].stored is not None:
-        if does.quantizes:
-            return None
+    if FAMILIES[model.architecture].stored is not None and not does.quantizes:
         raise FatalError(
             ExitCode.UNSUPPORTED_ARCHITECTURE,
-            f"config.json: {model.architecture} has several experts in one tensor, which is not converted: leave "
-            f"{field.removeprefix('$.')} out",
+            f"config.json: {model.architecture} has several experts in one tensor, which is not converted for "
+            f"{backend}: leave {field.removeprefix('$.')} out",
         )
     if to != "none" and model.experts is not None and not does.experts:
         raise FatalError(
@@ -127,7 +126,7 @@ def conversion_of(
             f"config.json: {model.architecture} has experts, and the {backend} backend does not compute quantized "
             f"ones ({to}): set {field.removeprefix('$.')} none, or serve a checkpoint that is not quantized",
         )
-    shapes = tensor_shapes(model)
+    shapes, tensors = tensor_shapes(model), named_tensors(tensors, model)
     given = frozenset(name for name in shapes if stored is None or not is_quantized(name, tensors, stored))
     quantized = frozenset(
         name

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from neuron_runtime.backend.torch.dequantizing import NUMBERS, Quantized, dequantize, numbers_of
 from neuron_runtime.backend.torch.quantizing import STORED, quantize
+from neuron_runtime.backend.torch.weights import slice_of
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, check_tensors
 from neuron_runtime.conversion.plan import Conversion, is_quantized
 from neuron_runtime.dtypes import BY_STORED
@@ -68,8 +69,11 @@ class Weights:
         return sum(self._checkpoint.tensors[one].num_bytes for one in names)
 
     def copy(self, name: str) -> Iterator[memoryview]:
-        """The bytes of a tensor that is copied, through one buffer."""
+        """The bytes of a tensor that is copied, through one buffer, or of a part of one."""
         info, buffer = self._checkpoint.tensors[name], memoryview(bytearray(BUFFER_BYTES))
+        if info.slice is not None:
+            yield self._slice(name).contiguous().view(torch.uint8).numpy().data.cast("B")
+            return
         left = info.num_bytes
         with (self._checkpoint.folder / info.file).open("rb", buffering=0) as file:
             file.seek(info.begin)
@@ -131,6 +135,8 @@ class Weights:
 
     def _slice(self, name: str) -> Any:
         info = self._checkpoint.tensors[name]
+        if info.slice is not None:
+            return slice_of(self._files[info.file].get_tensor(info.name), info)  # type: ignore[no-untyped-call]
         return self._files[info.file].get_slice(info.name)  # type: ignore[no-untyped-call]
 
     def _is_quantized(self, name: str) -> bool:

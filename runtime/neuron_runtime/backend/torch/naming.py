@@ -6,7 +6,7 @@ Called before tensors are checked and read. Most families need nothing of it: th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from neuron_runtime.backend.torch.architecture import FAMILIES, DecoderConfig, ExpertsConfig, Stack, Stored
@@ -15,14 +15,21 @@ from neuron_runtime.checkpoint import Checkpoint, Slice, TensorInfo
 
 def as_named(checkpoint: Checkpoint, model: DecoderConfig) -> Checkpoint:
     """The same checkpoint. model: its shape. What does not fit it keeps its name, so that `check_tensors` names it."""
+    return replace(checkpoint, tensors=named_tensors(checkpoint.tensors, model))
+
+
+def named_tensors(tensors: Mapping[str, TensorInfo], model: DecoderConfig) -> Mapping[str, TensorInfo]:
+    """Those of a checkpoint."""
     stored = FAMILIES[model.architecture].stored
     if stored is None or model.experts is None:
-        return checkpoint
-    return replace(checkpoint, tensors=dict(_named(checkpoint, stored, model.experts)))
+        return tensors
+    return dict(_named(tensors, stored, model.experts))
 
 
-def _named(checkpoint: Checkpoint, stored: Stored, experts: ExpertsConfig) -> Iterator[tuple[str, TensorInfo]]:
-    for stored_name, info in checkpoint.tensors.items():
+def _named(
+    tensors: Mapping[str, TensorInfo], stored: Stored, experts: ExpertsConfig
+) -> Iterator[tuple[str, TensorInfo]]:
+    for stored_name, info in tensors.items():
         if stored_name.startswith(stored.unread):
             continue
         name = stored_name

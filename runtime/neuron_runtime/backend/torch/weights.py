@@ -168,7 +168,7 @@ class WeightReader:
     def _whole(self, name: str) -> torch.Tensor:
         info = self._checkpoint.tensors[name]
         whole = self._files[info.file].get_tensor(info.name)  # type: ignore[no-untyped-call]
-        return _slice(whole, info)
+        return slice_of(whole, info)
 
     def _slice(self, name: str) -> Any:
         """Of which parts can be read."""
@@ -187,7 +187,7 @@ def _aligned(size: int) -> int:
     return -(-size // 64) * 64
 
 
-def _slice(whole: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+def slice_of(whole: torch.Tensor, info: TensorInfo) -> torch.Tensor:
     """A tensor of one in the file, as a view. See `checkpoint.Slice`."""
     if info.slice is None:
         return whole
