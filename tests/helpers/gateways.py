@@ -73,6 +73,7 @@ class Replica:
     address: str = ""
     server: asyncio.Server | None = None
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    readers: list[asyncio.StreamReader] = field(default_factory=list)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _port: int = 0
 
@@ -96,6 +97,7 @@ class Replica:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         self.writers.add(writer)
+        self.readers.append(reader)
         task = asyncio.current_task()
         assert task is not None
         self.tasks.add(task)

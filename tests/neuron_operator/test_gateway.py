@@ -216,7 +216,8 @@ async def test_a_client_that_leaves_ends_its_request_at_the_replica(behave: Beha
         if status == 200:
             await client.head()
         await client.aclose()
-        await until(lambda: not gateway.gateway.exchanges)
+        await until(lambda: all(reader.at_eof() for reader in chat.readers))
+        assert not gateway.gateway.exchanges
         assert gateway.metric("gateway_in_flight", model="default/chat", replica=chat.address) == 0
         assert [(line["error"], line["status"]) for line in gateway.log] == [("client_left", status)]
 
@@ -573,10 +574,11 @@ async def test_a_name_that_two_namespaces_have_must_be_written_with_its_namespac
         got = await gateway.post(PATH, CHAT)
         assert (got.status, got.json["error"]["code"]) == (404, "ambiguous_model")
         assert "a/chat, b/chat" in got.json["error"]["message"]
-        for name, replica in (("a/chat", one), ("b/chat", two)):
-            body = {"temperature": 0.10, **CHAT, "model": name}
+        for name, replica in ((b"a/chat", one), (b"b/chat", two)):
+            body = b'{"metadata": {"model": "%b"}, "temperature": 0.10,  "model" : "%b", "n": 1 }' % (name, name)
             assert (await gateway.post(PATH, body)).status == 200
-            assert replica.asked[0].json == {**body, "model": "chat"}  # as the server knows it
+            assert replica.asked[0].body == body.replace(b' : "%b"' % name, b' : "chat"')  # as the server knows it
+            assert (await gateway.post(PATH, b'{"mod\\u0065l": "%b"}' % name)).status == 400
         assert {one["id"] for one in (await gateway.get("/v1/models")).json["data"]} == {"a/chat", "b/chat"}
         assert (await gateway.get("/v1/models/a%2Fchat")).json["namespace"] == "a"
         gateway.gateway.drop(("b", "chat"))

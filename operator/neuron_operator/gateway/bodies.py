@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 
 import msgspec
 
@@ -17,6 +18,9 @@ from neuron_operator.gateway.errors import invalid
 
 TAIL_BYTES = 16_384
 """The usage stands at the end of an answer, whether it is streamed or not."""
+MAX_MESSAGES_BYTES = 2 * 2**20
+"""Of a longer list only the beginning counts: small messages take several times their size in memory."""
+MAX_PLACES = 16
 BYTES_PER_TOKEN = 4
 """An estimate, for answers without usage."""
 
@@ -37,9 +41,13 @@ class _Message(msgspec.Struct):
     content: Raw = Raw()
 
 
+class _Named(msgspec.Struct):
+    model: Raw
+
+
 _body = msgspec.json.Decoder(_Body)
 _messages = msgspec.json.Decoder(list[_Message])
-_fields = msgspec.json.Decoder(dict[str, Raw])
+_named = msgspec.json.Decoder(_Named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ def _beginnings(body: _Body) -> Iterable[memoryview]:
             yield view
     for raw in (body.messages, body.input):
         view = memoryview(raw)
-        if view and view[0] == ord("["):
+        if view and view[0] == ord("[") and len(view) <= MAX_MESSAGES_BYTES:
             try:
                 messages = _messages.decode(raw)
             except msgspec.ValidationError:  # a list of texts or of tokens; or wrong, which the server says
@@ -98,9 +106,15 @@ def _beginnings(body: _Body) -> Iterable[memoryview]:
 
 
 def with_model(raw: bytes, name: str) -> bytes:
-    """The body with another model, for clients that write `namespace/name`: the server knows the name alone."""
-    fields = _fields.decode(raw.removeprefix(codecs.BOM_UTF8))
-    return msgspec.json.encode({**fields, "model": Raw(msgspec.json.encode(name))})
+    """The body with another model, for clients that write `namespace/name`: the server knows the name alone. Everything
+    else stays as it is. Raises Refusal."""
+    given, wanted = bytes(_named.decode(raw.removeprefix(codecs.BOM_UTF8)).model), msgspec.json.encode(name)
+    places = re.finditer(rb'"model"\s*:\s*(' + re.escape(given) + rb")", raw)
+    for place in islice(places, MAX_PLACES):  # other objects in the body may say the same
+        made = raw[: place.start(1)] + wanted + raw[place.end(1) :]
+        if bytes(_named.decode(made.removeprefix(codecs.BOM_UTF8)).model) == wanted:
+            return made
+    raise invalid("`model` with a namespace must be written without escapes, and once", param="model")
 
 
 @dataclass(frozen=True, slots=True)
