@@ -188,6 +188,12 @@ def model_facts(
     """
     _architectures(checkpoint)
     config, conversion = checkpoint.config, None
+    if backend in PACKAGES and package_of(backend).TASKS == ("generate",) and computes_only_vectors(config):
+        name = vector_models.architecture_of(config)
+        task = "rerank" if vector_model(config).head else "embed"
+        message = f"{name} generates no text, and the {backend} backend computes nothing else"
+        cure = f"set the task {task} (serving.task, --task) and the backend torch"
+        raise FatalError(ExitCode.UNSUPPORTED_ARCHITECTURE, f"{message}: {cure}")
     if quantization != "auto" and backend not in PACKAGES:
         raise InvalidConfig("--quantization", f"needs --backend: one of {', '.join(PACKAGES)}")
     if backend in PACKAGES and not checkpoint.is_sharded and not is_private(application_class):

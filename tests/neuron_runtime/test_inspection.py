@@ -28,6 +28,8 @@ from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_mode
 from neuron_runtime.record import ModelFacts
 from neuron_runtime.weights.fetching import materialize
 
+EMBEDDING_MODEL = Path(__file__).parents[2] / "examples" / "embedding-model"
+
 
 @pytest.fixture
 def shelf(tmp_path: Path) -> Shelf:
@@ -309,6 +311,16 @@ def test_inspect_for_transformers_neuronx_checks_model_and_devices_as_serve_does
     (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
     with pytest.raises(FatalError, match="does not compute attention_bias True"):
         inspect_model(f"file://{folder}", "transformers-neuronx")
+
+
+def test_a_backend_that_generates_names_the_one_that_computes_vectors() -> None:
+    for backend in ("nxdi", "optimum", "simulated", "transformers-neuronx"):
+        with pytest.raises(
+            FatalError, match=f"BertModel .* {backend} backend .* task embed .* backend torch"
+        ) as refused:
+            inspect_model(f"file://{EMBEDDING_MODEL}", backend)
+        assert refused.value.exit_code == ExitCode.UNSUPPORTED_ARCHITECTURE
+    assert inspect_model(f"file://{EMBEDDING_MODEL}", "torch").task == "embed"
 
 
 @pytest.mark.parametrize(

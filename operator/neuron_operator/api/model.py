@@ -306,7 +306,7 @@ class Serving(SpecPart, frozen=True):
         Literal["Generate", "Embed", "Rerank"],
         "What the model answers. `Generate`: text. `Embed`: a [vector](vectors.md) for each text. `Rerank`: how well "
         "texts answer a question.",
-        ConfigKey("task", {"Generate": None, "Embed": "embed", "Rerank": "rerank"}, compiled=True),
+        ConfigKey("task", {"Generate": None, "Embed": "embed", "Rerank": "rerank"}),
         Supported(f"set engine.backend: {engines.honouring('serving.task')}, or leave it out to generate text"),
     ] = "Generate"
     max_model_length: Annotated[

@@ -343,7 +343,7 @@ class Reason(StrEnum):
         "UnsupportedArchitecture",
         "This version does not support the model's architecture or a feature of it; the message lists what is "
         "supported",
-        "Choose another model or a newer version",
+        "Choose another model or a newer version, or set the `serving.task` that the message names",
         conditions=("ModelResolved",),
         exit_codes=(12,),
         final=True,
