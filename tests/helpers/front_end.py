@@ -12,20 +12,22 @@ import itertools
 import os
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import zmq
+from msgspec.structs import replace
 
 from helpers.chat_model import write_chat_model
 from helpers.engine_driver import OfTheDevice
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.adapters.peft import check_digest
 from neuron_runtime.config import CONFIG_VERSION, AdapterOptions, ModelSource, RuntimeConfig, ServerOptions, TextOptions
-from neuron_runtime.core import BackendLimits, StepOutput
+from neuron_runtime.core import BackendLimits, StepOutput, Task
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.loop import Engine
@@ -70,7 +72,21 @@ class PacedBackend(StrictBackend):
         if self.failure is not None:
             raise self.failure
         self.num_collected += 1
-        return super().collect(step)
+        batch = self._in_flight[0].batch
+        output = super().collect(step)
+        if not self.limits.vector_size:
+            return output
+        texts = {added.slot: added.token_ids for added in batch.added}
+        vectors = tuple(vector_of(texts[slot], self.limits.vector_size) for slot in batch.rows.slot)
+        return replace(output, token_ids=((),) * len(vectors), vectors=vectors)
+
+
+def vector_of(token_ids: Sequence[int], size: int) -> bytes:
+    """How often each remainder is among the ids of a text."""
+    counts = [0.0] * size
+    for token_id in token_ids:
+        counts[token_id % size] += 1.0
+    return array("f", counts).tobytes()
 
 
 class EngineThread:
@@ -230,12 +246,14 @@ async def serving(
     settings: LocalSettings = HERE,
     adapters: AdapterSettings = ONLY_NAMED,
     stall_seconds: int = 60,
+    task: Task = "generate",
 ) -> AsyncIterator[Serving]:
     """A server on a free port, ready by default; everything is closed afterwards."""
     config = RuntimeConfig(
         version=CONFIG_VERSION,
         model=ModelSource(uri=model_dir.as_uri()),
         served_names=(MODEL, "alias"),
+        task=task,
         server=options or ServerOptions(access_log=False),
         text=text or TextOptions(),
         adapters=AdapterOptions(max_active=limits.max_adapters, max_rank=limits.max_adapter_rank or 16),

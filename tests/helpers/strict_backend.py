@@ -333,10 +333,11 @@ class StrictBackend:
             f"slot layout: slot {number} has blocks {added.blocks} instead of its own line",
         )
         length = len(added.token_ids)
+        # A token that follows must fit too, but none follows where vectors are computed.
+        longest = limits.max_model_length - (not limits.vector_size)
         self._demand(
-            limits.min_prefill_tokens <= length < limits.max_model_length,
-            f"slot {number} is added with {length} tokens, allowed are {limits.min_prefill_tokens} to "
-            f"{limits.max_model_length - 1}",
+            limits.min_prefill_tokens <= length <= longest,
+            f"slot {number} is added with {length} tokens, allowed are {limits.min_prefill_tokens} to {longest}",
         )
         self._demand(
             0 <= added.adapter < len(self._places) and (not added.adapter or self._places[added.adapter] != ""),
