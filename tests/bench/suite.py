@@ -93,6 +93,7 @@ class Effort:
     http_streams: tuple[int, ...] = HTTP_STREAMS
     output_len: int = OUTPUT_LEN
     fetch_bytes: int = 2 * 10**9
+    num_texts: int = 512
 
 
 QUICK = Effort(
@@ -106,6 +107,7 @@ QUICK = Effort(
     http_streams=(8,),
     output_len=32,
     fetch_bytes=10**8,
+    num_texts=64,
 )
 
 
@@ -416,6 +418,13 @@ def adapters_section(effort: Effort) -> Found:
     return Found(f"adapters of rank {ADAPTER_RANK}, uncompiled decode steps on one thread, {MODEL}", rows, data)
 
 
+def vectors_section(effort: Effort) -> Found:
+    from bench import vectors
+
+    row = vectors.measure(effort.num_texts, effort.num_iters * effort.num_turns)
+    return Found("vectors, a small encoder in float32", (row,), {})
+
+
 def drafts_section(effort: Effort) -> Found:
     """Decoding with drafts, of n-grams and of a draft model, compared with decoding without."""
     from bench import drafts
@@ -691,6 +700,7 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "nxdi": nxdi_section,
     "front-end": front_end_section,
     "gateway": gateway_section,
+    "vectors": vectors_section,
     "engine": engine_section,
     "compiled": compiled_section,
     "quantized": quantized_section,

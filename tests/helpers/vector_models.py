@@ -76,10 +76,12 @@ def vector_model(
         for at, kind in enumerate(kinds)
     ]
     write(folder / "modules.json", modules)
-    modes = [pooling] if isinstance(pooling, str) else pooling
-    write(folder / "1_Pooling/config.json", {"word_embedding_dimension": 32, **{OLDER[mode]: True for mode in modes}})
+    modes, hidden = [pooling] if isinstance(pooling, str) else pooling, config.hidden_size
+    write(
+        folder / "1_Pooling/config.json", {"word_embedding_dimension": hidden, **{OLDER[mode]: True for mode in modes}}
+    )
     if dense:
-        inputs = 32 * len(modes)
+        inputs = hidden * len(modes)
         shape = {"in_features": inputs, "out_features": dense, "bias": True}
         write(folder / "2_Dense/config.json", {**shape, "activation_function": "torch.nn.modules.activation.Tanh"})
         weights = {"linear.weight": torch.randn(dense, inputs), "linear.bias": torch.randn(dense)}

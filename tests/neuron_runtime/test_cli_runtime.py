@@ -17,7 +17,7 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime import arguments
-from neuron_runtime.arguments import BY_ARGUMENT, on_this_machine
+from neuron_runtime.arguments import BY_ARGUMENT, config_of, on_this_machine
 from neuron_runtime.commands.command_line import build_parser, main
 from neuron_runtime.commands.serve import configuration
 from neuron_runtime.config import Accelerator, Buckets, RuntimeConfig, parse_config
@@ -641,3 +641,32 @@ def test_a_signal_to_stop_is_obeyed_while_the_program_is_still_importing_its_mod
         """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "task"),
+    [
+        ({"task": "score"}, "rerank"),
+        ({"runner": "pooling"}, "embed"),
+        ({"runner": "pooling", "convert": "classify"}, "rerank"),
+        ({"convert": "embed", "task": "embed"}, "embed"),
+        ({"runner": "auto", "convert": "auto"}, "generate"),
+    ],
+)
+def test_vllm_s_words_say_the_task(given: dict[str, str], task: str, tmp_path: Path) -> None:
+    assert config_of("file:///m", on_this_machine(given, dev=tmp_path)).task == task
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"runner": "draft"}, "--runner: must be auto, generate or pooling, got 'draft'"),
+        ({"runner": "generate", "convert": "embed"}, "--convert: needs another --runner than generate: pooling"),
+        ({"runner": "pooling", "task": "rerank"}, "--task: 'rerank' is not what --runner say: 'embed'"),
+    ],
+)
+def test_words_for_tasks_that_contradict_one_another_are_refused(
+    given: dict[str, str], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidConfig, match=complaint):
+        on_this_machine(given, dev=tmp_path)
