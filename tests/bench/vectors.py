@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,12 @@ from bench.report import Meter, Row, at_least
 from helpers.vector_models import vector_model
 from neuron_runtime import LLM
 
-SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "intermediate_size": 1536,
+}
 TARGET = 0.9
 BATCH = 32
 """Texts that sentence-transformers computes together, by default."""

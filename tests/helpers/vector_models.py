@@ -39,7 +39,8 @@ def tokenizer(folder: Path, *, ends_alone: bool, types: bool) -> int:
     )
     names: dict[str, Any] = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
     names["model_input_names"] = ["input_ids", *(["token_type_ids"] if types else []), "attention_mask"]
-    PreTrainedTokenizerFast(tokenizer_object=fast, model_max_length=64, **names).save_pretrained(folder)
+    whole: Any = PreTrainedTokenizerFast
+    whole(tokenizer_object=fast, model_max_length=64, **names).save_pretrained(folder)
     return len(words)
 
 
@@ -61,10 +62,11 @@ def vector_model(
     config = AutoConfig.for_model(family, vocab_size=size, **{"pad_token_id": 0, **FAMILIES[family], **more})
     if labels:
         config.num_labels = labels
-        model = AutoModelForSequenceClassification.from_config(config)
-        model.save_pretrained(folder)
+        scoring: Any = AutoModelForSequenceClassification
+        scoring.from_config(config).save_pretrained(folder)
         return folder
-    AutoModel.from_config(config).save_pretrained(folder)
+    bare: Any = AutoModel
+    bare.from_config(config).save_pretrained(folder)
     kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), *(["Normalize"] if normalises else [])]
     modules = [
         {

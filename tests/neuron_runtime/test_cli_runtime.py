@@ -17,7 +17,7 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime import arguments
-from neuron_runtime.arguments import BY_ARGUMENT, config_of, on_this_machine
+from neuron_runtime.arguments import BY_ARGUMENT, on_this_machine
 from neuron_runtime.commands.command_line import build_parser, main
 from neuron_runtime.commands.serve import configuration
 from neuron_runtime.config import Accelerator, Buckets, RuntimeConfig, parse_config
@@ -654,7 +654,7 @@ def test_a_signal_to_stop_is_obeyed_while_the_program_is_still_importing_its_mod
     ],
 )
 def test_vllm_s_words_say_the_task(given: dict[str, str], task: str, tmp_path: Path) -> None:
-    assert config_of("file:///m", on_this_machine(given, dev=tmp_path)).task == task
+    assert arguments.config_of("file:///m", on_this_machine(given, dev=tmp_path)).task == task
 
 
 @pytest.mark.parametrize(
