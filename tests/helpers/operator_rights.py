@@ -19,11 +19,12 @@ CHART_RIGHTS = Path(__file__).parents[2] / "charts" / "neuron-serving" / "templa
 
 def _rules(*, by_claim: bool = False) -> list[list[dict[str, Any]]]:
     """Rules of the chart's roles, rendered for an operator of all namespaces, which makes groups of Kubernetes' own
-    objects: of its ClusterRole, and of the Lease's Role.
+    objects, and no pools for gateways: of its ClusterRole, and of the Lease's Role.
 
     by_claim: with nodes that give devices by claims.
     """
     text = CHART_RIGHTS.read_text()
+    text = re.sub(r"\{\{- if \$.Values.gateway.inferencePools.*?\{\{- end \}\}", "", text, flags=re.DOTALL)
     if not by_claim:
         text = re.sub(r"\{\{- if has \$.Values.devices.mode.*?\{\{- end \}\}", "", text, flags=re.DOTALL)
     text = re.sub(r"\{\{- if eq \(include \"neuron-serving.groupController.*?\{\{- end \}\}", "", text, flags=re.DOTALL)

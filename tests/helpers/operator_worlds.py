@@ -19,7 +19,16 @@ from neuron_operator.api.reasons import TROUBLESHOOTING
 from neuron_operator.decide.course import decide
 from neuron_operator.decide.steps import STEPS, Step
 from neuron_operator.read.objects import is_shared, owners_of
-from neuron_operator.read.world import Decision, EngineSettings, JobSettings, Object, Settings, StorageSettings, World
+from neuron_operator.read.world import (
+    Decision,
+    EngineSettings,
+    InferencePools,
+    JobSettings,
+    Object,
+    Settings,
+    StorageSettings,
+    World,
+)
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 SETTINGS = Settings(runtime_image="registry.example/neuron-serving-runtime:1")
@@ -84,6 +93,7 @@ def settings(values: Mapping[str, Any]) -> Settings:
     jobs = JobSettings(**given.pop("jobs", {}))
     storage = msgspec.convert(given.pop("storage", {}), StorageSettings)
     engines = msgspec.convert(given.pop("engines", {}), dict[str, EngineSettings])
+    given["inference_pools"] = msgspec.convert(given.pop("inference_pools", {}), InferencePools)
     return replace(SETTINGS, jobs=jobs, storage=storage, engines=engines, **given)
 
 

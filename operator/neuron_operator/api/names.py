@@ -93,6 +93,10 @@ EFA_RESOURCE = "vpc.amazonaws.com/efa"
 HUGE_PAGES_RESOURCE = "hugepages-2Mi"
 NEURON_TAINT = DEVICE_RESOURCE
 
+# Of the Gateway API Inference Extension.
+POOL_API = "inference.networking.k8s.io/v1"
+POOL_KIND = "InferencePool"
+
 # Dynamic resource allocation: the Neuron driver and that of the network between nodes.
 CLAIM_API = "resource.k8s.io/v1"
 CLAIM_TEMPLATE = "ResourceClaimTemplate"
@@ -226,6 +230,11 @@ def config_name(model: str, document: object, files: Mapping[str, str]) -> str:
 def claim_name(model: str, spec: object) -> str:
     """The template of the claims of a model's pods. It is named by its content, which cannot be changed."""
     return _derived(model, f"-devices-{digest(spec)}")
+
+
+def routed_name(model: str) -> str:
+    """The ConfigMap with the names of a model's adapters, for gateways."""
+    return _derived(model, "-routed")
 
 
 def adapters_name(model: str) -> str:

@@ -118,11 +118,14 @@ RESOURCE_CLAIMS = Resource(names.CLAIM_API, "ResourceClaim", "resourceclaims")
 RESOURCE_SLICES = Resource(names.CLAIM_API, "ResourceSlice", "resourceslices", namespaced=False)
 """What drivers offer on each node."""
 ENDPOINT_SLICES = Resource("discovery.k8s.io/v1", "EndpointSlice", "endpointslices")
+INFERENCE_POOLS = Resource(names.POOL_API, names.POOL_KIND, "inferencepools")
+"""A child where gateways of others are to pick replicas."""
 SECRETS = Resource("v1", "Secret", "secrets")
 """Created with a group, and as a trial; never read: the operator has no right to."""
+_OPTIONAL = (LEADER_WORKER_SETS, CLAIM_TEMPLATES, INFERENCE_POOLS)
 _BY_KIND = {
     (resource.api_version, resource.kind): resource
-    for resource in (*CHILDREN, LEADER_WORKER_SETS, CLAIM_TEMPLATES, NEURON_MODELS, NEURON_ADAPTERS, PODS, SECRETS)
+    for resource in (*CHILDREN, *_OPTIONAL, NEURON_MODELS, NEURON_ADAPTERS, PODS, SECRETS)
 }
 
 

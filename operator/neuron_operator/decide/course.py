@@ -33,6 +33,7 @@ from neuron_operator.render import serving
 from neuron_operator.render.adapters import adapter_list
 from neuron_operator.render.claims import claim_template
 from neuron_operator.render.cleaning import cleaners
+from neuron_operator.render.gateways import adapter_names, inference_pool
 from neuron_operator.render.groups import group_owner, rest_of
 from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.serving import Pace
@@ -242,6 +243,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         serving.network_policy(model, settings),
         *_claims(model, settings, observed, (pinned, served)),
         *_adapter_list(model, world, kept_revisions),
+        *_for_gateways(model, world, settings),
         *(
             _workload(model, observed, settings, allowed=allowed, pace=pace, grouped=grouped)
             if allowed and pace and is_told
@@ -276,7 +278,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *(grouped.end if grouped else ()),
         *(pod.live for pod in observed.live if not pod.group and awaited(pod, observed) in observed.existing),
         *(pod.live for pod in breaker.surplus(observed, attempted) if not pod.group),
-        *(_unneeded(model, observed, kept_revisions) if done.is_complete and not world.refusals else ()),
+        *(_unneeded(model, observed, kept_revisions, desired) if done.is_complete and not world.refusals else ()),
     )
     return Course(
         findings=(ACCEPTED, *explain_refusals(world.refusals), *done.findings, *denied),
@@ -493,7 +495,17 @@ def _adapter_list(model: NeuronModel, world: World, kept: Iterable[Revision]) ->
     return (adapter_list(model, world.adapters),) if is_needed else ()
 
 
-def _unneeded(model: NeuronModel, observed: Observed, kept: Sequence[Revision]) -> Iterator[Object]:
+def _for_gateways(model: NeuronModel, world: World, settings: Settings) -> tuple[Object, ...]:
+    """What gateways of others read, if there are any; the names of adapters where the model serves some."""
+    if not settings.inference_pools.enabled:
+        return ()
+    routed = (adapter_names(model, world.adapters),) if model.spec.serves_adapters else ()
+    return inference_pool(model, settings.inference_pools), *routed
+
+
+def _unneeded(
+    model: NeuronModel, observed: Observed, kept: Sequence[Revision], desired: Iterable[Object]
+) -> Iterator[Object]:
     """Our revisions that nothing needs any more, with their ConfigMaps and templates of claims."""
     needed = {
         "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
@@ -504,6 +516,7 @@ def _unneeded(model: NeuronModel, observed: Observed, kept: Sequence[Revision]) 
     }
     if any("adapters" in known.pinned.config for known in kept):
         needed["ConfigMap"].add(names.adapters_name(model.name))
+    needed["ConfigMap"] |= {name_of(one) for one in desired if one["kind"] == "ConfigMap"}
     for child in observed.children:
         name = name_of(child)
         if is_owned(child, observed.model.uid) and name not in needed.get(kind_of(child), {name}):

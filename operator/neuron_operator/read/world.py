@@ -354,6 +354,15 @@ class GroupSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     """Nodes of a replica whose manifest does not say how many: more only where the model does not fit on fewer."""
 
 
+class InferencePools(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Chart values `gateway.inferencePools.*`: for gateways of others that pick the replica of each request."""
+
+    enabled: bool = False
+    picker: Annotated[str, Meta(max_length=63, pattern=r"^([-a-z0-9]|NAME)*$")] = ""
+    """Service of a model's endpoint picker, with NAME for the model's name; empty: the gateway needs none."""
+    picker_port: Annotated[int, Meta(ge=1, le=65_535)] = 9002
+
+
 class EngineSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Chart values `engines.*`: the image of one engine."""
 
@@ -387,6 +396,7 @@ class Settings:
     runtime_upgrade: RuntimeUpgrade = "OnEdit"
     """Whether running models move to another `runtime_image` by themselves, or with their next edit."""
     groups: GroupSettings = field(default_factory=GroupSettings)
+    inference_pools: InferencePools = field(default_factory=InferencePools)
     device_mode: DeviceMode = "Plugin"
     device_families: Mapping[str, str] = field(default_factory=dict)
     """Families of devices by instance type, for types whose name does not tell."""

@@ -15,6 +15,7 @@ from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.schema import DEFINITIONS, schema_of
 from neuron_operator.cluster.client import (
     CLAIM_TEMPLATES,
+    INFERENCE_POOLS,
     LEADER_WORKER_SETS,
     NEURON_ADAPTERS,
     NEURON_MODELS,
@@ -44,6 +45,8 @@ INSTALL = {
     "neuron-serving",
     LEADER_WORKER_SETS: "install LeaderWorkerSet, or set the chart value groups.controller to StatefulSet",
     CLAIM_TEMPLATES: "claims need Kubernetes 1.34: update it, or set the chart value devices.mode to Plugin",
+    INFERENCE_POOLS: "install the CRDs of the Gateway API Inference Extension, or set the chart value "
+    "gateway.inferencePools.enabled to false",
 }
 """What the operator cannot run without, if it is used, and the cure."""
 
@@ -53,6 +56,7 @@ def optional_children(settings: Settings) -> tuple[Resource, ...]:
     used = {
         LEADER_WORKER_SETS: settings.groups.controller == names.LEADER_WORKER_SET,
         CLAIM_TEMPLATES: settings.claims_devices,
+        INFERENCE_POOLS: settings.inference_pools.enabled,
     }
     return tuple(resource for resource, is_used in used.items() if is_used)
 

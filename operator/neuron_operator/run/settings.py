@@ -27,6 +27,7 @@ from neuron_operator.read.world import (
     CaBundle,
     EngineSettings,
     GroupSettings,
+    InferencePools,
     JobSettings,
     Object,
     Provisionable,
@@ -187,6 +188,12 @@ SETTINGS = (
         GroupSettings,
         "replicas on several nodes: restartSeconds, maxRestarts, placeSeconds, topologyKey, hostNetwork, "
         'controller, maxNodes, e.g. {"restartSeconds": 60, "maxRestarts": 5}',
+    ),
+    _json(
+        "inference_pools",
+        InferencePools,
+        "an InferencePool for each model, for gateways with an endpoint picker: enabled, picker, pickerPort, e.g. "
+        '{"enabled": true, "picker": "NAME-epp"}',
     ),
     _Setting(
         "device_mode",
