@@ -120,6 +120,7 @@ GATEWAY = {
     "replicas": 3,
     "namespaces": ["team-a"],
     "keysSecret": "gateway-keys",
+    "inferencePools": {"enabled": True, "picker": "NAME-epp", "pickerPort": 9003},
     "ingressFrom": [{"namespaceSelector": {"matchLabels": {"team": "b"}}}],
     "service": {"type": "LoadBalancer", "port": 8000, "annotations": {"example.com/internal": "true"}},
     "hold": {"requests": 10, "bytes": 2048, "seconds": 30, "perReplica": 4, "retryAfterSeconds": 5},
