@@ -328,10 +328,15 @@ def test_with_a_claim_an_adapter_is_compared_again_with_other_weights_of_its_mod
 def test_an_adapter_that_does_not_fit_says_why(code: int, reason: str) -> None:
     start, decision = settled(world())
     pod = job_pod(find(decision.desired, "Job"), ended(code, failure_record(code, reason, "rank 64 exceeds 32")))
-    _, decision = settled(finished(replace(start, pods=(pod,)), "Failed"))
+    after, decision = settled(finished(replace(start, pods=(pod,)), "Failed"))
     assert reason_of(decision, "Resolved") == ("False", reason)
     assert "rank 64 exceeds 32" in said(condition(decision.status, "Ready"))
     assert reason_of(decision, "Stalled") == ("True", reason)
+    # While it waits for its turn to be tried again, too.
+    decision = decide_adapter(replace(after, pods=(), shared=(), children=(), has_turn=False), SETTINGS)
+    assert decision.job == "Waiting"
+    assert reason_of(decision, "Resolved") == ("False", reason)
+    assert "rank 64 exceeds 32" in said(condition(decision.status, "Ready"))
 
 
 def test_an_adapter_is_tried_again_once_for_each_value_of_the_annotation() -> None:

@@ -36,6 +36,7 @@ from neuron_operator.render.jobs import fetch_adapter_job, resolve_adapter_job
 from neuron_operator.render.pods import runtime_image
 from neuron_operator.render.storage import adapters_claim, check_adapter, source, weights_place, words
 from neuron_operator.why import status
+from neuron_operator.why.jobs import AGAIN
 from neuron_operator.why.pods import UNEXPLAINED_POD_SECONDS, UNEXPLAINED_SECONDS
 from neuron_operator.why.refusals import explain_refusals
 
@@ -268,12 +269,14 @@ def _steps(subject: _Subject, is_lost: Callable[[KeeperView], bool]) -> tuple[St
 
 
 def _paced(done: Walk, world: World) -> Walk:
-    """Without the Job that it would start, unless it is its turn."""
+    """It waits, unless it is its turn. How its last Job ended is said on."""
     if world.has_turn or not _starts(done, world):
+        return done
+    *before, last = done.findings
+    if AGAIN in last.message:
         return done
     most = MAX_ADAPTER_JOBS
     turn = f"waiting for its turn, the oldest first: {most.of_model} adapters of a model have a Job at a time"
-    *before, last = done.findings
     finding = replace(last, message=f"{turn}, {most.of_namespace} of a namespace")
     return replace(done, findings=(*before, finding))
 
