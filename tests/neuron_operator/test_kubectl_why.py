@@ -309,3 +309,17 @@ def test_a_model_names_its_adapters_that_are_not_ready() -> None:
     assert "\n  and 5 more\n" in text
     spec = {**world.body["spec"], "serving": {"adapters": {"maxActive": 1}}}
     assert "adapters  cannot be read" in why.report({**world.body, "spec": spec}, observed, (), "", adapters=None)
+
+
+def test_a_model_says_what_is_known_of_zero_and_back() -> None:
+    world, _ = resolved_world()
+    body = {**world.body, "spec": {**world.body["spec"], "idle": {"afterSeconds": 900}}}
+    scaling = {"loadSeconds": 85, "activeAt": "2026-03-01T11:00:00Z", "wakingSince": "2026-03-01T11:59:00Z"}
+    body = {**body, "status": {**body["status"], "scaling": scaling}}
+    text = why.report(body, observe(replace(world, body=body)), (), "")
+    expected = (
+        "zero      wakes since 2026-03-01T11:59:00Z; the last replica took 85 s to load; scaled to 0 after 900 s "
+        "without requests; no request that the operator knows of since 2026-03-01T11:00:00Z\n"
+    )
+    assert expected in text
+    assert "zero  " not in why.report(world.body, observe(world), (), "")
