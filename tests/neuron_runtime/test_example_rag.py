@@ -1,5 +1,5 @@
-"""The tour of retrieval, `examples/rag.py`, as people run it: against the demo model and the embedding model. And what
-the embedding model is."""
+"""What retrieval is shown with: the embedding model, the manifests, and how `examples/rag.py` fails. That it finds what
+it should is in test_vector_clients.py, which has servers."""
 
 from __future__ import annotations
 
@@ -14,56 +14,17 @@ from typing import Any
 import pytest
 import yaml
 
-from helpers.serve_command import serve
 from neuron_operator.api.manifest import parse
 from neuron_runtime.inspection import inspect_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "embedding-model"
 TRAINING: dict[str, Any] = json.loads((MODEL / "training.json").read_text(encoding="utf-8"))
-PAGE = """# Rooms
-
-The kitchen is closed on Mondays, because nobody cooks then. On other days it opens at noon and closes at ten.
-
-# Devices
-
-A slot is the cache line of one running sequence. A sequence holds as many blocks as its tokens need.
-
-```
-code that is no paragraph, however long it may be, and that nobody should find in an answer of any kind
-```
-"""
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / "rag.py"), *arguments]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-
-
-@pytest.mark.slow
-def test_the_tour_finds_the_paragraph_that_answers_a_question(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(PAGE, encoding="utf-8")
-    with (
-        serve(str(EXAMPLES / "demo-model"), "--port", "0", "--served-model-name", "demo") as chat,
-        serve(str(MODEL), "--port", "0", "--task", "embed", "--served-model-name", "vectors") as embed,
-    ):
-        urls = ("--base-url", f"{chat.until_ready()}/v1", "--embed-url", f"{embed.until_ready()}/v1")
-        ended = run(
-            *urls, "--count", "1", "--pages", str(page), "--", "What is a slot?", "When does the kitchen close?"
-        )
-        assert ended.returncode == 0, ended.stderr
-        lines = ended.stdout.splitlines()
-        assert lines[0] == "2 paragraphs of 1 pages, 128 numbers each"
-        slot, kitchen = (
-            lines[lines.index(f"> {one}") + 1] for one in ("What is a slot?", "When does the kitchen close?")
-        )
-        assert "page.md  Devices: A slot is the cache line" in slot
-        assert "page.md  Rooms: The kitchen is closed" in kitchen
-        assert "A slot is the cache line of one running sequence." in lines
-        wrong = run(urls[0], urls[1], "--embed-url", urls[1], "--pages", str(page))
-        assert (wrong.returncode, wrong.stdout) == (1, "")
-        assert "this server's task is `generate`: use /v1/chat/completions" in wrong.stderr
 
 
 def test_the_tour_says_which_server_does_not_answer() -> None:

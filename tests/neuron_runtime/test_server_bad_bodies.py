@@ -18,6 +18,7 @@ from helpers.chat_model import write_chat_model
 from helpers.front_end import LIMITS, serving
 from helpers.serve_command import PATIENCE_SECONDS, serve
 from helpers.tool_templates import HERMES, SEARCH, WEATHER
+from helpers.vector_models import vector_model
 from neuron_runtime.config import TextOptions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -222,16 +223,22 @@ async def test_no_body_makes_the_server_fail(tmp_path: Path, count: int) -> None
         assert (await served.http.post("/v1/chat/completions", json=plain)).status_code == 200
 
 
+LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
+
+
 @pytest.mark.parametrize(
-    "count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])], ids=str
+    ("task", "count"),
+    [("embed", 300), pytest.param("embed", 10_000, marks=LONG), pytest.param("rerank", 10_000, marks=LONG)],
 )
-async def test_no_body_for_vectors_or_scores_makes_the_server_fail(count: int) -> None:
-    with serve(str(MODEL), "--port", "0", "--task", "embed", "--served-model-name", "vectors") as command:
+async def test_no_body_for_vectors_or_scores_makes_the_server_fail(tmp_path: Path, task: str, count: int) -> None:
+    folder = MODEL if task == "embed" else vector_model(tmp_path / "model", labels=1)
+    routes = [path for path in VECTORS if task == "embed" or path != "/v1/embeddings"]
+    with serve(str(folder), "--port", "0", "--task", task) as command:
         async with httpx.AsyncClient(base_url=command.until_ready(), timeout=PATIENCE_SECONDS) as http:
-            plain = {"input": "What is a slot?"}
-            before = (await http.post("/v1/embeddings", json=plain)).json()["data"]
-            found = await send(http, count, seed=count, routes=tuple(VECTORS))
+            plain = {"text_1": "What is a slot?", "text_2": ["a line", "a car"]}
+            before = (await http.post("/score", json=plain)).json()["data"]
+            found = await send(http, count, seed=count, routes=routes)
             print(dict(found))
-            assert sum(found[path, 400] for path in VECTORS) > count // 3
-            assert all(found[path, 200] and found[path, 400] for path in VECTORS)
-            assert (await http.post("/v1/embeddings", json=plain)).json()["data"] == before
+            assert sum(found[path, 400] for path in routes) > count // 3
+            assert all(found[path, 200] and found[path, 400] for path in routes)
+            assert (await http.post("/score", json=plain)).json()["data"] == before

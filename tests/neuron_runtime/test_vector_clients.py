@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,18 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 QUESTION = "How do I serve a model on my laptop?"
 RIGHT = "Run neuron-operator local -f FILE: it serves a manifest on this machine without a cluster."
 WRONG = "A step is one run of the model over a batch."
+PAGE = """# Rooms
+
+The kitchen is closed on Mondays, because nobody cooks then. On other days it opens at noon and closes at ten.
+
+# Devices
+
+A slot is the cache line of one running sequence. A sequence holds as many blocks as its tokens need.
+
+```
+code that is no paragraph, however long it may be, and that nobody should find in an answer of any kind
+```
+"""
 
 pytestmark = [
     pytest.mark.slow,
@@ -100,6 +114,32 @@ def test_scores_are_understood_in_the_forms_of_cohere_jina_and_vllm(score_url: s
     assert [one["document"]["text"] for one in wrapped] == [texts[one["index"]] for one in ranked]
     scored = ask(f"{root}/score", model="scores", text_1=QUESTION, text_2=texts)["data"]
     assert {one["index"]: one["score"] for one in scored} == pytest.approx(scores, abs=1e-6)
+
+
+def test_the_tour_of_retrieval_finds_the_paragraph_that_answers_a_question(embed_url: str, tmp_path: Path) -> None:
+    """`examples/rag.py`, as people run it."""
+    page = tmp_path / "page.md"
+    page.write_text(PAGE, encoding="utf-8")
+    with serve(str(EXAMPLES / "demo-model"), "--port", "0", "--served-model-name", "demo") as chat:
+        urls = ("--base-url", f"{chat.until_ready()}/v1", "--embed-url", embed_url)
+        ended = tour(
+            *urls, "--count", "1", "--pages", str(page), "--", "What is a slot?", "When does the kitchen close?"
+        )
+        assert ended.returncode == 0, ended.stderr
+        lines = ended.stdout.splitlines()
+        assert lines[0] == "2 paragraphs of 1 pages, 128 numbers each"
+        found = {line: lines[at + 1] for at, line in enumerate(lines) if line.startswith("> ")}
+        assert "page.md  Devices: A slot is the cache line" in found["> What is a slot?"]
+        assert "page.md  Rooms: The kitchen is closed" in found["> When does the kitchen close?"]
+        assert "A slot is the cache line of one running sequence." in lines
+        wrong = tour(*urls[:2], "--embed-url", urls[1], "--pages", str(page))
+        assert (wrong.returncode, wrong.stdout) == (1, "")
+        assert "this server's task is `generate`: use /v1/chat/completions" in wrong.stderr
+
+
+def tour(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / "rag.py"), *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
 
 
 def ask(url: str, **body: Any) -> Any:
