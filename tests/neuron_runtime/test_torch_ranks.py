@@ -130,7 +130,6 @@ def some_requests() -> list[Request]:
     ("name", "size"),
     [
         ("Llama 3.1", 2),
-        ("Mistral", 4),
         ("Qwen2.5, tied", 2),
         ("Qwen3 with biases and a window in some layers", 4),
         *(pytest.param(name, size, marks=pytest.mark.long) for name in MODELS for size in (2, 4)),
