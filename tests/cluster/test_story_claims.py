@@ -35,6 +35,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1800, f
 PLUGIN_NODE, CLAIMS_NODE, JOBS_NODE = "n1", "n2", "n3"
 TYPE = "trn1.32xlarge"
 """A type with the driver; the nodes of this cluster are of Inf2, which has none."""
+IS_TRN1 = {"name": "FAKE_NXDI_PLATFORM", "value": "trn1"}
+"""Otherwise the fake runtime of Inf2 would refuse graphs for another family."""
 QUESTION = "What is a NeuronModel?"
 
 
@@ -59,7 +61,8 @@ def story(rig: Rig, namespace: str) -> Iterator[Story]:
 
 
 def test_a_model_is_served_on_devices_that_its_pods_claim_beside_one_on_devices_of_the_plugin(story: Story) -> None:
-    story.apply(_model("claimed", accelerator={"devices": 4}, **_on(TYPE)))
+    trn1 = {"accelerator": {"devices": 4}, "engine": {"env": [IS_TRN1]}, **_on(TYPE)}
+    story.apply(_model("claimed", **trn1))
     story.apply(_model("granted", **_on("inf2.24xlarge")))
     for model in ("claimed", "granted"):
         story.until_ready(1, model)
@@ -73,7 +76,7 @@ def test_a_model_is_served_on_devices_that_its_pods_claim_beside_one_on_devices_
     assert len(story.minors_seen(granted)) == 1
 
     # An edit without spare devices: the two that are left are no set of four.
-    story.apply(_model("claimed", accelerator={"devices": 4}, serving={"maxQueuedRequests": 7}, **_on(TYPE)))
+    story.apply(_model("claimed", serving={"maxQueuedRequests": 7}, **trn1))
     story.until("up to date", lambda: story.condition("claimed", "UpToDate")["status"] == "True")
     story.until_ready(1, "claimed")
     (after,) = story.ready_pods("claimed")
