@@ -212,6 +212,7 @@ CHECKS: dict[str, Check] = {
     "neuron_serving_waiting_tokens": rises(11),
     "neuron_serving_requests_refused_total": by("reason", lambda load: load.expected.refused),
     "neuron_serving_http_responses_total": by("code", lambda load: load.expected.responses),
+    "neuron_serving_idle_seconds": between(lambda load: 0, lambda load: load.seconds),
     "neuron_serving_open_connections": between(lambda load: 1, lambda load: 6),
     "neuron_serving_access_log_lines_lost_total": is_(lambda load: 0),
     "neuron_serving_group_members_present": is_(lambda load: 1),
@@ -263,7 +264,7 @@ def test_all_counters_are_zero_before_the_first_request(load: ScriptedLoad) -> N
     reported = {"vllm:cache_config_info", "vllm:lora_requests_info"}
     reported |= {
         f"neuron_serving_{name}"
-        for name in ("load_seconds", "warm_up_seconds", "group_members_present", "open_connections")
+        for name in ("load_seconds", "warm_up_seconds", "group_members_present", "open_connections", "idle_seconds")
     }
     counted = {name for (name, _), value in first.values.items() if value and not name.startswith("process_")}
     assert counted == reported
