@@ -46,6 +46,7 @@ RIGHTS_FOR_FAULTS = {
     ("coordination.k8s.io", "leases", "get"),
     ("events.k8s.io", "events", "list"),
     ("neuron-serving.dev", "neuronadapters/status", "patch"),
+    ("neuron-serving.dev", "neuronmodels/scale", "patch"),
 }
 """Rights that a story without faults and stored weights, and with few edits, may leave unused;
 tests/cluster/test_operator_api_server.py shows that they are used."""

@@ -110,11 +110,11 @@ def not_removed(name: str = "pop") -> Operator:
     return _calls(name, look_up)
 
 
-def unsliced(name: str) -> Operator:
+def unsliced(name: str, nth: int | None = None) -> Operator:
     """The statement that mentions the name uses the whole sequence instead of a slice."""
 
     def change(tree: ast.AST) -> None:
-        statement = _smallest(_statements(tree), name)
+        statement = _smallest(_statements(tree), name, nth)
         for node in _nodes(statement, ast.Subscript):
             _put(tree, node, node.value)  # type: ignore[attr-defined]
 

@@ -125,7 +125,7 @@ MUTANTS = [
         forced("min_tokens", True),
         "a_stop_token_before_min_tokens_does_not_end_the_answer",
     ),
-    ("sequence:Sequence.accept", unsliced("STOP"), "an_answer_ends_at_the_first_stop_token_among_accepted_drafts"),
+    ("sequence:Sequence.accept", unsliced("STOP", 0), "an_answer_ends_at_the_first_stop_token_among_accepted_drafts"),
     ("pool:Pool._return", appended("heappush"), "slots_are_allocated_lowest_first"),
     (f"{BLOCKS}.find", valued("_min_fed", 0), "at_least_one_token_is_fed_for_a_cached_prompt"),
     (f"{BLOCKS}.__init__", forced("mixes_phases", True), "at_least_one_token_is_fed_for_a_cached_prompt"),

@@ -202,7 +202,7 @@ FAULTS: dict[str, tuple[str, str, Operator]] = {
         left_out("place", nth=1),
     ),
     "drafts stay in a form": ("NGram", "grammars.guides:GrammarGuides.masks", without("retract")),
-    "drafts across a stop": ("Draft", "engine.sequence:Sequence.accept", unsliced("STOP")),
+    "drafts across a stop": ("Draft", "engine.sequence:Sequence.accept", unsliced("STOP", 0)),
 }
 """A method of drafts, and what is changed."""
 
