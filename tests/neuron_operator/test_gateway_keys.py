@@ -85,9 +85,10 @@ async def test_the_file_is_read_again_when_it_changes_and_an_invalid_one_changes
         written(tmp_path, {"name": "al", "key": ALICE, "tokensPerMinute": 6}, bob)
         gateway.gateway.keys.reload(gateway.gateway.now())
         assert [(await post(gateway, key)).status for key in (ALICE, BOB)] == [429, 200]  # what it used stays used
-        Path(file).write_text("- {name: bob, key: }")
-        gateway.gateway.keys.reload(gateway.gateway.now())
-        assert (await post(gateway, BOB)).status == 200
+        for invalid in ("- {name: bob, key: }", "- {name: 2026-99-99}", "- !!int ''", "[" * 5000):
+            Path(file).write_text(invalid)
+            gateway.gateway.keys.reload(gateway.gateway.now())
+            assert (await post(gateway, BOB)).status == 200
         written(tmp_path, bob)
         gateway.gateway.keys.reload(gateway.gateway.now())
         assert [(await post(gateway, key)).status for key in (ALICE, BOB)] == [401, 200]
@@ -97,6 +98,7 @@ async def test_the_file_is_read_again_when_it_changes_and_an_invalid_one_changes
     ("text", "words"),
     [
         ("{", "is not YAML"),
+        ("- {name: 2026-99-99}", "is not YAML"),  # for the parser a date that does not exist
         ("{}", "Expected `array`"),
         ("- {name: a}", "entry 1 must have one of key and keySha256"),
         (f"- {{name: a, key: {ALICE}, keySha256: '{'0' * 64}'}}", "entry 1 must have one of"),

@@ -81,9 +81,11 @@ def parse(raw: bytes, source: str) -> dict[bytes, KeyEntry]:
     if len(raw) > MAX_FILE_BYTES:
         raise InvalidConfig(f"{source} is longer than {MAX_FILE_BYTES} bytes")
     try:
-        entries = msgspec.convert(yaml.safe_load(raw), list[KeyEntry])
-    except yaml.YAMLError:
+        document = yaml.safe_load(raw)
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # not all are its own
         raise InvalidConfig(f"{source} is not YAML or JSON") from None
+    try:
+        entries = msgspec.convert(document, list[KeyEntry])
     except msgspec.ValidationError as error:
         raise InvalidConfig(f"{source}: {error}") from None
     found: dict[bytes, KeyEntry] = {}
