@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from helpers.gateways import Asked, Client, Running, answer, echo, replicas, running, until
 from neuron_operator.api.errors import ClusterFault
 from neuron_operator.gateway import gateway as gateway_module
-from neuron_operator.gateway.models import Served
+from neuron_operator.gateway.models import Adapter, Served
 
 CHAT = {"model": "chat", "messages": [{"role": "user", "content": "hello"}]}
 PATH = "/v1/chat/completions"
@@ -218,10 +219,81 @@ async def test_none_of_1000_requests_is_lost_while_their_model_sleeps_and_wakes_
 
 
 async def test_an_adapter_is_served_by_its_name_as_long_as_it_exists() -> None:
-    from neuron_operator.gateway.models import Adapter
-
     async with replicas(echo) as (chat,), running() as gateway:
         gateway.serve("chat", chat, adapters=(Adapter("sql"),))
         assert (await gateway.post(PATH, {**CHAT, "model": "sql"})).status == 200
         gateway.serve("chat", chat)
         assert (await gateway.post(PATH, {**CHAT, "model": "sql"})).status == 404
+
+
+async def test_a_request_is_told_once_that_it_waited_too_long_and_counts_nowhere_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_module, "SWEEP_SECONDS", 60.0)  # the test sweeps
+    async with replicas(echo) as (chat,), running({"hold": {"seconds": 0.1}}) as gateway:
+        gateway.serve("chat", chat)
+        model = gateway.gateway.directory.models["default", "chat"]
+        (replica,) = model.replicas.values()
+        replica.avoid_until = math.inf
+        clients = await waiting(gateway, 3)
+        await asyncio.sleep(0.15)  # all have waited too long, and now the replica may be asked
+        replica.avoid_until = 0.0
+        gateway.gateway.sweep()
+        statuses = [(await client.answer()).status for client in clients]
+        assert statuses == [503, 200, 200]
+        for client in clients:
+            client.send(PATH, CHAT)
+            assert (await client.answer()).status == 200  # and not the answer of the request before
+            await client.aclose()
+        assert (replica.in_flight, model.in_flight) == (0, 0)
+
+
+async def test_a_request_whose_replica_ends_with_its_model_is_told_so() -> None:
+    gone = asyncio.Event()
+
+    async def end(asked: Asked, writer: asyncio.StreamWriter) -> bool:
+        await gone.wait()
+        writer.transport.abort()
+        return False
+
+    async with replicas(end) as (chat,), running() as gateway:
+        gateway.serve("chat", chat)
+        client = await gateway.connect()
+        client.send(PATH, CHAT)
+        await until(lambda: chat.asked)
+        gateway.gateway.drop(("default", "chat"))
+        gone.set()
+        async with asyncio.timeout(5):
+            got = await client.answer()
+        assert (got.status, got.json["error"]["code"]) == (503, "model_not_ready")
+        assert "the model was deleted" in got.json["error"]["message"]
+        await client.aclose()
+
+
+async def test_a_request_that_one_replica_cannot_answer_keeps_nobody_behind_it_from_that_replica() -> None:
+    """As with an adapter that only one replica has: that one is lost, and the request waits."""
+
+    async def only_base(asked: Asked, writer: asyncio.StreamWriter) -> bool:
+        if asked.json["model"] == "chat":
+            return await echo(asked, writer)
+        writer.write(answer(b"{}", status=503))
+        return True
+
+    async with replicas(only_base, echo) as (base, lost), running({"timeouts": {"avoidSeconds": 60}}) as gateway:
+        gateway.serve("chat", base, lost, adapters=(Adapter("sql"),))
+        seen = gateway.gateway.directory.models["default", "chat"].replicas
+        seen[lost.address].in_flight = 100  # so that the other one is asked first
+        await lost.stop()
+        client, other = await gateway.connect(), await gateway.connect()
+        client.send(PATH, {**CHAT, "model": "sql"})
+        await until(lambda: gateway.metric("gateway_held_requests", model="default/chat") == 1)
+        seen[base.address].avoid_until = math.inf
+        other.send(PATH, CHAT)
+        await until(lambda: gateway.metric("gateway_held_requests", model="default/chat") == 2)
+        seen[base.address].avoid_until = 0.0
+        gateway.serve("chat", base, adapters=(Adapter("sql"),))  # the lost one is not ready any more
+        async with asyncio.timeout(5):
+            assert (await other.answer()).status == 200
+            assert (await client.answer()).status == 503
+        for one in (client, other):
+            await one.aclose()

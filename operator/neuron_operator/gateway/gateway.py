@@ -95,8 +95,8 @@ class Gateway:
 
     def _refuse_all(self, model: Model, words: str) -> None:
         for exchange in list(model.room):
-            self._leave_room(exchange)
-            exchange.refuse(unavailable_model(model.served, words, self.config.hold.retry_after_seconds))
+            if self._leave_room(exchange):  # the end of one may have sent the next ones on
+                exchange.refuse(unavailable_model(model.served, words, self.config.hold.retry_after_seconds))
 
     # Requests
 
@@ -196,6 +196,7 @@ class Gateway:
         model = exchange.target.model
         if exchange.held_since is None:
             exchange.held_since = self.now()
+        exchange.skipped = frozenset()  # they are asked again: nobody else is left
         self.rooms.enter(model, exchange, len(exchange.body))
         if model.served.is_asleep:
             self._wake_up(model)
@@ -211,9 +212,10 @@ class Gateway:
             self._leave_room(exchange)
             exchange.send_to(replica)
 
-    def _leave_room(self, exchange: Exchange) -> None:
+    def _leave_room(self, exchange: Exchange) -> bool:
+        """Whether it was there."""
         assert exchange.target is not None
-        self.rooms.leave(exchange.target.model, exchange, len(exchange.body))
+        return self.rooms.leave(exchange.target.model, exchange, len(exchange.body))
 
     def _wake_up(self, model: Model) -> None:
         """Once: the write has no effect if another gateway was faster."""
@@ -264,8 +266,9 @@ class Gateway:
             exchange.check(now)
         for model in list(self.directory.models.values()):
             for exchange in list(model.room):
-                if exchange.held_since is not None and now - exchange.held_since > hold.seconds:
-                    self._leave_room(exchange)
+                if exchange.held_since is None or now - exchange.held_since <= hold.seconds:
+                    continue
+                if self._leave_room(exchange):
                     waited = f"waited {hold.seconds:g} s; {model.served.words}".rstrip("; ")
                     exchange.refuse(unavailable_model(model.served, waited, hold.retry_after_seconds))
             if model.room:

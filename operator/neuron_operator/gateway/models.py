@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from neuron_operator.gateway.exchange import Exchange
     from neuron_operator.gateway.upstream import Upstream
 
+_DELETED = "the model was deleted"
 Key = tuple[str, str]
 """Namespace and name of a model."""
 
@@ -165,10 +166,10 @@ class Directory:
         return model
 
     def drop(self, key: Key) -> Model | None:
-        """The model is gone: nobody is ready, and its names mean nothing."""
+        """The model is gone: nobody is ready, its names mean nothing, what its replicas lost does not wait."""
         model = self.models.pop(key, None)
         if model is not None:
-            for replica in model.update(Served(*key, served_names=(), words="the model was deleted")):
+            for replica in model.update(Served(*key, served_names=(), refused=_DELETED, words=_DELETED)):
                 self._on_gone(replica)
             self._index()
         return model
