@@ -41,7 +41,7 @@ from neuron_operator.read.world import (
     JobSettings,
     KeyRef,
 )
-from neuron_operator.render.pods import serving_pod_template
+from neuron_operator.render.pods import READABLE, serving_pod_template
 from neuron_operator.run import settings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -560,6 +560,7 @@ def test_the_values_reach_the_gateway(helm: Helm) -> None:
     assert pod["terminationGracePeriodSeconds"] > config.timeouts.drain_delay_seconds + config.timeouts.drain_seconds
     (mount,), (volume,) = pod["containers"][0]["volumeMounts"], pod["volumes"]
     assert (volume["secret"]["secretName"], volume["name"]) == ("gateway-keys", mount["name"])
+    assert volume["secret"]["defaultMode"] == READABLE
     assert config.keys_file == f"{mount['mountPath']}/keys.yaml"
     every, _ = gateway_of(helm, {**WITH_GATEWAY, "gateway": {"enabled": True}})
     assert every.namespaces == ("team-a", "team-b")  # those of the operator
