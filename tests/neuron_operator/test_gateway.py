@@ -7,6 +7,7 @@ import json
 import random
 import re
 import socket
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from helpers.gateways import (
     running,
     until,
 )
+from neuron_operator.gateway import clients
 
 CHAT = {"model": "chat", "messages": [{"role": "user", "content": "hello"}]}
 PATH = "/v1/chat/completions"
@@ -127,6 +129,73 @@ async def test_a_body_in_chunks_is_passed_on_with_its_length() -> None:
         assert (await client.answer()).status == 200
         assert chat.asked[0].body == raw
         assert chat.asked[0].headers["content-length"] == str(len(raw))
+        await client.aclose()
+
+
+async def test_what_stands_behind_the_chunks_of_a_body_is_no_header_and_has_a_limit() -> None:
+    async with replicas(echo) as (chat,), running({"limits": {"headBytes": 4096}}) as gateway:
+        gateway.serve("chat", chat)
+        client = await gateway.connect()
+        sent = head("POST", PATH, {"transfer-encoding": "chunked"}) + chunk(json.dumps(CHAT).encode()) + b"0\r\n"
+        client.write(sent + b"x-first: 1\r\nx-second: 2\r\nx-last: 3\r\n\r\n")
+        assert (await client.answer()).status == 200
+        assert not [name for name in chat.asked[0].headers if name.startswith("x-") and name != "x-request-id"]
+        client.write(sent)
+        for number in range(100):
+            client.write(b"x-%d: %b\r\n" % (number, b"y" * 100))
+            await asyncio.sleep(0)
+        assert (await client.answer()).status == 431
+        assert len(chat.asked) == 1
+        assert gateway.gateway.num_body_bytes == 0
+        await client.aclose()
+
+
+async def test_a_body_in_small_pieces_takes_little_more_memory_than_its_bytes() -> None:
+    tracemalloc.start()
+    try:
+        async with running() as gateway:
+            client = await gateway.connect()
+            before, _ = tracemalloc.get_traced_memory()
+            client.write(head("POST", PATH, {"transfer-encoding": "chunked"}) + chunk(b"ab") * 50_000)
+            await until(lambda: gateway.gateway.num_body_bytes == 100_000)
+            after, _ = tracemalloc.get_traced_memory()
+            assert after - before < 10 * 100_000
+            await client.aclose()
+    finally:
+        tracemalloc.stop()
+
+
+async def test_the_answer_to_a_head_request_has_no_body() -> None:
+    async with running() as gateway:
+        client = await gateway.connect()
+        client.write(head("HEAD", "/v1/models", {}) + head("GET", "/health", {}))
+        assert (await client.head())[0] == 405
+        got = await client.answer()
+        assert (got.status, got.json) == (200, {"status": "ok"})
+        await client.aclose()
+
+
+@pytest.mark.parametrize("framing", ["content-length", "transfer-encoding"])
+async def test_a_request_that_offers_another_protocol_is_answered_in_this_one(framing: str) -> None:
+    """Java's HTTP client sends `Upgrade: h2c` with its first request."""
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEAAEAAAAIAAAABAAMAAABk"}
+    raw = json.dumps(CHAT).encode()
+    async with replicas(echo) as (chat,), running() as gateway:
+        gateway.serve("chat", chat)
+        client = await gateway.connect()
+        if framing == "content-length":
+            request = head("POST", PATH, {**offer, "content-length": str(len(raw))}) + raw
+        else:
+            request = head("POST", PATH, {**offer, "transfer-encoding": "chunked"}) + chunk(raw) + LAST_CHUNK
+        pieces = [request[:40], request[40:-10], request[-10:], request + head("GET", "/health", offer), request]
+        for piece in pieces:
+            client.write(piece)
+            await asyncio.sleep(0.01)
+        answers = [await client.answer() for _ in range(4)]
+        assert [one.status for one in answers] == [200] * 4
+        assert answers[2].json == {"status": "ok"}
+        assert [asked.body for asked in chat.asked] == [raw] * 3
+        assert not offer.keys() & {name for asked in chat.asked for name in asked.headers}
         await client.aclose()
 
 
@@ -252,6 +321,39 @@ async def test_a_client_that_does_not_read_slows_its_replica_down() -> None:
         assert sent < size / 2
         client.writer.transport.resume_reading()
         assert len(await client.reader.readexactly(size)) == size
+        await client.aclose()
+
+
+async def test_a_client_that_sends_ahead_and_reads_nothing_is_disconnected() -> None:
+    go = asyncio.Event()
+
+    async def wait(asked: Asked, writer: asyncio.StreamWriter) -> bool:
+        await go.wait()
+        return await echo(asked, writer)
+
+    async with replicas(wait) as (chat,), running({"timeouts": {"stalledSeconds": 0.5}}) as gateway:
+        names = (f"name-{number}" for number in range(10_000))
+        gateway.serve("chat", chat, served_names=("chat", *names))
+        client = await gateway.connect()
+        client.writer.transport.pause_reading()
+        client.send(PATH, CHAT)
+        client.write(head("GET", "/v1/models", {}) * 15)
+        await until(lambda: chat.asked)
+        go.set()
+        await until(lambda: any(one.is_paused for one in gateway.gateway.connections))
+        await until(lambda: not gateway.gateway.connections)
+        await client.aclose()
+
+
+async def test_the_body_of_a_request_that_needs_none_takes_no_memory() -> None:
+    async with running() as gateway:
+        client = await gateway.connect()
+        client.write(head("GET", "/v1/models", {"content-length": "9000"}) + b"x" * 8000)
+        await until(lambda: any(one._request for one in gateway.gateway.connections))
+        await asyncio.sleep(0.05)
+        assert gateway.gateway.num_body_bytes == 0
+        client.write(b"x" * 1000)
+        assert (await client.answer()).status == 200
         await client.aclose()
 
 
@@ -492,7 +594,6 @@ async def test_routes_that_are_not_for_clients_are_not_forwarded(method: str, pa
         (head("POST", "/" + "p" * 70_000, {}), 431),
         (head("POST", PATH, {"content-length": "99999999"}), 413),
         (head("POST", PATH, {"transfer-encoding": "chunked"}) + chunk(b"x" * 5000), 413),
-        (head("POST", PATH, {"upgrade": "websocket", "connection": "upgrade", "content-length": "0"}), 400),
         (head("POST", PATH, {"content-length": "5", "transfer-encoding": "chunked"}), 400),
     ],
 )
@@ -540,12 +641,26 @@ async def test_a_client_that_sends_too_slowly_is_disconnected() -> None:
         await client.aclose()
 
 
-async def test_connections_have_a_limit() -> None:
+class Open:
+    """A connection of somebody else."""
+
+    deadline = None
+
+
+async def test_connections_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running({"limits": {"connections": 1024}}) as gateway:
-        gateway.gateway.connections |= {object() for _ in range(1024)}  # type: ignore[misc]
+        gateway.gateway.connections |= {Open() for _ in range(1024)}  # type: ignore[misc]
         got = await gateway.get("/health")
         assert got.status == 503
+        monkeypatch.setattr(clients, "LINGER_SECONDS", 0.1)
+        refused = await gateway.connect()
+        assert (await refused.answer()).status == 503
+        async with asyncio.timeout(5):
+            while not refused.writer.transport.is_closing():  # it never ends its side
+                refused.write(b"x")
+                await asyncio.sleep(0.02)
         gateway.gateway.connections.clear()
+        await refused.aclose()
 
 
 # Names

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helpers.gateways import LAST_CHUNK, STREAM_HEAD, Asked, Running, answer, chunk, echo, replicas, running
+from helpers.gateways import LAST_CHUNK, STREAM_HEAD, Asked, Running, answer, chunk, echo, head, replicas, running
 from neuron_operator.gateway import bodies
 from neuron_operator.gateway.config import InvalidConfig
 from neuron_operator.gateway.keys import parse
@@ -112,6 +112,18 @@ def test_an_invalid_file_is_refused_without_showing_a_key(text: str, words: str)
     with pytest.raises(InvalidConfig, match=words) as refused:
         parse(text.encode(), "keys.yaml")
     assert ALICE not in str(refused.value)
+
+
+async def test_a_refused_body_is_read_whatever_the_limit_of_heads(tmp_path: Path) -> None:
+    document = {"keysFile": written(tmp_path, {"name": "bob", "key": BOB}), "limits": {"headBytes": 1024}}
+    async with running(document) as gateway:
+        client = await gateway.connect()
+        client.write(head("POST", PATH, {"content-length": "4000"}))
+        for _ in range(4):
+            client.write(b"x" * 1000)
+            await asyncio.sleep(0.01)
+        assert (await client.answer()).status == 401
+        await client.aclose()
 
 
 async def test_a_missing_file_is_refused_at_the_start() -> None:

@@ -56,7 +56,7 @@ class Request:
         self.headers: list[tuple[bytes, bytes]] = []
         self.named: Mapping[bytes, bytes] = {}
         """By their names in lower case."""
-        self.body: list[bytes] = []
+        self.body = bytearray()
         self.num_bytes = 0
         self.num_held = 0
         """Those that count as memory."""
@@ -66,7 +66,7 @@ class Request:
 
     def num_freed(self) -> int:
         """Bytes of the body that were in memory, once."""
-        freed, self.num_held, self.body = self.num_held, 0, []
+        freed, self.num_held, self.body = self.num_held, 0, bytearray()
         return freed
 
 
@@ -87,7 +87,12 @@ class ClientConnection(asyncio.Protocol):
         self._request: Request | None = None
         """The one that is being read."""
         self._num_head_bytes = 0
+        """Or behind the chunks of its body."""
         self._is_in_head = True
+        self._came_on = False
+        """Whether what was read ended a head, or had a part of a body."""
+        self._repeats_head = False
+        """Whether the parser reads what `_framing` made."""
         self._parser = httptools.HttpRequestParser(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -99,6 +104,7 @@ class ClientConnection(asyncio.Protocol):
         if not self.gateway.accepts(self):
             self._request = Request()
             self._refuse_now(errors.unavailable("the gateway has too many connections", "overloaded"))
+            asyncio.get_running_loop().call_later(LINGER_SECONDS, self.transport.abort)  # no sweep finds it
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_closing = True
@@ -111,42 +117,62 @@ class ClientConnection(asyncio.Protocol):
             self.exchange.on_client_left()
 
     def data_received(self, data: bytes) -> None:
-        if self.is_closing:
-            return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # it was refused
-            return
-        except httptools.HttpParserError as error:
-            self._refuse_now(errors.invalid(f"the request is not HTTP: {error}"))
-            return
-        if self._request is not None and self._is_in_head:
+        num_bytes, self._came_on = len(data), False
+        while data and not self.is_closing:
+            try:
+                self._parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as stopped:
+                # Upgrade requests are answered in HTTP/1.1 (RFC 9110, section 7.8).
+                data = self._framing() + data[stopped.args[0] :]
+            except httptools.HttpParserError as error:
+                self._refuse_now(errors.invalid(f"the request is not HTTP: {error}"))
+                return
+        if self._request is not None and not self._came_on:
             # A single header may never end.
-            self._num_head_bytes += len(data)
+            self._num_head_bytes += num_bytes
             if self._num_head_bytes > self.gateway.config.limits.head_bytes:
                 self._refuse_now(errors.invalid("the head of the request is too long", status=431))
+
+    def _framing_headers(self) -> list[tuple[bytes, bytes]]:
+        headers = [] if self._request is None else self._request.headers
+        return [header for header in headers if header[0].lower() in (b"content-length", b"transfer-encoding")]
+
+    def _framing(self) -> bytes:
+        """A head for the parser, which assumes that an upgrade request ends with its head. Java's HTTP client sends
+        `Upgrade: h2c` with its first request."""
+        headers = self._framing_headers()
+        self._repeats_head = bool(headers)
+        return b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % one for one in headers) if headers else b""
 
     # Of the parser
 
     def on_message_begin(self) -> None:
+        if self._repeats_head:
+            return
         self._request = Request()
         self._num_head_bytes, self._is_in_head = 0, True
         if self.exchange is None:
             self.deadline = self.gateway.now() + self.gateway.config.timeouts.read_seconds
 
     def on_url(self, url: bytes) -> None:
-        if self._request is not None:
+        if self._request is not None and not self._repeats_head:
             self._request.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._request is not None:
+        # Behind the chunks of a body there may be more, which are not those of the request (RFC 9110, section 6.5.1).
+        if self._request is not None and self._is_in_head:
             self._request.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         request = self._request
+        self._came_on = True
+        if self._repeats_head:
+            self._repeats_head = False
+            return
         if request is None or self.is_closing:
             return
-        self._is_in_head = False
+        self._num_head_bytes, self._is_in_head = 0, False
         request.method = self._parser.get_method()
         request.version = self._parser.get_http_version()
         request.keeps = self._parser.should_keep_alive()
@@ -160,9 +186,6 @@ class ClientConnection(asyncio.Protocol):
         if head_bytes > self.gateway.config.limits.head_bytes:
             self._refuse_now(errors.invalid("the head of the request is too long", status=431))
             return
-        if b"upgrade" in named:
-            self._refuse_now(errors.invalid("the connection cannot be upgraded to another protocol"))
-            return
         request.refusal = self._too_long(num_bytes) or self.gateway.admit(request)
         if request.refusal is not None and (num_bytes > WRITE_BUFFER_BYTES or b"transfer-encoding" in named):
             self._refuse_now(request.refusal)
@@ -171,12 +194,14 @@ class ClientConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         request = self._request
+        self._came_on = True
         if request is None or self.is_closing or request.refusal is not None:
             return
-        request.body.append(body)
         request.num_bytes += len(body)
-        request.num_held += len(body)
-        self.gateway.num_body_bytes += len(body)
+        if request.method == b"POST":  # nobody reads others
+            request.body += body
+            request.num_held += len(body)
+            self.gateway.num_body_bytes += len(body)
         if refusal := self._too_long(request.num_bytes):
             self._refuse_now(refusal)
 
@@ -190,6 +215,8 @@ class ClientConnection(asyncio.Protocol):
         return None
 
     def on_message_complete(self) -> None:
+        if self._parser.should_upgrade() and self._framing_headers():
+            return
         request, self._request = self._request, None
         if request is None or self.is_closing:
             return
@@ -215,6 +242,8 @@ class ClientConnection(asyncio.Protocol):
         if not keeps or self.gateway.is_draining:
             self._close()
         elif self._waiting:
+            if self.is_paused:
+                self.deadline = self.gateway.now() + self.gateway.config.timeouts.stalled_seconds
             # Not at once: a client that sends many would have them answered in calls within each other.
             asyncio.get_running_loop().call_soon(self._continue)
         else:

@@ -32,7 +32,8 @@ KEPT_PARTS = 4
 _HOP_BY_HOP = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
-        *(b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"content-length", b"x-request-id"),
+        *(b"te", b"trailer", b"transfer-encoding", b"upgrade", b"http2-settings"),
+        *(b"expect", b"content-length", b"x-request-id"),
     }
 )
 _HOP_BY_HOP_OF_ANSWERS = _HOP_BY_HOP - {b"content-length", b"x-request-id"}
@@ -134,8 +135,8 @@ class Exchange:
     def _prepare(self) -> None:
         """Read what the gateway needs of the body. Raises Refusal."""
         request, gateway = self.request, self.gateway
-        raw = b"".join(request.body)
-        request.body = []
+        raw = bytes(request.body)
+        request.body = bytearray()
         peeked = bodies.peek(raw, gateway.config.picking.prefix_characters)
         self.target = gateway.directory.find(peeked.model)
         self.model_name = self.target.name
@@ -399,7 +400,7 @@ class Exchange:
         self.is_answered = True
         keeps = request.keeps and request.version != "1.0" and not self.gateway.is_draining
         head = errors.head(status, len(body), headers, request_id=request.request_id, keeps=keeps)
-        self.client.transport.write(head + body)
+        self.client.transport.write(head if request.method == b"HEAD" else head + body)
         self._finish()
         self.client.done(keeps=keeps)
 

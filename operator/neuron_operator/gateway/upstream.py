@@ -84,7 +84,8 @@ class Upstream(asyncio.Protocol):
         self._reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
+        if self.answer is None:  # behind the chunks of the body there may be more, which are passed on as they stand
+            self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self._num_begun == 1:
