@@ -28,6 +28,7 @@ from helpers.gateways import (
     until,
 )
 from neuron_operator.gateway import clients
+from neuron_operator.gateway.models import Adapter
 
 CHAT = {"model": "chat", "messages": [{"role": "user", "content": "hello"}]}
 PATH = "/v1/chat/completions"
@@ -667,8 +668,6 @@ async def test_connections_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_models_lists_base_models_adapters_and_sleeping_ones() -> None:
-    from neuron_operator.gateway.models import Adapter
-
     async with replicas(echo) as (chat,), running() as gateway:
         gateway.serve("chat", chat, served_names=("chat", "gpt"), adapters=(Adapter("sql", "hf://a/sql"),), created=7)
         gateway.serve("tiny", is_asleep=True)
@@ -698,6 +697,17 @@ async def test_a_name_that_two_namespaces_have_must_be_written_with_its_namespac
         assert (await gateway.get("/v1/models/a%2Fchat")).json["namespace"] == "a"
         gateway.gateway.drop(("b", "chat"))
         assert (await gateway.post(PATH, CHAT)).status == 200
+
+
+async def test_an_adapter_or_a_served_name_cannot_take_the_place_of_a_model_of_its_namespace() -> None:
+    async with replicas(echo, echo) as (thief, chat), running() as gateway:
+        gateway.serve("a", thief, served_names=("a", "chat"), adapters=(Adapter("chat"), Adapter("other")))
+        gateway.serve("chat", chat)
+        gateway.serve("z", chat, served_names=("other",))
+        for model in ("chat", "default/chat", "other"):
+            assert (await gateway.post(PATH, {**CHAT, "model": model})).status == 200
+        assert (len(thief.asked), len(chat.asked)) == (0, 3)
+        assert (await gateway.get("/v1/models/chat")).json["parent"] is None
 
 
 async def test_a_served_name_cannot_take_the_place_of_another_namespaces_model() -> None:

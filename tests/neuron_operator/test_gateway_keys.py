@@ -61,6 +61,11 @@ async def test_models_lists_what_a_key_may_use_and_health_needs_none(tmp_path: P
         assert [one["id"] for one in (await gateway.get("/v1/models", bearer)).json["data"]] == ["b/chat"]
         assert (await gateway.get("/v1/models/b%2Fchat", bearer)).status == 200
         assert (await gateway.get("/v1/models/a%2Fchat", bearer)).status == 404
+        said = await post(gateway, ALICE)
+        assert (said.status, said.json["error"]["code"]) == (404, "ambiguous_model")
+        assert "b/chat" in said.json["error"]["message"]
+        assert "a/chat" not in said.json["error"]["message"]
+        assert "a/chat" not in (await gateway.get("/v1/models/chat", bearer)).json["error"]["message"]
         assert (await gateway.get("/v1/models")).status == 401
         assert (await gateway.get("/health")).status == 200
 

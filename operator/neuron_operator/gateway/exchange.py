@@ -138,7 +138,7 @@ class Exchange:
         raw = bytes(request.body)
         request.body = bytearray()
         peeked = bodies.peek(raw, gateway.config.picking.prefix_characters)
-        self.target = gateway.directory.find(peeked.model)
+        self.target = gateway.directory.find(peeked.model, None if self.key is None else self.key.may_use)
         self.model_name = self.target.name
         self.affinity = peeked.affinity
         gateway.keys.check(self.key, self.target, self.began)

@@ -130,7 +130,7 @@ class Gateway:
             return {"object": "list", "data": allowed}
         if path.startswith(f"{MODELS_PATH}/"):
             name = unquote(path.removeprefix(f"{MODELS_PATH}/"))
-            target = self.directory.find(name)
+            target = self.directory.find(name, None if key is None else key.may_use)
             if key is not None and not key.may_use(target):
                 raise errors.not_found(f"`model` {name!r} does not exist", code="model_not_found", param="model")
             return described(name, target)

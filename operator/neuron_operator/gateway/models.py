@@ -176,23 +176,22 @@ class Directory:
 
     def _index(self) -> None:
         self._qualified, bare = {}, defaultdict[str, list[Target]](list)
-        for key in sorted(self.models):
-            for target in _targets(self.models[key]):
-                # The server answers for its own names before those of adapters.
-                if target.qualified not in self._qualified:
-                    self._qualified[target.qualified] = target
-                    bare[target.name].append(target)
+        every = (target for key in sorted(self.models) for target in _targets(self.models[key]))
+        for target in sorted(every, key=_rank):
+            if target.qualified not in self._qualified:
+                self._qualified[target.qualified] = target
+                bare[target.name].append(target)
         self._bare = dict(bare)
 
-    def find(self, name: str) -> Target:
-        """Raises Refusal if the name means nothing, or several things."""
+    def find(self, name: str, may_see: Callable[[Target], bool] | None = None) -> Target:
+        """Raises Refusal if the name means nothing, or several things: it says those that the client `may_see`."""
         if (target := self._qualified.get(name)) is not None:
             return target
         targets = self._bare.get(name, ())
         if len(targets) == 1:
             return targets[0]
-        if targets:
-            which = ", ".join(target.qualified for target in targets)
+        if seen := [target.qualified for target in targets if may_see is None or may_see(target)]:
+            which = ", ".join(seen)
             raise not_found(f"`model` {_short(name)!r} is in several namespaces: ask for one of {which}",
                             code="ambiguous_model", param="model")  # fmt: skip
         raise not_found(
@@ -232,6 +231,14 @@ def _targets(model: Model) -> Iterable[Target]:
         yield Target(model, name, root=root, created=served.created)
     for adapter in served.adapters:
         yield Target(model, adapter.name, parent=root, root=adapter.uri, created=adapter.created)
+
+
+def _rank(target: Target) -> int:
+    """A model's own name is its own, whatever others of its namespace serve; and models come before adapters, which a
+    server does not look for either under a name of its own."""
+    if target.parent is not None:
+        return 2
+    return int(target.name != target.model.served.name)
 
 
 def _names(served: Served) -> object:
