@@ -3,6 +3,7 @@ wake the oldest gets devices first."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -412,6 +413,44 @@ def test_nobody_waits_for_a_model_that_takes_nothing_from_it(found: FreeDevices,
     assert asked_for(read_and_settle(woken(), found, *others)[1]) == 1
 
 
+def changed(other: Waker, *path: str, to: Any) -> Waker:
+    """A model that wakes, with something else at a place of its object, and without pods."""
+    body = deepcopy(other.body)
+    *outer, last = path
+    part = body
+    for key in outer:
+        part = part.setdefault(key, {})
+    part[last] = to
+    return Waker(body)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        changed(waker("paused", 900), "metadata", "annotations", to={"neuron-serving.dev/paused": "true"}),
+        changed(waker("deleted", 900), "metadata", "deletionTimestamp", to=written(at(950))),
+        changed(waker("refused", 900), "status", "conditions", to=[{"type": "Accepted", "status": "False"}]),
+        changed(
+            waker("over quota", 900),
+            "status",
+            "conditions",
+            to=[{"type": "Available", "status": "False", "reason": "QuotaExceeded"}],
+        ),
+        changed(waker("elsewhere", 900), "spec", "podTemplate", to={"spec": {"nodeSelector": {"team": "a"}}}),
+    ],
+    ids=lambda other: other.body["metadata"]["name"],
+)
+def test_nobody_waits_for_a_model_that_would_not_take_free_devices(other: Waker) -> None:
+    """It may be so for ever."""
+    assert asked_for(read_and_settle(woken(), free(NEEDED), other)[1]) == 1
+
+
+def test_a_model_whose_pods_claim_devices_takes_none_of_the_plugin() -> None:
+    claiming = {"spec": {"resourceClaims": [{"name": "neuron", "resourceClaimTemplateName": "first-devices"}]}}
+    first = Waker(waker("first", 900).body, (claiming,))
+    assert asked_for(read_and_settle(woken(), free(NEEDED), first)[1]) == 1
+
+
 def test_devices_that_pods_claim_have_to_be_connected() -> None:
     """Twelve are free: two sets of four that are connected, or one of eight."""
     node = NodeDevices("n1", 16, 12, 0, 0, connected={1: 12, 4: 2, 8: 1, 16: 0})
@@ -436,8 +475,9 @@ def test_devices_are_kept_for_a_larger_model_for_a_while() -> None:
 
 
 def test_nobody_waits_where_the_cluster_gets_nodes() -> None:
-    using = replace(SETTINGS, provisionable=Provisionable(instance_types=("inf2.48xlarge",)))
-    assert asked_for(read_and_settle(woken(), free(0), waker("first", 900), using=using)[1]) == 1
+    for instance_type, started in {"inf2.24xlarge": 1, "inf2.48xlarge": 0}.items():  # the other grants no six devices
+        using = replace(SETTINGS, provisionable=Provisionable(instance_types=(instance_type,)))
+        assert asked_for(read_and_settle(woken(), free(0), waker("first", 900), using=using)[1]) == started
 
 
 def test_a_model_that_is_scaled_to_zero_again_waits_no_longer() -> None:

@@ -18,8 +18,8 @@ from neuron_operator.api.model_status import Plan, Scaling
 from neuron_operator.api.reasons import Finding, IdleOf, Need, Needed, Reason, unmet
 from neuron_operator.place.sizes import describe_free
 from neuron_operator.read.activity import idle_seconds
-from neuron_operator.read.objects import dig, instant, name_of, text, whole, written
-from neuron_operator.read.placement import NodeRules, Placement, counted
+from neuron_operator.read.objects import dig, instant, items, name_of, text, whole, written
+from neuron_operator.read.placement import TOLERATES_NEURON, NodeRules, Placement, counted
 from neuron_operator.read.revision import Revision
 from neuron_operator.read.views import Observed, PodView, scaling_of
 from neuron_operator.read.world import NodeDevices, Settings, Told, Waker, World
@@ -222,9 +222,8 @@ def _waking(
     older = sorted((one for one in waiting if one.turn < mine), key=lambda one: one.turn)
     ahead = _ahead(room, older, observed.now, placement, rules)
     rooms = room.count(placement, rules)
-    may_buy = placement.instance_type in settings.provisionable.instance_types or (
-        not placement.instance_type and bool(settings.provisionable.instance_types)
-    )
+    # No autoscaler adds a node for a claim.
+    may_buy = not placement.by_claim and any(map(rules.accept_type, settings.provisionable.instance_types))
     if rooms or not ahead or may_buy:
         return replace(_only(max(1, min(num, rooms)), num), needs=needs)
     waited = (observed.now - since).total_seconds()
@@ -247,15 +246,21 @@ class _Ahead:
     name: str
     since: datetime
     placement: Placement
+    rules: NodeRules
+    """Those of its manifest."""
+    by_claim: bool | None = None
+    """Whether its pods claim devices (DRA); None: it has no pod that tells."""
 
     @property
     def turn(self) -> tuple[datetime, str]:
         return self.since, self.name
 
     def may_use(self, node: NodeDevices) -> bool:
-        """By its type, as far as the plan says: its other rules are in its own namespace."""
+        """By its type, as far as the plan says, and by the rules of its manifest."""
         kind = self.placement.instance_type
-        return _all_of(node, self.placement) >= self.placement.size and (not kind or node.instance_type in ("", kind))
+        is_large = _all_of(node, self.placement) >= self.placement.size
+        is_given = self.by_claim in (None, node.by_claim)
+        return is_large and is_given and (not kind or node.instance_type in ("", kind)) and self.rules.accept(node)
 
 
 def _ahead(room: Spare, older: Sequence[_Ahead], now: datetime, placement: Placement, rules: NodeRules) -> list[_Ahead]:
@@ -275,8 +280,12 @@ def _all_of(node: NodeDevices, placement: Placement) -> int:
     return node.cores if placement.cores else node.devices
 
 
+_OF_DEVICES = ("", Reason.LOADING, Reason.INSUFFICIENT_NEURON)
+"""Reasons of `Available` while a model waits for nothing but devices. Any other one may last for ever."""
+
+
 def _waiting(waker: Waker) -> _Ahead | None:
-    """None: it waits for no devices, or has them already."""
+    """None: it waits for no devices, has them already, or would not take them now."""
     body = waker.body
     since, plan = instant(scaling_of(body).waking_since), dig(body, "status", "plan")
     placement = Placement(
@@ -290,7 +299,21 @@ def _waiting(waker: Waker) -> _Ahead | None:
     has_node = any(text(pod, "spec", "nodeName") for pod in live if text(pod, "status", "phase") not in ended)
     if since is None or has_node or not placement.on_devices or not whole(dig(body, "spec", "replicas")):
         return None
-    return _Ahead(f"{text(body, 'metadata', 'namespace')}/{name_of(body)}", since, placement)
+    conditions = {text(one, "type"): one for one in items(body, "status", "conditions")}
+    is_paused = text(body, "metadata", "annotations", names.PAUSED_ANNOTATION) == "true"
+    is_refused = text(conditions.get("Accepted"), "status") == "False"
+    is_off = is_paused or is_refused or bool(dig(body, "metadata", "deletionTimestamp"))
+    if (is_off and not live) or text(conditions.get("Available"), "reason") not in _OF_DEVICES:
+        return None
+    spec = dig(body, "spec", "podTemplate", "spec")
+    tolerations = [*items(spec, "tolerations"), TOLERATES_NEURON]
+    return _Ahead(
+        name=f"{text(body, 'metadata', 'namespace')}/{name_of(body)}",
+        since=since,
+        placement=placement,
+        rules=replace(NodeRules.of(spec), tolerations=tuple(tolerations)),
+        by_claim=bool(items(live[0], "spec", "resourceClaims")) if live else None,
+    )
 
 
 @dataclass
