@@ -461,8 +461,9 @@ def _workload(
     revisions = {served.name: served, **only(observed.revisions, still)}
     config_maps = (serving.config_map(model, known.pinned, _files(known, observed)) for known in revisions.values())
     yield from {name_of(config_map): config_map for config_map in config_maps}.values()
-    claimed = (claim_template(model, known.pinned.claim) for known in revisions.values() if known.pinned.claim)
-    yield from {name_of(template): template for template in claimed}.values()
+    if settings.claims_devices:  # otherwise nothing of claims may be written, and pods of before have their template
+        claimed = (claim_template(model, known.pinned.claim) for known in revisions.values() if known.pinned.claim)
+        yield from {name_of(template): template for template in claimed}.values()
     if served.placement.nodes == 1:
         yield serving.deployment(model, served, allowed.num_pods, pace, nudge.of_deployment(observed).value)
     elif observed.deployment is not None and grouped is not None:  # of an earlier revision on one node

@@ -265,7 +265,8 @@ def _end(group: GroupView, observed: Observed, settings: GroupSettings) -> tuple
             return None
         return "Released", why, f"{text}; {refused.message}"
     text += f"; {waiting[0].name}: {waiting[0].unscheduled or ''}"
-    return "Released", Reason.INSUFFICIENT_NEURON if waiting[0].requests else Reason.NO_MATCHING_NODE, text
+    lacks_devices = waiting[0].requests or waiting[0].claims_devices
+    return "Released", Reason.INSUFFICIENT_NEURON if lacks_devices else Reason.NO_MATCHING_NODE, text
 
 
 def _refused(group: GroupView, observed: Observed) -> Finding | None:
