@@ -345,6 +345,8 @@ def test_without_an_image_the_refusal_names_the_values_of_the_chart() -> None:
         ({**NEURON, "accelerator": {"cores": 2}}, "accelerator.cores"),
         ({**NEURON, "engine": {"backend": "vllm", "compile": "Enabled"}}, "engine.compile"),
         ({**CPU, "serving": {"contextBuckets": [128]}}, "serving.contextBuckets"),
+        ({**CPU, "serving": {"cacheEvents": "Enabled"}}, "serving.cacheEvents"),
+        ({**NEURON, "serving": {"cacheEvents": "Enabled"}}, "serving.cacheEvents"),
         ({**CPU, "engine": {"backend": "torch", "args": ["--x"]}}, "engine.args"),
     ],
     ids=str,

@@ -93,9 +93,9 @@ _row = partial(
 EVERY = frozenset({"accelerator.cores"})
 IN_PARALLEL = EVERY | {"parallelism.tensor", "parallelism.nodes"}
 COMPILED_IF_ASKED = EVERY | {"engine.compile", "engine.compile=Disabled"}
-IN_BLOCKS = frozenset(
-    f"serving.{name}" for name in ("blockSize", "numBlocks", "prefixCaching", "cacheEvents", "chunkedPrefill")
-)
+IN_BLOCKS = frozenset(f"serving.{name}" for name in ("blockSize", "numBlocks", "prefixCaching", "chunkedPrefill"))
+SHARING = IN_BLOCKS | {"serving.cacheEvents"}
+"""Of a prefix cache that tells what it has."""
 
 NXDI = _row(
     does="computes on it",
@@ -107,7 +107,7 @@ NXDI = _row(
         }
     ),
     fields=IN_PARALLEL
-    | IN_BLOCKS
+    | SHARING
     | {
         "accelerator.logicalNeuronCore",
         "serving.adapters",
@@ -182,7 +182,7 @@ TRANSFORMERS_NEURONX = _row(
 TORCH = _row(
     does="computes on the host",
     fields=IN_PARALLEL
-    | IN_BLOCKS
+    | SHARING
     | COMPILED_IF_ASKED
     | {"serving.adapters", "serving.quantization", "serving.speculation", "serving.task"},
     drafts=("NGram", "Draft", "Eagle"),
@@ -202,7 +202,7 @@ TORCH = _row(
 )
 SIMULATED = _row(
     does="simulates a device",
-    fields=IN_BLOCKS
+    fields=SHARING
     | COMPILED_IF_ASKED
     | {"serving.adapters", "serving.speculation", "serving.sampling", "engine.overrideNeuronConfig"},
     drafts=("NGram",),
