@@ -414,6 +414,9 @@ def _value_at(value: Any, path: str) -> Any:
     return value
 
 
+NO_PREFIX_CACHE = "there is no prefix cache: set prefixCaching to enabled, or leave the events out"
+
+
 def _check(config: RuntimeConfig) -> None:
     """Check rules that types cannot express. Raises InvalidConfig with the fields."""
     if config.version != CONFIG_VERSION:
@@ -430,6 +433,8 @@ def _check(config: RuntimeConfig) -> None:
     if least > most:
         problems.add("$.speculation.minMatch", f"must be at most maxMatch ({most}), got {least}")
     _check_draft_model(config.speculation, problems)
+    if config.cache_events.endpoint and (config.prefix_caching == "disabled" or config.layout == "slots"):
+        problems.add("$.cacheEvents.endpoint", NO_PREFIX_CACHE)
     if config.server.otlp_traces_endpoint:
         with problems.collecting():
             check_url(config.server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")

@@ -19,7 +19,7 @@ from helpers.engine_driver import CacheReader
 from helpers.ports import free_ports
 from helpers.serve_command import serve
 from neuron_runtime.cache_event_config import cache_events
-from neuron_runtime.config import CacheEventOptions
+from neuron_runtime.config import CacheEventOptions, parse_config
 from neuron_runtime.engine.cache_events import BlockRemoved, BlockStored, CacheEvents, EventBatch
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.processes.cache_publisher import END_OF_REPLAY, CachePublisher
@@ -100,6 +100,31 @@ def test_a_reader_that_missed_batches_gets_those_that_are_kept() -> None:
                 found.append(int.from_bytes(answer[2], "big"))
                 assert decoded(answer[3])[1] == [["BlockRemoved", [found[-1]], "GPU"]]
             assert (found, answer[3]) == (expected, b"")
+
+
+def test_all_that_is_kept_reaches_a_reader() -> None:
+    options = CacheEventOptions(endpoint=ANY_PORT, replay_endpoint=ANY_PORT, num_kept=20_000)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with closing(CachePublisher(options, "model")) as publisher, context, context.socket(zmq.DEALER) as reader:
+        for number in range(options.num_kept):
+            publisher.publish((BlockRemoved((number,) * 64),))
+        assert publisher.replays is not None
+        reader.rcvhwm = 10
+        reader.connect(publisher.replays.last_endpoint)
+        reader.send_multipart((b"", bytes(8)))
+        assert publisher.replays.poll(WAIT_MILLISECONDS)
+        publisher.answer_replays()
+        numbers = [reader.recv_multipart()[2] for _ in range(options.num_kept + 1)]
+        assert numbers == [*(number.to_bytes(8, "big") for number in range(options.num_kept)), END_OF_REPLAY]
+
+
+def test_events_without_a_prefix_cache_are_refused_before_a_model_is_loaded() -> None:
+    document: dict[str, Any] = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "torch"}
+    document["cacheEvents"] = {"endpoint": ANY_PORT}
+    assert parse_config(msgspec.json.encode(document)).cache_events.endpoint == ANY_PORT
+    for without in ({"prefixCaching": "disabled"}, {"layout": "slots"}):
+        with pytest.raises(InvalidConfig, match=r"cacheEvents.endpoint: there is no prefix cache"):
+            parse_config(msgspec.json.encode({**document, **without}))
 
 
 def test_what_is_no_number_gets_no_answer() -> None:

@@ -46,6 +46,13 @@ def refusal(target: Target = TRN2, model: dict[str, Any] | None = None, **docume
     return dict(caught.value.parts)
 
 
+def test_events_of_a_prefix_cache_need_one() -> None:
+    """Slots are the default: the graphs of a server that ends after its start take an hour."""
+    events = {"endpoint": "tcp://*:5557"}
+    assert list(refusal(cacheEvents=events)) == ["$.cacheEvents.endpoint"]
+    assert settings(cacheEvents=events, prefixCaching="enabled").shares_prefixes
+
+
 def test_defaults_are_slots_with_continuous_batching_and_sampling_on_the_device() -> None:
     found = settings(limits={"maxSequences": 8, "maxModelLength": 4096})
     assert (found.application, found.tensor, found.logical_core, found.layout) == ("llama", 4, 2, "slots")

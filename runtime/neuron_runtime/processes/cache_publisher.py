@@ -19,7 +19,8 @@ from neuron_runtime.engine.cache_events import CacheEvent, EventBatch
 from neuron_runtime.errors import InvalidConfig
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-MAX_REPLAYS = 16
+DEFAULT_ROOM = 1000
+MAX_REPLAYS = 1
 """Answered between two steps; further ones wait for the next."""
 
 
@@ -39,11 +40,13 @@ class CachePublisher:
         self.replays: zmq.Socket[bytes] | None = None
         """Readable while a reader waits for an answer; None: nothing is repeated."""
         if options.replay_endpoint:
-            self.replays = self._open(zmq.ROUTER, "replayEndpoint", options.replay_endpoint)
+            self.replays = self._open(zmq.ROUTER, "replayEndpoint", options.replay_endpoint, options.num_kept + 1)
 
-    def _open(self, kind: int, field: str, endpoint: str) -> zmq.Socket[bytes]:
+    def _open(self, kind: int, field: str, endpoint: str, room: int = DEFAULT_ROOM) -> zmq.Socket[bytes]:
+        """room: messages that wait for one reader; further ones are dropped."""
         made = self._context.socket(kind)
         made.linger = 0
+        made.sndhwm = room
         made.ipv6 = True
         try:
             # As vLLM: an address without a host is ours, any other one a reader's.

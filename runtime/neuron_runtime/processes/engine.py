@@ -22,7 +22,7 @@ import zmq
 from neuron_runtime import record
 from neuron_runtime.adapters.peft import check_digest
 from neuron_runtime.artifacts.loading import check_artifact, find_model, load_backend
-from neuron_runtime.config import RuntimeConfig, load_config
+from neuron_runtime.config import NO_PREFIX_CACHE, RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.distributed.layout import Layout
@@ -280,6 +280,7 @@ def serve(
 ) -> None:
     """Load, warm up, then serve until SIGTERM. Raises FatalError or exceptions of the backend."""
     report = StartReport(border)
+    publisher = _publisher(config)
     check_artifact(config, settings, report)
     model_dir = find_model(config, settings, report)
     border.send(ModelFound(str(model_dir)))
@@ -298,7 +299,7 @@ def serve(
             gc.freeze()
             warn_of_limits(config, backend.limits)
             queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
-            cache_events, publisher = _publishing(config, backend.limits)
+            cache_events = _recorder(config, backend.limits)
             engine = Engine(
                 watched,
                 max_queued_requests=queue.max_requests,
@@ -318,14 +319,19 @@ def serve(
             backend.close()
 
 
-def _publishing(config: RuntimeConfig, limits: BackendLimits) -> tuple[CacheEvents | None, CachePublisher | None]:
-    """What records events of the prefix cache and what sends them. Raises InvalidConfig."""
+def _publisher(config: RuntimeConfig) -> CachePublisher | None:
+    """What sends events of the prefix cache. It takes the port before the model is loaded: readers of an engine before
+    this one have found it again by then, and learn that the cache is empty. Raises InvalidConfig."""
+    return CachePublisher(config.cache_events, config.served_names[0]) if config.cache_events.endpoint else None
+
+
+def _recorder(config: RuntimeConfig, limits: BackendLimits) -> CacheEvents | None:
+    """What records events of the prefix cache, if they are published. Raises InvalidConfig."""
     if not config.cache_events.endpoint:
-        return None, None
+        return None
     if not limits.shares_prefixes:
-        message = "there is no prefix cache: set prefixCaching to enabled, or leave the events out"
-        raise InvalidConfig("$.cacheEvents.endpoint", message)
-    return CacheEvents(limits.block_size), CachePublisher(config.cache_events, config.served_names[0])
+        raise InvalidConfig("$.cacheEvents.endpoint", NO_PREFIX_CACHE)
+    return CacheEvents(limits.block_size)
 
 
 def main(arguments: list[str] | None = None) -> int:

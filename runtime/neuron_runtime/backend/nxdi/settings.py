@@ -43,7 +43,7 @@ from neuron_runtime.backend.nxdi.quantized import (
     weights_of,
 )
 from neuron_runtime.checkpoint import FUSION
-from neuron_runtime.config import METHODS_WITH_MODEL, AdapterOptions, RuntimeConfig, uses_blocks
+from neuron_runtime.config import METHODS_WITH_MODEL, NO_PREFIX_CACHE, AdapterOptions, RuntimeConfig, uses_blocks
 from neuron_runtime.core import SamplingMode
 from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.errors import ConfigProblems, FatalError
@@ -241,6 +241,8 @@ class _Derivation:
         tensor = self._tensor()
         dtype = self._dtype()
         blocks, shares, segments = self._layout()
+        if config.cache_events.endpoint and not shares:
+            self._refuse("$.cacheEvents.endpoint", NO_PREFIX_CACHE)
         given_length = self._chosen("$.limits.maxModelLength", config.limits.max_model_length, "seq_len")
         block_size = self._chosen("$.limits.blockSize", config.limits.block_size, "pa_block_size")
         window = window_of(self._family, self._model)
