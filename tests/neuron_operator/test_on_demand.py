@@ -14,6 +14,8 @@ from neuron_operator.api.reasons import Exists, MetricsOf, Trial
 from neuron_operator.cluster.client import (
     EVENTS,
     NODES,
+    RESOURCE_CLAIMS,
+    RESOURCE_SLICES,
     AlreadyExists,
     Forbidden,
     NotFound,
@@ -98,6 +100,37 @@ def test_only_pods_on_neuron_nodes_are_listed_and_the_result_is_kept_for_seconds
         await asyncio.sleep(FREE_DEVICES_SECONDS + 1)
         await reads.free_devices()
         assert len(cluster.asked) == 6
+
+    virtual_time.run(main())
+
+
+def test_the_devices_of_a_pod_that_gets_its_node_meanwhile_are_not_free() -> None:
+    """Its claim has them before."""
+    pool = {"name": "n1", "generation": 1, "resourceSliceCount": 1}
+    devices = [{"name": "neurondevice0"}, {"name": "neurondevice1"}]
+    offered = {"spec": {"driver": "neuron.aws.com", "nodeName": "n1", "pool": pool, "devices": devices}}
+    results = [{"driver": "neuron.aws.com", "pool": "n1", "device": "neurondevice0"}]
+    claim = {"status": {"allocation": {"devices": {"results": results}}}}
+
+    class Scheduling(Reads):
+        """The scheduler allocates a claim, and gives its pod a node, once nodes were listed."""
+
+        async def list(
+            self, resource: Resource, namespace: str | None, *, label_selector: str = "", field_selector: str = ""
+        ) -> Page:
+            page = await super().list(resource, namespace, field_selector=field_selector)
+            if resource is RESOURCE_SLICES:
+                return Page((offered,), "1")
+            is_scheduled = any(what.startswith("pods ") for what in self.asked)
+            return Page((claim,) if is_scheduled else (), "1") if resource is RESOURCE_CLAIMS else page
+
+    async def main() -> None:
+        found = await OnDemand(Scheduling(), claims_devices=True).free_devices()  # type: ignore[arg-type]
+        assert found.pods == {"of a pod"}
+        assert [(one.name, one.by_claim, one.free_devices) for one in found.nodes or ()] == [
+            ("n1", True, 1),
+            ("n2", False, 4),
+        ]
 
     virtual_time.run(main())
 

@@ -33,7 +33,7 @@ from neuron_operator.cluster.client import (
     Invalid,
     NotFound,
 )
-from neuron_operator.cluster.devices import Device, claimed_devices, has_devices, node_devices, slices_by_node, taken_by
+from neuron_operator.cluster.devices import claimed_devices, has_devices, node_devices, slices_by_node, taken_by
 from neuron_operator.cluster.reflector import Key, key_of_model
 from neuron_operator.read.activity import idle_line_in
 from neuron_operator.read.drafts import counters_in
@@ -166,36 +166,34 @@ class OnDemand:
     async def _read_free(self) -> tuple[FreeDevices, float]:
         turn = asyncio.Semaphore(MAX_READS)
         counted: set[str] = set()
-        slices: Mapping[str, Sequence[Object]] = {}
-        taken: frozenset[Device] = frozenset()
 
         async def devices_of(node: Object) -> NodeDevices:
             selector = f"spec.nodeName={node['metadata']['name']},status.phase!=Succeeded,status.phase!=Failed"
             async with turn:
                 pods = tuple((await self._cluster.list(PODS, None, field_selector=selector)).items)
             counted.update(pod["metadata"]["uid"] for pod in pods)
-            plain, offered = node_devices(node, pods), slices.get(node["metadata"]["name"])
-            return claimed_devices(plain, offered, taken) if offered else plain
+            return node_devices(node, pods)
 
         try:
-            if self._claims_devices:
-                slices, taken = await self._read_claims()
+            slices = await self._read_slices() if self._claims_devices else {}
             listed = (await self._cluster.list(NODES, None)).items
-            nodes = [node for node in listed if has_devices(node) or node["metadata"]["name"] in slices]
-            free = FreeDevices(tuple(await asyncio.gather(*map(devices_of, nodes))), frozenset(counted))
+            with_devices = [node for node in listed if has_devices(node) or node["metadata"]["name"] in slices]
+            nodes = await asyncio.gather(*map(devices_of, with_devices))
+            if slices:  # claims are read after pods: a pod gets its node after its devices, which have to be counted
+                taken = frozenset(taken_by((await self._cluster.list(RESOURCE_CLAIMS, None)).items))
+                nodes = [claimed_devices(one, slices[one.name], taken) if one.name in slices else one for one in nodes]
+            free = FreeDevices(tuple(nodes), frozenset(counted))
         except Forbidden:
             free = FreeDevices(None)
         return free, FREE_DEVICES_SECONDS
 
-    async def _read_claims(self) -> tuple[Mapping[str, Sequence[Object]], frozenset[Device]]:
-        """What the Neuron DRA driver offers by node, and what is claimed; nothing where the cluster has no claims."""
+    async def _read_slices(self) -> Mapping[str, Sequence[Object]]:
+        """What the Neuron DRA driver offers by node; nothing where the cluster has no claims."""
         try:
             of_driver = f"spec.driver={DEVICE_DRIVER}"
-            slices = (await self._cluster.list(RESOURCE_SLICES, None, field_selector=of_driver)).items
-            claims = (await self._cluster.list(RESOURCE_CLAIMS, None)).items
+            return slices_by_node((await self._cluster.list(RESOURCE_SLICES, None, field_selector=of_driver)).items)
         except NotFound:  # before Kubernetes 1.34
-            return {}, frozenset()
-        return slices_by_node(slices), frozenset(taken_by(claims))
+            return {}
 
     async def _list_events(self, namespace: str, selector: str, seconds: float) -> tuple[tuple[Object, ...], float]:
         """Events of a namespace that match a selector, newest last; none without the right to list them."""
