@@ -591,6 +591,14 @@ def test_a_claim_has_connected_devices_or_the_node_has_none_free() -> None:
     assert chosen(LLAMA, (), apart, together, mode="DRA", **asked).chosen.supply is Supply.THERE
 
 
+def test_a_broken_device_of_one_node_takes_no_size_from_the_others() -> None:
+    broken, whole = claiming("trn1.32xlarge", 15, 15, s4=3, s8=1), claiming("trn1.32xlarge", 16, 16, s4=4, s8=2, s16=1)
+    for nodes in ((broken, whole), (whole, broken)):
+        assert chosen(LLAMA, (), *nodes, mode="DRA", accelerator={"devices": 16}).chosen.supply is Supply.THERE
+    plain = node("trn1.32xlarge", 15, 15), node("trn1.32xlarge", 16, 16)
+    assert chosen(LLAMA, (), *plain, mode="Plugin", accelerator={"devices": 16}).chosen.supply is Supply.THERE
+
+
 def test_claims_are_planned_neither_for_types_that_an_autoscaler_adds_nor_for_inf2() -> None:
     types = ("trn1.32xlarge",)
     refusal = "no node with known devices is found"

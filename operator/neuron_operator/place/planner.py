@@ -658,7 +658,11 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
         domain, is_bought = node.labels.get(settings.groups.topology_key, ""), node.instance_type in to_buy
         is_buyable = is_bought and node.by_claim == only_claims
         found[site_key] = replace(
-            site, free=(*site.free, (domain, room)), is_buyable=is_buyable, by_claim=node.by_claim
+            site,
+            devices=max(site.devices, node.devices),  # one with a broken device has fewer
+            free=(*site.free, (domain, room)),
+            is_buyable=is_buyable,
+            by_claim=node.by_claim,
         )
     for kind in to_buy:
         family = family_of(kind, families)
