@@ -15,13 +15,20 @@ from neuron_operator.render.gateways import adapter_names, inference_pool
 from neuron_operator.run.installed import optional_children
 
 
-def adapter(name: str, ready: str) -> dict[str, Any]:
-    return {"metadata": {"name": name}, "status": {"conditions": [{"type": "Ready", "status": ready}]}}
+def adapter(name: str, ready: str = "True", **served: str) -> dict[str, Any]:
+    conditions = [{"type": "Ready", "status": ready}]
+    return {
+        "metadata": {"name": name},
+        "spec": {"model": "chat"},
+        "status": {"conditions": conditions, **({"served": served} if served else {})},
+    }
 
 
-def test_only_ready_adapters_are_routed_to_the_name_that_the_model_serves() -> None:
+def test_adapters_are_routed_to_the_name_that_the_model_serves_also_while_a_replica_starts() -> None:
     model = parse(body({"model": {"uri": "hf://acme/tiny", "servedNames": ["tiny-chat", "x"]}}))
-    found = adapter_names(model, [adapter("b", "True"), adapter("a", "True"), adapter("c", "False"), {"metadata": {}}])
+    told = {"model": "chat", "uri": "hf://acme/a", "key": "k", "digest": "1" * 64}
+    adapters = [adapter("b", **told), adapter("a", "False", **told), adapter("not-fetched", "False"), {"metadata": {}}]
+    found = adapter_names(model, adapters)
     assert found["data"] == {"baseModel": "tiny-chat", "adapters": json.dumps(["a", "b"])}
     assert found["metadata"]["labels"]["inference.llm-d.ai/ipp-managed"] == "true"
 

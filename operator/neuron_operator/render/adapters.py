@@ -7,7 +7,7 @@ it. The runtime reads the list once a second and leaves everything as it is whil
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -34,19 +34,24 @@ def served_of(adapter: Object) -> ServedAdapter | None:
     return served if served.model == text(adapter, "spec", "model") else None
 
 
-def adapter_list(model: NeuronModel, adapters: Iterable[Object]) -> Object:
-    """The ConfigMap, from the NeuronAdapters that name the model: those that passed their steps."""
+def listed(adapters: Iterable[Object]) -> Sequence[Entry]:
+    """Of the NeuronAdapters that name a model, those that passed their steps and have room, by name."""
     oldest_first = sorted(adapters, key=lambda one: (text(one, "metadata", "creationTimestamp"), name_of(one)))
-    listed: list[Entry] = []
+    found: list[Entry] = []
     num_bytes = 0
     for adapter in oldest_first:
-        if len(listed) == MAX_LISTED:
+        if len(found) == MAX_LISTED:
             break
         served = served_of(adapter)
         if served is not None and num_bytes + _weight(entry := _entry(name_of(adapter), served)) <= MAX_LIST_BYTES:
-            listed.append(entry)
+            found.append(entry)
             num_bytes += _weight(entry)
-    document = {"adapters": sorted(listed, key=lambda one: one["name"])}
+    return sorted(found, key=lambda one: one["name"])
+
+
+def adapter_list(model: NeuronModel, adapters: Iterable[Object]) -> Object:
+    """The ConfigMap that replicas read."""
+    document = {"adapters": listed(adapters)}
     written = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     return child(model, "v1", "ConfigMap", names.adapters_name(model.name), data={names.ADAPTERS_KEY: written})
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from neuron_operator.api import names
 from neuron_operator.api.model import NeuronModel
-from neuron_operator.read.objects import items, name_of
 from neuron_operator.read.world import InferencePools, Object
+from neuron_operator.render.adapters import listed
 from neuron_operator.render.objects import child, without_empty
 
 MANAGED = {"inference.llm-d.ai/ipp-managed": "true"}
@@ -39,12 +39,8 @@ def inference_pool(model: NeuronModel, settings: InferencePools) -> Object:
 
 
 def adapter_names(model: NeuronModel, adapters: Iterable[Object]) -> Object:
-    """The names under which clients reach the model through its adapters: those that are ready somewhere."""
-    ready = sorted(name_of(one) for one in adapters if _is_ready(one))
-    data = {"baseModel": (model.spec.model.served_names or (model.name,))[0], "adapters": json.dumps(ready)}
+    """The names under which clients reach the model through its adapters: those that replicas serve, or load, or will
+    serve once the model wakes. Whether an adapter is ready changes with each replica that starts."""
+    served = [one["name"] for one in listed(adapters)]
+    data = {"baseModel": (model.spec.model.served_names or (model.name,))[0], "adapters": json.dumps(served)}
     return child(model, "v1", "ConfigMap", names.routed_name(model.name), labels=MANAGED, data=data)
-
-
-def _is_ready(adapter: Object) -> bool:
-    conditions = items(adapter, "status", "conditions")
-    return any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions)
