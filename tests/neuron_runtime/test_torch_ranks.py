@@ -29,7 +29,7 @@ from helpers.torch_parity import (
     place,
     random_sequences,
 )
-from neuron_runtime.backend.torch import weights
+from neuron_runtime.backend.torch import loader, weights
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.cache import StepRows
@@ -70,6 +70,15 @@ def test_the_logits_of_all_ranks_are_those_of_transformers(name: str, size: int,
         for of_rank in found:
             assert torch.equal(of_rank[number], found[0][number]), "ranks must have the same bits"
         torch.testing.assert_close(found[0][number], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_ranks_hold_weights_alike_where_their_processors_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would come to other limits, and the group would never start."""
+    here = iter([frozenset({"int8", "fp8"}), frozenset({"fp8"})])
+    monkeypatch.setattr(loader, "tiled_kinds", lambda dtype: next(here))
+    assert on_ranks(2, tmp_path, lambda ranks: loader.own_kinds(torch.bfloat16, ranks)) == [{"fp8"}, {"fp8"}]
 
 
 def test_a_vocabulary_that_does_not_divide_is_split_with_padding(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.dtypes import COMPUTED
 from neuron_runtime.host import FreeMemory, free_memory, usable_cpus
+from neuron_runtime.quantization import Kind
 
 Loaded = TypeVar("Loaded")
 
@@ -64,7 +65,7 @@ def load(
     drafts = find_drafts(config.speculation, model)
     ranks = Gloo(place) if place.size > 1 else ALONE
     part = part_of_model(model, ranks.size)
-    held = _held(checkpoint, model, config, dtype, ranks.size)
+    held = _held(checkpoint, model, config, dtype, ranks)
     free = measure()
     # The ranks of a node share its memory, and all ranks must come to the same limits.
     share = replace(free, available=ranks.least(free.available // place.per_node))
@@ -83,12 +84,21 @@ def load(
     )
 
 
-def _held(checkpoint: Checkpoint, model: DecoderConfig, config: RuntimeConfig, dtype: torch.dtype, size: int) -> Held:
+def _held(
+    checkpoint: Checkpoint, model: DecoderConfig, config: RuntimeConfig, dtype: torch.dtype, ranks: Ranks
+) -> Held:
     stored, wanted = model.quantization, config.quantization
     may_keep = not config.compile and (wanted in STORED or (stored is not None and wanted != "none"))
-    own = tiled_kinds(dtype) if may_keep else ()
+    own = own_kinds(dtype, ranks) if may_keep else ()
     shapes = tensor_shapes(model)
-    return held_as(checkpoint, shapes, stored, wanted, compiled=config.compile, own=own, num_ranks=size)
+    return held_as(checkpoint, shapes, stored, wanted, compiled=config.compile, own=own, num_ranks=ranks.size)
+
+
+def own_kinds(dtype: torch.dtype, ranks: Ranks) -> frozenset[Kind]:
+    """As `tiled_kinds`, on all ranks: their nodes may have different processors, or no compiler, and what they hold
+    decides about their limits."""
+    here = tiled_kinds(dtype)
+    return frozenset(kind for kind in STORED if ranks.least(int(kind in here)))
 
 
 def load_on(
