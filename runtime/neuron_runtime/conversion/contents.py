@@ -12,7 +12,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo
+from neuron_runtime.checkpoint import QUANTIZATION_FILE, Checkpoint, InvalidModel, TensorInfo
 from neuron_runtime.uris import ModelInPlace, parse_uri
 from neuron_runtime.weights.selection import is_small, is_small_folder
 
@@ -27,7 +27,8 @@ def contents_of(uri: str, checkpoint: Checkpoint) -> str:
         return ""
     contents, path = hashlib.sha256(), checkpoint.folder
     try:
-        for name in sorted(small_files(checkpoint.folder)):
+        # What that file says is in the source's digest, where it is read at all; the converted model does not have it.
+        for name in sorted(small_files(checkpoint.folder) - {QUANTIZATION_FILE}):
             path = checkpoint.folder / name
             contents.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
         with ExitStack() as stack:
