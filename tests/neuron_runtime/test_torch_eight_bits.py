@@ -120,6 +120,33 @@ def test_the_kernel_is_built_once_for_all_processes_and_anew_where_the_file_is_d
     assert list(kept.parent.iterdir()) == [kept]
 
 
+def test_a_folder_that_others_may_write_is_neither_read_nor_written(
+    builds: list[Sequence[str]], tmp_path: Path
+) -> None:
+    """A library that is found is run."""
+    kept = tmp_path / "neuron-serving" / "kernels" / f"{eight_bits._key()}.so"
+    kept.parent.mkdir(parents=True)
+    kept.parent.chmod(0o777)
+    kept.write_bytes(b"of somebody else")
+    assert (eight_bits.kernel() is None) == (KERNEL is None)
+    assert len(builds) == 1
+    assert [one.read_bytes() for one in kept.parent.iterdir()] == [b"of somebody else"]
+
+
+def test_without_a_home_there_is_no_kernel(
+    builds: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a user whom the image does not know."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert eight_bits.kernel() is None
+    assert "Could not determine home directory" in capsys.readouterr().err
+
+
 def test_without_a_compiler_there_is_no_kernel_which_is_said_once(
     builds: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,9 +6,11 @@ processors, and one of int8 weights that does not use what newer ones have. With
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
+import stat
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -76,7 +78,7 @@ def kernel() -> Kernel | None:
         if (found := _found()).way:
             return found
         raise OSError("this processor has no AVX-512 that multiplies bfloat16")
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         reason = next((line for line in said.splitlines() if "error" in line), said.partition("\n")[0])
         message = "weights of 8 bits are computed without the kernel for them, more slowly or in more memory"
@@ -87,8 +89,9 @@ def kernel() -> Kernel | None:
 def _found() -> Kernel:
     path = default_weights_dir().with_name("kernels") / f"{_key()}.so"
     try:
+        _check_owner(path.parent)
         return _load(path)
-    except OSError:  # not built yet, or damaged
+    except OSError:  # not built yet, damaged, or of somebody else
         with tempfile.TemporaryDirectory() as folder:
             built = Path(folder, path.name)
             _run("-shared", "-fPIC", str(SOURCE), "-o", str(built))
@@ -109,13 +112,26 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def _keep(built: Path, path: Path) -> None:
     """A folder that cannot be written keeps nothing."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(built.read_bytes())
-        scratch.replace(path)
-    except OSError:
-        scratch.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(0o755, parents=True, exist_ok=True)
+        _check_owner(path.parent)
+        # A name of its own: processes of containers that share the folder may have the same number.
+        descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(built.read_bytes())
+                os.fchmod(descriptor, 0o644)
+            os.replace(scratch, path)
+        except OSError:
+            os.unlink(scratch)
+            raise
+
+
+def _check_owner(folder: Path) -> None:
+    """Raises OSError if somebody else may write there, whose library would be run."""
+    found = folder.stat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder} can be written by other users")
 
 
 def _load(path: Path) -> Kernel:
