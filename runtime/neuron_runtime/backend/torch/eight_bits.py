@@ -121,6 +121,8 @@ def _keep(built: Path, path: Path) -> None:
             with open(descriptor, "wb") as file:
                 file.write(built.read_bytes())
                 os.fchmod(descriptor, 0o644)
+                file.flush()
+                os.fsync(descriptor)  # a library that is cut short ends who loads it
             os.replace(scratch, path)
         except OSError:
             os.unlink(scratch)
