@@ -82,6 +82,17 @@ def test_what_is_no_number_stays_so_and_spoils_its_own_row_alone(way: Kernel, ki
     assert way.multiply(x[:0], *weight, None).shape == (0, 64)
 
 
+@here
+def test_a_weight_that_is_no_number_makes_its_output_none(way: Kernel, kind: Kind) -> None:
+    """int8 has no such numbers."""
+    bits = torch.ones(64, 128, dtype=torch.int8)
+    bits[3, 7], bits[40, 100] = 127, -1
+    weight = TiledWeight(in_tiles(bits).view(STORED[kind]), torch.ones(1, 64), 128)
+    for rows in (1, 20):
+        found = way.multiply(torch.ones(rows, 128).bfloat16(), *weight, None)
+        assert found[0].isnan().nonzero().flatten().tolist() == ([3, 40] if kind == "fp8" else [])
+
+
 def test_tiles_have_the_rows_in_another_order() -> None:
     numbers = torch.randint(-128, 128, (64, 192), dtype=torch.int8)
     tiles = in_tiles(numbers.clone())

@@ -109,7 +109,7 @@ struct Table {
     alignas(64) uint8_t low[128], high[128];
     Table() {
         for (int i = 0; i < 128; i++) {
-            float one = i < 8 ? i * 0x1p-9f : bits<float>(uint32_t((i << 20) + (120 << 23)));
+            float one = i < 8 ? i * 0x1p-9f : i < 127 ? bits<float>(uint32_t((i << 20) + (120 << 23))) : NAN;
             low[i] = bits<uint32_t>(one) >> 16, high[i] = bits<uint32_t>(one) >> 24;
         }
     }
