@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from helpers.vector_models import vector_model, write
 from neuron_runtime import LLM, PoolingParams
+from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import FatalError, InvalidConfig, InvalidRequest
 
 with warnings.catch_warnings():
@@ -100,6 +102,17 @@ def test_the_longer_text_of_a_pair_is_cut_as_transformers_cuts_it(tmp_path: Path
     assert np.allclose([one.outputs.score for one in ours], theirs, atol=1e-5)
 
 
+def test_a_pair_without_a_token_is_refused_before_it_is_computed(tmp_path: Path) -> None:
+    folder = vector_model(tmp_path, "qwen3", labels=1)
+    file = folder / "tokenizer.json"
+    write(file, {**json.loads(file.read_bytes()), "post_processor": None})
+    with loaded(folder, "rerank") as llm:
+        with pytest.raises(InvalidRequest, match=r"`data_2\[1\]` has no tokens: at least one is required"):
+            llm.score("", ["a", " "], use_tqdm=False)
+        [found] = llm.score("a", "b", use_tqdm=False)
+    assert len(found.prompt_token_ids) == 2
+
+
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = vector_model(tmp_path_factory.mktemp("model"), is_matryoshka=True)
@@ -133,6 +146,12 @@ def test_texts_are_scored_by_their_vectors_where_a_model_has_no_head(llm: LLM) -
     same, other = llm.score("hello there", ["hello there", "x y z"], use_tqdm=False)
     assert same.outputs.score == pytest.approx(1.0)
     assert other.outputs.score < same.outputs.score
+
+
+def test_a_caller_in_python_has_as_many_texts_as_he_likes(llm: LLM) -> None:
+    assert llm.embed([], use_tqdm=False) == []
+    most = ServerOptions().max_inputs
+    assert len(llm.score("a", ["b"] * (most + 1), use_tqdm=False)) == most + 1
 
 
 def test_a_text_that_is_too_long_is_refused_unless_it_may_be_cut(llm: LLM) -> None:

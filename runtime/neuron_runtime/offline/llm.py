@@ -22,6 +22,7 @@ from neuron_runtime.apis.openai.body import ChatBody, admitted_completion, chat_
 from neuron_runtime.apis.vectors.writer import scores_of
 from neuron_runtime.arguments import LLM_NAMES, default_artifacts_dir, default_weights_dir, llm_config, naming
 from neuron_runtime.artifacts.loading import find_adapter
+from neuron_runtime.config import ServerOptions
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits, TokenEvent
 from neuron_runtime.engine.backends import check_backend
@@ -143,6 +144,7 @@ class LLM:
             Targets(config.served_names),
             max_queued_requests=sys.maxsize,
             cuts_max_tokens=True,
+            options=ServerOptions(max_inputs=sys.maxsize),
             task=config.task,
         )
         model_dir = self._model_dir  # whoever drops this LLM ends its engine at once, so nothing may refer to it
@@ -258,6 +260,8 @@ class LLM:
                     yield texts_ask(admission, text, params.options, Kind(), "prompts")
 
         done = self._computed(asks, use_tqdm)
+        if not done:
+            return []
         vectors = cut_to([one.answers[0].vector for one in done], params.dimensions, recipe_of(admission)).tolist()
         return [
             EmbeddingRequestOutput(one.request_id, EmbeddingOutput(vector), list(one.ask.prompts[0]))

@@ -6,7 +6,7 @@ length and the limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -60,7 +60,12 @@ class Prompts:
     def checked(self, content: str | list[int], adds_special_tokens: bool, cut: int | None, name: str) -> Prompt:
         """A prompt that can run. Raises InvalidRequest."""
         prompt = self.read(content, adds_special_tokens, cut, name)
-        limits, count = self.limits, len(prompt.token_ids)
+        self.check(prompt.token_ids, name)
+        return prompt
+
+    def check(self, token_ids: Sequence[int], name: str) -> None:
+        """Raises InvalidRequest unless the tokens of a prompt can run."""
+        limits, count = self.limits, len(token_ids)
         if not count:
             raise InvalidRequest.at(name, "has no tokens: at least one is required")
         if limits.max_new_tokens(count) < self._room:
@@ -72,8 +77,7 @@ class Prompts:
             problem = f"`{name}` has {count} tokens, and this backend can prefill at most {limits.longest_prompt}"
             raise context_length_exceeded(limits, problem, name)
         if self.tokenizer.vocabulary_size > self.vocabulary_size:
-            check_token_ids(prompt.token_ids, name, self.vocabulary_size)
-        return prompt
+            check_token_ids(token_ids, name, self.vocabulary_size)
 
     def read(self, content: str | list[int], adds_special_tokens: bool, cut: int | None, name: str) -> Prompt:
         """A prompt of any length; `cut`: number of last tokens to keep, or of first ones where a vector is computed.

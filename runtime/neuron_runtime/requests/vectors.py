@@ -145,6 +145,7 @@ def _pair(admission: Admission, query: str, document: str, cut: int | None, name
     if len(ids) > limits.max_new_tokens(0):
         problem = f"`{name}` and its query have {len(ids)} tokens: shorten them, or set `truncate_prompt_tokens`"
         raise context_length_exceeded(limits, problem, name)
+    admission.prompts.check(ids, name)
     return ids, second_at
 
 
