@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.uris import HubModel, parse_uri
+from neuron_runtime.weights.fetching import MODEL as MODEL_PARTS
 from neuron_runtime.weights.fetching import materialize as _materialize
 from neuron_runtime.weights.hub import HubSource
 from neuron_runtime.weights.source import RETRY_SECONDS, SourceUnreachable
@@ -87,6 +89,18 @@ def failure(source: ModelSource, weights_dir: Path, hub: Hub) -> FatalError:
     return caught.value
 
 
+def age(folder: Path, lacking: Collection[str]) -> None:
+    """Make of an entry what an earlier version fetched."""
+    path = folder / ".manifest.json"
+    manifest = json.loads(path.read_bytes())
+    assert manifest.pop("rule") == MODEL_PARTS.rule
+    manifest["files"] = [one for one in manifest["files"] if one["name"] not in lacking]
+    path.chmod(0o644)
+    path.write_text(json.dumps(manifest))
+    for name in lacking:
+        (folder / name).unlink()
+
+
 class TestDownloads:
     def test_only_files_needed_for_serving_are_downloaded(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
         shares: list[float] = []
@@ -147,6 +161,39 @@ class TestDownloads:
         num_asked = len(shelf.asked)
         assert materialize(pinned, tmp_path, quiet, hub) == first
         assert len(shelf.asked) == num_asked
+
+    def test_what_makes_vectors_is_fetched_where_an_earlier_version_left_it_out(
+        self, shelf: Shelf, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main, recipe = shelf.root / "acme/tiny/main", ("modules.json", "1_Pooling/config.json")
+        for name in recipe:
+            (main / name).parent.mkdir(exist_ok=True)
+            (main / name).write_text("{}")
+        pinned, store = ModelSource(uri=MODEL, digest=shelf.commit("acme/tiny")), tmp_path / "weights"
+        folder = materialize(pinned, store, quiet, hub)
+        age(folder, recipe)
+        num_asked = len(shelf.asked)
+        assert materialize(pinned, store, quiet, hub) == folder
+        assert len(shelf.asked) == num_asked
+        unreachable = Hub("http://127.0.0.1:1")
+        assert materialize(pinned, store, quiet, unreachable, has_recipe=True) == folder
+        assert "without the files of sentence-transformers" in capsys.readouterr().err
+        assert not (folder / "modules.json").exists()
+        assert materialize(pinned, store, quiet, hub, has_recipe=True) == folder
+        assert [(folder / name).read_text() for name in recipe] == ["{}", "{}"]
+        num_asked = len(shelf.asked)
+        assert materialize(pinned, store, quiet, hub, has_recipe=True) == folder
+        assert len(shelf.asked) == num_asked
+
+    def test_a_whole_model_of_an_earlier_version_is_not_copied_again(
+        self, shelf: Shelf, hub: Hub, tmp_path: Path
+    ) -> None:
+        pinned = ModelSource(uri=MODEL, digest=shelf.commit("acme/tiny"))
+        folder = materialize(pinned, tmp_path, quiet, hub)
+        age(folder, ())
+        num_asked = len(shelf.asked)
+        assert materialize(pinned, tmp_path, quiet, hub, has_recipe=True) == folder
+        assert not [one for one in shelf.asked[num_asked:] if "resolve" in one.path]
 
     def test_a_digest_that_is_not_a_commit_is_refused(self, hub: Hub, tmp_path: Path) -> None:
         assert failure(ModelSource(uri=MODEL, digest="v1"), tmp_path, hub).exit_code is ExitCode.CHECKSUM_MISMATCH

@@ -64,6 +64,7 @@ def find_model(
         weights_store=settings.weights_store,
         on_miss=settings.on_weights_miss,
         with_weights=with_weights and backend_package(config).needs_weights(config),
+        has_recipe=config.task != "generate",
         check=check_tokenizer,
     )
 

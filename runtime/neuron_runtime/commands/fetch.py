@@ -19,7 +19,7 @@ from neuron_runtime.adapters.peft import reading
 from neuron_runtime.console import AmountLine, bytes_text, say, seconds_text
 from neuron_runtime.flags import model_uri
 from neuron_runtime.uris import FORMS, parse_uri
-from neuron_runtime.weights.fetching import ADAPTER, MODEL, Fetched, Parts, fetch, open_remote, supply
+from neuron_runtime.weights.fetching import ADAPTER, MODEL, Fetched, Parts, fetch, open_remote, supply, with_recipe
 from neuron_runtime.weights.store import Store
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> record.StoredWeights:
     uri = model_uri(options.uri)
     parse_uri(uri, "URI")
     with reading() if options.adapter else nullcontext():
-        entry = _fetched(uri, options, ADAPTER if options.adapter else MODEL)
+        entry = _fetched(uri, options, ADAPTER if options.adapter else with_recipe(MODEL))
     if entry.read_bytes:
         say(f"{uri}: {bytes_text(entry.num_bytes)} in {seconds_text(time.monotonic() - began)}")
     else:

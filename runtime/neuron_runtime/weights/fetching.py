@@ -101,6 +101,9 @@ class Parts:
         measure: digest and bytes of what stays in place.
         suffixes: of the keys of entries that have them, the last one of what is made.
         rule: number of the rule by which files are chosen: entries of a lower one may lack some.
+        wanted: the lowest rule of entries that are used without a look at their source.
+        lacking: what entries of a lower rule may lack, in words.
+        is_large: whether an entry that may lack files is compared with its source before it is copied again.
     """
 
     config: str
@@ -116,10 +119,19 @@ class Parts:
     suffixes: tuple[str, ...]
     was_pinned: Callable[[str], bool] = lambda name: False
     rule: int = 1
+    wanted: int = 1
+    lacking: str = ""
+    is_large: bool = False
 
     def may_lack(self, entry: Entry | RemoteEntry) -> bool:
-        """Whether the entry may lack files."""
-        return entry.manifest.rule < self.rule
+        """Whether the entry may lack files that are needed."""
+        return entry.manifest.rule < self.wanted
+
+    def lacks(self, entry: Entry | RemoteEntry, listing: Listing) -> bool:
+        """Whether it is copied again: it lacks some that its source has."""
+        if not (self.is_large and self.may_lack(entry)):
+            return self.may_lack(entry)
+        return not {*filter(self.is_small, listing.files)} <= {file.name for file in entry.manifest.files}
 
 
 def _model_files(folder: Path, names: Collection[str]) -> list[str]:
@@ -158,6 +170,9 @@ MODEL = Parts(
     check=read_checkpoint,
     measure=_measure_model,
     suffixes=("",),
+    rule=2,  # the first one took no files of sentence-transformers; models that generate text need none
+    lacking="the files of sentence-transformers, if it has some",
+    is_large=True,
 )
 TEXT = replace(
     MODEL,
@@ -182,7 +197,14 @@ ADAPTER = Parts(
     measure=_measure_adapter,
     suffixes=("-adapter",),
     rule=2,  # the first one took no files of chats and defaults
+    wanted=2,
+    lacking="its chat template and defaults",
 )
+
+
+def with_recipe(parts: Parts) -> Parts:
+    """The same, where what makes vectors of the model's output must not be missing."""
+    return replace(parts, wanted=parts.rule)
 
 
 @dataclass(frozen=True)
@@ -257,7 +279,7 @@ def fetch(
         store.prepare()
         with store.lock(key, uri) as work:
             entry = store.sound(key, replace=True)
-            if entry and not parts.may_lack(entry):
+            if entry and not parts.lacks(entry, listing):
                 return _fetched(entry, check)
             manifest, read_bytes = _copy(attempts, listing, work, report, parts=parts, check=check, tools=tools)
             if entry:
@@ -271,7 +293,7 @@ def fetch(
         try:
             return copied(())
         except ServingError as error:
-            say(f"{uri}: an earlier version of this program fetched it without its chat template and defaults: {error}")
+            say(f"{uri}: an earlier version of this program fetched it without {parts.lacking}: {error}")
     return _fetched(entry, check)
 
 
@@ -308,13 +330,25 @@ def supply(
     source, suffix = open_source(model, parts), parts.suffixes[-1]
     if not digest:
         digest = Attempts(source)(source.listing).digest
-    if KEY.fullmatch(digest) and (present := remote.intact(digest + suffix)) and not parts.may_lack(present):
+    present = remote.intact(digest + suffix) if KEY.fullmatch(digest) else None
+    if present and not _must_be_copied(present, Attempts(source, pauses=()), digest, parts):
         return Fetched(remote.uri_of(present.key), digest, present.manifest.num_bytes)
     supplied = fetch(uri, scratch, report, digest, source, parts=parts)
     key = supplied.digest + suffix
     if entry := scratch.find(key):
         remote.upload(entry, report_upload)
     return Fetched(remote.uri_of(key), supplied.digest, supplied.num_bytes, supplied.read_bytes)
+
+
+def _must_be_copied(entry: RemoteEntry, attempts: Attempts[Source], digest: str, parts: Parts) -> bool:
+    """Whether it lacks files; one that merely may lack some stays as it is where its source cannot be asked."""
+    if not (parts.is_large and parts.may_lack(entry)):
+        return parts.may_lack(entry)
+    try:
+        return parts.lacks(entry, _listing(attempts, digest))
+    except ServingError as error:
+        say(f"{entry.key}: an earlier version of this program fetched it without {parts.lacking}: {error}")
+        return False
 
 
 def fetch_adapter(
@@ -359,12 +393,15 @@ def materialize(
     weights_store: str = "",
     on_miss: OnMiss = "fetch",
     with_weights: bool = True,
+    has_recipe: bool = False,
     check: SmallCheck = no_check,
     tools: Tools = TOOLS,
 ) -> Path:
     """The local folder of the model, brought into the store at `weights_dir` if needed. Errors as of `fetch`.
 
-    weights_store: address of a remote store, "" for none.
+    Args:
+        weights_store: address of a remote store, "" for none.
+        has_recipe: whether the files of sentence-transformers are read, too.
     """
     stage = f"fetching {model.uri}"
     shown = False
@@ -376,6 +413,7 @@ def materialize(
 
     store, remote = Store(weights_dir), open_remote(weights_store) if weights_store else None
     parts = MODEL if with_weights else TEXT
+    parts = with_recipe(parts) if has_recipe else parts
     if model.converted:
         converted = stored(model.converted, store, remote, report, parts)
         if converted is None:
