@@ -17,6 +17,7 @@ from helpers.vector_models import vector_model, write
 from neuron_runtime import LLM, PoolingParams
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import FatalError, InvalidConfig, InvalidRequest
+from neuron_runtime.text.tokenizer import load_tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -100,6 +101,20 @@ def test_the_longer_text_of_a_pair_is_cut_as_transformers_cuts_it(tmp_path: Path
         with pytest.raises(InvalidRequest, match=r"`data_2\[0\]` and its query have .* set `truncate_prompt_tokens`"):
             llm.score(queries, documents, use_tqdm=False)
     assert np.allclose([one.outputs.score for one in ours], theirs, atol=1e-5)
+
+
+def test_a_query_is_encoded_once_for_all_its_documents(tmp_path: Path) -> None:
+    made = load_tokenizer(vector_model(tmp_path, labels=1))
+    query, documents = "a b c d e", ["f", "g h", "i " * 9, ""]
+    newest = dict[str, Any]()
+    made.encode_pair(query, "", None, newest)
+    encoded = newest[query]
+    for cut in (None, 2, 6, 9, None):
+        for document in documents:
+            assert made.encode_pair(query, document, cut, newest) == made.encode_pair(query, document, cut)
+    assert newest[query] is encoded
+    assert made.encode_pair("a", "b", None, newest) == made.encode_pair("a", "b")
+    assert list(newest) == ["a"]
 
 
 def test_a_pair_without_a_token_is_refused_before_it_is_computed(tmp_path: Path) -> None:

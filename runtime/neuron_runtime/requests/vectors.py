@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -124,15 +124,19 @@ def compared_ask(
     each_query = list(queries) * (len(documents) if len(queries) == 1 else 1)
     pairs = zip(each_query, documents, at_documents, strict=True)
     found, seconds = [], []
+    newest = dict[str, Any]()
     for query, document, name in pairs:
-        ids, second_at = _pair(admission, query, document, cut, name)
+        ids, second_at = _pair(admission, (query, document), cut, name, newest)
         found.append(ids)
         seconds.append(second_at)
     return _ask(admission, found, options, of_documents, tuple(seconds))
 
 
-def _pair(admission: Admission, query: str, document: str, cut: int | None, name: str) -> tuple[tuple[int, ...], int]:
-    for text in (query, document):
+def _pair(
+    admission: Admission, pair: tuple[str, str], cut: int | None, name: str, newest: dict[str, Any]
+) -> tuple[tuple[int, ...], int]:
+    query, document = pair
+    for text in pair:
         check_characters(text, name)
     if recipe_of(admission).lowers:
         query, document = query.lower(), document.lower()
@@ -141,7 +145,7 @@ def _pair(admission: Admission, query: str, document: str, cut: int | None, name
     if cut is None and len(query) + len(document) > most:
         problem = f"`{name}` and its query have {len(query) + len(document)} characters: shorten them"
         raise context_length_exceeded(limits, f"{problem}, or set `truncate_prompt_tokens`", name)
-    ids, second_at = tokenizer.encode_pair(query[: 2 * most], document[: 2 * most], cut)
+    ids, second_at = tokenizer.encode_pair(query[: 2 * most], document[: 2 * most], cut, newest)
     if len(ids) > limits.max_new_tokens(0):
         problem = f"`{name}` and its query have {len(ids)} tokens: shorten them, or set `truncate_prompt_tokens`"
         raise context_length_exceeded(limits, problem, name)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -112,14 +112,23 @@ class Tokenizer:
         whole = self._fast.post_process(encoding, add_special_tokens=add_special_tokens)
         return tuple(whole.ids[:max_tokens])
 
-    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[tuple[int, ...], int]:
+    def encode_pair(
+        self, first: str, second: str, max_tokens: int | None = None, newest: dict[str, Any] | None = None
+    ) -> tuple[tuple[int, ...], int]:
         """Ids of two texts with the special tokens around them, and the first id of the second text; 0: the model does
         not tell them apart.
 
         max_tokens: the longer text loses its end until so many ids are left, including special ones.
+        newest: the first text of the pair before this one, which is not encoded again if it is the same: it may be
+            long, and pairs many.
         """
-        texts = [self._fast.encode(text, add_special_tokens=False) for text in (first, second)]
+        known = {} if newest is None else newest
+        if first not in known:
+            known.clear()
+            known[first] = self._fast.encode(first, add_special_tokens=False)
+        texts = [known[first], self._fast.encode(second, add_special_tokens=False)]
         if max_tokens is not None:
+            texts[0] = Encoding.merge(texts[:1], growing_offsets=False)  # a copy, which may be cut
             room = max(max_tokens - self._fast.num_special_tokens_to_add(is_pair=True), 0)
             shorter, longer = sorted(texts, key=len)
             kept = min(len(shorter), room // 2)
