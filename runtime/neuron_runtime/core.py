@@ -158,6 +158,24 @@ ACTS = acts_of(Sampling)
 _ON_HOST = tuple((one.name, one.default) for one in fields(Sampling) if ACTS[one.name] is Acts.HOST)
 
 
+class Picture(msgspec.Struct, frozen=True, gc=False):
+    """A picture of a prompt: `num_tokens` of its tokens, from `start` on, stand for it.
+
+    digest: of what the model's encoder reads; pictures with equal digests have equal features.
+    pixels: what the encoder reads, as the model's own processor made it: a safetensors document, whose tensors have the
+        processor's names and one picture in their first dimension.
+    """
+
+    digest: str
+    start: int
+    num_tokens: int
+    pixels: memoryview
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt to continue. `request_id` is unique among live requests; higher `priority` values run later."""
@@ -171,6 +189,8 @@ class Request:
     """Digest of the adapter that it wants; empty: the base model."""
     second_at: int = 0
     """The first token of the second text of a pair; 0: there is one text."""
+    pictures: tuple[Picture, ...] = ()
+    """In the order of the prompt."""
 
 
 class Added(msgspec.Struct, frozen=True, gc=False):
@@ -183,6 +203,8 @@ class Added(msgspec.Struct, frozen=True, gc=False):
         the blocks before the start of the first row are computed already and may belong to other sequences too.
     adapter: the place whose adapter computes the sequence, see `Batch.adapters`; 0: the base model.
     second_at: the first token of the second text of a pair; 0: there is one text.
+    pictures: those of the prompt. The backend computes the features of each once, and keeps them until the rows have
+        fed all its tokens.
     """
 
     slot: int
@@ -192,6 +214,7 @@ class Added(msgspec.Struct, frozen=True, gc=False):
     blocks: tuple[int, ...]
     adapter: int = 0
     second_at: int = 0
+    pictures: tuple[Picture, ...] = ()
 
 
 class Rows(msgspec.Struct, frozen=True, gc=False):
@@ -480,6 +503,12 @@ class BackendLimits:
     """Projections that adapters may change, by their short names (`q_proj`)."""
     vector_size: int = 0
     """Numbers of the vector that a sequence gives when its prompt is computed, in the place of tokens; 0: tokens."""
+    max_pictures: int = 0
+    """Pictures of a prompt; 0: the model sees none."""
+    max_picture_tokens: int = 0
+    """Tokens that stand for one picture; 0: as many as a prompt may have."""
+    feeds_pictures_whole: bool = False
+    """One row feeds all tokens of a picture: no chunk of a prompt ends inside one."""
     max_step_seconds: float = 0.0
     """Longest that any step may take, shorter than the time after which the device itself ends one; 0: unknown."""
 
