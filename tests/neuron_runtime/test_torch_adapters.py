@@ -37,12 +37,13 @@ from helpers.torch_parity import (
     traced_step,
 )
 from neuron_runtime.adapters.peft import TARGETS, WEIGHTS_FILE
+from neuron_runtime.backend.torch import lora
 from neuron_runtime.backend.torch.adapters import Adapters
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.linear import linear
-from neuron_runtime.backend.torch.lora import AdaptedLinear, Pair, Route, segments_of
+from neuron_runtime.backend.torch.lora import AdaptedLinear, Pair, Route
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.checkpoint import read_config
@@ -57,6 +58,24 @@ FAMILIES = (
     "Qwen2, window in the upper layers",
     "Qwen3 with biases and a window in some layers",
 )
+
+
+KERNELS = [pytest.param(one, id="kernel" if one else "torch") for one in dict.fromkeys((lora.kernel(), None))]
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What computes a few tokens of an adapter, a parameter of the test; None: torch. Before any model is loaded."""
+    monkeypatch.setattr(lora, "kernel", lambda: request.param)
+    return request.param
+
+
+def with_kernels(test: Any) -> Any:
+    return pytest.mark.parametrize("kernel", KERNELS, indirect=True)(test)
+
+
+def without_kernel(test: Any) -> Any:
+    return pytest.mark.parametrize("kernel", KERNELS[-1:], indirect=True)(test)
 
 
 def adapters_of(model: Path, folder: Path) -> dict[str, Path]:
@@ -138,8 +157,9 @@ STEPS = [
 """Whole prompts, chunks, and rows of one token, of all sequences."""
 
 
+@with_kernels
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_logits_of_each_sequence_are_those_of_peft_with_its_adapter(name: str, tmp_path: Path) -> None:
+def test_the_logits_of_each_sequence_are_those_of_peft_with_its_adapter(kernel: Any, name: str, tmp_path: Path) -> None:
     model = random_model(tmp_path / "model", **MODELS[name])
     adapters = adapters_of(model, tmp_path)
     ends = {i: max(end for step in STEPS for j, _, end in step if j == i) for i in range(6)}
@@ -163,46 +183,87 @@ def test_adapters_change_the_layers_of_a_quantized_model_as_those_of_its_weights
         torch.testing.assert_close(logits, reference_logits(tuned, tokens), atol=TOLERANCE, rtol=0)
 
 
-def test_a_mixture_of_places_adds_to_each_token_what_its_place_adds_alone() -> None:
+@with_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_of_places_adds_to_each_token_what_its_place_adds_alone(
+    kernel: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the ranks, the sizes and the number of threads."""
     rng = np.random.default_rng(0)
     generator = torch.Generator().manual_seed(0)
-    num_places, num_inputs, sizes = 12, 24, (12, 6, 6)
-    base, route = torch.randn(24, num_inputs, generator=generator), Route()
-    layer = AdaptedLinear(linear(base), num_inputs, sizes, base.dtype, num_places=num_places, rank=4, route=route)
-    added = torch.zeros(num_places + 1, 24, num_inputs)
+    num_places, num_inputs, sizes = 12, 40, (1100, 550, 550)
+    num_outputs, rank = sum(sizes), 9
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(dtype)
+
+    base, route = random(num_outputs, num_inputs), Route(dtype)
+    layer = AdaptedLinear(linear(base), num_inputs, sizes, dtype, num_places=num_places, rank=rank, route=route)
+    added = torch.zeros(num_places + 1, num_outputs, num_inputs)
     for place in (*range(1, num_places + 1), 3, 5):  # two get other weights, of a smaller rank
-        rank = int(rng.integers(1, 5))
+        own = int(rng.integers(1, rank + 1))
         pairs = [
-            None
-            if (place + part) % 4 == 0
-            else Pair(torch.randn(num_inputs, rank, generator=generator), torch.randn(rank, size, generator=generator))
+            None if (place + part) % 4 == 0 else Pair(random(num_inputs, own), random(own, size))
             for part, size in enumerate(sizes)
         ]
         layer.put(place, pairs)
         added[place] = torch.cat(
             [
-                torch.zeros(size, num_inputs) if pair is None else (pair.a @ pair.b).T
+                torch.zeros(size, num_inputs) if pair is None else (pair.a.float() @ pair.b.float()).T
                 for pair, size in zip(pairs, sizes, strict=True)
             ]
         )
-    for _ in range(150):
+    of_kernel = 0
+    for number in range(60):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1 + number % 3)  # noqa: B023 - called in this turn
         rows = int(rng.integers(1, 12))
         places = rng.choice([rng.integers(0, num_places + 1, rows), rng.integers(0, 3, rows)])
         num_tokens = rng.choice([np.ones(rows, int), rng.integers(1, 40, rows)])
-        route.segments = tuple(segments_of(places, num_tokens))
-        x = torch.randn(int(num_tokens.sum()), num_inputs, generator=generator)
-        of_token = torch.from_numpy(np.repeat(places, num_tokens))
-        expected = torch.einsum("ti,toi->to", x, base + added[of_token])
-        torch.testing.assert_close(layer(x), expected, atol=1e-3, rtol=1e-4)
+        route.set(places, num_tokens)
+        of_kernel += route.places is not None
+        x = random(int(num_tokens.sum()), num_inputs)
+        expected, of_token = x.float() @ base.float().T, torch.from_numpy(np.repeat(places, num_tokens))
+        for place in set(places.tolist()):
+            mine = of_token == place
+            expected[mine] += x[mine].float() @ added[place].T
+        tolerance = {"atol": 1e-3, "rtol": 1e-4} if dtype is torch.float32 else {"atol": 1.0, "rtol": 0.02}
+        torch.testing.assert_close(layer(x).float(), expected, **tolerance)
+    assert (of_kernel > 30) == (kernel is not None)
 
 
-def test_infinite_numbers_of_one_sequence_reach_no_other() -> None:
-    route = Route()
+@with_kernels
+def test_a_long_run_of_tokens_is_left_to_torch(kernel: Any) -> None:
+    route = Route(torch.float32)
+    route.set(np.array([1, 2, 2]), np.array([3, lora.MAX_FEW, 1]))
+    assert [(one.begin, one.end) for one in route.segments][-1] == (3, 4 + lora.MAX_FEW)
+    if kernel:
+        assert route.places is not None
+        assert route.places.tolist() == [1] * 3 + [0] * (lora.MAX_FEW + 1)
+    assert Route(torch.float16).kernel is None
+
+
+def test_without_a_compiler_torch_computes_adapters_which_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    lora.kernel.cache_clear()
+    try:
+        assert [Route(torch.float32).kernel for _ in range(2)] == [None, None]
+    finally:
+        lora.kernel.cache_clear()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "adapters are computed without the kernel for them" in said
+    assert "no-such-compiler" in said
+
+
+@with_kernels
+def test_infinite_numbers_of_one_sequence_reach_no_other(kernel: Any) -> None:
+    route = Route(torch.float32)
     layer = AdaptedLinear(linear(torch.eye(4)), 4, (4,), torch.float32, num_places=2, rank=1, route=route)
     for place in (1, 2):
         layer.put(place, [Pair(torch.ones(4, 1), torch.ones(1, 4))])
     # The first token also fills the lane that is too short.
-    route.segments = tuple(segments_of(np.array([1, 2, 0, 1]), np.ones(4, dtype=int)))
+    route.set(np.array([1, 2, 0, 1]), np.ones(4, dtype=int))
     x = torch.ones(4, 4)
     x[0] = float("nan")
     assert layer(x)[1:].tolist() == [[5.0] * 4, [1.0] * 4, [5.0] * 4]
@@ -373,8 +434,9 @@ def operations(backend: TorchBackend, place: int, **changes: Any) -> list[Any]:
     return seen.seen
 
 
+@without_kernel
 def test_steps_without_an_adapter_compute_what_those_of_a_backend_without_adapters_do(
-    backend: TorchBackend, model: Path, tmp_path: Path
+    kernel: Any, backend: TorchBackend, model: Path, tmp_path: Path
 ) -> None:
     folder = write_adapter(tmp_path, read_config(model), targets=("q_proj",))
     backend.add_adapter("known", folder, backend.read_adapter(folder))
@@ -388,17 +450,19 @@ def test_steps_without_an_adapter_compute_what_those_of_a_backend_without_adapte
     assert len(with_one) > len(expected) > 50
 
 
+@with_kernels
 def test_the_warm_up_computes_all_products_of_adapters_and_leaves_none(
-    backend: TorchBackend, monkeypatch: pytest.MonkeyPatch
+    kernel: Any, backend: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products: list[int] = []
-    added = AdaptedLinear._added
+    name = "_add_few" if kernel else "_added"
+    original = getattr(AdaptedLinear, name)
 
-    def counted(self: AdaptedLinear, x: torch.Tensor, segment: Any) -> torch.Tensor:
+    def counted(self: AdaptedLinear, x: torch.Tensor, *others: Any) -> Any:
         products.append(len(x))
-        return added(self, x, segment)
+        return original(self, x, *others)
 
-    monkeypatch.setattr(AdaptedLinear, "_added", counted)
+    monkeypatch.setattr(AdaptedLinear, name, counted)
     backend.warm_up(lambda what, share: None)
     # In two layers, two runs of each step.
     assert products == [8] * 4 + [1] * 4

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from neuron_runtime.backend.torch import eight_bits
+from neuron_runtime.backend.torch import eight_bits, kernels
 from neuron_runtime.backend.torch.eight_bits import TILE_ROWS, Kernel, in_tiles
 from neuron_runtime.backend.torch.held import TILE_COLUMNS
 from neuron_runtime.backend.torch.linear import TiledWeight, linear, tiled_kinds
@@ -110,8 +110,8 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seq
             commands.append(arguments)
         return original(*arguments)
 
-    original = eight_bits._run
-    monkeypatch.setattr(eight_bits, "_run", run)
+    original = kernels._run
+    monkeypatch.setattr(kernels, "_run", run)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     eight_bits.kernel.cache_clear()
     yield commands
@@ -119,9 +119,9 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seq
 
 
 def test_the_kernel_is_built_once_for_all_processes_and_anew_where_the_file_is_damaged(
-    builds: list[Sequence[str]], tmp_path: Path
+    builds: list[Sequence[str]],
 ) -> None:
-    kept = tmp_path / "neuron-serving" / "kernels" / f"{eight_bits._key()}.so"
+    kept = kernels.path_of(eight_bits.SOURCE)
     kept.parent.mkdir(parents=True)
     kept.write_bytes(b"damaged")
     for _ in range(2):
@@ -132,10 +132,10 @@ def test_the_kernel_is_built_once_for_all_processes_and_anew_where_the_file_is_d
 
 
 def test_a_folder_that_others_may_write_is_neither_read_nor_written(
-    builds: list[Sequence[str]], tmp_path: Path
+    builds: list[Sequence[str]],
 ) -> None:
     """A library that is found is run."""
-    kept = tmp_path / "neuron-serving" / "kernels" / f"{eight_bits._key()}.so"
+    kept = kernels.path_of(eight_bits.SOURCE)
     kept.parent.mkdir(parents=True)
     kept.parent.chmod(0o777)
     kept.write_bytes(b"of somebody else")
@@ -173,6 +173,6 @@ def test_without_a_compiler_there_is_no_kernel_which_is_said_once(
 def test_a_compiler_that_fails_is_quoted(
     builds: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(eight_bits, "FLAGS", ("-no-such-flag",))
+    monkeypatch.setattr(kernels, "FLAGS", ("-no-such-flag",))
     assert eight_bits.kernel() is None
     assert "no-such-flag" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from neuron_runtime.backend.slots import IntArray
 from neuron_runtime.backend.torch.architecture import DecoderConfig, projections
 from neuron_runtime.backend.torch.decoder import Decoder, Layer
 from neuron_runtime.backend.torch.linear import Linear
-from neuron_runtime.backend.torch.lora import AdaptedLinear, Pair, Route, segments_of
+from neuron_runtime.backend.torch.lora import AdaptedLinear, Pair, Route
 from neuron_runtime.backend.torch.parts import parts_of
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import BackendLimits, Batch
@@ -53,7 +53,7 @@ class Adapters:
         """The adapter of each place that has one."""
         self._place_of_slot: IntArray = np.zeros(limits.max_rows, dtype=np.int64)
         self._routed: bytes = b""
-        self._route, self._layers = Route(), []
+        self._route, self._layers = Route(self._dtype), []
         part = projections(decoder.config)
 
         def wrap(base: Linear, names: tuple[str, ...]) -> AdaptedLinear:
@@ -126,7 +126,8 @@ class Adapters:
             return None
         # Most steps have the rows of the step before.
         if (rows := places.tobytes() + num_tokens.tobytes()) != self._routed:
-            self._route.segments, self._routed = tuple(segments_of(places, num_tokens)), rows
+            self._route.set(places, num_tokens)
+            self._routed = rows
         return self._decoder
 
     def _part_of(self, module: str, a: torch.Tensor, b: torch.Tensor, scaling: float) -> Pair:

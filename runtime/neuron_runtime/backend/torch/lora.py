@@ -1,15 +1,20 @@
 """What adapters (LoRA) add to the linear layers of a decoder: one grouped product for tokens of any adapters.
 
 `adapters.py` wraps layers in `AdaptedLinear`, and sets the `Route` of each step: which tokens get the weights of which
-places. Knows nothing of sequences or of adapters' names.
+places. Knows nothing of sequences or of adapters' names. A few tokens of each place are computed by a kernel,
+`lora.cpp`, which reads weights once and is called once for each layer; more of them, and all without a C++ compiler, by
+torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,11 +22,16 @@ import torch
 
 from neuron_runtime.backend.slots import IntArray
 from neuron_runtime.backend.torch.cache import lazy_zeros
+from neuron_runtime.backend.torch.kernels import built
 from neuron_runtime.backend.torch.linear import Linear, packs
 
+SOURCE = Path(__file__).with_suffix(".cpp")
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 MAX_SHORT = 16
 """Neighbouring runs of at most so many tokens are computed together, a longer one alone: all lanes of a product have
 the length of the longest."""
+MAX_FEW = 64
+"""So many tokens of a run are left to the kernel at most. At hundreds torch is as fast, in less memory."""
 MAX_GAP = 3
 """A product reads so many places without a token at most, rather than leave those behind them to another product."""
 
@@ -78,9 +88,42 @@ class Segment(NamedTuple):
 
 
 class Route:
-    """The segments of the step that runs."""
+    """What the step that runs adds to its tokens.
 
-    segments: tuple[Segment, ...] = ()
+    segments: what torch computes. places: `[tokens]`, of each the place whose weights the kernel adds, 0 for none; None
+    if it adds nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.kernel = kernel() if dtype in KERNEL_DTYPES else None
+        self.segments: tuple[Segment, ...] = ()
+        self.places: torch.Tensor | None = None
+
+    def set(self, places: IntArray, num_tokens: IntArray) -> None:
+        """Of a step whose row i feeds `num_tokens[i]` tokens of the place `places[i]`, 0 for none."""
+        self.segments, self.places = tuple(segments_of(places, num_tokens, self.kernel is not None)), None
+        if self.kernel is not None:
+            of_token = np.repeat(places, num_tokens)
+            for one in self.segments:
+                of_token[one.begin : one.end] = 0
+            if of_token.any():
+                self.places = torch.from_numpy(of_token)
+
+
+@cache
+def kernel() -> ctypes.CDLL | None:
+    """None where it cannot be built, which is said once."""
+    return built(SOURCE, _declared, "adapters are computed without the kernel for them, more slowly")
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    number, address = ctypes.c_int64, ctypes.c_void_p
+    library.add.restype = None
+    library.add.argtypes = [
+        *(address, address, address, address, number, number, number, number, number, ctypes.c_int, number),
+        *(address, number, address, address, ctypes.c_int),
+    ]
+    return library
 
 
 class AdaptedLinear:
@@ -111,6 +154,8 @@ class AdaptedLinear:
         self._dtype = dtype if packs(dtype) else torch.float32
         self._a = lazy_zeros((num_places, len(sizes) * rank, num_inputs), dtype)
         self._b = lazy_zeros((num_places, len(self._parts), rank, self._block), dtype)
+        self._ranks = torch.zeros(num_places, len(sizes), dtype=torch.int64)
+        """By place and projection, those that add anything."""
         self._used: set[int] = set()
         """Places that add anything."""
         self._span, self._of_span = (1, num_places), (self._a.transpose(1, 2), self._b.flatten(0, 1))
@@ -129,6 +174,7 @@ class AdaptedLinear:
                 b[:, :rank] = pair.b.view(rank, -1, self._block).transpose(0, 1)
             a[part, rank:] = 0
             b[:, rank:] = 0
+            self._ranks[place - 1, part] = rank
         (self._used.add if any(pairs) else self._used.discard)(place)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -139,7 +185,19 @@ class AdaptedLinear:
         for one in segments:
             added = self._added(x[one.begin : one.end], one)
             out[one.begin : one.end].view(added.shape).add_(added)
+        if self._route.places is not None and self._used:
+            self._add_few(x, out, self._route.places)
         return out
+
+    def _add_few(self, x: torch.Tensor, out: torch.Tensor, places: torch.Tensor) -> None:
+        assert self._route.kernel is not None
+        x = x.contiguous()
+        self._route.kernel.add(
+            *(self._a.data_ptr(), self._b.data_ptr(), self._ranks.data_ptr(), self._parts.data_ptr()),
+            *(len(self._counts), self._rank, x.shape[1], len(self._parts), self._block),
+            *(x.dtype is torch.bfloat16, len(self._ranks)),
+            *(places.data_ptr(), len(x), x.data_ptr(), out.data_ptr(), torch.get_num_threads()),
+        )
 
     def _added(self, x: torch.Tensor, segment: Segment) -> torch.Tensor:
         """`[tokens, blocks, outputs of a block]`. x: the inputs of the segment."""
@@ -168,13 +226,16 @@ class AdaptedLinear:
         return (a, b) if a.dtype == self._dtype else (a.to(self._dtype), b.to(self._dtype))
 
 
-def segments_of(places: IntArray, num_tokens: IntArray) -> Iterator[Segment]:
-    """The segments of a step whose row i feeds `num_tokens[i]` tokens of the place `places[i]`, 0 for none."""
+def segments_of(places: IntArray, num_tokens: IntArray, beside_kernel: bool) -> Iterator[Segment]:
+    """See `Route.set`. beside_kernel: only those that are too long for it."""
+    longest = MAX_FEW if beside_kernel else MAX_SHORT
     firsts = np.flatnonzero(np.diff(places, prepend=-1))
     begins = (np.cumsum(num_tokens) - num_tokens)[firsts]
     ends = np.append(begins[1:], num_tokens.sum())
     runs = list(zip(begins.tolist(), ends.tolist(), places[firsts].tolist(), strict=True))
-    for is_long, group in groupby(runs, key=lambda run: run[1] - run[0] > MAX_SHORT):
+    for is_long, group in groupby(runs, key=lambda run: run[1] - run[0] > longest):
+        if beside_kernel and not is_long:
+            continue
         members = list(group)
         for together in [[one] for one in members] if is_long else [members]:
             yield from _segments(together)
