@@ -42,8 +42,10 @@ class Loading:
 def measure(model_dir: Path, num_iters: int = 3) -> Loading:
     """Times reading and loading in turns. Raises the loader's error for an invalid folder."""
     from neuron_runtime.backend.torch import prepare
-    from neuron_runtime.backend.torch.architecture import decoder_config
+    from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
     from neuron_runtime.backend.torch.choices import stored_dtype
+    from neuron_runtime.backend.torch.held import held_as
+    from neuron_runtime.backend.torch.linear import tiled_kinds
     from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
     from neuron_runtime.backend.torch.naming import as_named
     from neuron_runtime.checkpoint import read_checkpoint
@@ -52,12 +54,14 @@ def measure(model_dir: Path, num_iters: int = 3) -> Loading:
     model = decoder_config(checkpoint.config)
     checkpoint = as_named(checkpoint, model)
     dtype = DTYPES[stored_dtype(checkpoint)]
+    own = tiled_kinds(dtype) if model.quantization else ()
+    held = held_as(checkpoint, tensor_shapes(model), model.quantization, "auto", own=own)
     files = [model_dir / file for file in checkpoint.files]
     num_bytes = sum(file.stat().st_size for file in files)
 
     def load() -> None:
         ahead = prepare(model_dir)
-        load_decoder(checkpoint, model, dtype, lambda stage, share: ahead.loaded(share))
+        load_decoder(checkpoint, model, dtype, lambda stage, share: ahead.loaded(share), held=held)
         ahead.stop()
 
     load()  # libraries choose their kernels once

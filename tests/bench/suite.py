@@ -12,6 +12,7 @@ import os
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -614,20 +615,34 @@ def grammar_section(effort: Effort) -> Found:
 
 
 def loading_section(effort: Effort) -> Found:
-    """From the disk, and from a mount whose reads take as long as those of a file server."""
+    """From the disk, also of a converted model, and from a mount whose reads take as long as those of a file server."""
     from bench import distant_files, loading
+    from neuron_runtime.config import ModelSource
+    from neuron_runtime.conversion.converting import convert
+    from neuron_runtime.weights.store import Store
 
     model_dir = random_model(SHAPE)
     near = loading.measure(model_dir, effort.num_iters)
     row, rates = _loading_row("loading : plain read", near, LOADING_TARGET)
+    with tempfile.TemporaryDirectory(prefix="loading-") as store:
+        source = ModelSource(uri=model_dir.as_uri())
+        _, address = convert(
+            source, Store(Path(store)), lambda title: lambda amount: None, backend="torch", wanted="int8"
+        )
+        small = loading.measure(Path(address), effort.num_iters)
+    converted, converted_rates = _loading_row("loading int8 : plain read", small, LOADING_TARGET)
     name = f"loading : plain read, {1000 * DISTANT_SECONDS:g} ms a read"
     try:
         with distant_files.mounted(model_dir, DISTANT_SECONDS) as mount:
             distant, distant_rates = _loading_row(name, loading.measure(mount, effort.num_iters), DISTANT_TARGET)
     except OSError as reason:
         distant, distant_rates = Row(name, (None,), "ratio", None, f"needs root and FUSE: {reason}", None), {}
-    data = {"bytes_per_second": rates, "distant_bytes_per_second": distant_rates}
-    return Found(f"loading {near.num_bytes / 1e6:.0f} MB of weights", (row, distant), data)
+    data = {
+        "bytes_per_second": rates,
+        "int8_bytes_per_second": converted_rates,
+        "distant_bytes_per_second": distant_rates,
+    }
+    return Found(f"loading {near.num_bytes / 1e6:.0f} MB of weights", (row, converted, distant), data)
 
 
 def _loading_row(name: str, found: Loading, target: float) -> tuple[Row, dict[str, tuple[float | None, float]]]:
