@@ -274,9 +274,15 @@ async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
         await client.aclose()
 
 
-@pytest.mark.parametrize(
-    ("behave", "status"), [(streaming([b"data: a\n\n", b"x"], pause=asyncio.Event()), 200), (hang, 499)]
-)
+async def stream_for_ever(asked: Asked, writer: asyncio.StreamWriter) -> bool:
+    writer.write(STREAM_HEAD)
+    while True:
+        writer.write(chunk(b"data: a\n\n"))
+        await writer.drain()
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("behave", "status"), [(stream_for_ever, 200), (hang, 499)])
 async def test_a_client_that_leaves_ends_its_request_at_the_replica(behave: Behaviour, status: int) -> None:
     async with replicas(behave) as (chat,), running() as gateway:
         gateway.serve("chat", chat)
@@ -290,6 +296,40 @@ async def test_a_client_that_leaves_ends_its_request_at_the_replica(behave: Beha
         assert not gateway.gateway.exchanges
         assert gateway.metric("gateway_in_flight", model="default/chat", replica=chat.address) == 0
         assert [(line["error"], line["status"]) for line in gateway.log] == [("client_left", status)]
+
+
+async def test_a_client_that_ends_its_side_behind_its_requests_gets_their_answers() -> None:
+    go = asyncio.Event()
+
+    async def wait(asked: Asked, writer: asyncio.StreamWriter) -> bool:
+        await go.wait()
+        return await echo(asked, writer)
+
+    async with replicas(wait) as (chat,), running() as gateway:
+        gateway.serve("chat", chat)
+        client = await gateway.connect()
+        client.send(PATH, CHAT)
+        client.send("/v1/second", CHAT)
+        await until(lambda: chat.asked)
+        client.writer.write_eof()
+        assert (await client.head())[0] == 100  # so that a client that has left can be told from it
+        gateway.gateway.sweep()
+        go.set()
+        assert [(await client.answer()).json["path"] for _ in range(2)] == [PATH, "/v1/second"]
+        assert await client.rest() == b""
+        assert [line["status"] for line in gateway.log] == [200, 200]
+        await client.aclose()
+
+
+async def test_a_client_of_http_1_0_that_ends_its_side_gets_its_answer_and_nothing_before() -> None:
+    async with replicas(echo) as (chat,), running() as gateway:
+        gateway.serve("chat", chat)
+        raw = json.dumps(CHAT).encode()
+        client = await gateway.connect()
+        client.write(b"POST %b HTTP/1.0\r\ncontent-length: %d\r\n\r\n%b" % (PATH.encode(), len(raw), raw))
+        client.writer.write_eof()
+        assert (await client.answer()).status == 200
+        await client.aclose()
 
 
 async def test_a_client_that_does_not_read_slows_its_replica_down() -> None:

@@ -96,6 +96,22 @@ async def test_a_sleeping_model_that_is_refused_is_not_woken() -> None:
         await client.aclose()
 
 
+async def test_a_ready_replica_that_fails_for_a_moment_is_awaited_though_its_model_is_refused() -> None:
+    """A model that is `Stalled` in a rollout still serves with its last revision."""
+    sleeper = Sleeper()
+    async with replicas(echo) as (chat,), running(wake=sleeper.wake) as gateway:
+        gateway.serve("chat", chat, refused="Unplaceable: no node has 4 devices", is_asleep=True)
+        (replica,) = gateway.gateway.directory.models["default", "chat"].replicas.values()
+        replica.avoid_until = math.inf
+        (client,) = await waiting(gateway, 1)
+        gateway.serve("chat", chat, refused="Unplaceable: no node has 4 devices", is_asleep=True)
+        replica.avoid_until = 0.0
+        gateway.gateway.sweep()
+        assert (await client.answer()).status == 200
+        assert not sleeper.woken
+        await client.aclose()
+
+
 async def test_a_failed_wake_up_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "WAKE_AGAIN_SECONDS", 0.1)
     monkeypatch.setattr(gateway_module, "SWEEP_SECONDS", 0.05)
@@ -124,6 +140,25 @@ async def test_what_is_beyond_a_limit_is_told_when_to_come_back(limit: dict[str,
         client.send(PATH, {**CHAT, "x": "y" * 200})
         await until(lambda: gateway.metric("gateway_held_requests", model="default/chat") == 3)
         for one in (*clients, client):
+            await one.aclose()
+
+
+async def test_models_that_sleep_leave_place_for_the_bodies_of_others() -> None:
+    """Requests that wait may have half of the bytes of all bodies."""
+    async with replicas(echo) as (chat,), running({"limits": {"allBodiesBytes": 20_000}}) as gateway:
+        gateway.serve("awake", chat)
+        for name in ("chat", "other"):
+            gateway.serve(name, is_asleep=True)
+        clients = await waiting(gateway, 2, x="y" * 4500)
+        got = await gateway.post(PATH, {**CHAT, "model": "other", "x": "y" * 4500})
+        assert (got.status, got.json["error"]["code"]) == (429, "too_many_held")
+        assert (await gateway.post(PATH, {**CHAT, "model": "awake", "x": "y" * 9000})).status == 200
+        await clients.pop().aclose()
+        await until(lambda: gateway.metric("gateway_held_requests", model="default/chat") == 1)
+        clients.append(await gateway.connect())
+        clients[-1].send(PATH, {**CHAT, "model": "other", "x": "y" * 4500})
+        await until(lambda: gateway.metric("gateway_held_requests", model="default/other") == 1)
+        for one in clients:
             await one.aclose()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import socket
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
@@ -27,6 +28,7 @@ LINGER_SECONDS = 2.0
 """A refused client may still send, and would not see the answer if the connection were reset."""
 WRITE_BUFFER_BYTES = 65_536
 """A client that has not read this much of its answer slows the replica down."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -81,6 +83,8 @@ class ClientConnection(asyncio.Protocol):
         self.is_paused = False
         self.is_closing = False
         """Nothing more is read of it."""
+        self._has_ended = False
+        """The client sends nothing more, and may still read."""
         self._lingers = False
         """Whether the client may still send what nobody reads."""
         self._waiting: deque[Request] = deque()
@@ -190,7 +194,7 @@ class ClientConnection(asyncio.Protocol):
         if request.refusal is not None and (num_bytes > WRITE_BUFFER_BYTES or b"transfer-encoding" in named):
             self._refuse_now(request.refusal)
         elif request.refusal is None and b"expect" in named and self.exchange is None:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.transport.write(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
         request = self._request
@@ -239,7 +243,7 @@ class ClientConnection(asyncio.Protocol):
         self.exchange = None
         if self.is_closing:
             return
-        if not keeps or self.gateway.is_draining:
+        if not keeps or self.gateway.is_draining or (self._has_ended and not self._waiting):
             self._close()
         elif self._waiting:
             if self.is_paused:
@@ -292,4 +296,23 @@ class ClientConnection(asyncio.Protocol):
             self._continue()
 
     def eof_received(self) -> bool:
-        return False
+        """Whether the connection stays open: a client may end its side behind its request and wait for the answer.
+
+        One that has left looks the same until something is sent to it, a part of its answer or before that the word to
+        continue: its system then resets the connection, which `has_left` sees.
+        """
+        if self.is_closing or (self.exchange is None and not self._waiting):
+            return False
+        self._has_ended = True
+        if self.exchange is not None and not self.exchange.is_answered and self.exchange.request.version == "1.1":
+            self.transport.write(CONTINUE)
+        return True
+
+    def has_left(self) -> bool:
+        """Whether a client that sends nothing more does not read, either; nobody is told, as nothing is read of it."""
+        if not self._has_ended or self.transport.is_closing():
+            return False
+        return bool(self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+
+    def is_late(self, now: float) -> bool:
+        return self.deadline is not None and self.deadline <= now

@@ -80,7 +80,7 @@ class Limits(Part, frozen=True):
     head_bytes: Bytes = 65_536
     body_bytes: Bytes = 32 * 2**20
     all_bodies_bytes: Bytes = 256 * 2**20
-    """Of all requests whose answer has not begun."""
+    """Of all requests whose answer has not begun. Those that wait for a replica may have half of it."""
     connections: Count = 10_000
     """From clients."""
 

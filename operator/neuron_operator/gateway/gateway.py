@@ -82,8 +82,8 @@ class Gateway:
         if not served.is_asleep:
             self._waking.pop(served.key, None)
         if model.room:
-            if served.refused:
-                self._refuse_all(model, served.refused)
+            if served.hopeless:
+                self._refuse_all(model, served.hopeless)
             elif served.is_asleep:
                 self._wake_up(model)
             self.release(model)
@@ -219,8 +219,10 @@ class Gateway:
 
     def _wake_up(self, model: Model) -> None:
         """Once: the write has no effect if another gateway was faster."""
+        if self._wake is None:
+            return
         key, now = model.served.key, self.now()
-        if self._wake is None or now - self._waking.get(key, -WAKE_AGAIN_SECONDS) < WAKE_AGAIN_SECONDS:
+        if model.served.refused or now - self._waking.get(key, -WAKE_AGAIN_SECONDS) < WAKE_AGAIN_SECONDS:
             return
         self._waking[key] = now
         self._start(self._waken(self._wake, model))
@@ -260,7 +262,7 @@ class Gateway:
 
     def sweep(self) -> None:
         now, hold = self.now(), self.config.hold
-        for connection in [one for one in self.connections if one.deadline is not None and one.deadline <= now]:
+        for connection in [one for one in self.connections if one.is_late(now) or one.has_left()]:
             connection.transport.abort()
         for exchange in list(self.exchanges):
             exchange.check(now)

@@ -45,7 +45,7 @@ class Served:
     is_asleep: bool = False
     """No replica is requested."""
     refused: str = ""
-    """Why no replica would help, in the words of its condition: it is not woken."""
+    """Why no further replica would help, in the words of its condition: it is not woken."""
     words: str = ""
     """What its condition says."""
     max_model_len: int | None = None
@@ -58,6 +58,11 @@ class Served:
     @property
     def is_ready(self) -> bool:
         return bool(self.addresses)
+
+    @property
+    def hopeless(self) -> str:
+        """Why nobody needs to wait for it. One that is ready may fail for a moment, and is asked again."""
+        return "" if self.addresses else self.refused
 
 
 def static(model: StaticModel) -> Served:
@@ -254,18 +259,25 @@ class Rooms:
 
     def __init__(self, config: Config) -> None:
         self._hold = config.hold
+        self._most_bytes = config.limits.all_bodies_bytes // 2
+        """Of all rooms: models that sleep leave place for the bodies of others."""
+        self._num_bytes = 0
 
     def enter(self, model: Model, exchange: Exchange, num_bytes: int) -> None:
         """Raises Refusal if there is no place."""
         hold, served = self._hold, model.served
-        if served.refused:
-            raise unavailable_model(served, served.refused, hold.retry_after_seconds)
+        if served.hopeless:
+            raise unavailable_model(served, served.hopeless, hold.retry_after_seconds)
+        if self._num_bytes + num_bytes > self._most_bytes:
+            waiting = f"requests of all models wait with {self._num_bytes} bytes already, which is the limit"
+            raise limited(waiting, "too_many_held", hold.retry_after_seconds)
         if len(model.room) >= hold.requests or model.room_bytes + num_bytes > hold.bytes:
             waiting = f"{len(model.room)} requests wait for `{served.name}` already, which is the limit"
             said = f": {served.words}" if served.words else ""
             raise limited(f"{waiting}{said}", "too_many_held", hold.retry_after_seconds)
         model.room[exchange] = None
         model.room_bytes += num_bytes
+        self._num_bytes += num_bytes
 
     def leave(self, model: Model, exchange: Exchange, num_bytes: int) -> bool:
         """Whether it was there."""
@@ -273,6 +285,7 @@ class Rooms:
             return False
         del model.room[exchange]
         model.room_bytes -= num_bytes
+        self._num_bytes -= num_bytes
         return True
 
 
