@@ -19,7 +19,7 @@ from neuron_runtime.cache_event_config import cache_events
 from neuron_runtime.core import Task
 from neuron_runtime.dtypes import ComputedDtype, cache_dtype_name, dtype_name
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
-from neuron_runtime.flags import Flag, json_or_pairs, json_or_text, numbers, template, word_or_folder
+from neuron_runtime.flags import Flag, images_per_prompt, json_or_pairs, json_or_text, numbers, template, word_or_folder
 from neuron_runtime.quantization import Quantizing
 from neuron_runtime.speculative_config import speculation
 from neuron_runtime.uris import parse_uri
@@ -214,6 +214,26 @@ class CacheEventOptions(Document, frozen=True, kw_only=True):
     num_kept: Annotated[int, Meta(ge=0, le=1_000_000), "Batches of events that can be asked for again"] = 10_000
 
 
+class MediaOptions(Document, frozen=True, kw_only=True):
+    """Pictures in requests, for models that see them."""
+
+    max_images: Annotated[
+        Limit,
+        'Pictures of a request at most; 0: none. The flag has vLLM\'s form, `{"image": 4}`',
+        Flag("limit_mm_per_prompt", llm=True, metavar="JSON", read=images_per_prompt),
+    ] = 8
+    max_image_bytes: Annotated[Count, "Bytes of a picture at most, as the client stores it", Flag(llm=True)] = 20 << 20
+    max_pixels: Annotated[
+        Count, "Pixels of a picture at most, width times height", Flag("max_image_pixels", llm=True)
+    ] = 32 << 20
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        "Hosts from which pictures are fetched, by https and from public addresses only; each with `:PORT` if it is "
+        "not 443. By default, a picture must be in the request",
+        Flag("allowed_media_domains", llm=True, metavar="HOST"),
+    ] = ()
+
+
 class DrainOptions(Document, frozen=True, kw_only=True):
     delay_seconds: Annotated[
         Seconds, "Keep admitting requests for this long after SIGTERM, while `/health` returns 503"
@@ -376,6 +396,7 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     async_mode: Annotated[
         bool, "Let the device run ahead of the host, if the backend can", Flag(llm=True), COMPILED, ON_DEVICE
     ] = False
+    media: MediaOptions = MediaOptions()
     drain: DrainOptions = DrainOptions()
     text: TextOptions = TextOptions()
     server: ServerOptions = ServerOptions()

@@ -86,7 +86,9 @@ class Field:
         """The value in the document for a given argument. Raises ValueError."""
         if self.is_switch and isinstance(value, bool):
             return "enabled" if value else "disabled"
-        if (isinstance(value, str) or isinstance(self.kind, inspect.StructType)) and self.flag and self.flag.read:
+        is_part = isinstance(self.kind, inspect.StructType)
+        is_number_of = isinstance(value, Mapping) and isinstance(self.kind, inspect.IntType)
+        if (isinstance(value, str) or is_part or is_number_of) and self.flag and self.flag.read:
             value = self.flag.read(value)
         return [value] if isinstance(value, str) and isinstance(self.kind, inspect.VarTupleType) else value
 
@@ -136,7 +138,7 @@ def _form(field: Field, flag: Flag) -> dict[str, Any]:
             return {"action": argparse.BooleanOptionalAction}
         case inspect.LiteralType() if field.is_switch:
             return {"action": argparse.BooleanOptionalAction}
-        case inspect.IntType():
+        case inspect.IntType() if flag.read is None:
             return {"type": whole_number, "metavar": flag.metavar or "N"}
         case inspect.FloatType():
             return {"type": float, "metavar": flag.metavar or "N"}
@@ -233,6 +235,18 @@ def json_or_text(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def images_per_prompt(text: Any) -> Any:
+    """vLLM's limits by kind of media, of which there are images here."""
+    value = json_or_text(text) if isinstance(text, str) else text
+    if isinstance(value, Mapping):
+        others = {name: count for name, count in value.items() if name != "image" and count}
+        if others:
+            raise ValueError(f"only images can be served, got {', '.join(others)}: leave them out, or set 0")
+        value = value.get("image", 8)
+        value = value.get("count", 8) if isinstance(value, Mapping) else value
+    return value
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -121,7 +121,6 @@ ROWS = (
     NotBuilt("hf_token", _LLM, cure="set the environment variable HF_TOKEN"),
     NotBuilt("kv_transfer_params", _BODY),
     NotBuilt("length_penalty", _BODY | _PARAMS, (1,)),
-    NotBuilt("limit_mm_per_prompt", _LLM, ({},)),
     NotBuilt("load_format", _LLM, ("auto", "safetensors")),
     NotBuilt("logits_processors", _BODY | _PARAMS | _LLM, ([],)),
     NotBuilt("max_logprobs", _LLM, (20,), cure="leave it out: the backend says how many there are at most"),

@@ -7,6 +7,7 @@ the cache contents that the row reads. It enforces every limit in `BackendLimits
 
 from __future__ import annotations
 
+import hashlib
 import math
 import zlib
 from array import array
@@ -37,6 +38,8 @@ BEYOND = -2
 """Content of a position that a row wrote beyond the tokens that it fed."""
 STRANGE = -3
 """Read in place of a token that was computed after another prefix than that of the row."""
+FEATURES = -1000
+"""Numbers from here downwards are of pictures."""
 SECONDS_PER_TOKEN = 1e-6
 
 
@@ -134,6 +137,16 @@ Cell = tuple[int, int]
 
 def _bound(before: int, token: int) -> Cell:
     return token, hash((before, token))
+
+
+def with_features(added: Added, token_ids: Sequence[int], start: int) -> list[int]:
+    """The tokens at `start` and behind, with what the cache has instead of them where pictures are."""
+    seen = list(token_ids)
+    for picture in added.pictures:
+        for position in range(max(picture.start, start), min(picture.end, start + len(seen))):
+            place = f"{picture.digest} {position - picture.start}"
+            seen[position - start] = FEATURES - zlib.crc32(place.encode())
+    return seen
 
 
 @dataclass(eq=False)
@@ -365,7 +378,30 @@ class StrictBackend:
             limits.sampling != "Device" or not needs_logits(sampling, limits),
             f"slot {number} requests what only logits on the host can serve",
         )
+        self._check_pictures(added)
         self._slots[number] = _Slot(added, list(added.token_ids), list(added.blocks))
+
+    def _check_pictures(self, added: Added) -> None:
+        """Checks that they are in order, inside the prompt, within the limits, and what their digests say."""
+        limits, number, before = self._limits, added.slot, 0
+        self._demand(
+            len(added.pictures) <= limits.max_pictures,
+            f"slot {number} has {len(added.pictures)} pictures, the limit is {limits.max_pictures}",
+        )
+        for picture in added.pictures:
+            self._demand(
+                before <= picture.start < picture.end <= added.num_prompt_tokens,
+                f"slot {number} has a picture at {picture.start} to {picture.end}, behind {before}",
+            )
+            self._demand(
+                not limits.max_picture_tokens or picture.num_tokens <= limits.max_picture_tokens,
+                f"slot {number} has a picture of {picture.num_tokens} tokens, the limit is {limits.max_picture_tokens}",
+            )
+            self._demand(
+                hashlib.sha256(picture.pixels).hexdigest() == picture.digest,
+                f"slot {number} has a picture whose pixels are not what its digest says",
+            )
+            before = picture.end
 
     def _share(self, added: Added, start: int, written: set[int]) -> int:
         """Checks that the blocks before `start` hold the prefix of the sequence; returns their number."""
@@ -392,7 +428,7 @@ class StrictBackend:
             )
         context = self._read(added.blocks, start, weights_of(self._places[added.adapter]))
         self._demand(
-            context == list(added.token_ids[:start]),
+            context == with_features(added, added.token_ids[:start], 0),
             f"slot {number} shares {start} tokens, but blocks {blocks} do not contain them",
         )
         self._holders.update(blocks)
@@ -539,6 +575,9 @@ class StrictBackend:
                 reach <= limits.max_model_length,
                 f"slot {number} writes up to {reach}, the model's length is {limits.max_model_length}",
             )
+            if limits.feeds_pictures_whole:
+                cut = [one for one in slot.added.pictures if one.start < end < one.end or one.start < start < one.end]
+                self._demand(not cut, f"slot {number} feeds {start} to {end}, which ends inside a picture")
             if i >= step.batch.num_decodes:
                 self._check_prefill(slot, number, start, end)
 
@@ -627,7 +666,8 @@ class StrictBackend:
         rows, start = step.batch.rows, step.batch.rows.start[i]
         if rows.token[i] != NO_TOKEN:
             return [rows.token[i]]
-        return step.slots[i].tokens[start : start + rows.num_tokens[i]]
+        slot = step.slots[i]
+        return with_features(slot.added, slot.tokens[start : start + rows.num_tokens[i]], start)
 
     def _write(self, table: tuple[int, ...], start: int, tokens: list[int], adapter: int) -> None:
         before = self._cell(table, start - 1)[1] if start else adapter

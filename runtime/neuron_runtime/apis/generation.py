@@ -140,12 +140,13 @@ class Generation:
         ask = self.ask
         echoes = ask.details is not None and ask.details.logprobs is not None and bool(ask.echoes)
         seconds = ask.second_at or (0,) * len(ask.prompts)
-        for prompt, sampling, second_at in zip(ask.prompts, ask.sampling, seconds, strict=True):
+        pictures = ask.pictures or ((),) * len(ask.prompts)
+        for prompt, sampling, second_at, seen in zip(ask.prompts, ask.sampling, seconds, pictures, strict=True):
             # Prompt logprobs are computed for the first answer only, unless each answer echoes them.
             later = sampling if echoes else replace(sampling, prompt_logprobs=None)
             for number in range(ask.num_choices):
                 chosen = replace(later if number else sampling, choice=number)
-                make = partial(Request, prompt_token_ids=prompt, sampling=chosen, second_at=second_at)
+                make = partial(Request, prompt_token_ids=prompt, sampling=chosen, second_at=second_at, pictures=seen)
                 yield partial(make, priority=ask.priority, cache_salt=ask.cache_salt, adapter=ask.target.adapter)
 
     def take(self, event: TokenEvent, piece: Piece) -> int:

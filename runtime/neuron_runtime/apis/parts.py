@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.pictures.sources import PictureAt
 
 
 class Part(Protocol):
@@ -34,6 +35,28 @@ def text_of(part: Part, at: str, types: Sequence[str] = ("text",)) -> str:
     if part.text is None:
         raise missing("text", at)
     return part.text
+
+
+P = TypeVar("P", bound=Part)
+
+
+def contents_of(
+    content: str | Sequence[P],
+    at: str,
+    picture_of: Callable[[P, str], PictureAt | None],
+    types: Sequence[str] = ("text",),
+) -> str | Sequence[str | PictureAt]:
+    """Content that must be a text, or parts of these types and pictures. Raises InvalidRequest.
+
+    picture_of: from a part and its path; None for any that is no picture.
+    """
+    if isinstance(content, str):
+        return content
+    found = list[str | PictureAt]()
+    for number, part in enumerate(content):
+        where = f"{at}[{number}]"
+        found.append(picture_of(part, where) or text_of(part, where, types))
+    return found
 
 
 def required(part: msgspec.Struct, name: str, at: str) -> str:

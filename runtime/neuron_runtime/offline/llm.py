@@ -41,6 +41,7 @@ from neuron_runtime.offline.pooling_params import PoolingParams
 from neuron_runtime.offline.prompts import Prompt, listed, naming_prompt, one_each, prompt_fields
 from neuron_runtime.offline.running import RunningPrompt
 from neuron_runtime.offline.sampling_params import SamplingParams
+from neuron_runtime.pictures.reader import load_reader
 from neuron_runtime.record import AdapterFacts
 from neuron_runtime.requests.admission import Admission, Admissions, Ask
 from neuron_runtime.requests.conversion import typed
@@ -130,6 +131,10 @@ class LLM:
                 self._model_dir = self._engine.find_model()
                 text = load_text(self._model_dir, config.text, config.task)
                 limits = self._engine.load()
+                sees = limits.max_pictures and config.media.max_images
+                pictures = (
+                    load_reader(self._model_dir, text.tokenizer, config.media, limits.max_pictures) if sees else None
+                )
                 if seed is not None:
                     _check_seed(limits)
             except BaseException:
@@ -146,6 +151,7 @@ class LLM:
             cuts_max_tokens=True,
             options=ServerOptions(max_inputs=sys.maxsize),
             task=config.task,
+            pictures=pictures,
         )
         model_dir = self._model_dir  # whoever drops this LLM ends its engine at once, so nothing may refer to it
 

@@ -31,6 +31,7 @@ from neuron_runtime.console import say
 from neuron_runtime.engine.messages import Ready
 from neuron_runtime.errors import BackendFailed, Draining, FatalError
 from neuron_runtime.local_settings import ONLY_NAMED, AdapterSettings, LocalSettings, add_adapter_flags, add_local_flags
+from neuron_runtime.pictures.reader import PictureReader, load_reader
 from neuron_runtime.processes import control
 from neuron_runtime.processes.children import FRONT_END_DEADLINE, FRONT_END_MODULE, begun, child_parser
 from neuron_runtime.processes.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
@@ -42,7 +43,7 @@ from neuron_runtime.requests.texts import Text, adapted_text, load_text
 from neuron_runtime.server.adapter_list import Wanted
 from neuron_runtime.server.adapters import Adapters
 from neuron_runtime.server.app import build_app
-from neuron_runtime.server.bodies import Bodies
+from neuron_runtime.server.bodies import Bodies, check_may_wait
 from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import count
@@ -133,6 +134,8 @@ class FrontEnd:
         self._text: asyncio.Task[Text] | None = None
         self._known_text: Text | None = None
         """That was loaded last."""
+        self._model_dir = Path()
+        self._pictures: asyncio.Task[PictureReader | None] | None = None
         self._ready: Ready | None = None
         self._admissions: Admissions | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -243,6 +246,7 @@ class FrontEnd:
             self._end(task.exception())
 
     def _model_found(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
         self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self.config.text, self.config.task))
         self._text.add_done_callback(partial(self._text_loaded, model_dir))
 
@@ -256,6 +260,14 @@ class FrontEnd:
             self._become_ready()
         else:
             self._end(error)
+
+    def _pictures_loaded(self, task: asyncio.Task[PictureReader | None]) -> None:
+        if task.cancelled():
+            return
+        if error := task.exception():
+            self._end(error)
+        else:
+            self._become_ready()
 
     def _end(self, error: BaseException | None) -> None:
         if self._over.done():
@@ -273,7 +285,16 @@ class FrontEnd:
     def _become_ready(self) -> None:
         if self._ready is None or self._text is None or not self._text.done():
             return
-        text, limits, names = self._text.result(), self._ready.limits, self.config.served_names
+        limits, names = self._ready.limits, self.config.served_names
+        if limits.max_pictures and self.config.media.max_images and self._pictures is None:
+            # Loading takes seconds; what it finds depends on the model alone.
+            load = partial(load_reader, check_thread=check_may_wait)
+            reading = (self._model_dir, self._text.result().tokenizer, self.config.media, limits.max_pictures)
+            self._pictures = asyncio.create_task(asyncio.to_thread(load, *reading))
+            self._pictures.add_done_callback(self._pictures_loaded)
+        if self._pictures is not None and not self._pictures.done():
+            return
+        text = self._text.result()
         self._admissions = Admissions(
             text,
             limits,
@@ -282,6 +303,7 @@ class FrontEnd:
             max_queued_tokens=self._ready.queue.max_tokens,
             options=self.config.server,
             task=self.config.task,
+            pictures=None if self._pictures is None else self._pictures.result(),
         )
         for notice in text.defaults.served(limits).notices:
             say(notice)

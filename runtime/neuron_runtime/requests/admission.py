@@ -16,8 +16,11 @@ from typing import Any
 import msgspec
 
 from neuron_runtime.config import ServerOptions
-from neuron_runtime.core import BackendLimits, Sampling, Task
+from neuron_runtime.core import BackendLimits, Picture, Sampling, Task
 from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.pictures.placing import check_places, find_seeds, place
+from neuron_runtime.pictures.reader import PictureReader
+from neuron_runtime.pictures.sources import PictureAt
 from neuron_runtime.requests.chats import Chat, chat_text
 from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDefaults
 from neuron_runtime.requests.options import MAX_SALT_CHARACTERS, CompletionOptions, Generate, StreamOptions
@@ -59,6 +62,8 @@ class Ask:
     """Per prompt; the `n` answers use it with `choice` 0 to n-1. With no tokens at most, the answer is a vector."""
     target: Target
     num_choices: int = 1
+    pictures: tuple[tuple[Picture, ...], ...] = ()
+    """Per prompt, if there are any."""
     second_at: tuple[int, ...] = ()
     """Per prompt, if they are pairs of texts: the first token of the second one."""
     echoes: tuple[Echo, ...] = ()
@@ -101,6 +106,8 @@ class Admissions:
     options: ServerOptions = field(default_factory=ServerOptions)
     """Limits of one request."""
     task: Task = "generate"
+    pictures: PictureReader | None = None
+    """None: the model, or its backend, sees no pictures."""
 
     def of(self, name: str | None) -> Admission:
         """Of the target with this name. Raises as `Targets.of`."""
@@ -164,14 +171,16 @@ class Admission:
         self._check_common(options, names)
         if options.top_logprobs and not options.logprobs:
             raise InvalidRequest.at("top_logprobs", "needs `logprobs: true`")
-        text, reasoning = self.chat_text(chat), self.text.reasoning
+        reasoning = self.text.reasoning
         use = tool_use(options, chat.functions, self.text.tool_format, self._strict_tag)
         cut = self.prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
-        prompt = self.prompts.checked(text, options.add_special_tokens is True, cut, names["messages"])
+        text, prompt, pictures = self._chat_prompt(chat, cut)
+        self.prompts.check(prompt.token_ids, names["messages"])
         ask = self._ask(
             options,
             names,
             (prompt,),
+            pictures=(pictures,) if pictures else (),
             asked=options.max_tokens,
             default=self.defaults.sampling.max_tokens or self.limits.max_model_length,
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
@@ -191,8 +200,7 @@ class Admission:
 
     def chat_tokens(self, chat: Chat) -> tuple[int, ...]:
         """The tokens of a chat, however many. Raises InvalidRequest."""
-        adds_special = chat.options.add_special_tokens is True
-        return self.prompts.read(self.chat_text(chat), adds_special, None, chat.names["messages"]).token_ids
+        return self._chat_prompt(chat, None)[1].token_ids
 
     def check_token_ids(self, token_ids: Sequence[int], name: str) -> None:
         """Raises InvalidRequest naming the first id outside the vocabulary."""
@@ -200,8 +208,58 @@ class Admission:
 
     def chat_text(self, chat: Chat) -> str:
         """Render a chat with the model's template. Raises InvalidRequest."""
-        known = self.tokenizer
-        return chat_text(known.tool_template if chat.has_tools else known.chat_template, chat)
+        known, pictures = self.tokenizer, self.all.pictures
+        template = known.tool_template if chat.has_tools else known.chat_template
+        return chat_text(template, chat, "" if pictures is None else pictures.family.in_text)
+
+    def _chat_prompt(self, chat: Chat, cut: int | None) -> tuple[str, Prompt, tuple[Picture, ...]]:
+        """The text of a chat, and its tokens with those of its pictures. Raises InvalidRequest."""
+        name, reader = chat.names["messages"], self.all.pictures
+        if chat.pictures:
+            reader = self._reader(chat.pictures[0].at)
+            reader.check(chat.pictures)
+        text = self.chat_text(chat)
+        adds_special = chat.options.add_special_tokens is True
+        if reader is None or not (chat.pictures or any(mark in text for mark in reader.family.marks)):
+            return text, self.prompts.read(text, adds_special, cut, name), ()
+        if cut is not None:
+            raise InvalidRequest.at("truncate_prompt_tokens", "cannot be combined with pictures: leave it out")
+        return text, *self._placed(reader, chat.pictures, text, adds_special, name)
+
+    def _reader(self, at: str) -> PictureReader:
+        """Raises InvalidRequest for a picture that nobody sees."""
+        if self.all.pictures is None or not self.all.pictures.max_pictures:
+            raise InvalidRequest.at(at, "is a picture, and this server sees none: its model or backend reads only text")
+        return self.all.pictures
+
+    def _placed(
+        self,
+        reader: PictureReader,
+        pictures: Sequence[PictureAt],
+        text: str,
+        adds_special: bool,
+        name: str,
+    ) -> tuple[Prompt, tuple[Picture, ...]]:
+        """A prompt with pictures at its placeholders. Raises InvalidRequest; what is wrong with the text, before a
+        picture is read."""
+        family = reader.family
+        check_places(text, family, len(pictures), name)
+        written = text.replace(family.placeholder, family.replaced) if family.replaced else text
+        prompt = self.prompts.read(written, adds_special, None, name)
+        seeds = find_seeds(prompt.token_ids, family, self.tokenizer, len(pictures), name)
+        # Each picture has a token at least.
+        self.prompts.check(prompt.token_ids, name)
+        token_ids, placed = place(prompt.token_ids, seeds, reader.read(pictures), self.tokenizer)
+        self._check_picture_tokens(placed, pictures)
+        return Prompt(token_ids), placed
+
+    def _check_picture_tokens(self, placed: Sequence[Picture], pictures: Sequence[PictureAt]) -> None:
+        """Raises InvalidRequest."""
+        most = self.limits.max_picture_tokens
+        for picture, given in zip(placed, pictures, strict=True):
+            if 0 < most < picture.num_tokens:
+                problem = f"has {picture.num_tokens} tokens, and this backend takes at most {most} of a picture"
+                raise InvalidRequest.at(given.at, problem)
 
     @cached_property
     def _strict_tag(self) -> CallTag | None:

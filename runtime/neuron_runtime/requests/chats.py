@@ -11,11 +11,15 @@ from functools import cached_property
 from typing import Any
 
 from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.pictures.sources import PictureAt
 from neuron_runtime.requests.options import ChatOptions
 from neuron_runtime.requests.parameters import Names
 from neuron_runtime.requests.tools import NO_TOOLS, EarlierCall, Function, callable_functions, for_template
 from neuron_runtime.text.chat_template import ChatTemplate, TemplateRefused
 from neuron_runtime.text.template_shapes import INSTRUCTING, Shapes, Situation
+
+SEEN = ("user", "tool")
+"""The roles whose messages may have pictures."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,8 @@ class ChatTurn:
     """A message of a chat."""
 
     role: str
-    content: str | list[str] | None
-    """A text, or the texts of its parts; None only where the assistant wrote none."""
+    content: str | Sequence[str | PictureAt] | None
+    """A text, or its parts: texts and, with a role of `SEEN`, pictures; None only where the assistant wrote none."""
     at: str
     """The client's path of the message."""
     name: str | None = None
@@ -50,6 +54,12 @@ class Chat:
     """The answer continues the last turn, which calls no tools, instead."""
 
     @cached_property
+    def pictures(self) -> list[PictureAt]:
+        """In the order of the prompt."""
+        contents = (turn.content or () for turn in self.turns if not isinstance(turn.content, str))
+        return [part for content in contents for part in content if isinstance(part, PictureAt)]
+
+    @cached_property
     def functions(self) -> list[Function]:
         """The functions that the answer may call. Raises InvalidRequest."""
         return callable_functions(self.tools, self.options.tool_choice, self.names)
@@ -60,8 +70,11 @@ class Chat:
         return bool(self.functions) or any(turn.calls or turn.role == "tool" for turn in self.turns)
 
 
-def chat_text(template: ChatTemplate | None, chat: Chat) -> str:
-    """The prompt text, including the template's own BOS. Raises InvalidRequest."""
+def chat_text(template: ChatTemplate | None, chat: Chat, picture: str = "") -> str:
+    """The prompt text, including the template's own BOS. Raises InvalidRequest.
+
+    picture: what stands for a picture in a text, for templates that take only texts.
+    """
     name = chat.names["messages"]
     if template is None:
         message = "this model has no chat template: send a prompt to /v1/completions instead"
@@ -77,9 +90,11 @@ def chat_text(template: ChatTemplate | None, chat: Chat) -> str:
     elif chat.has_tools:
         variables["tools"] = shapes.no_tools
     names = {call.id: call.name for turn in chat.turns for call in turn.calls}
-    messages = [_plain(turn, shapes, names) for turn in _as_taken(chat, shapes)]
+    messages = [_plain(turn, shapes, names, picture) for turn in _as_taken(chat, shapes)]
     try:
         if chat.continues:
+            if isinstance(last := (chat.turns[-1].content or ("",))[-1], PictureAt):
+                raise InvalidRequest.at(last.at, "ends the message that the answer continues: put a text behind it")
             return template.render_open(messages, variables)
         return template.render(messages, chat.opens_answer, variables)
     except TemplateRefused as error:
@@ -145,7 +160,7 @@ def _add(taken: list[ChatTurn], turn: ChatTurn, shapes: Shapes) -> None:
 def _with_one_text(turns: Sequence[ChatTurn]) -> Iterator[ChatTurn]:
     """The turns, where the texts that the assistant wrote with calls are with its next answer without any, or, if none
     follows, in one turn before the first of these calls."""
-    calling, texts = list[ChatTurn](), list[str]()
+    calling, texts = list[ChatTurn](), list[str | PictureAt]()
     for turn in turns:
         if turn.calls or (turn.role == "tool" and calling):
             texts += _texts(turn) if turn.calls and _has_text(turn) else ()
@@ -159,7 +174,7 @@ def _with_one_text(turns: Sequence[ChatTurn]) -> Iterator[ChatTurn]:
     yield from _called_behind(texts, calling)
 
 
-def _called_behind(texts: list[str], calling: Sequence[ChatTurn]) -> Sequence[ChatTurn]:
+def _called_behind(texts: list[str | PictureAt], calling: Sequence[ChatTurn]) -> Sequence[ChatTurn]:
     return [replace(calling[0], content=texts, calls=(), reasoning=None), *calling] if texts else calling
 
 
@@ -174,7 +189,7 @@ def _one_by_one(turn: ChatTurn, results: Sequence[ChatTurn]) -> Iterator[ChatTur
     yield from rest
 
 
-def _plain(turn: ChatTurn, shapes: Shapes, names: Mapping[str | None, str]) -> dict[str, Any]:
+def _plain(turn: ChatTurn, shapes: Shapes, names: Mapping[str | None, str], picture: str) -> dict[str, Any]:
     """A message as templates expect it. Raises InvalidRequest.
 
     names: the called function by id of the call.
@@ -187,7 +202,9 @@ def _plain(turn: ChatTurn, shapes: Shapes, names: Mapping[str | None, str]) -> d
             raise _not_shown(tools_at, "calls of tools", "leave them out")
         if turn.calls and shapes.text_of_calls is None and _has_text(turn):
             raise _not_shown(turn.at, "a text beside calls", "leave one of them out")
-    plain: dict[str, Any] = {"role": turn.role, "content": shapes.content(turn.role, turn.content or "")}
+    content: str | Sequence[str | PictureAt] = turn.content or ""
+    texts = content if isinstance(content, str) else [None if isinstance(one, PictureAt) else one for one in content]
+    plain: dict[str, Any] = {"role": turn.role, "content": shapes.content(turn.role, texts, picture)}
     if turn.calls:
         calls = [replace(call, id=shapes.call_id(call.id)) for call in turn.calls]
         plain["tool_calls"] = [call.plain(as_object=shapes.argument_objects) for call in calls]
@@ -211,9 +228,9 @@ def _not_shown(at: str, what: str, cure: str) -> InvalidRequest:
 
 
 def _has_text(turn: ChatTurn) -> bool:
-    return any(text.strip() for text in _texts(turn))
+    return any(not isinstance(text, str) or text.strip() for text in _texts(turn))
 
 
-def _texts(turn: ChatTurn) -> Sequence[str]:
-    """The texts that have characters."""
+def _texts(turn: ChatTurn) -> Sequence[str | PictureAt]:
+    """The texts that have characters, and the pictures."""
     return [text for text in ([turn.content] if isinstance(turn.content, str) else turn.content or []) if text]

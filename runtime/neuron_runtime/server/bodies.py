@@ -7,6 +7,7 @@ exhaust memory; a body that arrives too slowly closes its connection. It does no
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -30,6 +31,25 @@ LONG_BODY_BYTES = 16 * 1024
 """Longer bodies are parsed and tokenized on a thread, so that streams do not stall."""
 NUM_THREADS = 2
 """Long bodies processed concurrently; few, because a parsed body may take many times its size."""
+NUM_WAITING_THREADS = 8
+"""Bodies whose pictures are read concurrently; each may wait for another machine."""
+
+
+class MustWait(Exception):
+    """What the body asks for takes long: do it again on a thread that may wait."""
+
+
+_thread = threading.local()
+
+
+def check_may_wait() -> None:
+    """Raises MustWait unless this is a thread that may wait."""
+    if not getattr(_thread, "may_wait", False):
+        raise MustWait
+
+
+def _begin_waiting_thread() -> None:
+    _thread.may_wait = True
 
 
 class Bodies:
@@ -40,6 +60,9 @@ class Bodies:
         self._seconds = seconds
         self._num_bytes = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="long-body")
+        self._waiting_threads = ThreadPoolExecutor(
+            NUM_WAITING_THREADS, thread_name_prefix="pictures", initializer=_begin_waiting_thread
+        )
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
@@ -69,13 +92,16 @@ class Bodies:
             self._num_bytes -= kept
 
     async def use(self, raw: bytes, use: Callable[[bytes], Made]) -> Made:
-        """Returns `use(raw)`, computed on a thread if the body is long."""
-        if len(raw) <= LONG_BODY_BYTES:
-            return use(raw)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, use, raw)
+        """Returns `use(raw)`, computed on a thread if the body is long, or if it has to wait."""
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            return use(raw) if len(raw) <= LONG_BODY_BYTES else await run(self._threads, use, raw)
+        except MustWait:
+            return await run(self._waiting_threads, use, raw)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._waiting_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _parts(self, request: Request) -> AsyncGenerator[bytes, None]:
         encoding = request.headers.get("content-encoding", "identity")

@@ -61,11 +61,18 @@ class Shapes:
     reasoning: Sequence[str]
     """The names that it has for reasoning."""
 
-    def content(self, role: str, content: str | list[str]) -> str | list[dict[str, str]]:
-        """A text or the texts of parts in the form that it takes."""
-        if isinstance(content, list) and content and role in self.parts:
-            return [_part(text) for text in content]
-        text = content if isinstance(content, str) else "\n".join(content)
+    def content(self, role: str, content: str | Sequence[str | None], picture: str = "") -> str | list[dict[str, str]]:
+        """A text or the texts of parts in the form that it takes. A part without a text is a picture.
+
+        picture: what stands for one in a text.
+        """
+        if (
+            not isinstance(content, str)
+            and content
+            and (role in self.parts or (role in self.only_parts and None in content))
+        ):
+            return [_PICTURE if text is None else _part(text) for text in content]
+        text = content if isinstance(content, str) else "\n".join(picture if one is None else one for one in content)
         return [_part(text)] if role in self.only_parts else text
 
     def call_id(self, given: str | None) -> str | None:
@@ -205,6 +212,9 @@ _NEIGHBOURS: Mapping[str, tuple[Messages, Messages]] = {
     "assistant": ([_ASKED], [_ASKED]),
 }
 """The messages around two in a row."""
+
+
+_PICTURE = {"type": "image"}
 
 
 def _part(text: str) -> dict[str, str]:

@@ -157,6 +157,13 @@ class Tokenizer:
         spelling: str | None = self._fast.id_to_token(token_id)
         return spelling
 
+    def id_of(self, token: str) -> int:
+        """The id of an entry of the vocabulary. Raises KeyError."""
+        token_id: int | None = self._fast.token_to_id(token)
+        if token_id is None:
+            raise KeyError(token)
+        return token_id
+
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of an id, which may begin or end inside a character; empty for an unknown id."""
         known = self._bytes.get(token_id)

@@ -6,18 +6,19 @@ Each field is declared once, with type, description, range and default. Called b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from neuron_runtime.apis.parts import missing, texts_of
+from neuron_runtime.apis.parts import contents_of, missing, texts_of
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.core import ACTS
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface, is_neutral, refuse, rows
+from neuron_runtime.pictures.sources import PictureAt
 from neuron_runtime.requests.admission import Admission, Ask
-from neuron_runtime.requests.chats import Chat, ChatTurn
+from neuron_runtime.requests.chats import SEEN, Chat, ChatTurn
 from neuron_runtime.requests.options import ChatOptions, CompletionOptions
 from neuron_runtime.requests.parameters import NO_NAMES, Names, Parameter, parameters_of
 from neuron_runtime.requests.prompts import PromptField
@@ -43,11 +44,19 @@ class CompletionBody(CompletionOptions, kw_only=True):
     best_of: Annotated[int | None, "Only 1 or `n`", Parameter(neutral=(1,))] = None
 
 
-class ContentPart(msgspec.Struct, frozen=True):
-    """A part of a message; only text is supported."""
+class ImageUrl(msgspec.Struct, frozen=True):
+    """Where a picture is."""
 
-    type: Annotated[str, "`text`; other types are not supported yet"]
-    text: Annotated[str | None, "The text; required"] = None
+    url: Annotated[str, "`data:image/...;base64,` and the picture, or an `https:` URL at one of the allowed hosts"]
+    detail: Annotated[str | None, "Accepted without effect"] = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A part of a message: a text or, for models that see pictures, one of them."""
+
+    type: Annotated[str, "`text` or, in messages of the user and of tools, `image_url`; others are not supported yet"]
+    text: Annotated[str | None, "With `text`: the text; required"] = None
+    image_url: Annotated[ImageUrl | str | None, "With `image_url`: where the picture is; required"] = None
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -119,8 +128,8 @@ class ChatBody(ChatOptions, kw_only=True):
     messages: Annotated[
         list[Message],
         "Roles `system`, `developer` (given under the name that the template shows), `user`, `assistant`, "
-        "`tool`; `content` is a text or a list of `text` parts; `name`, `tool_call_id` and, for earlier answers, "
-        "`tool_calls` and `reasoning` or `reasoning_content` are passed to the template",
+        "`tool`; `content` is a text or a list of `text` and `image_url` parts; `name`, `tool_call_id` and, for "
+        "earlier answers, `tool_calls` and `reasoning` or `reasoning_content` are passed to the template",
     ]
     tools: Tools = None
     add_generation_prompt: AddGenerationPrompt = None
@@ -244,7 +253,7 @@ def _turn(message: Message, at: str) -> ChatTurn:
     calls = list(_calls(message, at))
     return ChatTurn(
         role=message.role,
-        content=None if content is None else texts_of(content, f"{at}.content"),
+        content=None if content is None else _content(message.role, content, f"{at}.content"),
         at=at,
         name=message.name,
         reasoning=message.reasoning_content if message.reasoning is None else message.reasoning,
@@ -252,6 +261,20 @@ def _turn(message: Message, at: str) -> ChatTurn:
         call_id=message.tool_call_id,
         tools_at=f"{at}.tool_calls" if calls else f"{at}.role",
     )
+
+
+def _content(role: str, content: str | list[ContentPart], at: str) -> str | Sequence[str | PictureAt]:
+    if role in SEEN:
+        return contents_of(content, at, _picture, ("text", "image_url"))
+    return texts_of(content, at)
+
+
+def _picture(part: ContentPart, at: str) -> PictureAt | None:
+    if part.type != "image_url":
+        return None
+    if part.image_url is None:
+        raise missing("image_url", at)
+    return PictureAt(part.image_url if isinstance(part.image_url, str) else part.image_url.url, f"{at}.image_url")
 
 
 def _calls(message: Message, at: str) -> Iterator[EarlierCall]:

@@ -1,0 +1,153 @@
+"""Turns the pictures of a request into what a model's encoder reads, and into the tokens that stand for them.
+
+Created by the front end and by `LLM` for a model that sees pictures, and only then is transformers imported. Called by
+admission. Reading takes long and may wait for other machines: not for the event loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neuron_runtime.checkpoint import read_config
+from neuron_runtime.config import MediaOptions
+from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest
+from neuron_runtime.pictures.families import Family, family_of
+from neuron_runtime.pictures.fetching import Fetcher
+from neuron_runtime.pictures.sources import Fetch, PictureAt, read_source
+from neuron_runtime.text.tokenizer import Tokenizer
+
+NUM_AT_ONCE = 2
+"""Pictures that are decoded and resized at the same time."""
+
+
+@dataclass(frozen=True)
+class ReadPicture:
+    """A picture as the model gets it."""
+
+    at: str
+    tokens: tuple[str, ...]
+    digest: str
+    pixels: memoryview
+
+
+@dataclass(frozen=True)
+class PictureReader:
+    """Reads pictures for one model."""
+
+    family: Family
+    options: MediaOptions
+    max_pictures: int
+    """Of a prompt."""
+    process: Callable[[Any], ReadPicture]
+    """Of an image of Pillow. Raises ValueError if the model cannot see such a picture."""
+    fetch: Fetch
+    check_thread: Callable[[], None] = lambda: None
+    """Raises what ends an attempt on a thread that must not wait."""
+
+    def check(self, pictures: Sequence[PictureAt]) -> None:
+        """Raises InvalidRequest for too many."""
+        if len(pictures) > self.max_pictures:
+            at = pictures[self.max_pictures].at
+            raise InvalidRequest.at(at, f"is one picture too many: at most {self.max_pictures} in a request")
+
+    def read(self, pictures: Sequence[PictureAt]) -> list[ReadPicture]:
+        """Raises InvalidRequest, which names the picture."""
+        if pictures:
+            self.check_thread()
+        return [self._read(one) for one in pictures]
+
+    def _read(self, picture: PictureAt) -> ReadPicture:
+        from neuron_runtime.pictures.decoding import check_pixels, decoded, plain  # noqa: PLC0415 - brings Pillow
+
+        given, at, options = picture.given, picture.at, self.options
+        if isinstance(given, str):
+            given = read_source(given, at, options.max_image_bytes, self.fetch)
+        with _turns:
+            if isinstance(given, bytes):
+                image = decoded(given, at, options.max_pixels)
+            else:
+                image = plain(_of_python(given, at))
+                check_pixels(image.size, at, options.max_pixels)
+            try:
+                made = self.process(image)
+            except (ValueError, ArithmeticError) as error:
+                # Such as a picture that is two hundred times as long as it is wide.
+                raise InvalidRequest.at(at, f"is no picture that this model can see: {error}") from error
+        return ReadPicture(at, made.tokens, made.digest, made.pixels)
+
+
+_turns = threading.Semaphore(NUM_AT_ONCE)
+
+
+def load_reader(
+    model_dir: Path,
+    tokenizer: Tokenizer,
+    options: MediaOptions,
+    max_pictures: int,
+    check_thread: Callable[[], None] = lambda: None,
+) -> PictureReader | None:
+    """For the model in a folder, with the settings of its processor; None: no family knows how it sees pictures.
+
+    max_pictures: of a prompt, by the backend.
+
+    Raises FatalError: INVALID_MODEL if its processor cannot be loaded, or its tokenizer lacks a token of pictures.
+    """
+    config = read_config(model_dir)
+    family = family_of(config)
+    if family is None:
+        return None
+    process = _processing(model_dir, family, config)
+    try:
+        for token in {*family.marks, *process(_example()).tokens}:
+            tokenizer.id_of(token)
+    except KeyError as error:
+        message = f"{model_dir}: the tokenizer has no token {error.args[0]}, which stands for pictures"
+        raise FatalError(ExitCode.INVALID_MODEL, message) from error
+    most = min(max_pictures, options.max_images)
+    return PictureReader(family, options, most, process, Fetcher(options.allowed_hosts).fetch, check_thread)
+
+
+def _example() -> Any:
+    """A picture with tokens of each kind."""
+    from PIL import Image  # noqa: PLC0415
+
+    return Image.new("RGB", (640, 480))
+
+
+def _processing(model_dir: Path, family: Family, config: dict[str, Any]) -> Callable[[Any], ReadPicture]:
+    from safetensors.numpy import save  # noqa: PLC0415
+    from transformers import AutoImageProcessor  # noqa: PLC0415 - heavy, and brings torch
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+            str(model_dir), local_files_only=True
+        )
+        more = family.options(config)
+    except Exception as error:
+        message = f"{model_dir}: the settings of its pictures (preprocessor_config.json) cannot be used: {error!r:.300}"
+        raise FatalError(ExitCode.INVALID_MODEL, message) from error
+
+    def process(image: Any) -> ReadPicture:
+        made = processor(images=[image], return_tensors="np", **more)
+        pixels = save({name: made[name] for name in family.tensors})
+        tokens = tuple(family.tokens(config, made))
+        return ReadPicture("", tokens, hashlib.sha256(pixels).hexdigest(), memoryview(pixels))
+
+    return process
+
+
+def _of_python(given: Any, at: str) -> Any:
+    from PIL import Image  # noqa: PLC0415
+
+    if isinstance(given, Image.Image):
+        return given
+    try:
+        return Image.fromarray(given)
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        problem = f"must be a URL, an image of Pillow, an array of bytes or the bytes of a file, got {type(given)}"
+        raise InvalidRequest.at(at, problem) from error
