@@ -221,6 +221,7 @@ class MediaOptions(Document, frozen=True, kw_only=True):
         Limit,
         'Pictures of a request at most; 0: none. The flag has vLLM\'s form, `{"image": 4}`',
         Flag("limit_mm_per_prompt", llm=True, metavar="JSON", read=images_per_prompt),
+        COMPILED,
     ] = 8
     max_image_bytes: Annotated[Count, "Bytes of a picture at most, as the client stores it", Flag(llm=True)] = 20 << 20
     max_pixels: Annotated[

@@ -31,7 +31,7 @@ from neuron_runtime.backend.neuron.failures import classified, when_free
 from neuron_runtime.backend.neuron.installed import DRIVER_VERSION, device_memory
 from neuron_runtime.backend.neuron.model_config import completed
 from neuron_runtime.backend.nxdi import library
-from neuron_runtime.backend.nxdi.library import application
+from neuron_runtime.backend.nxdi.library import application, sees_pictures
 from neuron_runtime.backend.nxdi.settings import settings_of
 from neuron_runtime.checkpoint import InvalidModel, check_tokenizer, read_checkpoint, read_config, read_whole_checkpoint
 from neuron_runtime.config import ModelSource, RuntimeConfig, parse_config
@@ -226,9 +226,17 @@ def test_an_older_version_runs_a_family_by_the_class_that_it_has(tmp_path: Path)
         assert generated(mistral, config, compiled(config, mistral, tmp_path / "artifact")) == expected(mistral)
 
 
-@pytest.mark.parametrize("version", ["0.7", "0.9"])
-def test_llama_4_runs_by_the_class_of_its_text_because_the_registered_one_wants_images(
-    version: str, tmp_path: Path
+@on_the_fake
+@pytest.mark.parametrize(
+    ("version", "most", "name"),
+    [
+        ("0.7", 8, "NeuronLlama4TextForCausalLM"),
+        ("0.9", 0, "NeuronLlama4TextForCausalLM"),
+        ("0.9", 8, "NeuronLlama4ForCausalLM"),
+    ],
+)
+def test_llama_4_runs_by_the_class_of_its_text_where_it_sees_no_pictures(
+    version: str, most: int, name: str, tmp_path: Path
 ) -> None:
     text = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 2}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2}
@@ -236,9 +244,11 @@ def test_llama_4_runs_by_the_class_of_its_text_because_the_registered_one_wants_
     config = Llama4Config(text_config={**text, "vocab_size": 512, "max_position_embeddings": 512})
     config.architectures = ["Llama4ForConditionalGeneration"]
     config.save_pretrained(folder)
-    settings = settings_of(config_of(folder), read_config(folder), Target(PLATFORMS["trn2"], 2, 1))
+    config = config_of(folder, media={"maxImages": most})
     with library_of(version):
-        assert type(application(settings, folder)).__name__ == "NeuronLlama4TextForCausalLM"
+        sees = sees_pictures()
+        settings = settings_of(config, read_config(folder), Target(PLATFORMS["trn2"], 2, 1), sees_pictures=sees)
+        assert name in [one.__name__ for one in type(application(settings, folder)).__mro__]
 
 
 @on_the_fake

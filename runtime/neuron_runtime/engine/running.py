@@ -73,6 +73,7 @@ class RunningSet:
                 blocks=tuple(sequence.blocks),
                 adapter=sequence.place,
                 second_at=request.second_at,
+                pictures=request.pictures,
             )
         )
 

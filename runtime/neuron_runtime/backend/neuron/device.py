@@ -86,7 +86,7 @@ class Call:
     """One call of the application."""
 
     graph: Graph
-    arguments: dict[str, torch.Tensor]
+    arguments: dict[str, Any]
     rows: IntArray
     """The rows of the batch that the call computes."""
     places: IntArray
@@ -101,11 +101,17 @@ class Call:
     """For each row of the call, the index of the row it holds, or repeats."""
     drafts: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     """In a call whose rows feed several tokens, `[rows, width - 1]`: those behind the token of each of these rows."""
+    encodes: tuple[Graph, int] | None = None
+    """The graph that computes the features of a prompt's pictures before it, and how many they are."""
 
     @property
     def uses(self) -> Sequence[GraphUse]:
         """What the device runs for it."""
-        return (GraphUse(self.graph.name, self.num_tokens, self.graph.num_computed_tokens),)
+        text = GraphUse(self.graph.name, self.num_tokens, self.graph.num_computed_tokens)
+        if self.encodes is None:
+            return (text,)
+        graph, num_features = self.encodes
+        return (GraphUse(graph.name, num_features, graph.num_computed_tokens), text)
 
     def feed(self, previous: IntArray) -> None:
         """Put in the tokens that the step before has sampled; `previous` holds one for each of its rows."""

@@ -42,6 +42,21 @@ class Decode(NamedTuple):
         return self.rows * self.width
 
 
+class Encode(NamedTuple):
+    """Computes the features of pictures, at most so many patches or chunks; `tokens` of a prompt stand for them."""
+
+    size: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"encode_{self.size}"
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.tokens
+
+
 Graph = Prefill | Decode
 
 

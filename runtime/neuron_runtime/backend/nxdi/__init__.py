@@ -61,7 +61,7 @@ def check_model(model_dir: Path, config: RuntimeConfig) -> None:
     if given_folder() is not None or within(model_dir):
         return
     if known_platform() is not None:
-        settings_of(config, read_config(model_dir), find_target(config))
+        settings_of(config, read_config(model_dir), find_target(config), sees_pictures=library.sees_pictures())
 
 
 def versions() -> dict[str, str]:

@@ -9,6 +9,8 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+from msgspec.structs import replace
+
 from neuron_runtime.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterRules, check_adapter
 from neuron_runtime.adapters.tensors import pairs
 from neuron_runtime.backend.neuron.device import Application, DeviceBackend
@@ -16,6 +18,7 @@ from neuron_runtime.backend.neuron.installed import device_memory
 from neuron_runtime.backend.neuron.step_graphs import Decode
 from neuron_runtime.backend.nxdi.buckets import all_graphs, span_that_takes
 from neuron_runtime.backend.nxdi.inputs import BASE_MODEL, Inputs
+from neuron_runtime.backend.nxdi.pixels import filling
 from neuron_runtime.backend.nxdi.settings import MIN_ADAPTER_RANK, Settings
 from neuron_runtime.backend.warming import lone_step
 from neuron_runtime.core import BackendLimits, Batch
@@ -83,9 +86,16 @@ class NxdiBackend(DeviceBackend):
 
 
 def warm_up_steps(settings: Settings, limits: BackendLimits) -> Iterator[Batch]:
-    """A step for each graph that a call takes. Rows with an adapter take the same graphs: its number is an input."""
+    """A step for each graph that a call takes, those of an encoder of pictures included. Rows with an adapter take the
+    same graphs: its number is an input."""
     for graph in all_graphs(settings):
         if span := span_that_takes(settings, graph):
             decodes = isinstance(graph, Decode)
             slot = graph.rows - 1 if isinstance(graph, Decode) and settings.layout == "slots" else 0
             yield lone_step(limits, slot, *span, decodes=decodes)
+    if vision := settings.vision:
+        for encode in vision.graphs:
+            pictures = tuple(filling(vision, encode, limits.longest_prefill))
+            step = lone_step(limits, 0, 0, pictures[-1].end, decodes=False)
+            tokens = (vision.image_token,) * pictures[-1].end
+            yield replace(step, added=(replace(step.added[0], token_ids=tokens, pictures=pictures),))

@@ -65,7 +65,8 @@ def span_that_takes(settings: Settings, graph: Graph) -> tuple[int, int] | None:
         first = max(first - 1 - settings.max_drafts, 1) if settings.max_drafts else first
         candidates = [(at, at + 1) for at in (first, first + 1) if at < graph.length]
     elif settings.layout == "slots":
-        candidates = [(0, min(end, settings.max_model_length)) for end in (graph.tokens, graph.tokens - 1)]
+        ends = (graph.tokens - 1,) if settings.vision else (graph.tokens, graph.tokens - 1)
+        candidates = [(0, min(end, settings.max_model_length)) for end in ends]
     else:
         # The longest call within the prefix's size; if that one is recomputed, the longest that is not.
         ends = (min(graph.prefix + graph.tokens, settings.max_model_length), RECOMPUTED[0])
@@ -90,7 +91,7 @@ def _above(buckets: Sequence[int], size: int) -> int:
 
 def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
     """The limits of a model. exec_timeout_seconds: after which the Neuron runtime gives up a step."""
-    slots, context = settings.layout == "slots", settings.context_buckets
+    slots, context, vision = settings.layout == "slots", settings.context_buckets, settings.vision
     reach = max(settings.prefix_buckets, default=0)
     # Drafts of an EAGLE head are kept by each row's own parameters.
     greedy_only = settings.draft is not None and not settings.draft.eagle
@@ -102,9 +103,10 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
         # Prompts of a step run one after another, so together they take as long as the longest one alone.
         max_step_tokens=max(settings.max_context_length, settings.max_rows * (1 + settings.max_drafts)),
         max_prefill_rows=settings.max_rows,
-        # With slots a prompt must be shorter than its bucket, unless that is the largest.
+        # With slots a prompt must be shorter than its bucket, unless that is the largest. Where pictures are seen,
+        # what stands for no feature goes to the last place of the bucket, whether it has a token or not.
         prefill_buckets=tuple(
-            PrefillBucket(size - 1 if slots and size != context[-1] else size, size)
+            PrefillBucket(size - 1 if slots and (vision or size != context[-1]) else size, size)
             for size in context
             if size > 1 or not slots
         ),
@@ -139,5 +141,7 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
         adapter_targets=settings.adapter_targets,
         # An adapter is bound to a row's seat by the call that computes the prompt.
         begins_with_prefill=settings.max_adapters > 0,
+        max_pictures=vision.max_pictures if vision else 0,
+        max_picture_tokens=vision.max_picture_tokens if vision else 0,
         max_step_seconds=TIMEOUT_SHARE * exec_timeout_seconds,
     )

@@ -107,7 +107,9 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
         values[SHARDED] = False
     overridden = {spelled(key) for key in config.override_neuron_config}
     override = {name: value for name, value in values.items() if name not in overridden} | config.override_neuron_config
-    return msgspec.structs.replace(config, override_neuron_config=override)
+    # Such a folder has the text of a model alone.
+    media = msgspec.structs.replace(config.media, max_images=0)
+    return msgspec.structs.replace(config, override_neuron_config=override, media=media)
 
 
 def _default_buckets(theirs: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -138,6 +140,8 @@ def differences(settings: Settings, model: Mapping[str, Any], folder: Path) -> l
     """
     document = _read(folder)
     theirs, differing = document["neuron_config"] | _default_buckets(document["neuron_config"]), []
+    if settings.vision is not None:
+        differing.append("pictures: none instead of an encoder for them")
     for name, ours in {**OF_DRAFTS, **OF_NUMBERS, **settings.neuron_config}.items():
         # Without bucketing it compiles one size, which is a list of one. Weights are no part of the graphs.
         agrees = _is_same if name == EXCLUDED else _agrees

@@ -21,6 +21,7 @@ from neuron_runtime.backend.neuron.step_graphs import Graph, Prefill
 from neuron_runtime.backend.nxdi.buckets import all_graphs, prefill_graph, span_that_takes
 from neuron_runtime.backend.nxdi.models import text_config
 from neuron_runtime.backend.nxdi.settings import DraftFiles, Settings, settings_of
+from neuron_runtime.backend.nxdi.vision import PATCHES
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, seconds_text
 from neuron_runtime.dtypes import BY_NAME
@@ -122,14 +123,14 @@ def plan_of(
     """
     settings = settings_of(config, model, target, lengths, draft)
     lengths = bucket_plan.prompts(lengths, settings.max_context_length)
-    facts = _Facts.of(model, settings.tensor)
+    facts = _Facts.of(text_config(model), settings.tensor)
     cached = facts.cached_numbers
     if settings.draft is not None:
         cached += _Facts.of(text_config(settings.draft.config), settings.tensor).cached_numbers
     num_blocks = settings.num_blocks + (settings.layout == "blocks")  # NxD Inference adds one, for what is not kept
     return GraphPlan(
         settings,
-        [_planned(graph, settings, facts, lengths) for graph in all_graphs(settings)],
+        [*(_planned(graph, settings, facts, lengths) for graph in all_graphs(settings)), *_encoders(settings, facts)],
         _padding(lengths, settings),
         cached * num_blocks * settings.block_size * BY_NAME[settings.cache_dtype or settings.dtype].num_bytes,
     )
@@ -207,13 +208,31 @@ def _planned(graph: Graph, settings: Settings, facts: _Facts, lengths: Lengths) 
     return PlannedGraph(graph.name, takes, padding, activations, COMPILE_SECONDS_PER_LAYER * facts.layers)
 
 
+def _encoders(settings: Settings, facts: _Facts) -> list[PlannedGraph]:
+    """The graphs of an encoder of pictures. Its activations are those of a layer, scores of all pairs of a size that it
+    computes together included, and the features, which each prompt's graph takes too."""
+    vision, width, planned = settings.vision, BY_NAME[settings.dtype].num_bytes, list[PlannedGraph]()
+    for graph in vision.graphs if vision else ():
+        assert vision is not None
+        together, times = (vision.side // vision.patch) ** 2, graph.size
+        if vision.counts == PATCHES:
+            together, times = graph.size, 1
+        tokens, scores = times * together, times * together * together * 4
+        activations = tokens * 6 * vision.hidden * width + scores + graph.tokens * facts.hidden * width
+        seconds = COMPILE_SECONDS_PER_LAYER * vision.layers
+        takes = f"pictures of a prompt, {_previous(vision.buckets, graph.size) + 1} to {graph.size} {vision.counts}"
+        planned.append(PlannedGraph(graph.name, takes, None, activations, seconds))
+    return planned
+
+
 def _prompts_of(graph: Prefill, settings: Settings) -> str:
     if span_that_takes(settings, graph) is None:
         return NO_CALL
     low, high = _previous(settings.context_buckets, graph.tokens) + 1, graph.tokens
     if settings.layout == "slots":
-        # The smallest that fits is longer than its prompt, unless it is the largest.
-        return f"prompts of {max(low - 1, 1)} to {high - (high != settings.context_buckets[-1])} tokens"
+        # The smallest that fits is longer than its prompt, unless it is the largest, and no pictures are seen.
+        shorter = high != settings.context_buckets[-1] or settings.vision is not None
+        return f"prompts of {max(low - 1, 1)} to {high - shorter} tokens"
     if graph.prefix:
         return f"{low} to {high} tokens after up to {graph.prefix}"
     lengths = [length for length in range(1, high + 1) if _taken_by(graph, settings, length)]

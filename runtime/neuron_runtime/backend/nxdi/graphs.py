@@ -52,9 +52,16 @@ from neuron_runtime.uris import ModelInPlace, parse_uri
 from neuron_runtime.weights.store import Damaged, read_entry
 
 PREFILLS, DECODES, VERIFIES = "context_encoding_model", "token_generation_model", "speculation_model"
-DRAFTS = "fused_speculation_model"
+DRAFTS, ENCODES = "fused_speculation_model", "vision_encoder_model"
 """In its work folder, NxD Inference has a folder for each of these, and in it one for each bucket."""
 NEFF_FILE = "graph.neff"
+TEXT_PROGRAM, VISION_PROGRAM = "text_model", "vision_model"
+"""With an encoder of pictures there are two programs, each in a folder of its own."""
+
+
+def programs(settings: Settings) -> tuple[str, ...]:
+    """Folders of the programs, within those of an artifact and of the work."""
+    return (TEXT_PROGRAM, VISION_PROGRAM) if settings.vision else ("",)
 
 
 class NxdiCompiler:
@@ -88,6 +95,7 @@ class NxdiCompiler:
             settings={
                 **({"weights": self._identity} if self._identity else {}),
                 **self._draft,
+                **self._vision,
                 "application": settings.application,
                 "layout": settings.layout,
                 "neuronConfig": {
@@ -115,6 +123,14 @@ class NxdiCompiler:
         if self._settings.neuron_config.get(SHARDED):
             facts["weights"] = identity_of(folder) or folder.name  # an entry of a store has its digest for a name
         return {"draft": facts}
+
+    @property
+    def _vision(self) -> dict[str, Any]:
+        """What the graphs of an encoder of pictures depend on."""
+        vision = self._settings.vision
+        if vision is None:
+            return {}
+        return {"vision": {name: one for name, one in vision.neuron_config.items() if name not in _NOT_OF_VISION}}
 
     def ready_made(self, given: Path | None) -> Path | None:
         for folder in within(self._model_dir) if given is None else filter(is_foreign, [given]):
@@ -144,14 +160,16 @@ class NxdiCompiler:
 
     def graphs(self) -> Sequence[CompileUnit]:
         library.check_rows(self._settings)
-        names = tuple(graph.name for graph in all_graphs(self._settings))
+        vision = self._settings.vision
+        names = tuple(graph.name for graph in (*all_graphs(self._settings), *(vision.graphs if vision else ())))
         return [CompileUnit(self._settings.application, self._compile, names, self._ready)]
 
     def check(self, folder: Path) -> None:
         """Loading graphs takes a device, so this looks for the files that loading will read."""
         json.loads((folder / GRAPHS_CONFIG_FILE).read_bytes())  # it has Infinity, which strict JSON does not
-        if (folder / GRAPHS_FILE).stat().st_size == 0:
-            raise FatalError(ExitCode.COMPILE_FAILED, f"{GRAPHS_FILE} is empty")
+        for part in programs(self._settings):
+            if Path(folder, part, GRAPHS_FILE).stat().st_size == 0:
+                raise FatalError(ExitCode.COMPILE_FAILED, f"{Path(part, GRAPHS_FILE)} is empty")
         for name in missing_weights(self._settings, folder):
             raise FatalError(ExitCode.COMPILE_FAILED, f"NxD Inference wrote no {name}")
 
@@ -170,12 +188,16 @@ class NxdiCompiler:
         if self._work is None:
             return []
         decodes = DRAFTS if self._settings.draft else VERIFIES if self._settings.max_drafts else DECODES
+        (text, *others), vision = programs(self._settings), self._settings.vision
         numbers, names = Counter[str](), []
         for graph in all_graphs(self._settings):
             submodel = PREFILLS if isinstance(graph, Prefill) else decodes
-            if Path(self._work, submodel, f"_tp0_bk{numbers[submodel]}", NEFF_FILE).is_file():
+            if Path(self._work, text, submodel, f"_tp0_bk{numbers[submodel]}", NEFF_FILE).is_file():
                 names.append(graph.name)
             numbers[submodel] += 1
+        for number, encode in enumerate(vision.graphs if vision else ()):
+            if Path(self._work, *others, ENCODES, f"_tp0_bk{number}", NEFF_FILE).is_file():
+                names.append(encode.name)
         return names
 
 
@@ -187,6 +209,7 @@ _NOT_OF_SETTINGS = {
 """Arguments of NeuronConfig that change no graph, or that the needs name elsewhere."""
 
 
+_NOT_OF_VISION = {"skip_warmup"}
 _NOT_OF_GRAPHS = {"max_cpu_loras"}
 
 
@@ -226,7 +249,8 @@ def missing_weights(settings: Settings, folder: Path) -> list[str]:
     """Files of weights that an artifact with weights lacks."""
     if not settings.neuron_config.get(SHARDED):
         return []
-    names = [SHARD_FILE.format(rank=rank) for rank in range(settings.tensor)]
+    ranks = [SHARD_FILE.format(rank=rank) for rank in range(settings.tensor)]
+    names = [str(Path(part, name)) for part in programs(settings) for name in ranks]
     return [name for name in names if not (folder / name).is_file()]
 
 
@@ -242,7 +266,8 @@ def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]
     target = find_target(config, ask=platform_target)
     model = read_config(model_dir)
     _check_wanted(config, model)
-    settings = settings_of(config, model, target, draft=draft_files(config))
+    sees = library.sees_pictures()
+    settings = settings_of(config, model, target, draft=draft_files(config), sees_pictures=sees)
     if target.granted_cores:
         check_cores(target, settings.tensor)
     return settings, target

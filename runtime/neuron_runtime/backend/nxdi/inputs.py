@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from neuron_runtime.backend.neuron.device import GREEDY, Call, FloatArray, column, device_parameters, row_of
-from neuron_runtime.backend.neuron.step_graphs import Decode, Graph, Prefill
+from neuron_runtime.backend.neuron.step_graphs import Decode, Encode, Graph, Prefill
 from neuron_runtime.backend.nxdi.buckets import decode_graph, prefill_graph
+from neuron_runtime.backend.nxdi.pixels import arguments_of, places_of
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
 from neuron_runtime.backend_protocol import IllegalBatch
-from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch
+from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch, Picture
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -60,6 +62,15 @@ class _Places:
     """The block table of the newest call, unless a row got a block since."""
 
 
+class _Seen(NamedTuple):
+    """The pictures of a prompt."""
+
+    pictures: tuple[Picture, ...]
+    places: IntArray
+    """See `places_of`."""
+    graph: Encode
+
+
 class Inputs:
     """What the calls of a step take, from the mirror of the slots and what NxD Inference must know besides."""
 
@@ -81,13 +92,18 @@ class Inputs:
         """How the sequence in each slot is sampled."""
         self._sequence_ids = np.zeros(num_slots, dtype=np.int64)
         self._next_id = num_slots
+        self._pictures: dict[int, _Seen] = {}
+        """Of slots whose prompt is not computed yet."""
         self._resolved: tuple[Batch, FedRows, list[Graph]] | None = None
         self._places: _Places | None = None
         """The rows of the decode call made last."""
 
-    def graphs(self, batch: Batch) -> list[Graph]:
+    def graphs(self, batch: Batch) -> list[Graph | Encode]:
         """The graphs that the batch will run, before or after it is applied. Raises IllegalBatch if none fits a row."""
-        return self._resolve(batch)[1]
+        rows, graphs = self._resolve(batch)
+        seen = self._pictures | self._seen(batch)
+        prompts = rows.slots[rows.num_decodes :].tolist()
+        return [*graphs, *(seen[slot].graph for slot in prompts if slot in seen)]
 
     def apply(self, batch: Batch) -> tuple[list[Call], FedRows]:
         """Apply the delta; returns the calls in the order in which they must run, and the rows.
@@ -116,6 +132,8 @@ class Inputs:
     def _change(self, batch: Batch) -> None:
         for slot in batch.released:
             self._started[slot] = False
+            self._pictures.pop(slot, None)
+        self._pictures |= self._seen(batch)
         for place, digest in batch.adapters:
             self._places_of_adapters[place] = self._adapter_ids[digest]
         for added in batch.added:
@@ -125,6 +143,20 @@ class Inputs:
             self._next_id = self._next_id + 1 if self._next_id < MAX_SEQUENCE_ID else self._settings.max_rows
         if self._places is not None and batch.appended_blocks:
             self._places.table = None
+
+    def _seen(self, batch: Batch) -> dict[int, _Seen]:
+        """What is seen of pictures that come with a batch, by slot."""
+        vision, found = self._settings.vision, dict[int, _Seen]()
+        for added in batch.added:
+            if added.pictures and vision is None:
+                raise IllegalBatch(f"step {batch.step} adds pictures at slot {added.slot}, which the model cannot see")
+            if added.pictures and vision is not None:
+                places = places_of(vision, added.pictures, added.token_ids)
+                try:
+                    found[added.slot] = _Seen(added.pictures, places, vision.graph(len(places)))
+                except ValueError as error:
+                    raise IllegalBatch(f"step {batch.step}: pictures of slot {added.slot}: {error}") from error
+        return found
 
     def _resolve(self, batch: Batch) -> tuple[FedRows, list[Graph]]:
         if self._resolved is None or self._resolved[0] is not batch:
@@ -150,13 +182,15 @@ class Inputs:
     def _prefill_call(self, rows: FedRows, row: int, graph: Graph) -> Call:
         assert isinstance(graph, Prefill)
         slot, start, end = int(rows.slots[row]), int(rows.start[row]), int(rows.ends[row])
-        width = end
-        positions = np.arange(end, dtype=np.int64)
-        if end == 1:
-            # NxD Inference pads positions with 1, and samples at the largest: it must not pad a prompt of one token.
+        width, vision, seen = end, self._settings.vision, self._pictures.pop(slot, None)
+        # NxD Inference pads positions with 1, and samples at the largest: it must not pad a prompt of one token. And it
+        # pads features to what takes the tokens that it is given, and those to what takes them and one more.
+        padded = end == 1 or vision is not None
+        if padded:
             width = graph.tokens
-            positions = np.zeros(width, dtype=np.int64)
-        arguments = {
+        positions = np.zeros(width, dtype=np.int64)
+        positions[:end] = np.arange(end)
+        arguments: dict[str, Any] = {
             "input_ids": row_of(_padded(self._mirror.tokens[slot, :end], width)),
             "position_ids": row_of(positions),
             "sampling_params": torch.from_numpy(self._parameters[[slot]]),
@@ -164,9 +198,9 @@ class Inputs:
         }
         if self._settings.layout == "slots":
             arguments["seq_ids"] = torch.tensor([slot])
-            if end == 1:
+            if padded:
                 # The mask alone decides the bucket.
-                arguments["attention_mask"] = torch.ones((1, 1), dtype=torch.int64)
+                arguments["attention_mask"] = torch.ones((1, end), dtype=torch.int64)
         else:
             blocks = self._mirror.blocks[slot]
             fed = np.arange(start, end)
@@ -177,7 +211,13 @@ class Inputs:
                 "full_context_lens": torch.tensor([[end]]),
                 "computed_context_lens": torch.tensor([[start]]),
             }
-        return Call(graph, arguments, np.array([row]), np.zeros(1, dtype=np.int64), end - start)
+        call = Call(graph, arguments, np.array([row]), np.zeros(1, dtype=np.int64), end - start)
+        if seen is not None and vision is not None:
+            if seen.pictures[-1].end > end:
+                raise IllegalBatch(f"slot {slot} feeds {end} tokens, and its last picture ends behind them")
+            arguments |= arguments_of(vision, seen.pictures, seen.places, end, width)
+            call.encodes = (seen.graph, len(seen.places))
+        return call
 
     def _extent(self, rows: FedRows) -> tuple[int, int]:
         """Number of rows and largest position of a decode call; see `decode_graph`."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from neuron_runtime.backend.neuron.installed import driver_version, has_module, missing
@@ -27,6 +27,7 @@ from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, CACHE_TYPE, SAMPLING
 from neuron_runtime.backend.nxdi.quantized import CHECKPOINT, EXCLUDED, of_draft
 from neuron_runtime.backend.nxdi.settings import DraftModel, Settings
+from neuron_runtime.backend.nxdi.vision import CHUNKS
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
 
@@ -45,6 +46,9 @@ COMPILER = "neuronx-cc"
 COMPILER_MODULE = "neuronxcc"
 OTHERS = (COMPILER, "libneuronxla", "torch-xla", "torch", "transformers")
 
+PARTS = ("text_config", "vision_config")
+"""Of a config.json, for what a model consists of."""
+
 SDK_OF_RELEASE = {
     (0, 7): "2.27",
     (0, 8): "2.28",
@@ -53,6 +57,8 @@ SDK_OF_RELEASE = {
     (0, 10, 18399): "2.31",
 }
 """The Neuron SDK that brings a release of NxD Inference."""
+BLIND = ("2.27", "2.28")
+"""Those whose applications with an encoder do not run."""
 
 
 def check_installed() -> None:
@@ -143,10 +149,14 @@ def application(settings: Settings, model_dir: Path, draft_dir: Path | None = No
         drafts = dict[str, Any]()
         if settings.draft is not None and draft_dir is not None:
             drafts["fused_spec_config"] = _with_draft(settings, settings.draft, application_class, draft_dir, model_dir)
-        config = application_class.get_config_cls()(neuron_config, load_config=_load_config(model_dir), **drafts)
-        family = BY_APPLICATION.get(settings.application)
-        if family is not None and family.text_class:
+        configs, family = [neuron_config], BY_APPLICATION.get(settings.application)
+        if settings.vision is not None:
+            configs.append(config_class(**copy.deepcopy(dict(settings.vision.neuron_config))))
+        config = application_class.get_config_cls()(*configs, load_config=_load_config(model_dir), **drafts)
+        if family is not None and family.text_class and settings.vision is None:
             config = config.text_config
+        elif settings.vision is not None and settings.vision.counts == CHUNKS:
+            application_class = _with_room(application_class)
         model = text_config(read_config(model_dir))
         for name, value in corrected(settings, model).items():
             setattr(config, name, value)
@@ -156,6 +166,24 @@ def application(settings: Settings, model_dir: Path, draft_dir: Path | None = No
         return application_class(str(model_dir), config)
     except Exception as error:
         raise InvalidConfig(PATH, f"NxD Inference refuses the model with it: {_text(error)}") from error
+
+
+def sees_pictures() -> bool:
+    """Whether applications with an encoder run: older releases fail in every call, for texts too, after the device has
+    computed it."""
+    return sdk_of(version_of(INFERENCE)) not in BLIND
+
+
+def _with_room(application_class: Any) -> Any:
+    """An application of Llama 4 that pads features to the graph which a prompt takes. Its own takes one that is as long
+    as the prompt, and so too short."""
+
+    class WithRoom(application_class):  # type: ignore[misc]
+        def get_padding_length(self, buckets: list[int], position_ids: Any) -> int:
+            length = 1 + int(position_ids.max())
+            return next((size for size in buckets if size > length), buckets[-1])
+
+    return WithRoom
 
 
 def _arguments(settings: Settings, config_class: Any, model_dir: Path) -> dict[str, Any]:
@@ -222,6 +250,15 @@ def _load_config(model_dir: Path) -> Callable[[Any], None]:
             # transformers has a default for some families, but not for what it does not know to be in the file.
             if getattr(config, name, None) is None or (name in ROPE and given.get(name) is None):
                 setattr(config, name, value)
+        for part in PARTS:
+            inner, of_part = getattr(config, part, None), given.get(part)
+            if isinstance(inner, SimpleNamespace) and isinstance(of_part, Mapping):
+                found = completed(of_part)
+                if part != "text_config":
+                    found.pop("rope_scaling", None)  # of an encoder it is another word for its own way of turning
+                for name, value in found.items():
+                    if getattr(inner, name, None) is None or (name in ROPE and of_part.get(name) is None):
+                        setattr(inner, name, value)
 
     return load_config
 
@@ -268,7 +305,14 @@ def _class_of(settings: Settings, model: Mapping[str, Any]) -> Any:
         return application_class
     registry, family = _module("utils.constants").MODEL_TYPES, BY_APPLICATION[name]
     if family.application in registry:
-        if family.text_class:
+        if family.pictures and settings.vision is not None:
+            if not sees_pictures():
+                raise FatalError(
+                    ExitCode.UNSUPPORTED_ARCHITECTURE,
+                    f"NxD Inference {version_of(INFERENCE)} fails in every call of {family.application}: use an image "
+                    "with Neuron SDK 2.29 or newer",
+                )
+        elif family.text_class:
             _check_chunks(settings, text_config(model).get("attention_chunk_size"))
             module, _, attribute = family.text_class.partition(":")
             return getattr(_module(module), attribute)

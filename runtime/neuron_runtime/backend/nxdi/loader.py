@@ -90,3 +90,6 @@ def report(settings: Settings, target: Target) -> None:
         say(f"warning: {settings.application} is a class of yours: its tokens were never compared with others")
     elif family.note:
         say(f"{family.application}: {family.note}")
+    if family is not None and family.pictures and settings.vision is None:
+        why = "media.maxImages is 0" if library.sees_pictures() else "this NxD Inference cannot see pictures"
+        say(f"{family.application}: text only, because {why}")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from neuron_runtime.backend.neuron.model_config import ignored_by, own_head_dim, quantization_of
 from neuron_runtime.backend.nxdi.quantized import FORMS, check_modules, form_of
+from neuron_runtime.backend.nxdi.vision import check_encoder
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.quantization import has_known_method
 
@@ -33,7 +34,8 @@ class NxdiFamily:
     before: str = ""
     """The application that runs them in older releases."""
     text_class: str = ""
-    """Module and class of NxD Inference that run the text alone, where the registry's class wants images too."""
+    """Module and class of NxD Inference that run the text alone, where the registry's class wants an encoder of
+    pictures too."""
     layouts: tuple[str, ...] = ("slots", "blocks")
     windows: Literal["none", "ignored", "kept", "whole"] = "none"
     """What becomes of sliding windows: models have none, the class ignores them, each cache line keeps one, which every
@@ -52,6 +54,8 @@ class NxdiFamily:
     """Whether its NeuronConfig is one for mixtures of experts."""
     needs: Mapping[str, bool] = field(default_factory=dict)
     """Arguments of NeuronConfig without which its tokens are wrong."""
+    pictures: Literal["", "patches", "chunks"] = ""
+    """What its encoder counts of a picture; empty: it sees none."""
     least_rows: Mapping[str, int] = field(default_factory=dict)
     """By Neuron SDK, how many sequences a decode step must have."""
     note: str = ""
@@ -127,7 +131,17 @@ FAMILIES = (
         text_class="models.llama4.modeling_llama4_text:NeuronLlama4TextForCausalLM",
         layouts=("slots",),
         experts=True,
-        note="text only; faster with SDK 2.28 than with newer ones",
+        pictures="chunks",
+        note="sees pictures from 0.9 on; text is faster with SDK 2.28 than with newer ones",
+    ),
+    NxdiFamily(
+        "pixtral",
+        "0.9",
+        ("LlavaForConditionalGeneration",),
+        layouts=("slots",),
+        windows="ignored",
+        pictures="patches",
+        note="sees pictures",
     ),
     NxdiFamily(
         "gemma3",
@@ -140,6 +154,15 @@ FAMILIES = (
         note="text only; sequences as long as its sliding window",
     ),
 )
+
+NOT_COMPUTED = {
+    "Qwen2VLForConditionalGeneration": "gives the tokens of a picture plain positions, so its answers would be wrong",
+    "Qwen2_5_VLForConditionalGeneration": "has no class for it",
+    "Qwen3VLForConditionalGeneration": "turns all sequences by the offset of the prompt before, so answers would mix",
+    "MllamaForConditionalGeneration": "wants another checkpoint than the hub has",
+    "Mistral3ForConditionalGeneration": "has no class for it",
+}
+"""Why models that see pictures are refused."""
 
 BY_APPLICATION = {family.application: family for family in FAMILIES}
 BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
@@ -161,6 +184,8 @@ def family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
         return family
     text = text_config(model)
     _check_weights(family, model)
+    if family.pictures:
+        check_encoder(model, family.pictures)
     for name, value in ignored_by(text, family.ignores):
         raise FatalError(
             ExitCode.UNSUPPORTED_ARCHITECTURE,
@@ -204,6 +229,10 @@ def _family_of(model: Mapping[str, Any], application_class: str) -> NxdiFamily:
             # Mistral's Nemo and Small: the class of older releases computes them too, but without a window.
             other = family.before if own_head_dim(text) and not window_of(family, text) else ""
             return BY_APPLICATION.get(other, family)
+    for name in names:
+        if reason := NOT_COMPUTED.get(name):
+            message = f"config.json names {name}: NxD Inference {reason}. Use another backend (torch, vllm)"
+            raise FatalError(ExitCode.UNSUPPORTED_ARCHITECTURE, message)
     named = ", ".join(names) or "no architecture"
     known = ", ".join(sorted(BY_ARCHITECTURE))
     raise FatalError(
@@ -231,6 +260,8 @@ def text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
     for part in ("text_config", "attn_config", "ffn_config"):
         nested = model.get(part)
         text |= nested if isinstance(nested, Mapping) else {}
+    if model.get("model_type") == "llava":
+        text = LEFT_OUT_BY_PIXTRAL | text
     if text.get("model_type") in ("gemma3", "gemma3_text"):
         text = LEFT_OUT_BY_GEMMA_3 | {name: value for name, value in text.items() if value is not None}
     return text | {name: text[other] for name, other in OTHER_NAMES.items() if name not in text and other in text}
@@ -258,6 +289,18 @@ LEFT_OUT_BY_GEMMA_3: dict[str, Any] = {
     "sliding_window": 4096,
 }
 """Its makers write only what differs from the defaults of transformers."""
+
+LEFT_OUT_BY_PIXTRAL: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+"""As Gemma 3's; a window that does not apply is null."""
 
 OTHER_NAMES = {
     "hidden_size": "d_model",

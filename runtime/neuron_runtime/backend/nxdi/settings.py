@@ -42,6 +42,7 @@ from neuron_runtime.backend.nxdi.quantized import (
     projections,
     weights_of,
 )
+from neuron_runtime.backend.nxdi.vision import Vision, vision_of
 from neuron_runtime.checkpoint import FUSION
 from neuron_runtime.config import METHODS_WITH_MODEL, NO_PREFIX_CACHE, AdapterOptions, RuntimeConfig, uses_blocks
 from neuron_runtime.core import SamplingMode
@@ -76,6 +77,9 @@ RECOMPUTED = (256, 512)
 """NxD Inference computes a prompt above the first and up to the second size without its cached prefix, if it has a
 bucket of the second: its authors measured that this is faster."""
 SMALLEST_BUCKET = 128
+
+OF_BOTH = ("torch_dtype", "logical_nc_config", "cast_type", "skip_warmup", "on_cpu", SHARDED)
+"""Arguments that an encoder of pictures has in common with the text of its model."""
 
 CACHE_DTYPES = {"auto": "", "fp8": "float8_e4m3fn"}
 """By `kvCacheDtype`. Numbers are cast as they are, without a scale."""
@@ -178,6 +182,8 @@ class Settings:
     """That of keys and values in the cache; empty: `dtype`."""
     unread_weights: tuple[str, ...] = ()
     """Patterns of names of tensors that no module needs to read. It changes no graph."""
+    vision: Vision | None = None
+    """None: the application has no encoder of pictures."""
 
     @property
     def compiled_length(self) -> int:
@@ -196,6 +202,8 @@ def settings_of(
     target: Target,
     lengths: bucket_plan.Lengths = (),
     draft: DraftFiles | None = None,
+    *,
+    sees_pictures: bool = True,
 ) -> Settings:
     """The settings of a model.
 
@@ -203,6 +211,7 @@ def settings_of(
         model: config.json.
         draft: the draft model, if the configuration has one; None: it is not known yet.
         lengths: of prompts, for which context buckets are chosen that the configuration leaves open.
+        sees_pictures: whether the library can; otherwise a model that can is served for its text, if a class does it.
 
     Raises:
         InvalidConfig: names every field that contradicts another one, the model or the device.
@@ -211,7 +220,8 @@ def settings_of(
     """
     family = family_of(model, config.application_class)
     override = read_override(config.override_neuron_config, family.application)
-    return _Derivation(config, text_config(model), target, override, family, lengths, draft).settings()
+    whole = model if family.pictures and (sees_pictures or not family.text_class) else None
+    return _Derivation(config, text_config(model), target, override, family, lengths, draft, whole).settings()
 
 
 @dataclass
@@ -225,9 +235,17 @@ class _Derivation:
     _family: NxdiFamily
     _lengths: bucket_plan.Lengths
     _draft: DraftFiles | None
+    _whole: Mapping[str, Any] | None
+    """config.json of a model that sees pictures."""
     _found: ConfigProblems = field(default_factory=ConfigProblems)
     _at: dict[str, str] = field(default_factory=dict)
     """Where the value of a field was given, if the override has it."""
+
+    @property
+    def _sees(self) -> bool:
+        """Whether the application has an encoder: a class of text alone is used where one exists."""
+        asked = self._config.media.max_images
+        return self._whole is not None and (asked > 0 or not self._family.text_class)
 
     @property
     def _one_size(self) -> bool:
@@ -292,6 +310,8 @@ class _Derivation:
             self._refuse(f"{PATH}.{CACHE_KERNEL}", message)
         if blocks and len(prefix) > 1:
             self._check_prefix_prefill(context, "$.prefixCaching" if shares else "$.chunkedPrefill")
+        if self._sees:
+            self._check_pictures(asynchronous=bool(asynchronous), row_buckets=row_buckets)
         problems.check()
         plain = Settings(
             application=self._family.application,
@@ -328,7 +348,30 @@ class _Derivation:
             SAMPLING: sampling_config,
             "output_logits": sampling == "DeviceWithLogits",
         }
-        return replace(plain, neuron_config=merge(ours, _derived(plain), self._override))
+        arguments = merge(ours, _derived(plain), self._override)
+        return replace(plain, neuron_config=arguments, vision=self._vision(context[-1] - 1, tensor, arguments))
+
+    def _check_pictures(self, *, asynchronous: bool, row_buckets: tuple[int, ...]) -> None:
+        """Refuses what is not known to work beside an encoder of pictures. Others are refused by the family: blocks,
+        and with them shared prefixes and chunks, drafts, adapters."""
+        cure = "leave it out"
+        cure += ", or set media.maxImages to 0 to serve text alone" if self._family.text_class else ""
+        for path, given in (("$.asyncMode", asynchronous), ("$.buckets.sequences", bool(row_buckets))):
+            if given:
+                self._refuse(path, f"cannot be combined with pictures, which {self._family.application} sees: {cure}")
+
+    def _vision(self, longest: int, tensor: int, arguments: Mapping[str, Any]) -> Vision | None:
+        counts = self._family.pictures
+        if not self._sees or self._whole is None or not counts:
+            return None
+        return vision_of(
+            self._whole,
+            counts,
+            asked=self._config.media.max_images,
+            longest=longest,
+            tensor=tensor,
+            arguments={name: arguments[name] for name in OF_BOTH if name in arguments},
+        )
 
     def _check_adapters(self, row_buckets: tuple[int, ...]) -> None:
         """Refuses what NxD Inference cannot combine with adapters, or takes and computes wrongly."""

@@ -18,6 +18,8 @@ from neuron_runtime.backend.nxdi.quantized import named_by_checkpoint
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.quantization import UNREAD
 
+EMBEDDING = "embed_tokens.weight"
+"""Every text reads it, and no encoder does."""
 _COPIES = (
     (re.compile(r"\.(q_proj|k_proj|v_proj|Wqkv)\.(?=\w+$)"), r".qkv_proj.\1."),
     (re.compile(r"\.o_proj\.(?=\w+$)"), ".o_proj.o_proj."),
@@ -33,6 +35,8 @@ def all_weights_read(
     """See `neuron.unread`. What an application leaves out that is not of the library is only said."""
     allowed = ["*"] if is_private(settings.application) else settings.unread_weights
     readings = [unread.Reading(model_dir, partial(_lost, application=settings.application))]
+    if settings.vision is not None:
+        readings = [one._replace(lost=partial(_lost_of_text, lost=one.lost)) for one in readings]
     if settings.draft is not None and draft_dir is not None:
         lost = partial(_lost, application=settings.draft.application)
         readings = [readings[0]._replace(prefix="target_model."), unread.Reading(draft_dir, lost, "draft_model.")]
@@ -44,6 +48,11 @@ def _lost(dropped: Collection[str], *, application: str) -> set[str]:
     return named_by_checkpoint(
         name for name in dropped if not (any(pattern.search(name) for pattern in harmless) or _is_copied(name, dropped))
     )
+
+
+def _lost_of_text(dropped: Collection[str], *, lost: unread.Lost) -> set[str]:
+    """The same where a second program, of an encoder, drops all of the text."""
+    return set() if any(name.endswith(EMBEDDING) for name in dropped) else lost(dropped)
 
 
 def _is_copied(name: str, dropped: Collection[str]) -> bool:

@@ -368,6 +368,8 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             seq_ids=seq_ids,
             sampling=parameters,
             adapters=torch.zeros(seq_ids.shape[0], dtype=torch.int32) if adapters is None else adapters,
+            features=given.get("vision_embeddings"),
+            places=given.get("vision_mask"),
         )
         if neuron.is_prefix_caching:
             queries = full - computed

@@ -19,7 +19,7 @@ import fake_nxdi
 from fake_nxdi import quantized
 from fake_nxdi.lora import Weights
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "llama4_text")
 
 Layer = tuple[torch.Tensor, torch.Tensor]
 """Keys and values `[rows, kv heads, positions, head size]` of one layer."""
@@ -49,6 +49,8 @@ def shape_of(config: Any) -> Shape:
     kind = str(getattr(config, "model_type", ""))
     if kind not in FAMILIES:
         raise NotImplementedError(f"the fake computes {', '.join(FAMILIES)}, not {kind}")
+    if kind == "llama4_text" and (config.moe_layers or config.use_qk_norm or not all(config.no_rope_layers)):
+        raise NotImplementedError("the fake computes no experts, normalised heads, or layers without rotation")
     window = getattr(config, "sliding_window", None)
     windowed = kind == "mistral" or bool(getattr(config, "use_sliding_window", False))
     if window and windowed and window < config.neuron_config.seq_len:
@@ -204,6 +206,8 @@ class Decoder:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._weights.values()) - self._saved
 
+    seen: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Features of pictures that the next prompt has, and their places in it."""
     taps: tuple[int, ...] = ()
     """Layers behind which hidden states are kept for an EAGLE 3 head; empty: those at the end, for EAGLE 1."""
 
@@ -225,6 +229,9 @@ class Decoder:
         heads = self._linear(values, name).view(rows, width, -1, self.shape.head_size)
         if norm in self._weights:
             heads = self._norm(heads, norm)
+        if norm and self.shape.model_type == "llama4_text":
+            # It turns neighbours, where others turn halves.
+            heads = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return heads.transpose(1, 2)
 
     def _turned(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -248,7 +255,12 @@ class Decoder:
         angles = positions[:, None, :, None].float() * self._rates
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-        hidden = self._entry(F.embedding(ids.long(), self._weights["embed_tokens.weight"]), previous)
+        embedded = F.embedding(ids.long(), self._weights["embed_tokens.weight"])
+        if self.seen is not None:
+            features, places = (one.flatten(0, 1) for one in self.seen)
+            embedded = embedded.clone()
+            embedded.view(-1, shape.hidden)[places.flatten().long()] = features.to(self.dtype)
+        hidden = self._entry(embedded, previous)
         rows, width, _ = hidden.shape
         kept: list[torch.Tensor] = []
         group = shape.heads // shape.kv_heads

@@ -78,6 +78,8 @@ class Plan:
     quantized: dict[str, Any] | None = None
     """See `quantized.facts_of`."""
     cache_dtype: str = ""
+    sees: bool = False
+    """Prompts take features of pictures, and where they go."""
 
     @property
     def line_length(self) -> int:
@@ -174,6 +176,7 @@ def plan_of(config: Any, platform: str) -> Plan:
         sequence_parallel=neuron.sequence_parallel_enabled,
         quantized=quantized.facts_of(neuron),
         cache_dtype=quantized.cache_dtype(neuron),
+        sees=getattr(config, "sees", False),
     )
 
 
@@ -196,7 +199,10 @@ def trace(plan: Plan, tag: str, buckets: list[Any], rows: int) -> list[Graph]:
             if context and width == plan.speculation:
                 raise RuntimeError(f"a context bucket of {width} tokens is taken for a verification (3.2)")
             fed = 1 if tag == FUSED else width
-            found.append(Graph(tag=tag, rows=count, width=width, keys=keys, shapes=_line_shapes(count, fed, keys)))
+            shapes = _line_shapes(count, fed, keys)
+            if plan.sees:
+                shapes += [[count, width, plan.decoder.hidden], [count, width, 1]] if context else [[0], [0]]
+            found.append(Graph(tag=tag, rows=count, width=width, keys=keys, shapes=shapes))
             continue
         active, prefix = bucket
         if prefix % plan.block_size:

@@ -260,7 +260,10 @@ class Program:
         ids, _, positions, seq_ids, *_ = inputs
         width = graph.width
         causal = torch.ones(width, width, dtype=torch.bool).tril().expand(graph.rows, -1, -1)
+        if self.plan.sees:
+            self.decoder.seen = (inputs[7], inputs[8])
         hidden, new = self.decoder.forward(ids, positions, None, causal)
+        self.decoder.seen = None
         lines = seq_ids.long() if self.plan.continuous else torch.arange(graph.rows)
         self._check_prompts(ids, positions, lines.tolist(), seq_ids.tolist(), notes)
         written = [(self.past, new)]
@@ -292,6 +295,8 @@ class Program:
                 continue
             if line != seq_ids[row]:
                 fake_nxdi.refuse("20-1", f"a static batch writes row {row} into line {row}, not {seq_ids[row]}")
+            if self.plan.sees and ends[row] == positions.shape[1]:
+                fake_nxdi.refuse("M4", "a prompt fills its bucket: its last token becomes what pads the features")
             if ends[row] > notes.given:
                 fake_nxdi.refuse("20-4", "a prompt of one token: the last token is looked for in NxDI's own padding")
             tokens = ids[row, : ends[row]].tolist()

@@ -33,6 +33,9 @@ class Call:
     table: torch.Tensor | None = None
     queries: torch.Tensor | None = None
     computed: torch.Tensor | None = None
+    features: torch.Tensor | None = None
+    """Of pictures, padded to the graph; and the places of the prompt that take them."""
+    places: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -148,7 +151,8 @@ class Submodel:
         first = [call.ids, call.mask, call.positions, call.seq_ids, call.sampling]
         nothing = torch.empty(0)
         if not self.blocks:
-            return [*first, torch.zeros(call.rows, dtype=torch.int32), call.adapters]
+            seen = (tensor for tensor in (call.features, call.places) if tensor is not None)
+            return [*first, torch.zeros(call.rows, dtype=torch.int32), call.adapters, *seen]
         adapters = call.adapters if fake_nxdi.has(8) else nothing
         last = [call.slots, call.table, call.queries, call.computed]
         return [*first, nothing, adapters, *[nothing] * 4, *(tensor for tensor in last if tensor is not None)]
