@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import weakref
 from pathlib import Path
@@ -232,6 +233,14 @@ def test_a_template_that_computes_long_without_writing_is_ended(
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
     with pytest.raises(ValueError, match=words):
         ChatTemplate(source, {})
+
+
+def test_a_template_is_tried_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(chat_template.time, "thread_time", lambda: next(clock))
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 10)
+    with pytest.raises(ValueError, match="takes more than 10 s"):
+        ChatTemplate("{{ messages | length }}", {})
 
 
 def test_small_products_and_loops_are_computed_as_ever() -> None:

@@ -29,7 +29,9 @@ _TIMED = "timed"
 
 MAX_CHARACTERS = 2**26
 MAX_SECONDS = 10.0
-"""Of processor time, for one prompt. Looked at when the template writes, calls something or turns in a loop."""
+"""Of processor time, for one prompt, and for all those by which a template is tried.
+
+Looked at when the template writes, calls something or turns in a loop."""
 MAX_BITS = 2**16
 """Of a number that it multiplies: larger ones take long in one step."""
 
@@ -65,7 +67,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters[_TIMED] = self._timed
 
     def begin(self) -> None:
-        """Another prompt, on this thread."""
+        """The time of this thread begins anew."""
         self._of_thread.ends = time.thread_time() + MAX_SECONDS
 
     def look_at_time(self) -> None:
@@ -127,6 +129,7 @@ class ChatTemplate:
         self._environment = environment
         self._special_tokens = dict(special_tokens)
         self.source = source
+        environment.begin()
         self.shapes = shapes_of(self._tried, "developer" in source)
         """What it takes."""
 
@@ -138,6 +141,11 @@ class ChatTemplate:
     ) -> str:
         """The prompt text, including special tokens. Raises TemplateRefused."""
         self._environment.begin()
+        return self._rendered(messages, add_generation_prompt, variables or {})
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
         try:
             return self._joined(
                 self._template.generate(
@@ -145,7 +153,7 @@ class ChatTemplate:
                         **self._special_tokens,
                         "tools": None,
                         "documents": None,
-                        **(variables or {}),
+                        **variables,
                         "messages": messages,
                         "add_generation_prompt": add_generation_prompt,
                     }
@@ -191,7 +199,7 @@ class ChatTemplate:
 
     def _tried(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
         try:
-            return self.render(messages, variables={"tools": tools})
+            return self._rendered(messages, True, {"tools": tools})
         except PromptTooLarge as error:
             raise ValueError(str(error)) from error
         except TemplateRefused:
