@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers import torch_pictures
 from helpers.torch_models import DENSE, MODELS, random_model, reference, reference_logits
 from helpers.torch_parity import (
     LAYOUTS,
@@ -50,7 +51,8 @@ STEPS: list[list[Cut]] = [
 
 
 def test_every_family_is_compared_with_transformers() -> None:
-    assert {fields.get("architecture", "LlamaForCausalLM") for fields in MODELS.values()} == set(FAMILIES)
+    text = {fields.get("architecture", "LlamaForCausalLM") for fields in MODELS.values()}
+    assert text | {family.architecture for family in torch_pictures.FAMILIES.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

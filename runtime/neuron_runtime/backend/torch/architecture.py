@@ -184,10 +184,10 @@ class Stored:
     """How checkpoints of a family name tensors, where that is not as the decoder does.
 
     stacks: by the ends of their names. replaced: parts of names, by what the decoder has. unread: what others begin
-    with, which text does not need.
+    with, which text does not need; also behind "model.".
     """
 
-    stacks: Mapping[str, Stack]
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
     replaced: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 
@@ -307,12 +307,33 @@ _LLAMA4 = TorchFamily(
     stored=Stored(_stacks(alternate=False), replaced={".feed_forward.": ".mlp."}),
 )
 
+_MISTRAL = TorchFamily(
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    fixed={"attention_bias": False, "mlp_bias": False, "use_sliding_window": True, "max_window_layers": 0},
+)
+
+_MISTRAL_WITH_PICTURES = replace(
+    _MISTRAL,
+    # Files leave out what a part of a model has of its class.
+    defaults={
+        **_MISTRAL.defaults,
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 131072,
+    },
+    fixed={**_MISTRAL.fixed, "model_type": "mistral", "tie_word_embeddings": False},
+    text="text_config",
+    stored=Stored(replaced={"language_model.": ""}, unread=("vision_tower.", "multi_modal_projector.")),
+)
+
 FAMILIES: Mapping[str, TorchFamily] = {
     "LlamaForCausalLM": TorchFamily(fixed={"sliding_window": None}),
-    "MistralForCausalLM": TorchFamily(
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        fixed={"attention_bias": False, "mlp_bias": False, "use_sliding_window": True, "max_window_layers": 0},
-    ),
+    "MistralForCausalLM": _MISTRAL,
+    "LlavaForConditionalGeneration": _MISTRAL_WITH_PICTURES,
+    "Mistral3ForConditionalGeneration": _MISTRAL_WITH_PICTURES,
     "Qwen2ForCausalLM": TorchFamily(
         defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
         fixed={"attention_bias": True, "mlp_bias": False},

@@ -26,6 +26,7 @@ from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.draft_model import DraftModel, Network
 from neuron_runtime.backend.torch.ranks import Ranks
+from neuron_runtime.backend.torch.vision import Vision
 from neuron_runtime.backend.warming import lone_step, timed, with_adapter
 from neuron_runtime.backend_protocol import ProgressCallback, StepTime, size_of
 from neuron_runtime.checkpoint import InvalidModel
@@ -75,6 +76,7 @@ class TorchBackend:
     """See `backend_protocol.AdapterBackend`. `device` is the thread on which the decoder was loaded.
 
     adapters: None if no adapters may be active. draft: what makes drafts, and the ranks that must have the same ones.
+    vision: None if the model sees no pictures.
     """
 
     def __init__(
@@ -86,9 +88,10 @@ class TorchBackend:
         *,
         adapters: Adapters | None = None,
         draft: tuple[Network, Ranks] | None = None,
+        vision: Vision | None = None,
     ) -> None:
         self._decoder = decoder
-        self._adapters = adapters
+        self._adapters, self._vision = adapters, vision
         self._cache = cache
         self.limits = limits
         self._mirror = SlotMirror(limits)
@@ -168,6 +171,8 @@ class TorchBackend:
         self._mirror.learn(rows)
         if self._adapters is not None:
             self._adapters.apply(batch)
+        if self._vision is not None:
+            self._vision.apply(batch)
         for slot in batch.released:
             self._prompts.pop(slot, None)
         for added in batch.added:
@@ -186,7 +191,9 @@ class TorchBackend:
         plan = self._cache.plan(StepRows(rows.start, num_tokens, self._mirror.blocks[rows.slots]))
         adapted = None if self._adapters is None else self._adapters.decoder_for(rows.slots, num_tokens)
         tap = None if self._draft is None else self._draft.tap
-        hidden = (adapted or self._decoder).forward(torch.from_numpy(self._mirror.token_ids(rows)), plan, tap)
+        placed = None if self._vision is None else self._vision.placed(rows)
+        fed = torch.from_numpy(self._mirror.token_ids(rows))
+        hidden = (adapted or self._decoder).forward(fed, plan, tap, placed)
         if self._draft is not None:
             self._draft.follow(rows, plan, hidden)
         ends = np.cumsum(num_tokens)

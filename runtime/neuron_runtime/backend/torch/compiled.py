@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from neuron_runtime.backend.torch.cache import StepPlan
-from neuron_runtime.backend.torch.decoder import Decoder, Tap
+from neuron_runtime.backend.torch.decoder import Decoder, Placed, Tap
 from neuron_runtime.backend.torch.graphs import ONE_ROW, PROCESSOR, SEVERAL_ROWS
 from neuron_runtime.backend.torch.linear import Packed
 from neuron_runtime.backend.torch.step_module import constants, step_inputs
@@ -37,10 +37,12 @@ class CompiledDecoder:
         """With the graphs of an artifact. Raises FatalError (ARTIFACT_MISSING) if they cannot be loaded here."""
         return cls(decoder, *(_load(folder / step.file, decoder) for step in (ONE_ROW, SEVERAL_ROWS)), blocks=blocks)
 
-    def forward(self, token_ids: torch.Tensor, plan: StepPlan, tap: Tap | None = None) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, plan: StepPlan, tap: Tap | None = None, placed: Placed | None = None
+    ) -> torch.Tensor:
         """See `Decoder.forward`."""
-        if tap is not None or len(token_ids) != len(plan.rows.start):
-            return self._decoder.forward(token_ids, plan, tap)
+        if tap is not None or placed is not None or len(token_ids) != len(plan.rows.start):
+            return self._decoder.forward(token_ids, plan, tap, placed)
         graph = self._one_row if len(token_ids) == 1 else self._several_rows
         return graph.run(step_inputs(token_ids, plan, blocks=self._blocks).tensors())[0]
 

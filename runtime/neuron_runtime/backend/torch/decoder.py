@@ -51,6 +51,13 @@ class Weights(NamedTuple):
     head: Linear | None
 
 
+class Placed(NamedTuple):
+    """Features of pictures in the place of embeddings: `features[i]` for token `places[i]` of a step."""
+
+    places: torch.Tensor
+    features: torch.Tensor
+
+
 class Reader(Protocol):
     """Returns tensors of a checkpoint by name; see `weights.WeightReader`."""
 
@@ -81,12 +88,15 @@ class Decoder:
         self._ranks = ranks
         self._tokens = tokens_of(config, ranks.rank, ranks.size)
 
-    def forward(self, token_ids: torch.Tensor, plan: CachePlan, tap: Tap | None = None) -> torch.Tensor:
-        """Feed `token_ids` `[tokens]`, storing their keys and values.
+    def forward(
+        self, token_ids: torch.Tensor, plan: CachePlan, tap: Tap | None = None, placed: Placed | None = None
+    ) -> torch.Tensor:
+        """Feed `token_ids` `[tokens]`, storing their keys and values. placed: what some of them have in the place of
+        an embedding.
 
         Returns the hidden states after the last norm, `[tokens, hidden size]`.
         """
-        return self.normed(self.blocks(self.embed(token_ids), plan, tap=tap))
+        return self.normed(self.blocks(self.embed(token_ids, placed), plan, tap=tap))
 
     def blocks(
         self, x: torch.Tensor, plan: CachePlan, first: torch.Tensor | None = None, tap: Tap | None = None
@@ -122,7 +132,11 @@ class Decoder:
         assert self.weights.head is not None
         return self._ranks.gather(self.weights.head(hidden).float())[:, : self.config.vocabulary_size]
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, placed: Placed | None = None) -> torch.Tensor:
+        x = self._embed(token_ids)
+        return x if placed is None else x.index_copy(0, placed.places, placed.features.to(x.dtype))
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._ranks.size == 1:
             return self.weights.embedding[token_ids]
         # Exact: all ranks but one add zero.

@@ -29,7 +29,9 @@ from neuron_runtime.backend.torch.parts import part_of_model, parts_of
 from neuron_runtime.backend.torch.quantizing import STORED
 from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
 from neuron_runtime.backend.torch.sizing import derive_limits
+from neuron_runtime.backend.torch.towers import needs_of_tower, tower_of, tower_tensors
 from neuron_runtime.backend.torch.vector_limits import check_generates
+from neuron_runtime.backend.torch.vision import Vision, load_tower
 from neuron_runtime.backend.torch.weights import WeightReader
 from neuron_runtime.backend_protocol import ONE_RANK, ProgressCallback, Rank
 from neuron_runtime.checkpoint import Checkpoint, check_tensors, check_tied_head, read_whole_checkpoint
@@ -58,6 +60,7 @@ def load(
     checkpoint = read_whole_checkpoint(model_dir)
     check_generates(checkpoint.config)
     model = decoder_config(checkpoint.config)
+    stored, tower = checkpoint, tower_of(checkpoint.config)
     checkpoint = as_named(checkpoint, model)
     check_tensors(checkpoint, tensor_shapes(model), model.quantization)
     check_tied_head(checkpoint)
@@ -69,9 +72,14 @@ def load(
     free = measure()
     # The ranks of a node share its memory, and all ranks must come to the same limits.
     share = replace(free, available=ranks.least(free.available // place.per_node))
-    limits = derive_limits(config, part, dtype.itemsize, share, drafts and drafts.needs, held=held)
+    pictures = None if tower is None else needs_of_tower(tower_tensors(stored, tower), tower, dtype.itemsize)
+    limits = derive_limits(config, part, dtype.itemsize, share, drafts and drafts.needs, held=held, pictures=pictures)
     device = device_thread(partial(limit_threads, place.per_node))
     decoder = load_on(device, progress, lambda report: load_decoder(checkpoint, model, dtype, report, ranks, held=held))
+    vision = None
+    if tower is not None:
+        read = partial(load_tower, stored, tower, dtype, quantization=model.quantization)
+        vision = Vision(load_on(device, progress, read), checkpoint.config, dtype)
     network = drafts and load_on(device, progress, lambda report: drafts.read(decoder, limits, dtype, report))
     shape = (limits.num_blocks, part.num_kv_heads, limits.block_size, model.head_dim)
     return TorchBackend(
@@ -81,6 +89,7 @@ def load(
         device=device,
         adapters=Adapters(decoder, model, limits, ranks.rank, ranks.size) if limits.max_adapters else None,
         draft=None if network is None else (network, ranks),
+        vision=vision,
     )
 
 

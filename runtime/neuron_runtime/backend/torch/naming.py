@@ -21,20 +21,23 @@ def as_named(checkpoint: Checkpoint, model: DecoderConfig) -> Checkpoint:
 def named_tensors(tensors: Mapping[str, TensorInfo], model: DecoderConfig) -> Mapping[str, TensorInfo]:
     """Those of a checkpoint."""
     stored = FAMILIES[model.architecture].stored
-    if stored is None or model.experts is None:
+    if stored is None:
         return tensors
     return dict(_named(tensors, stored, model.experts))
 
 
 def _named(
-    tensors: Mapping[str, TensorInfo], stored: Stored, experts: ExpertsConfig
+    tensors: Mapping[str, TensorInfo], stored: Stored, experts: ExpertsConfig | None
 ) -> Iterator[tuple[str, TensorInfo]]:
     for stored_name, info in tensors.items():
-        if stored_name.startswith(stored.unread):
+        if stored_name.removeprefix("model.").startswith(stored.unread):
             continue
         name = stored_name
         for theirs, ours in stored.replaced.items():
             name = name.replace(theirs, ours, 1)
+        if experts is None:
+            yield name, info
+            continue
         module, found, end = name.rpartition(f".{experts.names.expert}.")
         stack = stored.stacks.get(end) if found else None
         if stack is not None and end.endswith("_scale") and math.prod(info.shape) == 1:

@@ -16,6 +16,7 @@ from neuron_runtime.backend.host_sampling.likeliest import ROWS_AT_ONCE
 from neuron_runtime.backend.torch.architecture import DecoderConfig, projections, tensor_shapes
 from neuron_runtime.backend.torch.choices import SHARE_OF_MEMORY, block_size_of
 from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, weight_bytes
+from neuron_runtime.backend.torch.towers import TowerNeeds
 from neuron_runtime.config import AdapterOptions, RuntimeConfig
 from neuron_runtime.core import MAX_LOGPROBS, BackendLimits, grammar_bytes
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -77,8 +78,9 @@ def derive_limits(
     draft: DraftNeeds | None = None,
     *,
     held: Held = MULTIPLIED_OUT,
+    pictures: TowerNeeds | None = None,
 ) -> BackendLimits:
-    """Derive every limit. draft: what makes drafts.
+    """Derive every limit. draft: what makes drafts. pictures: None if the model sees none.
 
     Raises:
         InvalidConfig: a configured limit is impossible; names the field and the numbers.
@@ -113,6 +115,14 @@ def derive_limits(
             weights=memory.weights + draft.weights * dtype_bytes,
             per_token=memory.per_token + draft.per_token * dtype_bytes,
         )
+    if pictures is not None:
+        # Features of a step, and of the pictures that it begins with and ends in.
+        features = (step_tokens + 2 * pictures.most.tokens) * model.hidden_size * dtype_bytes
+        memory = replace(
+            memory,
+            weights=memory.weights + pictures.weights * dtype_bytes,
+            scratch=memory.scratch + pictures.scratch + features,
+        )
     if memory.cache < MIN_DEFAULT_LENGTH * memory.per_token:
         cure = memory.cure(MIN_DEFAULT_LENGTH)
         raise FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, f"not enough memory for this model: {memory}; {cure}")
@@ -137,6 +147,9 @@ def derive_limits(
         max_logprobs=MAX_LOGPROBS,
         reports_prompt_logprobs=True,
         steps_in_flight=2,
+        max_pictures=length if pictures else 0,
+        max_picture_tokens=pictures.most.tokens if pictures else 0,
+        feeds_pictures_whole=pictures is not None and pictures.feeds_whole,
         token_feedback="device",
         max_adapters=adapters.max_active,
         max_loaded_adapters=_num_loaded(adapters),

@@ -1,0 +1,103 @@
+"""Which vision towers the torch backend computes, as data: where checkpoints have them and how large they may get. A
+new one is a table entry here, and a module in `vision.py`.
+
+Called by the loader and by the memory arithmetic. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from neuron_runtime.backend.torch.architecture import positive
+from neuron_runtime.checkpoint import Checkpoint, InvalidModel, TensorInfo
+
+
+class MostOfPicture(NamedTuple):
+    """The largest picture: the tokens that stand for it in a prompt, and the patches that the tower computes."""
+
+    tokens: int
+    patches: int
+
+
+@dataclass(frozen=True, slots=True)
+class TowerFamily:
+    """vision: `model_type` of the `vision_config`. modules: the parts of the model that make features of pictures, by
+    the names that transformers gives them. most: from config.json."""
+
+    vision: str
+    modules: tuple[str, ...]
+    most: Callable[[Mapping[str, Any]], MostOfPicture]
+    feeds_whole: bool = False
+    """See `BackendLimits.feeds_pictures_whole`."""
+
+
+class TowerNeeds(NamedTuple):
+    """What pictures take of memory. weights: numbers of the model's dtype. scratch: bytes, while one is computed."""
+
+    most: MostOfPicture
+    weights: int
+    scratch: int
+    feeds_whole: bool
+
+
+def _pixtral(config: Mapping[str, Any]) -> MostOfPicture:
+    vision = config["vision_config"]
+    side, patch = positive(vision, "image_size", 1024), positive(vision, "patch_size", 16)
+    merged = side // (patch * positive(config, "spatial_merge_size", 1))
+    # One more token ends each line.
+    return MostOfPicture(merged * (merged + 1), (side // patch) ** 2)
+
+
+def _mistral3(config: Mapping[str, Any]) -> MostOfPicture:
+    vision = {"image_size": 1540, "patch_size": 14, **config["vision_config"]}
+    return _pixtral({"spatial_merge_size": 2, **config, "vision_config": vision})
+
+
+_OF_LLAVA = ("vision_tower", "multi_modal_projector")
+
+TOWERS: Mapping[str, TowerFamily] = {
+    "LlavaForConditionalGeneration": TowerFamily("pixtral", _OF_LLAVA, _pixtral),
+    "Mistral3ForConditionalGeneration": TowerFamily("pixtral", _OF_LLAVA, _mistral3),
+}
+"""By the class named in `architectures` of config.json."""
+
+
+def tower_of(config: Mapping[str, Any]) -> TowerFamily | None:
+    """The tower that computes pictures for a model; None: it has none, or one that is not served."""
+    match config:
+        case {"architectures": [str(name), *_], "vision_config": {"model_type": str(vision)}} if (
+            name in TOWERS and TOWERS[name].vision == vision
+        ):
+            return TOWERS[name]
+    return None
+
+
+def tower_tensors(checkpoint: Checkpoint, tower: TowerFamily) -> Checkpoint:
+    """The tensors of the tower alone, by the names of transformers without what it puts before all of a model."""
+    prefixes = tuple(f"{name}." for name in tower.modules)
+    found: dict[str, TensorInfo] = {}
+    for name, info in checkpoint.tensors.items():
+        if (ours := name.removeprefix("model.")).startswith(prefixes):
+            found[ours] = info
+    return replace(checkpoint, tensors=found)
+
+
+def needs_of_tower(checkpoint: Checkpoint, tower: TowerFamily, dtype_bytes: int) -> TowerNeeds:
+    """checkpoint: with the tensors of the tower alone."""
+    vision, most = checkpoint.config["vision_config"], tower.most(checkpoint.config)
+    widths = 8 * positive(vision, "hidden_size", 1024) + 3 * positive(vision, "intermediate_size", 4096)
+    scratch = most.patches * widths * 4 + most.patches**2 * dtype_bytes
+    weights = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    return TowerNeeds(most, weights, scratch, tower.feeds_whole)
+
+
+def image_token_of(config: Mapping[str, Any]) -> int:
+    """The token whose places take features. Raises InvalidModel if config.json does not name it."""
+    for name in ("image_token_id", "image_token_index"):
+        token = config.get(name)
+        if isinstance(token, int) and not isinstance(token, bool) and token >= 0:
+            return token
+    raise InvalidModel("config.json: image_token_index must be the number of the token that stands for pictures")

@@ -1,0 +1,157 @@
+"""Small models that see pictures, with random weights; prompts with pictures, and transformers' logits of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load, load_file, save, save_file
+
+from neuron_runtime.core import Picture, Request, Sampling
+
+IMAGE, BREAK, END = 10, 12, 13
+"""Tokens that stand for a part of a picture, end a line of them, and end all."""
+TEXT = range(20, 256)
+
+MISTRAL = {
+    "model_type": "mistral",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 64,
+    "patch_size": 8,
+}
+
+
+class Seen(NamedTuple):
+    """A picture: tokens of the prompt, and what the processor makes of it."""
+
+    tokens: list[int]
+    pixels: dict[str, torch.Tensor]
+
+
+class Family(NamedTuple):
+    """config: of the model. patch: the side of what one image token stands for."""
+
+    architecture: str
+    config: Mapping[str, Any]
+    patch: int
+
+
+_LLAVA = {"image_token_index": IMAGE, "text_config": MISTRAL, "vision_config": PIXTRAL, "tie_word_embeddings": False}
+FAMILIES = {
+    "Pixtral": Family(
+        "LlavaForConditionalGeneration",
+        {**_LLAVA, "model_type": "llava", "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        8,
+    ),
+    "Mistral 3": Family(
+        "Mistral3ForConditionalGeneration",
+        {**_LLAVA, "model_type": "mistral3", "vision_feature_layer": -1, "spatial_merge_size": 2},
+        16,
+    ),
+}
+
+
+def seeing_model(folder: Path, family: Family, seed: int = 0) -> Path:
+    """A folder as transformers writes it."""
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[family.config["model_type"]].from_dict(dict(family.config))
+    torch.manual_seed(seed)
+    model = getattr(transformers, family.architecture)(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name or "ln_pre" in name else 0.0, 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def renamed(folder: Path, names: Mapping[str, str]) -> None:
+    """The first words of tensors' names are others: `names` by what they are."""
+    path = folder / "model.safetensors"
+    found = {}
+    for name, tensor in load_file(path).items():
+        theirs = next((one for one in names if name.startswith(one)), "")
+        found[names.get(theirs, "") + name.removeprefix(theirs)] = tensor
+    save_file(found, path, metadata={"format": "pt"})
+
+
+def leave_out(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def seen(family: Family, height: int, width: int, seed: int) -> Seen:
+    """A random picture of so many pixels."""
+    pixels = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(seed))
+    lines, columns = height // family.patch, width // family.patch
+    tokens = ([IMAGE] * columns + [BREAK]) * lines
+    return Seen([*tokens[:-1], END], {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])})
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).choice(TEXT, length).tolist()
+
+
+def request(name: str, parts: Sequence[list[int] | Seen], *, max_tokens: int = 6, **others: Any) -> Request:
+    """What asks for a prompt of texts and pictures."""
+    tokens: list[int] = []
+    pictures = []
+    for part in parts:
+        if isinstance(part, Seen):
+            pixels = save({name: tensor.contiguous() for name, tensor in part.pixels.items()})
+            digest = hashlib.sha256(pixels).hexdigest()
+            pictures.append(Picture(digest, len(tokens), len(part.tokens), memoryview(pixels)))
+        tokens += part.tokens if isinstance(part, Seen) else part
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
+    return Request(name, tuple(tokens), sampling, pictures=tuple(pictures), **others)
+
+
+def seeing_reference(folder: Path) -> Any:
+    """The same model in transformers, in float32."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder).float().eval()
+
+
+@torch.inference_mode()
+def seeing_logits(model: Any, asked: Request, answer: Sequence[int]) -> torch.Tensor:
+    """Logits of the tokens of an answer."""
+    tokens = torch.tensor([[*asked.prompt_token_ids, *answer]])
+    pixels = [load(bytes(picture.pixels)) for picture in asked.pictures]
+    logits: torch.Tensor = model(tokens, **_together(pixels)).logits[0]
+    return logits[len(asked.prompt_token_ids) - 1 : -1]
+
+
+def _together(pixels: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What a processor makes of several pictures: filled up to the largest one."""
+    found = {}
+    for name in pixels[0] if pixels else ():
+        each = [one[name] for one in pixels]
+        if name == "pixel_values":
+            height, width = (max(one.shape[side] for one in each) for side in (-2, -1))
+            fill = torch.nn.functional.pad
+            each = [fill(one, (0, width - one.shape[-1], 0, height - one.shape[-2])) for one in each]
+        found[name] = torch.cat(each)
+    return found
