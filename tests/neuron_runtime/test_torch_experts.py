@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from helpers.adapters import write_adapter
 from helpers.quantized import FORMATS, quantize, quantize_experts
@@ -67,6 +66,9 @@ def test_experts_in_mxfp4_are_computed_as_the_numbers_that_they_stand_for(tmp_pa
 
 
 def test_the_numbers_of_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    # It takes a second, which each process that collects tests would spend.
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     source = random_model(tmp_path / "source", **MODELS["gpt-oss"])
     folders = quantize_experts(source, tmp_path / "model"), tmp_path / "model"
     plain, stored = (load_file(folder / WEIGHTS_FILE) for folder in folders)

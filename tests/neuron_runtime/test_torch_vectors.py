@@ -19,10 +19,6 @@ from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import FatalError, InvalidConfig, InvalidRequest
 from neuron_runtime.text.tokenizer import load_tokenizer
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from sentence_transformers import CrossEncoder, SentenceTransformer
-
 TEXTS = [
     "a",
     "hello there",
@@ -31,6 +27,14 @@ TEXTS = [
     "x y z",
     "some longer words follow one another",
 ]
+
+
+def reference(folder: Path, kind: str = "SentenceTransformer") -> Any:
+    """A model of sentence-transformers. Importing the library takes seconds in each process that collects tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import sentence_transformers
+    return getattr(sentence_transformers, kind)(str(folder), device="cpu")
 
 
 def loaded(folder: Path, task: str = "embed", **more: Any) -> LLM:
@@ -61,7 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_vectors_are_those_of_sentence_transformers(model: dict[str, Any], tmp_path: Path) -> None:
     folder = vector_model(tmp_path, **model)
-    theirs = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    theirs = reference(folder).encode(TEXTS)
     with loaded(folder) as llm:
         ours = vectors(llm, TEXTS)
     assert ours.shape == theirs.shape
@@ -72,7 +76,7 @@ def test_vectors_are_those_of_sentence_transformers(model: dict[str, Any], tmp_p
 def test_a_model_without_modules_is_read_as_sentence_transformers_reads_it(tmp_path: Path) -> None:
     folder = vector_model(tmp_path, normalises=False)
     (folder / "modules.json").unlink()
-    theirs = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    theirs = reference(folder).encode(TEXTS)
     with loaded(folder) as llm:
         assert np.allclose(vectors(llm, TEXTS), theirs, atol=1e-5)
 
@@ -85,7 +89,7 @@ PAIRS = [("what is it", "a b c"), ("what is it", "it is what it is"), ("q", "som
 def test_scores_are_those_of_a_cross_encoder(family: str, activation: str | None, tmp_path: Path) -> None:
     more = {"sentence_transformers": {"activation_fn": activation}} if activation else {}
     folder = vector_model(tmp_path, family, labels=1, **more)
-    theirs = CrossEncoder(str(folder), device="cpu").predict(PAIRS)
+    theirs = reference(folder, "CrossEncoder").predict(PAIRS)
     with loaded(folder, "rerank") as llm:
         outputs = llm.score([query for query, _ in PAIRS], [document for _, document in PAIRS], use_tqdm=False)
     assert np.allclose([one.outputs.score for one in outputs], theirs, atol=1e-5)
@@ -94,7 +98,7 @@ def test_scores_are_those_of_a_cross_encoder(family: str, activation: str | None
 def test_the_longer_text_of_a_pair_is_cut_as_transformers_cuts_it(tmp_path: Path) -> None:
     folder = vector_model(tmp_path, labels=1)
     pairs = [("a b c", "d " * 90), ("e " * 90, "f " * 90), ("g " * 90, "h")]
-    theirs = CrossEncoder(str(folder), device="cpu").predict(pairs)
+    theirs = reference(folder, "CrossEncoder").predict(pairs)
     with loaded(folder, "rerank") as llm:
         queries, documents = ([pair[at] for pair in pairs] for at in (0, 1))
         ours = llm.score(queries, documents, truncate_prompt_tokens=-1, use_tqdm=False)
