@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.rig.cache import Cache, content_key
+from cluster.rig.cache import Cache
 from helpers.artifacts import places
 from helpers.torch_models import random_model, reference, reference_logits, runtime_config
 from helpers.torch_parity import (
@@ -38,7 +38,6 @@ from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="steps are compiled for x86-64 only")
 
-ROOT = Path(__file__).parents[2]
 WINDOWED: dict[str, Any] = {
     "architecture": "Qwen2ForCausalLM",
     "use_sliding_window": True,
@@ -67,26 +66,23 @@ def silent(stage: str, share: float) -> None:
 
 
 @pytest.fixture(scope="session")
-def compiled() -> Compiled:
-    """A model in the slot layout, compiled into a store: in minutes, once for this code, these libraries and this
-    processor."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """A model in the slot layout, compiled into a store: in half a minute, once for all that the artifact depends
+    on."""
     config = msgspec.structs.replace(runtime_config(layout="slots"), compile=True)
+    wanted = wanted_artifact(config, random_model(tmp_path_factory.mktemp("model"), **WINDOWED))
 
-    def made(folder: Path) -> tuple[Path, bool]:
-        entry, reused = make(wanted_artifact(config, folder / "model"), artifact_store(folder / "store"), silent)
+    def made(store: Path) -> tuple[Path, bool]:
+        entry, reused = make(wanted, artifact_store(store), silent)
         return entry.folder, reused
 
-    def build(folder: Path) -> None:
-        random_model(folder / "model", **WINDOWED)
-        assert not made(folder)[1]
+    def build(store: Path) -> None:
+        assert not made(store)[1]
 
-    code = [ROOT / "runtime" / "neuron_runtime" / name for name in ("backend/torch", "artifacts")]
-    code.append(ROOT / "tests" / "helpers" / "torch_models.py")
-    processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
-    key = content_key(*code, torch.__version__, processor)
-    folder = Cache.default().entry("compiled", "slots", key, build)
-    artifact, _ = made(folder)
-    return Compiled(folder / "model", folder / "store", artifact)
+    store = Cache.default().entry("compiled", "slots", wanted.key, build)
+    artifact, reused = made(store)
+    assert reused
+    return Compiled(wanted.model_dir, store, artifact)
 
 
 def check_logits(decoder: Any, cache: Any, lines: Any, model_dir: Path) -> None:
