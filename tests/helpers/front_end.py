@@ -26,7 +26,15 @@ from helpers.chat_model import write_chat_model
 from helpers.engine_driver import OfTheDevice
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.adapters.peft import check_digest
-from neuron_runtime.config import CONFIG_VERSION, AdapterOptions, ModelSource, RuntimeConfig, ServerOptions, TextOptions
+from neuron_runtime.config import (
+    CONFIG_VERSION,
+    AdapterOptions,
+    MediaOptions,
+    ModelSource,
+    RuntimeConfig,
+    ServerOptions,
+    TextOptions,
+)
 from neuron_runtime.core import BackendLimits, StepOutput, Task
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backpressure import QueueLimits
@@ -247,6 +255,7 @@ async def serving(
     adapters: AdapterSettings = ONLY_NAMED,
     stall_seconds: int = 60,
     task: Task = "generate",
+    media: MediaOptions | None = None,
 ) -> AsyncIterator[Serving]:
     """A server on a free port, ready by default; everything is closed afterwards."""
     config = RuntimeConfig(
@@ -254,6 +263,7 @@ async def serving(
         model=ModelSource(uri=model_dir.as_uri()),
         served_names=(MODEL, "alias"),
         task=task,
+        media=media or MediaOptions(),
         server=options or ServerOptions(access_log=False),
         text=text or TextOptions(),
         adapters=AdapterOptions(max_active=limits.max_adapters, max_rank=limits.max_adapter_rank or 16),

@@ -1,7 +1,8 @@
-"""Pictures in requests over HTTP, on the strict backend: every API, limits, refusals, and streams beside them."""
+"""Pictures in requests over HTTP, on the strict backend: every API, limits, refusals, and the way to the engine."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -14,12 +15,22 @@ import pytest_asyncio
 
 from helpers.front_end import LIMITS, Serving, serving
 from helpers.picture_models import picture, write_picture_model
+from neuron_runtime.config import MediaOptions
+from neuron_runtime.engine.pixel_files import FOLDER
 
 SEES = replace(LIMITS, max_pictures=3)
+SMALL = MediaOptions(max_image_bytes=10_000, max_pixels=10_000, allowed_hosts=("pictures.example",))
+AT = "messages[0].content[1].image_url"
+NUM_TOKENS = 4 * (6 + 1)
+"""Of 24 x 16 pixels in patches of 4: four rows of six, each with a mark behind it."""
 
 
-def data_url(raw: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+def encoded(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def data_url(raw: bytes) -> str:
+    return f"data:image/png;base64,{encoded(raw)}"
 
 
 def image(url: str) -> dict[str, Any]:
@@ -34,6 +45,10 @@ def chat(*parts: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 4, "temperature": 0, **more}
 
 
+RED, BLUE = data_url(picture()), data_url(picture(color="blue"))
+ASKED = text("What is this? ")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_picture_model(tmp_path_factory.mktemp("pixtral"))
@@ -41,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture
 async def served(model: Path) -> AsyncIterator[Serving]:
-    async with serving(model, limits=SEES, vocabulary_size=400) as one:
+    async with serving(model, limits=SEES, vocabulary_size=400, media=SMALL) as one:
         yield one
 
 
@@ -49,9 +64,125 @@ async def asked(served: Serving, body: dict[str, Any], path: str = "/v1/chat/com
     return await served.http.post(path, json=body)
 
 
-async def test_a_chat_with_a_picture_is_answered_and_the_picture_counts_as_tokens(served: Serving) -> None:
-    words = await asked(served, chat(text("What is this? ")))
-    seen = await asked(served, chat(text("What is this? "), image(data_url(picture()))))
-    assert seen.status_code == 200, seen.text
-    # 24 x 16 pixels in patches of 4: four rows of six, each with a mark behind it.
-    assert seen.json()["usage"]["prompt_tokens"] == words.json()["usage"]["prompt_tokens"] + 4 * (6 + 1)
+async def answer_of(served: Serving, *parts: dict[str, Any]) -> tuple[int, str]:
+    response = await asked(served, chat(*parts))
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return response.json()["usage"]["prompt_tokens"], choice["message"]["content"]
+
+
+async def test_a_picture_counts_as_tokens_and_changes_the_answer(served: Serving) -> None:
+    words, _ = await answer_of(served, ASKED)
+    seen, red = await answer_of(served, ASKED, image(RED))
+    assert seen == words + NUM_TOKENS
+    assert (seen, red) == await answer_of(served, ASKED, image(RED))
+    assert red != (await answer_of(served, ASKED, image(BLUE)))[1]
+
+
+async def test_every_answer_to_a_chat_sees_its_pictures_and_no_file_stays(served: Serving) -> None:
+    response = await asked(served, chat(ASKED, image(RED), image(BLUE), n=2))
+    first, second = (one["message"]["content"] for one in response.json()["choices"])
+    assert first == second
+    assert not list((served.run_dir / FOLDER).iterdir())
+    assert served.front_end.pixel_files.num_bytes == 0
+
+
+async def test_the_apis_see_the_same_picture(served: Serving) -> None:
+    tokens, _ = await answer_of(served, ASKED, image(RED))
+    parts = [{"type": "input_text", "text": ASKED["text"]}, {"type": "input_image", "image_url": RED}]
+    response = await asked(
+        served, {"input": [{"role": "user", "content": parts}], "max_output_tokens": 4}, "/v1/responses"
+    )
+    assert response.json()["usage"]["input_tokens"] == tokens
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(picture())}
+    messages = {"messages": [{"role": "user", "content": [ASKED, {"type": "image", "source": source}]}]}
+    response = await asked(served, {**messages, "max_tokens": 4}, "/v1/messages")
+    assert response.json()["usage"]["input_tokens"] == tokens
+    counted = await asked(served, messages, "/v1/messages/count_tokens")
+    assert counted.json() == {"input_tokens": tokens}
+    tokenized = await asked(served, {"messages": chat(ASKED, image(RED))["messages"]}, "/tokenize")
+    assert tokenized.json()["count"] == tokens
+
+
+REFUSED = {
+    "no base64": ("data:image/png;base64,!!!", "is not base64"),
+    "no data": ("data:image/png,abc", "base64"),
+    "no scheme": ("picture.png", "must be a `data:` or `https:` URL"),
+    "http": ("http://pictures.example/a.png", "must be a `data:` or `https:` URL"),
+    "a file": ("file:///etc/passwd", "must be a `data:` or `https:` URL"),
+    "another host": ("https://other.example/a.png", "allowedHosts"),
+    "an address": ("https://169.254.169.254/latest", "allowedHosts"),
+    "no picture": (data_url(b"<svg/>"), "must be a JPEG, PNG, WebP or GIF"),
+    "a part of one": (data_url(picture()[:40]), "is a broken PNG picture"),
+    "too many bytes": (data_url(picture(kind="PNG") + bytes(10_000)), "at most 10000 bytes"),
+    "too many pixels": (data_url(picture(101, 100)), "101 x 100 pixels, max 10000"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+async def test_a_picture_that_cannot_be_read_is_refused_with_its_place(served: Serving, what: str) -> None:
+    url, problem = REFUSED[what]
+    response = await asked(served, chat(ASKED, image(url)))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, AT)
+    assert problem in error["message"]
+
+
+async def test_more_pictures_than_the_backend_takes_are_refused(served: Serving) -> None:
+    response = await asked(served, chat(*[image(RED)] * 4))
+    assert response.status_code == 400
+    assert "`messages[0].content[3].image_url` is one picture too many: at most 3" in response.text
+
+
+@pytest.mark.parametrize("parts", [[text("[IMG]")], [text("[IMG] and"), image(RED)]])
+async def test_a_placeholder_in_the_text_of_a_client_is_no_picture(served: Serving, parts: list[Any]) -> None:
+    response = await asked(served, chat(*parts))
+    assert response.status_code == 400
+    assert "[IMG], which stands for a picture" in response.json()["error"]["message"]
+
+
+async def test_only_users_and_tools_show_pictures(served: Serving) -> None:
+    response = await asked(served, {"messages": [{"role": "system", "content": [image(RED)]}]})
+    assert response.json()["error"]["param"] == "messages[0].content[0].type"
+
+
+async def test_a_model_that_sees_nothing_says_so(model: Path) -> None:
+    async with serving(model, vocabulary_size=400) as blind:
+        response = await asked(blind, chat(ASKED, image(RED)))
+        assert response.status_code == 400
+        assert f"`{AT}` is a picture, and this server sees none" in response.text
+
+
+async def test_pictures_beyond_the_memory_for_them_get_429(served: Serving) -> None:
+    files = served.front_end.pixel_files
+    files.num_bytes = files._max_bytes - 1
+    response = await asked(served, chat(ASKED, image(RED)))
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+
+
+async def test_an_engine_that_starts_again_sees_pictures(served: Serving) -> None:
+    before = await answer_of(served, ASKED, image(RED))
+    await served.replace_engine("gone")
+    await served.until(lambda: served.front_end.client.ready)
+    assert before == await answer_of(served, ASKED, image(RED))
+
+
+async def test_a_fetch_that_hangs_delays_nobody(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    admissions = served.front_end.admissions()
+    assert admissions.pictures is not None
+    loop, hangs, gone = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def hanging(url: str, at: str, max_bytes: int) -> bytes:
+        loop.call_soon_threadsafe(hangs.set)
+        asyncio.run_coroutine_threadsafe(gone.wait(), loop).result()
+        return picture()
+
+    object.__setattr__(admissions.pictures, "fetch", hanging)
+    waiting = asyncio.create_task(asked(served, chat(ASKED, image("https://pictures.example/a.png"))))
+    await hangs.wait()
+    await answer_of(served, ASKED)
+    await answer_of(served, ASKED, image(RED))
+    assert not waiting.done()
+    gone.set()
+    assert (await waiting).status_code == 200

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.pictures.sources import PictureAt
+from neuron_runtime.requests.chats import SEEN
 
 
 class Part(Protocol):
@@ -37,26 +39,30 @@ def text_of(part: Part, at: str, types: Sequence[str] = ("text",)) -> str:
     return part.text
 
 
-P = TypeVar("P", bound=Part)
+@dataclass(frozen=True)
+class PictureForm:
+    """How the parts of one API have pictures."""
+
+    type: str
+    read: Callable[[Any, str], PictureAt]
+    """From a part and its path. Raises InvalidRequest."""
 
 
 def contents_of(
-    content: str | Sequence[P],
-    at: str,
-    picture_of: Callable[[P, str], PictureAt | None],
-    types: Sequence[str] = ("text",),
+    content: str | Sequence[Part], at: str, role: str, form: PictureForm, types: Sequence[str] = ("text",)
 ) -> str | Sequence[str | PictureAt]:
-    """Content that must be a text, or parts of these types and pictures. Raises InvalidRequest.
-
-    picture_of: from a part and its path; None for any that is no picture.
-    """
+    """Content that must be a text, or parts of these types and, where the role may have them, pictures. Raises
+    InvalidRequest."""
     if isinstance(content, str):
         return content
-    found = list[str | PictureAt]()
-    for number, part in enumerate(content):
-        where = f"{at}[{number}]"
-        found.append(picture_of(part, where) or text_of(part, where, types))
-    return found
+    return [content_of(part, f"{at}[{number}]", role, form, types) for number, part in enumerate(content)]
+
+
+def content_of(part: Part, at: str, role: str, form: PictureForm, types: Sequence[str] = ("text",)) -> str | PictureAt:
+    """The text of a part, or its picture. Raises InvalidRequest."""
+    if role not in SEEN:
+        return text_of(part, at, types)
+    return form.read(part, at) if part.type == form.type else text_of(part, at, (*types, form.type))
 
 
 def required(part: msgspec.Struct, name: str, at: str) -> str:

@@ -15,6 +15,7 @@ import zmq
 
 from neuron_runtime.core import BackendLimits, Request, TokenEvent
 from neuron_runtime.engine.backpressure import QueueLimits
+from neuron_runtime.engine.pixel_files import PixelsAt
 from neuron_runtime.engine.stats import EngineStats
 
 ENGINE_INBOX = "engine-inbox"
@@ -27,6 +28,8 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     """Front end to engine: an admitted request. Its id is a number, which rises from request to request."""
 
     request: Request
+    pixels: PixelsAt | None = None
+    """Of its pictures, which come without; None: it has none, or they are in it."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

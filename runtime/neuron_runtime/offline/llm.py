@@ -233,9 +233,9 @@ class LLM:
             if is_forced(body.tool_choice):
                 message = "`tool_choice`: a chat of `LLM` forces no call; describe it in `structured_outputs` instead"
                 raise InvalidRequest(message, field="tool_choice")
-            text = admission.chat_text(chat_of(body))
+            chat = chat_of(body)
             # The template writes its own BOS.
-            return {"prompt": text, "add_special_tokens": False}
+            return {"prompt": admission.chat_text(chat), "add_special_tokens": False, "pictures": chat.pictures}
 
         return self._run(
             conversations, prompt, sampling_params, priority=None, lora_request=lora_request, use_tqdm=use_tqdm
@@ -258,7 +258,11 @@ class LLM:
         if truncate_prompt_tokens is not None:
             params = replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
         check_dimensions(admission, params.dimensions)
-        given = [prompt_fields(one)["prompt"] for one in listed(prompts)]
+        fields = [prompt_fields(one) for one in listed(prompts)]
+        for one in fields:
+            if one.get("pictures"):
+                raise InvalidRequest.at("multi_modal_data", "has no vector: leave it out")
+        given = [one["prompt"] for one in fields]
 
         def asks() -> Iterator[Ask]:
             for number, text in enumerate(given):
@@ -369,8 +373,9 @@ class LLM:
         """Check a prompt and its parameters completely. Raises InvalidRequest."""
         admission = self._admission(adapter)
         fields = {**prompt, "priority": priority, "return_token_ids": True}
-        text = fields.pop("text", None)
-        ask = admitted_completion(admission, params.body(fields, admission.limits.max_model_length))
+        text, pictures = fields.pop("text", None), fields.pop("pictures", ())
+        body = params.body(fields, admission.limits.max_model_length)
+        ask = admitted_completion(admission, body, pictures)
         if params.seed is None and self._seeds:
             seed = self._seeds.getrandbits(MAX_SEED_BITS)
             ask = replace(ask, sampling=tuple(replace(one, seed=seed, seeded=True) for one in ask.sampling))

@@ -8,9 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.pictures.sources import PictureAt
+
+IMAGE = "multi_modal_data['image']"
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, either with a `cache_salt`."""
+"""A text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, either with a `cache_salt` and,
+for models that see pictures, with `multi_modal_data`: `{"image": image}`, or a list of them, and as many placeholders
+in the prompt."""
 
 
 def listed(prompts: Any) -> list[Prompt]:
@@ -29,11 +34,28 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
         return {"prompt": _token_ids(prompt)}
     fields = {name: value for name, value in prompt.items() if value is not None}
     text, token_ids, salt = (fields.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
+    pictures = _pictures(fields.pop("multi_modal_data", {}))
     for name in fields:
         raise InvalidRequest.at(name, "of a prompt is not supported yet: leave it out")
     if text is None and token_ids is None:
         raise InvalidRequest("a prompt needs `prompt` or `prompt_token_ids`", field="prompt")
-    return {"prompt": text if token_ids is None else _token_ids(token_ids), "text": text, "cache_salt": salt}
+    prompt = text if token_ids is None else _token_ids(token_ids)
+    return {"prompt": prompt, "text": text, "cache_salt": salt, "pictures": pictures}
+
+
+def _pictures(media: Any) -> list[PictureAt]:
+    """One image, or a list of them."""
+    if not isinstance(media, Mapping):
+        raise InvalidRequest.at("multi_modal_data", 'must be a dict, such as `{"image": image}`')
+    for kind, given in media.items():
+        if kind != "image" and given:
+            raise InvalidRequest.at(f"multi_modal_data[{kind!r}]", "is not supported yet: only `image` is")
+    images = media.get("image")
+    if images is None:
+        return []
+    if not isinstance(images, list | tuple):
+        return [PictureAt(images, IMAGE)]
+    return [PictureAt(one, f"{IMAGE}[{at}]") for at, one in enumerate(images)]
 
 
 def _token_ids(values: Any) -> list[int]:

@@ -46,6 +46,7 @@ from neuron_runtime.engine.messages import (
     Step,
     ToEngine,
 )
+from neuron_runtime.engine.pixel_files import with_pixels
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.grammars.guides import grammar_guides
@@ -181,9 +182,9 @@ class Worker:
             match message:
                 case Add(request) if self._is_abandoned(request.request_id):
                     pass
-                case Add(request):
+                case Add(request, pixels):
                     try:
-                        self._engine.add(request)
+                        self._engine.add(request if pixels is None else with_pixels(request, pixels))
                     except Overloaded as error:
                         wait = error.retry_after_seconds
                         refused.append(Refused(request.request_id, str(error), retry_after_seconds=wait))

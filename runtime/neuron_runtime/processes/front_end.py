@@ -29,6 +29,7 @@ from neuron_runtime.artifacts.loading import find_adapter
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
 from neuron_runtime.engine.messages import Ready
+from neuron_runtime.engine.pixel_files import PixelFiles
 from neuron_runtime.errors import BackendFailed, Draining, FatalError
 from neuron_runtime.local_settings import ONLY_NAMED, AdapterSettings, LocalSettings, add_adapter_flags, add_local_flags
 from neuron_runtime.pictures.reader import PictureReader, load_reader
@@ -103,6 +104,7 @@ class FrontEnd:
         self.targets = Targets(config.served_names)
         self.gate = Gate()
         self.bodies = Bodies(config.server.max_body_bytes)
+        self.pixel_files = PixelFiles(run_dir)
         self.client = EngineClient(
             run_dir,
             self.metrics,

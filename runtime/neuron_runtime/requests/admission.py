@@ -142,8 +142,11 @@ class Admission:
     def defaults(self) -> GenerationDefaults:
         return self.text.defaults.served(self.limits)
 
-    def completion(self, prompt: PromptField, options: CompletionOptions) -> Ask:
-        """Raises InvalidRequest."""
+    def completion(self, prompt: PromptField, options: CompletionOptions, pictures: Sequence[PictureAt] = ()) -> Ask:
+        """Raises InvalidRequest.
+
+        pictures: those of the one prompt, which has a placeholder for each.
+        """
         self._check_common(options, NO_NAMES)
         echo = options.echo is True
         generates = options.max_tokens != 0
@@ -152,11 +155,18 @@ class Admission:
         cut = self.prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
         adds_special = options.add_special_tokens is not False
         contents = each_prompt(prompt, self.all.options.max_prompts)
-        prompts = tuple(self.prompts.checked(one, adds_special, cut, "prompt") for one in contents)
+        placed: tuple[Picture, ...] = ()
+        if pictures:
+            whole, placed = self._placed(self._reader(pictures, cut), pictures, *contents, adds_special, "prompt")
+            self.prompts.check(whole.token_ids, "prompt")
+            prompts = (whole,)
+        else:
+            prompts = tuple(self.prompts.checked(one, adds_special, cut, "prompt") for one in contents)
         return self._ask(
             options,
             NO_NAMES,
             prompts,
+            pictures=(placed,) if placed else (),
             asked=options.max_tokens if generates else 1,
             default=self.defaults.sampling.max_tokens or DEFAULT_COMPLETION_TOKENS,
             logprobs=options.logprobs,
@@ -216,39 +226,40 @@ class Admission:
         """The text of a chat, and its tokens with those of its pictures. Raises InvalidRequest."""
         name, reader = chat.names["messages"], self.all.pictures
         if chat.pictures:
-            reader = self._reader(chat.pictures[0].at)
-            reader.check(chat.pictures)
+            reader = self._reader(chat.pictures, cut)
         text = self.chat_text(chat)
         adds_special = chat.options.add_special_tokens is True
         if reader is None or not (chat.pictures or any(mark in text for mark in reader.family.marks)):
             return text, self.prompts.read(text, adds_special, cut, name), ()
-        if cut is not None:
-            raise InvalidRequest.at("truncate_prompt_tokens", "cannot be combined with pictures: leave it out")
         return text, *self._placed(reader, chat.pictures, text, adds_special, name)
 
-    def _reader(self, at: str) -> PictureReader:
-        """Raises InvalidRequest for a picture that nobody sees."""
-        if self.all.pictures is None or not self.all.pictures.max_pictures:
-            raise InvalidRequest.at(at, "is a picture, and this server sees none: its model or backend reads only text")
-        return self.all.pictures
+    def _reader(self, pictures: Sequence[PictureAt], cut: int | None) -> PictureReader:
+        """What reads these pictures. Raises InvalidRequest."""
+        reader = self.all.pictures
+        if reader is None:
+            problem = "is a picture, and this server sees none: its model or backend reads only text"
+            raise InvalidRequest.at(pictures[0].at, problem)
+        reader.check(pictures)
+        if cut is not None:
+            raise InvalidRequest.at("truncate_prompt_tokens", "cannot be combined with pictures: leave it out")
+        return reader
 
     def _placed(
         self,
         reader: PictureReader,
         pictures: Sequence[PictureAt],
-        text: str,
+        content: str | list[int],
         adds_special: bool,
         name: str,
     ) -> tuple[Prompt, tuple[Picture, ...]]:
         """A prompt with pictures at its placeholders. Raises InvalidRequest; what is wrong with the text, before a
         picture is read."""
         family = reader.family
-        check_places(text, family, len(pictures), name)
-        written = text.replace(family.placeholder, family.replaced) if family.replaced else text
-        prompt = self.prompts.read(written, adds_special, None, name)
+        if isinstance(content, str):
+            check_places(content, family, len(pictures), name)
+            content = content.replace(family.placeholder, family.replaced or family.placeholder)
+        prompt = self.prompts.read(content, adds_special, None, name)
         seeds = find_seeds(prompt.token_ids, family, self.tokenizer, len(pictures), name)
-        # Each picture has a token at least.
-        self.prompts.check(prompt.token_ids, name)
         token_ids, placed = place(prompt.token_ids, seeds, reader.read(pictures), self.tokenizer)
         self._check_picture_tokens(placed, pictures)
         return Prompt(token_ids), placed

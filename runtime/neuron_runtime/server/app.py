@@ -56,6 +56,7 @@ from neuron_runtime.apis.vectors.writer import EmbeddingsWriter, RerankWriter, S
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import Task
 from neuron_runtime.engine.backends import backend_package
+from neuron_runtime.engine.pixel_files import PixelFiles
 from neuron_runtime.errors import InvalidRequest, ServingError
 from neuron_runtime.recipes import Recipe
 from neuron_runtime.requests.admission import Admission, Admissions, Ask
@@ -131,6 +132,7 @@ class State(Protocol):
     adapters: Adapters
     gate: Gate
     bodies: Bodies
+    pixel_files: PixelFiles
     config: RuntimeConfig
     has_keys: bool
     """Whether clients must send an API key."""
@@ -471,7 +473,12 @@ class Routes:
             body: Any = parse_body(raw, api.body)
             admission = admissions.of(body.model)
             ask = api.admit(admission, body)
-            generation = LiveGeneration(ask, state.client, state.metrics, admission.tokenizer, state.targets)
+            seen = [picture for of_prompt in ask.pictures for picture in of_prompt]
+            # Here, because writing takes long.
+            pixels = state.pixel_files.write(seen) if seen else None
+            generation = LiveGeneration(
+                ask, state.client, state.metrics, admission.tokenizer, state.targets, pixels=pixels
+            )
             return generation, api.writer(ask.target.name, generation, body, admission)
 
         with state.gate.running():

@@ -32,6 +32,7 @@ from neuron_runtime.engine.messages import (
     StartProgress,
     Step,
 )
+from neuron_runtime.engine.pixel_files import PixelFile, without_pixels
 from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.metrics import Metrics
 
@@ -126,8 +127,12 @@ class EngineClient:
         for recipient in {id(one): one for one, *_ in self._recipients.values()}.values():
             recipient.fail(error)
 
-    def submit(self, requests: Iterable[Callable[[str], Request]], recipient: Recipient) -> list[str]:
+    def submit(
+        self, requests: Iterable[Callable[[str], Request]], recipient: Recipient, pixels: PixelFile | None = None
+    ) -> list[str]:
         """Create and send requests; updates of the i-th one have index i.
+
+        pixels: those of all of them; the caller keeps the object until they have ended.
 
         Raises: BackendFailed, or Overloaded if too many are outstanding.
         """
@@ -145,7 +150,7 @@ class EngineClient:
                 self.abort(ids)
                 raise
             self._recipients[request_id] = (recipient, index, request.adapter)
-            self._send(Add(request))
+            self._send(Add(request) if pixels is None else Add(without_pixels(request), pixels.place()))
             ids.append(request_id)
         return ids
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from neuron_runtime.apis.generation import Choice, Generation, Piece
 from neuron_runtime.core import FinishReason, TokenEvent
+from neuron_runtime.engine.pixel_files import PixelFile
 from neuron_runtime.errors import AdapterNotReady, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.requests.admission import Ask
 from neuron_runtime.requests.targets import Targets
@@ -22,9 +23,17 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 class LiveGeneration(Generation):
     def __init__(
-        self, ask: Ask, client: EngineClient, metrics: Metrics, tokenizer: Tokenizer, targets: Targets
+        self,
+        ask: Ask,
+        client: EngineClient,
+        metrics: Metrics,
+        tokenizer: Tokenizer,
+        targets: Targets,
+        *,
+        pixels: PixelFile | None = None,
     ) -> None:
         super().__init__(ask, tokenizer)
+        self._pixels = pixels
         self._targets = targets
         self._client = client
         self._metrics = metrics
@@ -37,7 +46,7 @@ class LiveGeneration(Generation):
 
     async def begin(self) -> None:
         """Send the requests and wait for the first event. Raises the engine's ServingErrors."""
-        self._ids = self._client.submit(self.requests(), self)
+        self._ids = self._client.submit(self.requests(), self, self._pixels)
         self._running = set(range(len(self._ids)))
         await self._wait()
 
@@ -68,6 +77,8 @@ class LiveGeneration(Generation):
         """Must always be called at the end: aborts and counts running choices."""
         self._show = None
         self._client.abort([self._ids[index] for index in self._running])
+        if self._pixels is not None:
+            self._pixels.close()
         error = self._error
         if isinstance(error, InvalidRequest | Overloaded | AdapterNotReady):
             # Refused requests do not count as requests in metrics.

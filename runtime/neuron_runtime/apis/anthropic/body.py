@@ -10,10 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from neuron_runtime.apis.parts import missing, required, text_of, texts_of
+from neuron_runtime.apis.parts import PictureForm, content_of, contents_of, missing, required, text_of, texts_of
 from neuron_runtime.core import Acts
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
+from neuron_runtime.pictures.sources import PictureAt
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.chats import Chat, ChatTurn
 from neuron_runtime.requests.forms import JsonSchema, ResponseFormat
@@ -23,11 +24,22 @@ from neuron_runtime.requests.sampling_fields import MaxTokens, Temperature, TopK
 from neuron_runtime.requests.tools import EarlierCall, Function, callable_here
 
 
+class ImageSource(msgspec.Struct, frozen=True):
+    """Where a picture is."""
+
+    type: Annotated[Literal["base64", "url"], "Whether it is in the request, or at a URL"]
+    media_type: Annotated[str | None, "Without effect: the bytes say it"] = None
+    data: Annotated[str | None, "With `base64`: the picture; required"] = None
+    url: Annotated[str | None, "With `url`: an `https:` URL at one of the allowed hosts; required"] = None
+
+
 class Block(msgspec.Struct, frozen=True):
     """A block of a message; which fields it has depends on its type."""
 
     type: Annotated[
-        str, "`text`; `tool_result` of the user; `thinking` and `tool_use` of the assistant. Others are not supported"
+        str,
+        "`text`; `image` and `tool_result` of the user; `thinking` and `tool_use` of the assistant. Others are not "
+        "supported",
     ]
     text: Annotated[str | None, "With `text`: the text"] = None
     thinking: Annotated[str | None, "With `thinking`: reasoning of an earlier answer, for the template"] = None
@@ -35,7 +47,8 @@ class Block(msgspec.Struct, frozen=True):
     name: Annotated[str | None, "With `tool_use`: name of the tool; required"] = None
     input: Annotated[dict[str, Any] | None, "With `tool_use`: the arguments"] = None
     tool_use_id: Annotated[str | None, "With `tool_result`: id of the call; required"] = None
-    content: Annotated[str | list[Any] | None, "With `tool_result`: a text or `text` blocks"] = None
+    content: Annotated[str | list[Any] | None, "With `tool_result`: a text, or `text` and `image` blocks"] = None
+    source: Annotated[ImageSource | None, "With `image`: where the picture is; required"] = None
 
 
 class InputMessage(msgspec.Struct, frozen=True):
@@ -95,8 +108,9 @@ class CountTokensBody(msgspec.Struct, kw_only=True):
     model: Annotated[str | None, "One of the served names. Default: the served model"] = None
     messages: Annotated[
         list[InputMessage],
-        "Roles `user` and `assistant`; `content` is a text or a list of blocks: `text`, `tool_result` and, in "
-        "earlier answers, `thinking` and `tool_use`. If the last message is the assistant's, the answer continues it",
+        "Roles `user` and `assistant`; `content` is a text or a list of blocks: `text`, `image`, `tool_result` and, "
+        "in earlier answers, `thinking` and `tool_use`. If the last message is the assistant's, the answer continues "
+        "it",
     ]
     system: Annotated[str | list[Block] | None, "Instructions before the messages: a text or `text` blocks"] = None
     tools: Annotated[
@@ -211,17 +225,29 @@ def _of_user(message: InputMessage, at: str) -> Iterator[ChatTurn]:
     if isinstance(content, str):
         yield ChatTurn(message.role, content, at)
         return
-    texts = list[str]()
+    parts = list[str | PictureAt]()
     for number, block in enumerate(content):
         where = f"{at}.content[{number}]"
         if block.type != "tool_result":
-            texts.append(text_of(block, where))
+            parts.append(content_of(block, where, message.role, _PICTURES))
             continue
         call_id = required(block, "tool_use_id", where)
-        result = texts_of(_blocks(block.content or "", where), f"{where}.content")
+        result = contents_of(_blocks(block.content or "", where), f"{where}.content", "tool", _PICTURES)
         yield ChatTurn("tool", result, where, call_id=call_id)
-    if texts or not content:
-        yield ChatTurn(message.role, texts, at)
+    if parts or not content:
+        yield ChatTurn(message.role, parts, at)
+
+
+def _picture(block: Block, at: str) -> PictureAt:
+    if block.source is None:
+        raise missing("source", at)
+    if block.source.type == "url":
+        return PictureAt(required(block.source, "url", f"{at}.source"), f"{at}.source.url")
+    data = required(block.source, "data", f"{at}.source")
+    return PictureAt(f"data:;base64,{data}", f"{at}.source.data")
+
+
+_PICTURES = PictureForm("image", _picture)
 
 
 def _of_assistant(message: InputMessage, at: str) -> Iterator[ChatTurn]:

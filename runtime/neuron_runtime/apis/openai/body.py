@@ -11,14 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from neuron_runtime.apis.parts import contents_of, missing, texts_of
+from neuron_runtime.apis.parts import PictureForm, contents_of, missing
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.core import ACTS
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface, is_neutral, refuse, rows
 from neuron_runtime.pictures.sources import PictureAt
 from neuron_runtime.requests.admission import Admission, Ask
-from neuron_runtime.requests.chats import SEEN, Chat, ChatTurn
+from neuron_runtime.requests.chats import Chat, ChatTurn
 from neuron_runtime.requests.options import ChatOptions, CompletionOptions
 from neuron_runtime.requests.parameters import NO_NAMES, Names, Parameter, parameters_of
 from neuron_runtime.requests.prompts import PromptField
@@ -182,11 +182,14 @@ CompletionBody.elsewhere = _only_in(ChatBody, "/v1/chat/completions")
 ChatBody.elsewhere = _only_in(CompletionBody, "/v1/completions")
 
 
-def admitted_completion(admission: Admission, body: CompletionBody) -> Ask:
-    """Raises InvalidRequest."""
+def admitted_completion(admission: Admission, body: CompletionBody, pictures: Sequence[PictureAt] = ()) -> Ask:
+    """Raises InvalidRequest.
+
+    pictures: of a Python caller, for the one prompt.
+    """
     if body.best_of not in (None, 1, body.n):
         raise InvalidRequest.at("best_of", f"must be 1 or `n`, got {body.best_of}: other values are not supported yet")
-    return admission.completion(body.prompt, body)
+    return admission.completion(body.prompt, body, pictures)
 
 
 def admitted_chat(admission: Admission, body: ChatBody) -> Ask:
@@ -253,7 +256,7 @@ def _turn(message: Message, at: str) -> ChatTurn:
     calls = list(_calls(message, at))
     return ChatTurn(
         role=message.role,
-        content=None if content is None else _content(message.role, content, f"{at}.content"),
+        content=None if content is None else contents_of(content, f"{at}.content", message.role, _PICTURES),
         at=at,
         name=message.name,
         reasoning=message.reasoning_content if message.reasoning is None else message.reasoning,
@@ -263,18 +266,13 @@ def _turn(message: Message, at: str) -> ChatTurn:
     )
 
 
-def _content(role: str, content: str | list[ContentPart], at: str) -> str | Sequence[str | PictureAt]:
-    if role in SEEN:
-        return contents_of(content, at, _picture, ("text", "image_url"))
-    return texts_of(content, at)
-
-
-def _picture(part: ContentPart, at: str) -> PictureAt | None:
-    if part.type != "image_url":
-        return None
+def _picture(part: ContentPart, at: str) -> PictureAt:
     if part.image_url is None:
         raise missing("image_url", at)
     return PictureAt(part.image_url if isinstance(part.image_url, str) else part.image_url.url, f"{at}.image_url")
+
+
+_PICTURES = PictureForm("image_url", _picture)
 
 
 def _calls(message: Message, at: str) -> Iterator[EarlierCall]:

@@ -12,10 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from neuron_runtime.apis.parts import missing, required, texts_of
+from neuron_runtime.apis.parts import PictureForm, contents_of, missing, required
 from neuron_runtime.core import ACTS
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
+from neuron_runtime.pictures.sources import PictureAt
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.chats import Chat, ChatTurn
 from neuron_runtime.requests.forms import JsonSchema, ResponseFormat
@@ -31,8 +32,18 @@ _TEXT_TYPES = ("input_text", "output_text", "text")
 class Part(msgspec.Struct, frozen=True):
     """A part of a message, of a result or of reasoning."""
 
-    type: Annotated[str, "`input_text`, `output_text`, `text`, or a part of reasoning; others are not supported"]
+    type: Annotated[
+        str,
+        "`input_text`, `output_text`, `text`, a part of reasoning or, in messages of the user and outputs of "
+        "functions, `input_image`; others are not supported",
+    ]
     text: Annotated[str | None, "The text; required"] = None
+    image_url: Annotated[
+        str | None,
+        "With `input_image`: `data:image/...;base64,` and the picture, or an `https:` URL at one of the allowed hosts; "
+        "required",
+    ] = None
+    detail: Annotated[str | None, "Accepted without effect"] = None
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -112,8 +123,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True, rename={"max_tokens": "max_out
     input: Annotated[
         str | list[Item],
         "A text of the user, or the items of the conversation: `message` (roles `user`, `assistant`, `system`, "
-        "`developer`; `content` is a text or a list of `input_text` and `output_text` parts), `reasoning`, "
-        "`function_call` and `function_call_output`",
+        "`developer`; `content` is a text or a list of `input_text`, `input_image` and `output_text` parts), "
+        "`reasoning`, `function_call` and `function_call_output`",
     ]
     instructions: Annotated[str | None, "A system message before the input"] = None
     max_tokens: MaxTokens = None
@@ -251,7 +262,7 @@ def _message(turns: list[ChatTurn], item: Item, at: str) -> None:
     role = required(item, "role", at)
     if item.content is None:
         raise missing("content", at)
-    content = texts_of(item.content, f"{at}.content", _TEXT_TYPES)
+    content = contents_of(item.content, f"{at}.content", role, _PICTURES, _TEXT_TYPES)
     # A model's reasoning and its text are two items here, and one turn of a chat.
     if role == "assistant" and turns and _is_open(turns[-1]):
         turns[-1] = replace(turns[-1], content=content)
@@ -274,8 +285,11 @@ def _call(turns: list[ChatTurn], item: Item, at: str) -> None:
 
 
 def _output(turns: list[ChatTurn], item: Item, at: str) -> None:
-    output = texts_of(item.output or "", f"{at}.output", _TEXT_TYPES)
+    output = contents_of(item.output or "", f"{at}.output", "tool", _PICTURES, _TEXT_TYPES)
     turns.append(ChatTurn("tool", output, at, call_id=required(item, "call_id", at)))
+
+
+_PICTURES = PictureForm("input_image", lambda part, at: PictureAt(required(part, "image_url", at), f"{at}.image_url"))
 
 
 def _choice(choice: str | FunctionChoice | None) -> Any:
