@@ -188,7 +188,10 @@ def test_a_prompt_is_accepted_in_every_form_of_vllm(llm: LLM) -> None:
     ("prompts", "says"),
     [
         ({"text": "a"}, "`text` of a prompt is not supported"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "`multi_modal_data` of a prompt is not supported"),
+        (
+            {"prompt": "a", "multi_modal_data": {"image": 1}},
+            "`multi_modal_data['image']` is a picture, and this server sees none",
+        ),
         ({}, "a prompt needs"),
         ([None], "a prompt is a text, token ids"),
         ([["a", "b"]], "a prompt is a text, token ids"),

@@ -179,8 +179,8 @@ async def test_reasoning_is_a_thinking_block_and_can_be_sent_back(model_dir: Pat
         ({"messages": []}, "`messages` must not be empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "`messages[0].role`"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "`messages[0].content[0].type`",
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "`messages[0].content[0].source` is missing",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "`messages[0].content[0].text` is missing"),
         ({"system": [{"type": "image"}]}, "`system[0].type`"),

@@ -231,7 +231,10 @@ async def test_reasoning_is_an_item_of_its_own(model_dir: Path, monkeypatch: pyt
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "nothing is stored"),
         ({"input": [{"type": "computer_call"}]}, "`input[0].type`"),
         ({"input": [{"type": "function_call", "call_id": "a"}]}, "`input[0].name` is missing"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "`input[0].content[0].type`"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "`input[0].content[0].image_url` is missing",
+        ),
         ({"text": {"format": {"type": "yaml"}}}, "`text.format.type`"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "`text.format.schema` is required"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "`text.format` cannot be compiled"),

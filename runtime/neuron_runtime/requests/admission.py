@@ -156,8 +156,10 @@ class Admission:
         adds_special = options.add_special_tokens is not False
         contents = each_prompt(prompt, self.all.options.max_prompts)
         placed: tuple[Picture, ...] = ()
+        prompts: tuple[Prompt, ...]
         if pictures:
-            whole, placed = self._placed(self._reader(pictures, cut), pictures, *contents, adds_special, "prompt")
+            reader, (content,) = self._reader(pictures, cut), contents
+            whole, placed = self._placed(reader, pictures, content, adds_special, "prompt")
             self.prompts.check(whole.token_ids, "prompt")
             prompts = (whole,)
         else:
