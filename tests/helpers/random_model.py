@@ -17,8 +17,17 @@ from neuron_runtime.backend.torch.architecture import decoder_config, tensor_sha
 from neuron_runtime.backend.torch.loader import DTYPES
 from neuron_runtime.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 
-MODEL_TYPES = {"Llama4ForCausalLM": "llama4_text", "Llama4ForConditionalGeneration": "llama4"}
-
+MODEL_TYPES = {
+    "Llama4ForCausalLM": "llama4_text",
+    "Llama4ForConditionalGeneration": "llama4",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3ForConditionalGeneration": "gemma3",
+}
+TEXT_CLASSES = {
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+}
+"""Of models with images, the class of their text."""
 
 VISION = {
     "hidden_size": 16,
@@ -54,9 +63,9 @@ def model_config(
     **others: Any,
 ) -> dict[str, Any]:
     """A config.json; `others` are fields of the file, e.g. `tie_word_embeddings=True` or `sliding_window=64`."""
-    if architecture == "Llama4ForConditionalGeneration":
+    if architecture in TEXT_CLASSES:
         text = model_config(
-            architecture="Llama4ForCausalLM",
+            architecture=TEXT_CLASSES[architecture],
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
@@ -99,6 +108,9 @@ def as_stored(tensors: dict[str, torch.Tensor], architecture: str) -> dict[str, 
         both = stacked(tensors, alternate=False)
         found = {prefix + name.replace(".mlp.", ".feed_forward."): tensor for name, tensor in both.items()}
         return found | ({"vision_model.class_embedding": torch.zeros(16)} if prefix else {})
+    if architecture == "Gemma3ForConditionalGeneration":
+        found = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        return found | {"vision_tower.vision_model.post_layernorm.weight": torch.zeros(16)}
     return tensors
 
 

@@ -131,6 +131,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "attn_temperature_tuning": False,
         "attention_chunk_size": 32,
     },
+    "Gemma 3": {
+        "architecture": "Gemma3ForCausalLM",
+        "head_dim": 32,
+        "num_layers": 4,
+        "sliding_window": 22,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 24,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 5_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "tie_word_embeddings": True,
+    },
+    "Gemma 3 with images and biases": {
+        "architecture": "Gemma3ForConditionalGeneration",
+        "head_dim": 16,
+        "num_layers": 3,
+        "sliding_window": 37,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_theta": 1_000_000.0,
+    },
 }
 """Fields of every family that tests compare with transformers."""
 DENSE = tuple(name for name, fields in MODELS.items() if "num_experts_per_tok" not in fields)

@@ -20,6 +20,7 @@ from helpers.tiny_model import TINY_CONFIG, write_tiny_model
 from helpers.torch_models import MODELS, random_model
 from neuron_runtime import record
 from neuron_runtime.backend.neuron import devices
+from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.checkpoint import InvalidModel, TensorInfo, read_checkpoint, read_config
 from neuron_runtime.commands.command_line import main
 from neuron_runtime.config import ModelSource
@@ -180,7 +181,7 @@ BROKEN = [
     (configure(hidden_size=None), ExitCode.INVALID_MODEL, "hidden_size must be a positive integer"),
     (drop("tokenizer.json"), ExitCode.INVALID_MODEL, "tokenizer is missing; add tokenizer.json or"),
     (move("tokenizer.json", "tokenizer.model"), ExitCode.INVALID_MODEL, "tokenizer.json is missing, and tokenizer.mod"),
-    (configure(architectures=["MambaForCausalLM"]), ExitCode.UNSUPPORTED_ARCHITECTURE, "supported: GptOssForCausalLM"),
+    (configure(architectures=["MambaForCausalLM"]), ExitCode.UNSUPPORTED_ARCHITECTURE, "supported: Gemma3ForCausalLM"),
 ]
 
 
@@ -355,14 +356,13 @@ def test_a_field_of_another_type_is_named_for_every_engine(
 
 
 def test_the_facts_of_a_nested_configuration_are_those_of_its_text_model(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "model")
+    folder = random_model(tmp_path / "model", **MODELS["Gemma 3 with images and biases"])
     config = json.loads((folder / "config.json").read_text())
-    nested = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": config}
-    (folder / "config.json").write_text(json.dumps(nested))
-    assert inspect_model(f"file://{folder}").vocabulary_size == 64
-    (folder / "config.json").write_text(json.dumps(nested | {"text_config": {**config, "vocab_size": None}}))
+    assert model_facts(read_checkpoint(folder)).vocabulary_size == 256
+    config["text_config"]["vocab_size"] = None
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(FatalError, match="vocab_size must be a positive integer"):
-        inspect_model(f"file://{folder}")
+        model_facts(read_checkpoint(folder))
 
 
 def test_for_an_engine_that_is_not_this_runtime_the_configuration_tells_the_facts_of_any_model(tmp_path: Path) -> None:
@@ -379,14 +379,13 @@ def test_for_an_engine_that_is_not_this_runtime_the_configuration_tells_the_fact
         inspect_model(f"file://{folder}", backend="vllm")
 
 
-def test_gemma_3_is_read_as_its_makers_write_it_with_the_length_that_is_served(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "model")
+def test_gemma_3_is_read_as_its_makers_write_it_with_the_length_that_each_backend_serves(tmp_path: Path) -> None:
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
-    (folder / "config.json").write_text(json.dumps(config))
-    facts = inspect_model(f"file://{folder}")
-    assert (facts.vocabulary_size, facts.num_heads, facts.num_kv_heads, facts.head_dim) == (262208, 8, 4, 256)
-    assert facts.max_position_embeddings == 1024
+    model = decoder_config(config)
+    assert (model.vocabulary_size, model.num_heads, model.num_kv_heads, model.head_dim) == (262208, 8, 4, 256)
+    small = read_checkpoint(random_model(tmp_path, **MODELS["Gemma 3"]))
+    assert [model_facts(small, backend=one).max_position_embeddings for one in ("torch", "nxdi")] == [512, 22]
 
 
 @pytest.mark.parametrize(("backend", "longest"), [("", 128), ("torch", 128), ("nxdi", 32), ("optimum", 32)])

@@ -24,6 +24,7 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 32}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
 SLIDING = {**QWEN2, "use_sliding_window": True, "sliding_window": 32}
@@ -56,9 +57,28 @@ def test_rope_is_parsed_in_the_forms_of_transformers_4_and_5(fields: dict[str, A
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_local_base_freq": 2e4, "rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            }
+        },
+    ],
+)
+def test_layers_with_a_window_have_rotary_positions_of_their_own_in_gemma_3(fields: dict[str, Any]) -> None:
+    model = decoder_config({**CONFIG, **GEMMA3, "sliding_window": 32, **fields})
+    assert (model.rope, model.local_rope) == (Rope(5e5, "linear", 8.0), Rope(2e4))
+    assert model.local_layers == {0, 1, 2, 3, 4}
+    assert model.windows == (*[Window(32)] * 5, None)
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["GptNext"]}, "architecture GptNext .* supported: GptOssForCausalLM, Llama4"),
+        ({"architectures": ["GptNext"]}, "architecture GptNext .* supported: Gemma3ForCausalLM, .*, Llama4"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         (
@@ -87,6 +107,9 @@ def test_rope_is_parsed_in_the_forms_of_transformers_4_and_5(fields: dict[str, A
         ({**QWEN2, "attention_bias": False}, "attention_bias False of Qwen2ForCausalLM .* supported: true"),
         ({**QWEN2, "mlp_bias": True}, "mlp_bias True of Qwen2ForCausalLM"),
         ({**QWEN2, "use_mrope": True}, "use_mrope True"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention True .* supported: false"),
+        ({**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 .* supported: null"),
+        ({**GEMMA3, "hidden_activation": "gelu"}, "hidden_activation 'gelu' .* supported: \"gelu_pytorch_tanh\""),
     ],
 )
 def test_an_unsupported_value_is_named_with_the_supported_ones(fields: dict[str, Any], message: str) -> None:
@@ -127,6 +150,9 @@ def test_an_unsupported_value_is_named_with_the_supported_ones(fields: dict[str,
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1e308}}, "beta_fast must be within"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 5e-324}}, "beta_slow must be within"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": "1"}}, "mscale must be a positive number"),
+        ({**GEMMA3, "rope_parameters": {"rope_theta": 1e4}}, "must have full_attention and sliding_attention"),
+        ({**GEMMA3, "rope_parameters": {"sliding_attention": 3}}, "rope_parameters must be an object"),
+        ({**GEMMA3, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number"),
         ({**MISTRAL, "sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
         ({**MISTRAL, "sliding_window": "32"}, "sliding_window must be a positive integer"),
         ({**SLIDING, "use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
@@ -194,7 +220,11 @@ def test_omitted_fields_have_the_defaults_of_transformers(family: str) -> None:
     assert model.tied_embeddings == theirs.tie_word_embeddings
     sizes = (getattr(theirs, name, None) for name in ("sliding_window", "attention_chunk_size"))
     assert {window.size for window in model.windows if window} == {size for size in sizes if size}
-    assert model.rope.theta == (getattr(theirs, "rope_parameters", None) or vars(theirs))["rope_theta"]
+    rope = getattr(theirs, "rope_parameters", None) or vars(theirs)
+    assert model.rope.theta == rope.get("full_attention", rope)["rope_theta"]
+    if model.local_rope is not None:
+        local = rope.get("sliding_attention", {}).get("rope_theta") or theirs.rope_local_base_freq
+        assert (model.local_rope.theta, model.attention_scale) == (local, theirs.query_pre_attn_scalar**-0.5)
 
 
 def test_qwen3_has_head_norms_and_biases_follow_each_class() -> None:

@@ -67,7 +67,21 @@ class Tempering(NamedTuple):
     scale: float
 
 
+class BlockNorms(NamedTuple):
+    """The names of the norms of a block: of what attention and the MLP read, and of what they add. Empty: no norm."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+PRE_NORMS = BlockNorms()
+"""Of most families."""
+
+
 Scores = Literal["softmax", "sigmoid"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +171,22 @@ class DecoderConfig:
     """Of the queries of these layers."""
     plain_norm: bool = False
     """RMSNorm without weights over each head of queries and of keys, in the layers that rotate them."""
+    norms: BlockNorms = PRE_NORMS
+    norm_offset: float = 0.0
+    """What is added to the stored weights of all norms."""
+    activation: Activation = "silu"
+    """Of gates of dense layers."""
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied with, for the first block."""
+    query_scalar: float | None = None
+    """Scores are divided by its root; None: by that of `head_dim`."""
+    local_rope: Rope | None = None
+    """Rotary positions of `local_layers`; None: all layers have those of `rope`."""
+    local_layers: frozenset[int] = frozenset()
 
     @property
     def attention_scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return float((self.query_scalar or self.head_dim) ** -0.5)
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -214,6 +240,7 @@ class TorchFamily:
     output_bias: whether `attention_bias` also applies to the output projection.
     dense_size: the field with the size of dense layers.
     rope: where config.json says nothing of rotary positions.
+    local_theta: of the rotary positions of layers with a window, where config.json has none; 0: those are as in others.
     layer_types: those of layers, where config.json does not name them; None: windows follow from other fields.
     more: more fields of `DecoderConfig`.
     text: the field that has the text model's fields. stored: how checkpoints name its tensors, see `naming.py`.
@@ -230,6 +257,7 @@ class TorchFamily:
     theta: float = 10_000.0
     """Of rotary positions, where config.json has none."""
     rope: Mapping[str, Any] = field(default_factory=dict)
+    local_theta: float = 0.0
     interleaved: bool = False
     dense_size: str = "intermediate_size"
     layer_types: Callable[[Mapping[str, Any], int], list[str]] | None = None
@@ -272,6 +300,54 @@ def _llama4(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         "plain_norm": boolean(config, "use_qk_norm", True),
     }
 
+
+def _by_pattern(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    every = positive(config, "sliding_window_pattern")
+    return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
+
+
+def _gemma3(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    return {
+        "norms": BlockNorms(
+            after_attention="post_attention_layernorm",
+            before_mlp="pre_feedforward_layernorm",
+            after_mlp="post_feedforward_layernorm",
+        ),
+        "norm_offset": 1.0,
+        "activation": "gelu_tanh",
+        "embedding_scale": positive(config, "hidden_size") ** 0.5,
+        "query_scalar": _number(config, "query_pre_attn_scalar"),
+    }
+
+
+_GEMMA3 = TorchFamily(
+    defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "mlp_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    query_key_norm=True,
+    theta=1_000_000.0,
+    local_theta=10_000.0,
+    layer_types=_by_pattern,
+    more=_gemma3,
+)
 
 _LLAMA4 = TorchFamily(
     defaults={
@@ -437,6 +513,16 @@ FAMILIES: Mapping[str, TorchFamily] = {
             unread=("vision_model.", "multi_modal_projector."),
         ),
     ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
+        text="text_config",
+        stored=Stored(
+            # As transformers writes them, and as some of its releases did.
+            replaced={"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""},
+            unread=("vision_tower.", "multi_modal_projector."),
+        ),
+    ),
 }
 """By the class named in `architectures` of config.json. One decoder computes all of them."""
 
@@ -469,7 +555,9 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     max_position_embeddings = positive(config, "max_position_embeddings")
     experts = _experts(config, family, family.experts, num_layers) if family.experts else None
     more = family.more(config, num_layers)
-    rope = replace(_rope(config, max_position_embeddings, family), interleaved=family.interleaved)
+    rope, local_rope = _ropes(config, max_position_embeddings, family)
+    rope = replace(rope, interleaved=family.interleaved)
+    windows = _windows(config, architecture, num_layers)
     return DecoderConfig(
         architecture=architecture,
         vocabulary_size=positive(config, "vocab_size"),
@@ -490,11 +578,12 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         query_key_norm=family.query_key_norm,
         # A window as long as the longest sequence has no effect.
         windows=tuple(
-            None if window is None or window.size >= max_position_embeddings else window
-            for window in _windows(config, architecture, num_layers)
+            None if window is None or window.size >= max_position_embeddings else window for window in windows
         ),
         quantization=quantization,
         experts=experts,
+        local_rope=local_rope,
+        local_layers=frozenset(layer for layer, window in enumerate(windows) if window and local_rope),
         **more,
     )
 
@@ -546,8 +635,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         if config.query_key_norm:
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in config.norms if name}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocabulary_size, hidden)
@@ -688,6 +776,21 @@ def _layers(config: Mapping[str, Any], name: str) -> list[int] | None:
     if layers is not None and not (isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)):
         raise InvalidModel(f"config.json: {name} must be a list of numbers of layers, got {layers!r}")
     return layers
+
+
+def _ropes(config: Mapping[str, Any], max_position_embeddings: int, family: TorchFamily) -> tuple[Rope, Rope | None]:
+    """Those of layers that see everything, and of those with a window where they differ."""
+    if not family.local_theta:
+        return _rope(config, max_position_embeddings, family), None
+    # transformers 5 writes an object for each kind of layer; transformers 4 writes fields of both side by side.
+    kinds = config.get("rope_parameters") or {}
+    if not isinstance(kinds, Mapping) or kinds.keys() - {"full_attention", "sliding_attention"}:
+        raise InvalidModel("config.json: rope_parameters must have full_attention and sliding_attention, and no more")
+    local = {"rope_parameters": kinds.get("sliding_attention"), "rope_theta": config.get("rope_local_base_freq")}
+    return (
+        _rope({**config, "rope_parameters": kinds.get("full_attention")}, max_position_embeddings, family),
+        _rope(local, max_position_embeddings, replace(family, theta=family.local_theta)),
+    )
 
 
 def _rope(config: Mapping[str, Any], max_position_embeddings: int, family: TorchFamily) -> Rope:

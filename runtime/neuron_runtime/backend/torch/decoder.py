@@ -16,7 +16,7 @@ from neuron_runtime.backend.torch.architecture import DecoderConfig
 from neuron_runtime.backend.torch.attention import decode_attention, prompt_attention
 from neuron_runtime.backend.torch.cache import CachePlan, DecodePart, KVCache
 from neuron_runtime.backend.torch.linear import Linear, Weight, linear
-from neuron_runtime.backend.torch.mlp import Clamped, Dense, Experts, Mlp, Route
+from neuron_runtime.backend.torch.mlp import DENSE, Clamped, Dense, Experts, Mlp, Route
 from neuron_runtime.backend.torch.parts import part_of_model, tokens_of
 from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 
@@ -27,6 +27,7 @@ class Layer(NamedTuple):
     attention_norm: None if attention computes with its input as it is.
     head_norm: `[heads + kv_heads, head_dim]`, for each head of queries and keys; None where they are not normalised.
     sinks: `[heads]`, float32; see `attention.py`.
+    after_attention, after_mlp: of what they add to the hidden states; None: it is added as it is.
     """
 
     attention_norm: torch.Tensor | None
@@ -36,16 +37,18 @@ class Layer(NamedTuple):
     mlp_norm: torch.Tensor
     mlp: Mlp
     sinks: torch.Tensor | None = None
+    after_attention: torch.Tensor | None = None
+    after_mlp: torch.Tensor | None = None
 
 
 class Weights(NamedTuple):
-    """Everything that a decoder computes with; frequencies are those of the rotary positions.
+    """Everything that a decoder computes with; frequencies: see `rotary.frequencies_of`.
 
     norm: None if the head computes with the hidden states as they are. head: None if these are all that is wanted.
     """
 
     embedding: torch.Tensor
-    frequencies: torch.Tensor
+    frequencies: tuple[torch.Tensor, ...]
     layers: Sequence[Layer]
     norm: torch.Tensor | None
     head: Linear | None
@@ -87,6 +90,8 @@ class Decoder:
         self.weights = weights
         self._ranks = ranks
         self._tokens = tokens_of(config, ranks.rank, ranks.size)
+        # As exact as transformers has it.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype))
 
     def forward(
         self, token_ids: torch.Tensor, plan: CachePlan, tap: Tap | None = None, placed: Placed | None = None
@@ -117,8 +122,10 @@ class Decoder:
             placed = place(turning)
             query, key, value = placed[:, : config.num_heads], placed[:, config.num_heads :], heads[:, num_placed:]
             plan.cache.write(index, plan, key, value)
-            x = x + ranks.sum(layer.output(self._attend(index, plan, query, key, value)))
-            x = x + ranks.sum(layer.mlp(self._normalise(x, layer.mlp_norm)))
+            found = ranks.sum(layer.output(self._attend(index, plan, query, key, value)))
+            x = x + self._normalise(found, layer.after_attention)
+            found = ranks.sum(layer.mlp(self._normalise(x, layer.mlp_norm)))
+            x = x + self._normalise(found, layer.after_mlp)
         if tap is not None:
             tap(len(weights.layers), x)
         return x
@@ -134,6 +141,8 @@ class Decoder:
 
     def embed(self, token_ids: torch.Tensor, placed: Placed | None = None) -> torch.Tensor:
         x = self._embed(token_ids)
+        if self.config.embedding_scale != 1:
+            x = x * self._embedding_scale
         return x if placed is None else x.index_copy(0, placed.places, placed.features.to(x.dtype))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -198,7 +207,7 @@ def read_weights(
 ) -> Weights:
     """The tensors of a checkpoint in the decoder's layout. keep: which layers are in memory."""
     embedding = reader.take("model.embed_tokens.weight")
-    frequencies = rotary.inverse_frequencies(config.rope, config.head_dim)
+    frequencies = rotary.frequencies_of(config)
     has_experts = config.experts.layers if config.experts else (False,) * config.num_layers
 
     def layer(i: int) -> Layer:
@@ -206,7 +215,7 @@ def read_weights(
         return read_layer(config, reader, make, prefix, has_experts=has_experts[i], is_rotated=is_rotated)
 
     layers = keep(layer, config.num_layers)
-    norm = reader.take("model.norm.weight").float()
+    norm = reader.take("model.norm.weight").float() + config.norm_offset
     head = None
     if has_head:
         head = make(embedding if config.tied_embeddings else reader.take_weight("lm_head.weight"), None)
@@ -227,12 +236,18 @@ def read_layer(
         weight = reader.take_weight(*(f"{prefix}{name}.weight" for name in names))
         return make(weight, reader.take_if_any(has_bias, *(f"{prefix}{name}.bias" for name in names)))
 
+    def norm(name: str) -> torch.Tensor:
+        return reader.take(f"{prefix}{name}.weight").float() + config.norm_offset
+
+    def norm_if_any(name: str) -> torch.Tensor | None:
+        return norm(name) if name else None
+
     def head_norm() -> torch.Tensor | None:
         if config.plain_norm and is_rotated:
             return torch.ones(config.num_heads + config.num_kv_heads, config.head_dim)
         if not config.query_key_norm:
             return None
-        query, key = (reader.take(f"{prefix}self_attn.{name}.weight").float() for name in ("q_norm", "k_norm"))
+        query, key = norm("self_attn.q_norm"), norm("self_attn.k_norm")
         return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
 
     def dense(has_bias: bool, name: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> Dense:
@@ -242,7 +257,7 @@ def read_layer(
     def mlp() -> Mlp:
         experts = config.experts
         if experts is None or not has_experts:
-            return dense(config.mlp_bias, "mlp")
+            return DENSE[config.activation](*dense(config.mlp_bias, "mlp"))
         names, has_shared = experts.names, experts.shared_size > 0
         each = (dense(experts.has_bias, f"{names.expert}.{i}", names.gate_up_down) for i in range(experts.num_experts))
         return Experts(
@@ -257,11 +272,13 @@ def read_layer(
         )
 
     return Layer(
-        attention_norm=reader.take(f"{prefix}input_layernorm.weight").float() if has_attention_norm else None,
+        attention_norm=norm(config.norms.before_attention) if has_attention_norm else None,
         qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         head_norm=head_norm(),
         output=projection(config.output_bias, "self_attn.o_proj"),
-        mlp_norm=reader.take(f"{prefix}post_attention_layernorm.weight").float(),
+        mlp_norm=norm(config.norms.before_mlp),
         mlp=mlp(),
         sinks=reader.take(f"{prefix}self_attn.sinks").float() if config.sinks else None,
+        after_attention=norm_if_any(config.norms.after_attention),
+        after_mlp=norm_if_any(config.norms.after_mlp),
     )

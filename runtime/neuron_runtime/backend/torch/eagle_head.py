@@ -20,7 +20,7 @@ from neuron_runtime.backend.torch.cache import KVCache, StepPlan, lazy_zeros
 from neuron_runtime.backend.torch.decoder import Decoder, Tap, Weights, read_layer, rms_norm
 from neuron_runtime.backend.torch.eagle import Eagle
 from neuron_runtime.backend.torch.linear import Linear, linear
-from neuron_runtime.backend.torch.rotary import inverse_frequencies
+from neuron_runtime.backend.torch.rotary import frequencies_of
 from neuron_runtime.backend.torch.weights import WeightReader
 from neuron_runtime.checkpoint import FUSION, HEAD, Checkpoint, InvalidModel
 
@@ -99,7 +99,7 @@ def read_weights(eagle: Eagle, checkpoint: Checkpoint, reader: WeightReader, mod
     blocks, is_third = eagle.blocks, bool(eagle.states)
     own = Weights(
         embedding=reader.take(names.EMBEDDING) if eagle.has_embedding else model.weights.embedding,
-        frequencies=inverse_frequencies(blocks.rope, blocks.head_dim),
+        frequencies=frequencies_of(blocks),
         layers=tuple(
             read_layer(blocks, reader, linear, f"layers.{i}.", has_attention_norm=is_third or i > 0)
             for i in range(blocks.num_layers)

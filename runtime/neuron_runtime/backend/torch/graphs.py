@@ -19,6 +19,7 @@ from pathlib import Path
 
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.choices import block_size_of, dtype_of
+from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend_protocol import Compiler, CompileUnit, Needs
 from neuron_runtime.checkpoint import read_whole_checkpoint
 from neuron_runtime.config import RuntimeConfig
@@ -63,6 +64,7 @@ class TorchCompiler(Compiler):
             raise InvalidConfig("$.compile", message)
         checkpoint = read_whole_checkpoint(model_dir)
         self._model = decoder_config(checkpoint.config)
+        checkpoint = as_named(checkpoint, self._model)
         if self._model.experts is not None:
             raise InvalidConfig(
                 "$.compile", "is for models without experts, whose steps depend on tokens: leave it out"

@@ -6,12 +6,13 @@ every expert, so all ranks compute the same experts, and the sum of their output
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-from neuron_runtime.backend.torch.architecture import Scores
+from neuron_runtime.backend.torch.architecture import Activation, Scores
 from neuron_runtime.backend.torch.linear import Linear
 
 
@@ -24,6 +25,17 @@ class Dense(NamedTuple):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(functional.silu(gate) * up)
+
+
+class GeGLU(NamedTuple):
+    """As `Dense`, with the approximation of GELU by tanh."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(functional.gelu(gate, approximate="tanh") * up)
 
 
 class Clamped(NamedTuple):
@@ -99,4 +111,7 @@ class Experts(NamedTuple):
         return out
 
 
-Mlp = Dense | Experts
+Mlp = Dense | GeGLU | Experts
+
+DENSE: Mapping[Activation, Callable[[Linear, Linear], Dense | GeGLU]] = {"silu": Dense, "gelu_tanh": GeGLU}
+"""By the activation of gates."""

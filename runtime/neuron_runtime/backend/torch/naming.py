@@ -21,9 +21,7 @@ def as_named(checkpoint: Checkpoint, model: DecoderConfig) -> Checkpoint:
 def named_tensors(tensors: Mapping[str, TensorInfo], model: DecoderConfig) -> Mapping[str, TensorInfo]:
     """Those of a checkpoint."""
     stored = FAMILIES[model.architecture].stored
-    if stored is None:
-        return tensors
-    return dict(_named(tensors, stored, model.experts))
+    return tensors if stored is None else dict(_named(tensors, stored, model.experts))
 
 
 def _named(

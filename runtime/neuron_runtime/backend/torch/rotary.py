@@ -8,7 +8,7 @@ wavelengths unchanged and interpolate linearly between them. `dynamic` changes n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -42,11 +42,16 @@ def turns(
     return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
 
 
+def frequencies_of(config: DecoderConfig) -> tuple[torch.Tensor, ...]:
+    """Those of each of a model's kinds of rotary positions."""
+    return tuple(inverse_frequencies(rope, config.head_dim) for rope in (config.rope, config.local_rope) if rope)
+
+
 def placing(
-    config: DecoderConfig, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+    config: DecoderConfig, positions: torch.Tensor, frequencies: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> list[Place]:
-    """What each layer does to heads of queries and keys that are at these positions `[tokens]`."""
-    cosine, sine = turns(positions, frequencies, config.rope.scale, dtype)
+    """What each layer does to heads of queries and keys that are at these positions `[tokens]`. frequencies: see
+    `frequencies_of`."""
     factors: torch.Tensor | None = None
     if config.tempering is not None:
         step, scale = config.tempering
@@ -55,16 +60,26 @@ def placing(
         factors[:, : config.num_heads] = of_queries.view(-1, 1, 1)
         factors = factors.to(dtype)
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        if config.rope.interleaved:
-            # Scores of queries and keys are the same in any order of dimensions.
-            x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-        return rotate(x, cosine, sine)
+    def turning(rope: Rope, own: torch.Tensor) -> Place:
+        cosine, sine = turns(positions, own, rope.scale, dtype)
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            if rope.interleaved:
+                # Scores of queries and keys are the same in any order of dimensions.
+                x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+            return rotate(x, cosine, sine)
+
+        return turned
 
     def unturned(x: torch.Tensor) -> torch.Tensor:
         return x if factors is None else x * factors
 
-    return [unturned if layer in config.unrotated else turned for layer in range(config.num_layers)]
+    everywhere = turning(config.rope, frequencies[0])
+    local = everywhere if config.local_rope is None else turning(config.local_rope, frequencies[1])
+    return [
+        unturned if layer in config.unrotated else local if layer in config.local_layers else everywhere
+        for layer in range(config.num_layers)
+    ]
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
