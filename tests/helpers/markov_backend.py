@@ -27,7 +27,9 @@ class MarkovDecoder:
         self.num_logits = 0
         """Rows of logits in total."""
 
-    def forward(self, token_ids: torch.Tensor, plan: StepPlan, tap: object = None) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, plan: StepPlan, tap: object = None, placed: object = None
+    ) -> torch.Tensor:
         return torch.stack((plan.positions % len(self.table), token_ids), dim=1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
