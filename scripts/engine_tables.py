@@ -135,7 +135,7 @@ def _lacking() -> Iterator[tuple[str, str, str]]:
             name
             for expression in expressions
             if not re.search(r" or (vllm:|neuron_operator_)", expression)
-            for name in re.findall(r"\b(?:neuron_serving_|process_)\w+", expression)
+            for name in re.findall(r"\b(?:neuron_serving_(?!gateway_)|process_)\w+", expression)
         )
         if lacking:
             yield title, words(lacking), "; ".join(dict.fromkeys(filter(None, map(instead, lacking))))

@@ -17,8 +17,16 @@ import sys
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +37,18 @@ import yaml
 from cluster.rig.binaries import ensure
 from cluster.rig.machine import WAIT_SECONDS, wait_until
 from cluster.rig.needs import NotPossibleHere
-from helpers.apiserver import ApiServer
+from helpers import gateway_process
+from helpers.apiserver import ApiServer, service_account
 from helpers.controllers import Status, controlling, ended_twice, finished_or_ready, kubelet, replica
+from helpers.gateways import Asked, Running, answer, echo, replicas, running
 from helpers.operator_rights import OPERATOR_NAMESPACE, grant
-from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, served
+from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, client_of, served
 from helpers.ports import free_ports
 from helpers.serve_command import ENGINE, ServeCommand, post, serve
 from neuron_operator.api import names
 from neuron_operator.cluster.client import NEURON_ADAPTERS, NEURON_MODELS, PODS
+from neuron_operator.gateway.process import observed
+from neuron_operator.gateway.watching import wake
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -89,9 +101,10 @@ class Prometheus:
         return list(found["result"]) if found["resultType"] == "vector" else [found["result"]]
 
     def firing(self) -> set[tuple[str, str]]:
-        """Each alert with its model, which is empty if it is about the operator."""
+        """Each alert with its model, which is empty if it is about the operator or all gateways."""
         found = [one["metric"] for one in self.query('ALERTS{alertstate="firing"}')]
-        return {(one["alertname"], one.get("model_name", one.get("name", ""))) for one in found}
+        kinds = ("model_name", "name", "model")
+        return {(one["alertname"], next((one[kind] for kind in kinds if kind in one), "")) for one in found}
 
     def has(self, expression: str) -> bool:
         """Whether it has a sample; False until Prometheus answers."""
@@ -202,9 +215,8 @@ class Operator:
         self.start(image)
 
 
-def put_under_load(model: ServeCommand) -> None:
+def put_under_load(url: str) -> None:
     """Eight answers, and a request that is refused."""
-    url = model.until_ready()
     for number in range(8):
         body = {"model": "chat", "prompt": f"{number} What is a NeuronModel?", "max_tokens": 8, "ignore_eos": True}
         assert post(f"{url}/v1/completions", body).status_code == 200
@@ -222,12 +234,15 @@ def test_a_prometheus_answers_every_query_of_the_boards(programs: Path, tmp_path
         stack.callback(operator.kill)
         namespace = Namespace(server)
         address = model.until_ready().removeprefix("http://")
+        document = {"models": [{"name": "chat", "addresses": [address]}]}
+        gateway = stack.enter_context(gateway_process.started(document))
         targets = {
+            "gateway": (f"127.0.0.1:{gateway.port + 1}", {"namespace": OPERATOR_NAMESPACE, "pod": "gateway-1"}),
             "models": (address, {"namespace": namespace.name, "pod": "chat-1"}),
             "operator": (f"127.0.0.1:{port}", {"namespace": OPERATOR_NAMESPACE, "pod": "operator-1"}),
         }
         prometheus = stack.enter_context(scraping(programs, tmp_path, port + 2, targets))
-        wait_until("both targets are scraped", lambda: prometheus.has("sum(up) == 2"))
+        wait_until("all targets are scraped", lambda: prometheus.has("sum(up) == 3"))
 
         namespace.put_model(replicas=1)
         namespace.put_adapter()
@@ -236,14 +251,15 @@ def test_a_prometheus_answers_every_query_of_the_boards(programs: Path, tmp_path
         empty: set[str] = set()
         panels = [panel for board in BOARDS for panel in board["panels"]]
         asked = [(panel, target) for panel in panels for target in panel.get("targets", ())]
-        # No device, no model at zero and no exporter of AWS here: tests/contract/test_board.py and
-        # tests/neuron_operator/test_metrics.py have those series.
-        ours = re.compile(r"vllm:|neuron_(serving|operator)_(?!model_(devices|idle|last_load))|process_")
+        # No device, no model at zero, no replica that fails and no exporter of AWS here: tests/contract/test_board.py
+        # and tests/neuron_operator/test_metrics.py have those series.
+        without = r"model_(devices|idle|last_load)|gateway_(retries|broken|wake_ups)"
+        ours = re.compile(rf"vllm:|neuron_(serving|operator)_(?!{without})|process_")
         asked = [(panel, target) for panel, target in asked if ours.search(target["expr"])]
 
         def all_answered() -> bool:
             empty.clear()
-            put_under_load(model)  # each time: most queries look back one minute
+            put_under_load(gateway.url)  # each time: most queries look back one minute
             for panel, target in asked:
                 query = re.sub(r"\$(\w+)", lambda match: CHOSEN[match[1]], target["expr"])
                 if not [found for found in prometheus.query(query) if found["value"][1] != "NaN"]:
@@ -270,6 +286,10 @@ class Site:
     """Ports of served models."""
     failing: set[str]
     """Models whose pods fail from now on."""
+    gateway: Running
+    """It may wake no model."""
+    observation: AsyncExitStack
+    """Of the gateway by Prometheus."""
 
     def status_of(self, pod: Any) -> Status:
         """What a kubelet would report of the pod."""
@@ -483,8 +503,64 @@ async def broken_image(site: Site, _: str) -> AsyncIterator[Cure]:
     yield cure
 
 
-ENDS_OPERATOR = (killed_operator, start_without_rights, broken_image)
-"""These come one after another, when no other fault needs the operator."""
+@asynccontextmanager
+async def silent_gateway(site: Site, _: str) -> AsyncIterator[Cure]:
+    async def cure() -> None:
+        await site.observation.enter_async_context(observed(site.gateway.gateway))
+
+    await site.observation.aclose()
+    yield cure
+
+
+async def fail(asked: Asked, writer: asyncio.StreamWriter) -> bool:
+    writer.write(answer(b"{}", status=500))
+    return True
+
+
+@asynccontextmanager
+async def failing_replica(site: Site, model: str) -> AsyncIterator[Cure]:
+    """Clients of the gateway get the errors of a replica, until it answers."""
+
+    async def ask(name: str) -> None:
+        while True:
+            await site.gateway.post("/v1/completions", {"model": name, "prompt": "x"})
+            await asyncio.sleep(0.1)
+
+    async with replicas(fail) as (one,), asyncio.TaskGroup() as asking:
+        name = model.partition("/")[2]
+
+        async def cure() -> None:
+            one.behave = echo
+
+        site.gateway.serve(name, one)
+        task = asking.create_task(ask(name))
+        yield cure
+        task.cancel()
+
+
+@dataclass(frozen=True)
+class NoReplica:
+    """A request waits at the gateway, until its model has a replica."""
+
+    is_asleep: bool
+
+    @asynccontextmanager
+    async def __call__(self, site: Site, model: str) -> AsyncIterator[Cure]:
+        async with replicas(echo) as (one,), aclosing(await site.gateway.connect()) as client:
+            name = model.partition("/")[2]
+
+            async def cure() -> None:
+                site.gateway.serve(name, one)
+                assert (await client.answer()).status == 200
+
+            site.gateway.serve(name, is_asleep=self.is_asleep)
+            client.send("/v1/completions", {"model": name, "prompt": "x"})
+            yield cure
+
+
+COME_LAST = (killed_operator, start_without_rights, broken_image, silent_gateway)
+"""These come one after another, when no other fault needs the operator or the gateway."""
+NO_RIGHTS = service_account(OPERATOR_NAMESPACE, "other-0")
 BROKEN = "broken"
 REPLICA = "127.7.7.3"
 """Address of each played pod; only replicas with adapters are asked."""
@@ -522,6 +598,10 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "NeuronUpgradeBlocked": ("", broken_image),
     "NeuronModelNotReady": ("pods-fail", failing_pods),
     "NeuronAdapterMissing": ("support-de", adapter_without_room),
+    "NeuronGatewayAbsent": ("", silent_gateway),
+    "NeuronGatewayFailsRequests": ("default/fails", failing_replica),
+    "NeuronGatewayHoldsRequests": ("default/loads", NoReplica(is_asleep=False)),
+    "NeuronGatewayCannotWake": ("default/sleeps", NoReplica(is_asleep=True)),
 }
 """By alert: the model or adapter that it must name, and the fault. One fault may have several."""
 
@@ -567,27 +647,32 @@ async def test_each_alert_fires_by_its_fault_and_ends_after_the_cure(programs: P
     async with AsyncExitStack() as stack:
         server = await asyncio.to_thread(stack.enter_context, served(tmp_path / "api-server"))
         stack.enter_context(controlling(server))
-        port = stack.enter_context(free_ports(3 + len(served_models)))
-        ports = {model: port + 3 + number for number, model in enumerate(served_models)}
+        port = stack.enter_context(free_ports(4 + len(served_models)))
+        ports = {model: port + 4 + number for number, model in enumerate(served_models)}
         operator = Operator(server, tmp_path, port)
         operator.start()
         stack.callback(operator.kill)
         namespace = Namespace(server)
         targets = {
             "operator": (f"127.0.0.1:{port}", {"namespace": OPERATOR_NAMESPACE, "pod": "operator-1"}),
+            "gateway": (f"127.0.0.1:{port + 3}", {"namespace": OPERATOR_NAMESPACE, "pod": "gateway-1"}),
             **{name: (f"127.0.0.1:{of}", {"namespace": namespace.name, "pod": name}) for name, of in ports.items()},
         }
         prometheus = stack.enter_context(scraping(programs, tmp_path, port + 2, targets))
-        site = Site(prometheus, operator, namespace, ports, failing=set())
+        api = await stack.enter_async_context(client_of(server, NO_RIGHTS))
+        gateway = await stack.enter_async_context(running({"metricsPort": port + 3}, wake=partial(wake, api)))
+        observation = await stack.enter_async_context(AsyncExitStack())
+        await observation.enter_async_context(observed(gateway.gateway))
+        site = Site(prometheus, operator, namespace, ports, set(), gateway, observation)
         await stack.enter_async_context(kubelet(namespace, site.status_of))
         await until("the operator leads", lambda: prometheus.has("neuron_operator_leader == 1"))
 
         async with asyncio.TaskGroup() as beside:
             async with asyncio.TaskGroup() as first:
                 for (subject, fault), fire in alerts.items():
-                    if fault not in ENDS_OPERATOR:
+                    if fault not in COME_LAST:
                         group = beside if subject in ports else first
                         group.create_task(strike(site, subject, fault, fire))
             for (subject, fault), fire in alerts.items():
-                if fault in ENDS_OPERATOR:
+                if fault in COME_LAST:
                     await strike(site, subject, fault, fire)

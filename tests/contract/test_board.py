@@ -5,6 +5,7 @@ Scraped are a server under the scripted load, an overloaded model, a foreign vLL
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections import defaultdict
@@ -19,9 +20,12 @@ import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from cluster.rig.needs import NotPossibleHere
+from helpers.gateways import STREAM_HEAD, Asked, echo, replicas, running
 from helpers.promql import Answer, Result, Scraped, evaluate
 from helpers.scripted_load import ScriptedLoad, run_against_a_server
+from neuron_operator.api.errors import ClusterFault
 from neuron_operator.api.reasons import Reason
+from neuron_operator.gateway.models import Served
 from neuron_operator.run.metrics import Metrics as OperatorMetrics
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.engine.backpressure import QueueLimits
@@ -32,6 +36,7 @@ from neuron_runtime.server.metrics import FAMILIES, Metrics
 CHART = Path(__file__).parents[2] / "charts" / "neuron-serving"
 BOARDS = {file.stem: json.loads(file.read_text()) for file in sorted((CHART / "dashboards").iterdir())}
 BOARD, OPERATOR_BOARD = BOARDS["neuron-serving"], BOARDS["neuron-serving-operator"]
+GATEWAY_BOARD = BOARDS["neuron-serving-gateway"]
 DOCS_FOLDER = Path(__file__).parents[2] / "docs"
 DOCS = (DOCS_FOLDER / "metrics.md").read_text()
 SCALED_OBJECT = yaml.safe_load((CHART.parents[1] / "examples" / "autoscaling-keda.yaml").read_text())
@@ -47,7 +52,9 @@ def queries_of(board: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-QUERIES = {**queries_of(BOARD), **queries_of(OPERATOR_BOARD)}
+QUERIES = {title: query for board in BOARDS.values() for title, query in queries_of(board).items()}
+
+OF_GATEWAYS = ("neuron_serving_gateway_", "neuron_serving_tokens_")
 
 PERIOD_SECONDS = 15.0
 """Seconds between scrapes in Prometheus time; the real duration of the load does not matter."""
@@ -94,9 +101,11 @@ def test_panels_do_not_overlap(board: dict[str, Any]) -> None:
 
 def test_queries_use_only_variables_of_their_board() -> None:
     assert VARIABLES.keys() == {"datasource", "namespace", "model", "pod"}
-    assert [variable["name"] for variable in OPERATOR_BOARD["templating"]["list"]] == ["datasource"]
+    for board in (OPERATOR_BOARD, GATEWAY_BOARD):
+        assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource"]
     chosen = 'namespace=~"$namespace",model_name=~"$model",pod=~"$pod"'
-    for board, variables in ((BOARD, {"namespace", "model", "pod"}), (OPERATOR_BOARD, set())):
+    boards = ((BOARD, {"namespace", "model", "pod"}), (OPERATOR_BOARD, set()), (GATEWAY_BOARD, set()))
+    for board, variables in boards:
         used = {name for query in queries_of(board).values() for name in re.findall(r"\$(\w+)", query)}
         assert used == {*variables, "__rate_interval"}
         for title, query in queries_of(board).items():
@@ -104,6 +113,7 @@ def test_queries_use_only_variables_of_their_board() -> None:
                 r"\b((?:vllm:|neuron_(?:serving|operator)_|process_)\w+)(?:\{(.*?)\})?", query
             ):
                 assert name.startswith("neuron_operator_") == (board is OPERATOR_BOARD), title
+                assert name.startswith(OF_GATEWAYS) == (board is GATEWAY_BOARD), title
                 assert f"{labels},".startswith(f"{chosen}," if variables else ","), title
 
 
@@ -145,11 +155,11 @@ def table(title: str) -> list[list[str]]:
 
 def test_the_docs_list_the_rows_in_board_order() -> None:
     documented = [rows.split(", ") for _, rows in table("Grafana boards")]
-    boards = (BOARD, OPERATOR_BOARD)
+    boards = (BOARD, OPERATOR_BOARD, GATEWAY_BOARD)
     assert documented == [[one["title"] for one in board["panels"] if one["type"] == "row"] for board in boards]
 
 
-@pytest.mark.parametrize("board", [BOARD, OPERATOR_BOARD], ids=["models", "operator"])
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
 def test_every_panel_says_what_it_shows(board: dict[str, Any]) -> None:
     assert [one["title"] for one in board["panels"] if one["type"] != "row" and not one.get("description")] == []
 
@@ -249,6 +259,41 @@ def of_neuron_devices(number: int) -> str:
     return generate_latest(registry).decode()
 
 
+ASKED_AT_A_TIME = 20
+
+
+async def of_a_gateway(count: int) -> list[str]:
+    """So many scrapes: from the second on one replica refuses, one breaks its answers, and a model cannot be woken."""
+
+    async def break_off(asked: Asked, writer: asyncio.StreamWriter) -> bool:
+        writer.write(STREAM_HEAD)
+        return False
+
+    async def fail(_: Served) -> bool:
+        raise ClusterFault("the gateway has no right to do so", retriable=True)
+
+    quick = {"timeouts": {"avoidSeconds": 0.001}}
+    async with replicas(echo, echo, break_off) as (chat, refusing, breaking), running(quick, wake=fail) as gateway:
+        gateway.serve("chat", chat, refusing)
+        gateway.serve("breaks", breaking)
+        gateway.serve("sleeps", is_asleep=True)
+        await refusing.stop()
+        path, made = "/v1/completions", [gateway.gateway.metrics.exposition().decode()]
+        waiting = await gateway.connect()
+        waiting.send(path, {"model": "sleeps", "prompt": "x"})
+        for number in range(1, count):
+            for prompt in range(ASKED_AT_A_TIME):
+                body = {"model": "chat", "prompt": f"{number} {prompt}"}
+                assert (await gateway.post(path, body)).status == 200
+            client = await gateway.connect()
+            client.send(path, {"model": "breaks", "prompt": "x"})
+            await client.rest()
+            await client.aclose()
+            made.append(gateway.gateway.metrics.exposition().decode())
+        await waiting.aclose()
+    return made
+
+
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
     return run_against_a_server(tmp_path_factory.mktemp("board"))
@@ -259,6 +304,7 @@ def scraped(load: ScriptedLoad) -> list[Scraped]:
     """Every scrape of the load, and a last one with a failing operator."""
     made = []
     scrapes = [*load.scrapes, load.scrapes[-1]]
+    of_gateway = asyncio.run(of_a_gateway(len(scrapes)))
     for number, scrape in enumerate(scrapes):
         at, last = number * PERIOD_SECONDS, number == len(load.scrapes)
         model = {"namespace": "team", "pod": "chat-0", "job": "models"}
@@ -277,6 +323,7 @@ def scraped(load: ScriptedLoad) -> list[Scraped]:
                 honor_labels=True,
             ),
             Scraped(operator_text(0, 0, 0, None), at, operator | {"pod": "operator-1"}, honor_labels=True),
+            Scraped(of_gateway[number], at, {"namespace": "neuron-serving", "job": "gateway", "pod": "gateway-0"}),
         ]
     return made
 
@@ -336,6 +383,9 @@ def test_the_board_shows_the_load(load: ScriptedLoad, scraped: list[Scraped], re
     assert busy == "chat-0", "not another process of the node"
     assert results["NeuronCore utilization / A"].value(neuroncore="0") == pytest.approx(0.4201)
     assert results["Device memory by use / A"].value(__name__="neuroncore_memory_usage_tensors") == 2 * 2e8
+    of_gateway = {labels["model"]: value for labels, value in results["Requests by model / A"].samples}
+    assert of_gateway["default/chat"] == pytest.approx(ASKED_AT_A_TIME * of_gateway["default/breaks"])
+    assert results["Requests that wait / A"].value(model="default/sleeps") == 1
     assert results["Padding waste / A"].value(kind="decode", bucket="none") == 0
     assert results["Prompt length / A"].numbers[0] <= max(expected.prompts)
 
@@ -370,7 +420,7 @@ def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[st
     }
     devices = set(re.findall(r"^# TYPE (?!\S+_created)(\S+) ", of_neuron_devices(1), re.MULTILINE))
     # A query may select names by a pattern.
-    patterns = {name for name in shown if not name.startswith("neuron_operator_")} - ours
+    patterns = {name for name in shown if not name.startswith(("neuron_operator_", *OF_GATEWAYS))} - ours
     assert {name for name in devices if any(re.fullmatch(one, name) for one in patterns)} == devices
     assert [one for one in patterns if not any(re.fullmatch(one, name) for name in devices)] == []
     assert ours - shown == without.keys()
@@ -378,8 +428,14 @@ def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[st
     metrics = OperatorMetrics()
     metrics.report_models(lambda: [{}])
     metrics.report_adapters(lambda: [{}])
-    declared = re.findall(r"^# TYPE (\S+) ", metrics.exposition().decode(), re.MULTILINE)
-    assert operator == {name for name in declared if not name.endswith("_created")}
+    assert operator == declared(metrics.exposition())
+    (gateway,) = {declared(text.encode()) for text in asyncio.run(of_a_gateway(1))}
+    assert {name for name in shown if name.startswith(OF_GATEWAYS)} == gateway
+
+
+def declared(exposition: bytes) -> frozenset[str]:
+    found = re.findall(r"^# TYPE (\S+) ", exposition.decode(), re.MULTILINE)
+    return frozenset(name for name in found if not name.endswith("_created"))
 
 
 @pytest.mark.slow
@@ -477,6 +533,8 @@ def test_an_alert_fires_only_under_its_condition(load: ScriptedLoad, scraped: li
         assert found[name], name
     for name in ("NeuronModelNotServing", "NeuronOperatorAbsent", "NeuronOperatorFails", "NeuronModelNotReady"):
         assert found[name] == {times[-1]}, name
+    assert found["NeuronGatewayHoldsRequests"] == set(times[1:])
+    assert found["NeuronGatewayFailsRequests"], "answers that break off"
     assert not any(times[0] in moments for moments in found.values()), "an alert fires without a cause"
 
 
