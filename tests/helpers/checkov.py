@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.rig.needs import NotPossibleHere
+from helpers.answers import answer
 from helpers.environments import python_environment
 
 PINS = Path(__file__).parents[1] / "cluster" / "build" / "checkov" / "requirements.txt"
@@ -21,13 +22,21 @@ PINS = Path(__file__).parents[1] / "cluster" / "build" / "checkov" / "requiremen
 def complaints(objects: Mapping[str, Sequence[Any]], folder: Path) -> dict[str, set[tuple[str, str]]]:
     """Kinds of objects and identifiers of the checks that they fail, for each of several lists of objects: one run,
     because the program takes seconds to start. `folder` is an empty one. Raises NotPossibleHere."""
-    for name, some in objects.items():
-        # A document for each object, with the keys in lines of their own: the program counts lines.
-        (folder / f"{name}.json").write_text(json.dumps({"kind": "List", "apiVersion": "v1", "items": some}, indent=1))
     program = python_environment("checkov", PINS) / "checkov"
-    command = [program, "--directory", folder, "--framework", "kubernetes", "--compact", "--output", "json"]
-    done = subprocess.run([*command, "--skip-download", "--soft-fail"], capture_output=True, text=True, check=True)
-    report = json.loads(done.stdout)
+    flags = ("--framework", "kubernetes", "--compact", "--output", "json", "--skip-download", "--soft-fail")
+    # A document for each object, with the keys in lines of their own: the program counts lines.
+    lists = {
+        f"{name}.json": json.dumps({"kind": "List", "apiVersion": "v1", "items": some}, indent=1)
+        for name, some in objects.items()
+    }
+
+    def report_on_lists() -> str:
+        for name, text in lists.items():
+            (folder / name).write_text(text)
+        command = [program, "--directory", folder, *flags]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    report = json.loads(answer("checkov", report_on_lists, PINS, *flags, json.dumps(lists)))
     assert not report["results"]["parsing_errors"], report["results"]["parsing_errors"]
     found: dict[str, set[tuple[str, str]]] = {name: set() for name in objects}
     for check in report["results"]["failed_checks"]:

@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.rig.image_vllm import PINS
 from cluster.rig.needs import NotPossibleHere
 from helpers import vllm_cpu
+from helpers.answers import answer
 from neuron_operator.api.engines.engine import Served
 from neuron_operator.api.engines.vllm_flags import (
     CACHE_SHARE_VARIABLE,
@@ -590,17 +592,23 @@ def test_the_parser_of_vllm_reads_what_fields_say(tmp_path: Path) -> None:
     except NotPossibleHere as error:
         pytest.skip(str(error))
     given = json.dumps(commands)
-    done = subprocess.run(
-        [program, "-c", READ],
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={"HOME": str(tmp_path)},
+
+    def read() -> str:
+        done = subprocess.run(
+            [program, "-c", READ],
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            env={"HOME": str(tmp_path)},
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.splitlines()[-1]
+
+    (first, second, third, follower), known, actions, of_server, steps = json.loads(
+        answer("vllm-parser", read, PINS, READ, given)
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (first, second, third, follower), known, actions, of_server, steps = json.loads(done.stdout.splitlines()[-1])
     expected = {
         "model_tag": "/models/m",
         "port": 8000,
