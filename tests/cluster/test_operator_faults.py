@@ -104,10 +104,20 @@ async def jumping_clock(_: ApiProxy, namespace: Namespace) -> None:
     await asyncio.Event().wait()
 
 
+async def silent_watches_and_stolen_lease(proxy: ApiProxy, namespace: Namespace) -> None:
+    async with asyncio.TaskGroup() as both:
+        both.create_task(silent_watches(proxy, namespace))
+        both.create_task(stolen_lease(proxy, namespace))
+
+
 FAULTS: dict[str, Fault] = {
-    fault.__name__: fault for fault in (storm, silent_watches, shuffled_events, outage, stolen_lease, jumping_clock)
+    fault.__name__: fault
+    for fault in (
+        *(storm, silent_watches, shuffled_events, outage, stolen_lease, jumping_clock),
+        silent_watches_and_stolen_lease,
+    )
 }
-IN_CI = ("silent_watches", "stolen_lease")
+IN_CI = ("silent_watches_and_stolen_lease",)
 
 
 @pytest.fixture(scope="module")
