@@ -257,7 +257,8 @@ def test_a_script_of_the_guides_runs_unchanged_on_the_cpu(script: str, model: Pa
 @pytest.mark.parametrize(
     ("script", "framework"),
     [
-        ("continuous batching", "transformers-neuronx"),
+        # Here, "a command is accepted by its library" and test_neuronx_backend.py have what these would find.
+        pytest.param("continuous batching", "transformers-neuronx", marks=pytest.mark.long),
         pytest.param("override", "transformers-neuronx", marks=pytest.mark.long),
         pytest.param("NxD Inference", "neuronx-distributed-inference", marks=pytest.mark.long),
         # Four minutes: it computes a row of 4096 tokens for each prompt.
@@ -305,7 +306,7 @@ def flags_of(command: str, model: Path) -> list[str]:
     ("command", "framework"),
     [
         ("vllm serve", "transformers-neuronx"),
-        ("api_server", "transformers-neuronx"),
+        pytest.param("api_server", "transformers-neuronx", marks=pytest.mark.long),  # the same flags
         ("optimum", "optimum-neuron"),
     ],
 )
