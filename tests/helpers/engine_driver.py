@@ -199,6 +199,16 @@ class CacheReader:
                 case AllBlocksCleared():
                     self.blocks.clear()
 
+    def hits(self, tokens: list[int]) -> int:
+        """Cached tokens of a prompt, as a gateway counts them: of its blocks from the first one on, without the last
+        token."""
+        by_parent = {(self.parents[one], content): one for one, content in self.blocks.items()}
+        size = len(next(iter(self.blocks.values()), ()))
+        at, parent = 0, None
+        while size and at + size < len(tokens) and (found := by_parent.get((parent, tuple(tokens[at : at + size])))):
+            at, parent = at + size, found
+        return at
+
 
 @dataclass
 class Run:

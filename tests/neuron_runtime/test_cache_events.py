@@ -175,7 +175,7 @@ def test_a_reader_of_a_real_server_foretells_its_cache_hits() -> None:
                 body["prompt"] = text
                 (rendered,) = httpx.post(f"{url}/v1/completions/render", json=body, timeout=60).json()
                 tokens = rendered["token_ids"]
-                foretold.append(_hits(reader, tokens))
+                foretold.append(reader.hits(tokens))
                 usage = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]
                 counted.append(usage["prompt_tokens_details"]["cached_tokens"])
                 _follow(subscriber, reader)
@@ -191,15 +191,3 @@ def _follow(subscriber: zmq.Socket[bytes], reader: CacheReader) -> None:
         assert topic.startswith(b"kv@")
         assert topic.endswith(b"@demo-model")
         reader.read(msgspec.msgpack.decode(payload, type=EventBatch).events)
-
-
-def _hits(reader: CacheReader, tokens: list[int]) -> int:
-    """Cached tokens of a prompt, as a gateway counts them: of its blocks from the first one on, without the last
-    token."""
-    at, parent, by_parent = 0, None, {}
-    for one, before in reader.parents.items():
-        if one in reader.blocks:
-            by_parent[before, reader.blocks[one]] = one
-    while at + 8 < len(tokens) and (found := by_parent.get((parent, tuple(tokens[at : at + 8])))):
-        at, parent = at + 8, found
-    return at
