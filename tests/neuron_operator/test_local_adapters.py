@@ -84,6 +84,7 @@ def test_openais_client_lists_the_adapter_with_its_base_model_and_streams_its_an
             client.chat.completions.create(model="parrot", **ask)
 
 
+@pytest.mark.long  # OpenAI's client above has what these build on
 async def test_clients_of_other_makers_list_the_adapter_and_ask_for_it(url: str, tmp_path: Path) -> None:
     try:
         await foreign_clients.run("adapters_client.py", f"{url}/v1", QUESTION, PLAIN, PIRATE, folder=tmp_path)

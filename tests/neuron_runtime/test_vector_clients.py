@@ -74,13 +74,14 @@ async def run(client: str, *arguments: str, folder: Path) -> None:
         (pytest.xfail if client.endswith(".mjs") else pytest.skip)(str(reason))
 
 
+@pytest.mark.parametrize("client", ["vectors_client.py", pytest.param("litellm_vectors.py", marks=pytest.mark.long)])
 async def test_clients_of_retrieval_understand_vectors_and_scores(
-    embed_url: str, score_url: str, tmp_path: Path
+    client: str, embed_url: str, score_url: str, tmp_path: Path
 ) -> None:
     ranked = ask(f"{score_url}/rerank", model="scores", query=QUESTION, documents=[WRONG, RIGHT])
     order = json.dumps([one["index"] for one in ranked["results"]])
     arguments = (embed_url, "vectors", score_url, "scores", QUESTION, RIGHT, WRONG, order)
-    await run("vectors_client.py", *arguments, folder=tmp_path)
+    await run(client, *arguments, folder=tmp_path)
 
 
 async def test_openais_client_for_node_understands_vectors(embed_url: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Vectors and scores by the clients of retrieval: LangChain, LlamaIndex, LiteLLM and Cohere.
+"""Vectors and scores by the clients of retrieval: LangChain, LlamaIndex and Cohere.
 
 Arguments: the address of a server that embeds and the name of its model, the same of one that scores, a question, the
 text that answers it, one that does not, and in which order the second model ranks the two, as a list.
@@ -12,7 +12,6 @@ import sys
 from operator import mul
 
 import cohere
-import litellm
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_openai import OpenAIEmbeddings
 from llama_index.core.base.embeddings.base import similarity
@@ -43,22 +42,8 @@ asked, texts = llama_index.get_query_embedding(QUESTION), llama_index.get_text_e
 assert similarity(asked, texts[1]) > similarity(asked, texts[0])
 found["llama-index"] = texts[1]
 
-for provider in ("openai", "hosted_vllm"):
-    to = {"model": f"{provider}/{embeds}", "api_base": embed_url, "api_key": "any"}
-    answer = litellm.embedding(input=TEXTS, **to)
-    found[provider] = answer.data[1]["embedding"]
-    assert answer.usage.prompt_tokens > 2, answer.usage
-
 for name, vector in found.items():
     assert cosine(vector, found["langchain"]) > 0.9999, name
-
-for provider in ("hosted_vllm", "jina_ai", "cohere"):
-    # Each writes the path of its own service, unless the address has it.
-    base = score_url if provider == "hosted_vllm" else f"{score_url}/rerank"
-    ranked = litellm.rerank(
-        model=f"{provider}/{scores}", query=QUESTION, documents=TEXTS, top_n=2, api_base=base, api_key="any"
-    )
-    assert [one["index"] for one in ranked.results] == ORDER, (provider, ranked)
 
 with cohere.Client(api_key="any", base_url=score_url.removesuffix("/v1")) as client:
     answered = client.rerank(model=scores, query=QUESTION, documents=TEXTS, top_n=1)
