@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.torch import load, load_file, save, save_file
 
 from neuron_runtime.core import Picture, Request, Sampling
 
-IMAGE, BREAK, END = 10, 12, 13
+IMAGE, VIDEO, BREAK, END, START = 10, 11, 12, 13, 14
 """Tokens that stand for a part of a picture, end a line of them, and end all."""
 TEXT = range(20, 256)
 
@@ -56,6 +57,8 @@ class Family(NamedTuple):
     architecture: str
     config: Mapping[str, Any]
     patch: int
+    by_grid: bool = False
+    """The processor makes rows of patches and their grid, two by two merged; otherwise pixels and their size."""
 
 
 _LLAVA = {"image_token_index": IMAGE, "text_config": MISTRAL, "vision_config": PIXTRAL, "tie_word_embeddings": False}
@@ -69,6 +72,37 @@ FAMILIES = {
         "Mistral3ForConditionalGeneration",
         {**_LLAVA, "model_type": "mistral3", "vision_feature_layer": -1, "spatial_merge_size": 2},
         16,
+    ),
+    "Qwen2.5-VL": Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "model_type": "qwen2_5_vl",
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+            "vision_start_token_id": START,
+            "vision_end_token_id": END,
+            "text_config": {
+                **MISTRAL,
+                "model_type": "qwen2_5_vl_text",
+                "bos_token_id": None,
+                "eos_token_id": None,
+                "rope_theta": 1000.0,
+                "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {
+                "model_type": "qwen2_5_vl",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "depth": 2,
+                "num_heads": 2,
+                "patch_size": 8,
+                "window_size": 32,
+                "out_hidden_size": 64,
+                "fullatt_block_indexes": [1],
+            },
+        },
+        16,
+        by_grid=True,
     ),
 }
 
@@ -84,6 +118,8 @@ def seeing_model(folder: Path, family: Family, seed: int = 0) -> Path:
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or "ln_pre" in name else 0.0, 0.15)
     model.save_pretrained(folder)
+    # transformers 4 writes it into the text_config of Qwen2.5-VL.
+    leave_out(folder, architectures=[family.architecture])
     return folder
 
 
@@ -104,8 +140,13 @@ def leave_out(folder: Path, **fields: Any) -> None:
 
 def seen(family: Family, height: int, width: int, seed: int) -> Seen:
     """A random picture of so many pixels."""
-    pixels = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
     lines, columns = height // family.patch, width // family.patch
+    if family.by_grid:
+        patches = torch.randn(4 * lines * columns, 3 * 2 * (family.patch // 2) ** 2, generator=generator)
+        grid = torch.tensor([[1, 2 * lines, 2 * columns]])
+        return Seen([START, *[IMAGE] * (lines * columns), END], {"pixel_values": patches, "image_grid_thw": grid})
+    pixels = torch.randn(1, 3, height, width, generator=generator)
     tokens = ([IMAGE] * columns + [BREAK]) * lines
     return Seen([*tokens[:-1], END], {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])})
 
@@ -140,7 +181,10 @@ def seeing_logits(model: Any, asked: Request, answer: Sequence[int]) -> torch.Te
     """Logits of the tokens of an answer."""
     tokens = torch.tensor([[*asked.prompt_token_ids, *answer]])
     pixels = [load(bytes(picture.pixels)) for picture in asked.pictures]
-    logits: torch.Tensor = model(tokens, **_together(pixels)).logits[0]
+    together = _together(pixels)
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        together["mm_token_type_ids"] = (tokens == IMAGE).int()
+    logits: torch.Tensor = model(tokens, **together).logits[0]
     return logits[len(asked.prompt_token_ids) - 1 : -1]
 
 
@@ -149,7 +193,7 @@ def _together(pixels: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
     found = {}
     for name in pixels[0] if pixels else ():
         each = [one[name] for one in pixels]
-        if name == "pixel_values":
+        if each[0].dim() == 4:
             height, width = (max(one.shape[side] for one in each) for side in (-2, -1))
             fill = torch.nn.functional.pad
             each = [fill(one, (0, width - one.shape[-1], 0, height - one.shape[-2])) for one in each]

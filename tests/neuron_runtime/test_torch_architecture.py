@@ -25,6 +25,7 @@ CONFIG: dict[str, Any] = {
 }
 MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 32}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6}
+QWEN_VL = {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
 SLIDING = {**QWEN2, "use_sliding_window": True, "sliding_window": 32}
@@ -54,6 +55,14 @@ def test_defaults_of_old_configs_are_applied() -> None:
 )
 def test_rope_is_parsed_in_the_forms_of_transformers_4_and_5(fields: dict[str, Any]) -> None:
     assert decoder_config({**CONFIG, **fields}).rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize("kind", ["rope_scaling", "rope_parameters"])
+def test_each_pair_of_dimensions_turns_by_one_of_three_parts_in_qwen_vl(kind: str) -> None:
+    sections = {"type": "mrope" if kind == "rope_scaling" else "default", "mrope_section": [1, 1, 2]}
+    nested = {**QWEN_VL, "text_config": {**CONFIG, "rope_theta": 5e5, kind: sections}}
+    for fields in (nested, {**CONFIG, **QWEN_VL, "rope_theta": 5e5, kind: sections}):
+        assert decoder_config(fields).rope == Rope(5e5, parts=(0, 1, 2, 2))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +161,9 @@ def test_an_unsupported_value_is_named_with_the_supported_ones(fields: dict[str,
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": "1"}}, "mscale must be a positive number"),
         ({**GEMMA3, "rope_parameters": {"rope_theta": 1e4}}, "must have full_attention and sliding_attention"),
         ({**GEMMA3, "rope_parameters": {"sliding_attention": 3}}, "rope_parameters must be an object"),
+        ({**QWEN_VL, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}, r"half of head_dim \(4\), got"),
+        ({**QWEN_VL, "rope_parameters": {"mrope_section": "all"}}, "mrope_section must be three integers"),
+        ({**QWEN_VL, "rope_scaling": 3}, "rope_scaling must be an object"),
         ({**GEMMA3, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number"),
         ({**MISTRAL, "sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
         ({**MISTRAL, "sliding_window": "32"}, "sliding_window must be a positive integer"),

@@ -109,7 +109,7 @@ FAMILIES: Mapping[tuple[str, str], Family] = {
     ("LlavaForConditionalGeneration", "pixtral"): _PIXTRAL,
     ("Mistral3ForConditionalGeneration", "pixtral"): _PIXTRAL,
     ("Llama4ForConditionalGeneration", "llama4_vision_model"): _LLAMA4,
-    ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"): _QWEN,
+    **{("Qwen2_5_VLForConditionalGeneration", kind): _QWEN for kind in ("", "qwen2_5_vl", "qwen2_5_vl_vision")},
     ("Qwen3VLForConditionalGeneration", "qwen3_vl"): _QWEN,
     ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"): _QWEN,
     ("Gemma3ForConditionalGeneration", "siglip_vision_model"): _GEMMA3,
@@ -120,6 +120,6 @@ FAMILIES: Mapping[tuple[str, str], Family] = {
 def family_of(config: Config) -> Family | None:
     """None: the model sees no pictures, or is none of these."""
     vision = config.get("vision_config")
-    kind = vision.get("model_type") if isinstance(vision, Mapping) else None
+    kind = vision.get("model_type", "") if isinstance(vision, Mapping) else None
     found = (FAMILIES.get((name, str(kind))) for name in config.get("architectures") or ())
     return next((family for family in found if family is not None), None)

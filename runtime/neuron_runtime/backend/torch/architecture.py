@@ -47,6 +47,8 @@ class Rope:
     """Of cosines and sines."""
     interleaved: bool = False
     """A pair of dimensions lies side by side; otherwise in the two halves of a head."""
+    parts: tuple[int, ...] = ()
+    """Of positions with three parts (time, row, column), the one that turns each pair; empty: positions have one."""
 
 
 class Window(NamedTuple):
@@ -259,6 +261,10 @@ class TorchFamily:
     rope: Mapping[str, Any] = field(default_factory=dict)
     local_theta: float = 0.0
     interleaved: bool = False
+    parts: Callable[[tuple[int, int, int]], list[int]] | None = None
+    """Of rotary positions with three parts, the one of each pair of dimensions, by their numbers (`mrope_section`)."""
+    sections: tuple[int, int, int] = (16, 24, 24)
+    """Where config.json has none."""
     dense_size: str = "intermediate_size"
     layer_types: Callable[[Mapping[str, Any], int], list[str]] | None = None
     more: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = lambda config, num_layers: {}
@@ -299,6 +305,10 @@ def _llama4(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         "tempering": Tempering(_number(config, "floor_scale"), _number(config, "attn_scale")) if tempers else None,
         "plain_norm": boolean(config, "use_qk_norm", True),
     }
+
+
+def _in_a_row(sections: tuple[int, int, int]) -> list[int]:
+    return [part for part, size in enumerate(sections) for _ in range(size)]
 
 
 def _by_pattern(config: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -513,6 +523,21 @@ FAMILIES: Mapping[str, TorchFamily] = {
             unread=("vision_model.", "multi_modal_projector."),
         ),
     ),
+    "Qwen2_5_VLForConditionalGeneration": TorchFamily(
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            **_QWEN_WINDOW,
+            "max_window_layers": 80,
+        },
+        fixed={"attention_bias": True, "mlp_bias": False},
+        output_bias=False,
+        theta=1_000_000.0,
+        parts=_in_a_row,
+        text="text_config",
+        stored=Stored(replaced={"language_model.": ""}, unread=("visual.",)),
+    ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(
         _GEMMA3,
@@ -556,7 +581,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     experts = _experts(config, family, family.experts, num_layers) if family.experts else None
     more = family.more(config, num_layers)
     rope, local_rope = _ropes(config, max_position_embeddings, family)
-    rope = replace(rope, interleaved=family.interleaved)
+    rope = replace(rope, interleaved=family.interleaved, parts=_parts(config, family, head_dim))
     windows = _windows(config, architecture, num_layers)
     return DecoderConfig(
         architecture=architecture,
@@ -673,7 +698,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _text_of(config: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     """The fields of the text model, which this field has, if any."""
-    text = config.get(part) if part else {}
+    # The first files of Qwen2.5-VL have none, and these fields beside the others.
+    text = config.get(part, {}) if part else {}
     if not isinstance(text, Mapping):
         raise InvalidModel(f"config.json: {part} must be an object")
     return {**config, **text}
@@ -778,8 +804,32 @@ def _layers(config: Mapping[str, Any], name: str) -> list[int] | None:
     return layers
 
 
+def _parts(config: Mapping[str, Any], family: TorchFamily, head_dim: int) -> tuple[int, ...]:
+    """See `Rope.parts`."""
+    if family.parts is None:
+        return ()
+    stated = (config.get(name) for name in ("rope_parameters", "rope_scaling"))
+    said = (one.get("mrope_section") for one in stated if isinstance(one, Mapping))
+    sections = next((one for one in said if one is not None), family.sections)
+    match sections:
+        case [int(time), int(row), int(column)] if min(sections) >= 0 and sum(sections) == head_dim // 2:
+            return tuple(family.parts((time, row, column)))
+    message = f"config.json: mrope_section must be three integers whose sum is half of head_dim ({head_dim // 2})"
+    raise InvalidModel(f"{message}, got {sections}")
+
+
+def _without_parts(rope: Any) -> Any:
+    """What is said of rotary positions beside their parts; `mrope` is the `default` of positions with parts."""
+    if not isinstance(rope, Mapping):
+        return rope
+    kept = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+    return {name: "default" if (name, value) == ("type", "mrope") else value for name, value in kept.items()}
+
+
 def _ropes(config: Mapping[str, Any], max_position_embeddings: int, family: TorchFamily) -> tuple[Rope, Rope | None]:
     """Those of layers that see everything, and of those with a window where they differ."""
+    if family.parts is not None:
+        config = {**config, **{name: _without_parts(config.get(name)) for name in ("rope_parameters", "rope_scaling")}}
     if not family.local_theta:
         return _rope(config, max_position_embeddings, family), None
     # transformers 5 writes an object for each kind of layer; transformers 4 writes fields of both side by side.

@@ -191,7 +191,9 @@ class TorchBackend:
         plan = self._cache.plan(StepRows(rows.start, num_tokens, self._mirror.blocks[rows.slots]))
         adapted = None if self._adapters is None else self._adapters.decoder_for(rows.slots, num_tokens)
         tap = None if self._draft is None else self._draft.tap
-        placed = None if self._vision is None else self._vision.placed(rows)
+        placed = None
+        if self._vision is not None:
+            placed, plan = self._vision.placed(rows), self._vision.turned(rows, plan)
         fed = torch.from_numpy(self._mirror.token_ids(rows))
         hidden = (adapted or self._decoder).forward(fed, plan, tap, placed)
         if self._draft is not None:

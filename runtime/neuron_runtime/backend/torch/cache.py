@@ -94,7 +94,7 @@ class Reads(NamedTuple):
 class StepPlan:
     """Where the tokens of these rows are written in `cache`, and what they attend to.
 
-    positions, write_line, write_offset: `[tokens]`.
+    positions, write_line, write_offset: `[tokens]`. positions: those that rotate, see `three_parts.py`.
     """
 
     cache: KVCache

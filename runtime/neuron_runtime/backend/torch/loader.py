@@ -79,7 +79,7 @@ def load(
     vision = None
     if tower is not None:
         read = partial(load_tower, stored, tower, dtype, quantization=model.quantization)
-        vision = Vision(load_on(device, progress, read), checkpoint.config, dtype)
+        vision = Vision(load_on(device, progress, read), checkpoint.config, dtype, three_parts=bool(model.rope.parts))
     network = drafts and load_on(device, progress, lambda report: drafts.read(decoder, limits, dtype, report))
     shape = (limits.num_blocks, part.num_kv_heads, limits.block_size, model.head_dim)
     return TorchBackend(

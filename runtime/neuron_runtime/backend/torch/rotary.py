@@ -28,13 +28,14 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 def turns(
     positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine of each position `[tokens]`, times `scale`, both `[tokens, 1, head_dim]`; computed in
-    float32.
+    """Cosine and signed sine of each position `[tokens]`, or of each pair of dimensions `[tokens, head_dim / 2]`, times
+    `scale`, both `[tokens, 1, head_dim]`; computed in float32.
 
     With `swap` exchanging the halves of the last dimension, the rotation is `x * cosine + swap(x) * sine`; the first
     half of the sines is negated.
     """
-    angles = torch.outer(positions.float(), frequencies).unsqueeze(1)
+    each = positions.float().unsqueeze(-1) if positions.dim() == 1 else positions.float()
+    angles = (each * frequencies).unsqueeze(1)
     cosine, sine = angles.cos(), angles.sin()
     if scale != 1:
         cosine, sine = cosine * scale, sine * scale
@@ -50,8 +51,8 @@ def frequencies_of(config: DecoderConfig) -> tuple[torch.Tensor, ...]:
 def placing(
     config: DecoderConfig, positions: torch.Tensor, frequencies: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> list[Place]:
-    """What each layer does to heads of queries and keys that are at these positions `[tokens]`. frequencies: see
-    `frequencies_of`."""
+    """What each layer does to heads of queries and keys that are at these positions `[tokens]`, or `[tokens, 3]` where
+    their parts differ. frequencies: see `frequencies_of`."""
     factors: torch.Tensor | None = None
     if config.tempering is not None:
         step, scale = config.tempering
@@ -61,7 +62,8 @@ def placing(
         factors = factors.to(dtype)
 
     def turning(rope: Rope, own: torch.Tensor) -> Place:
-        cosine, sine = turns(positions, own, rope.scale, dtype)
+        at = positions if positions.dim() == 1 else positions[:, list(rope.parts)]
+        cosine, sine = turns(at, own, rope.scale, dtype)
 
         def turned(x: torch.Tensor) -> torch.Tensor:
             if rope.interleaved:

@@ -24,10 +24,10 @@ class MostOfPicture(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TowerFamily:
-    """vision: `model_type` of the `vision_config`. modules: the parts of the model that make features of pictures, by
-    the names that transformers gives them. most: from config.json."""
+    """vision: the `model_type` of the `vision_config`, any of these; empty: it has none. modules: the parts of the
+    model that make features of pictures, by the names that transformers gives them. most: from config.json."""
 
-    vision: str
+    vision: tuple[str, ...]
     modules: tuple[str, ...]
     most: Callable[[Mapping[str, Any]], MostOfPicture]
     feeds_whole: bool = False
@@ -56,11 +56,27 @@ def _mistral3(config: Mapping[str, Any]) -> MostOfPicture:
     return _pixtral({"spatial_merge_size": 2, **config, "vision_config": vision})
 
 
+MOST_TOKENS = 4096
+"""Of a picture of any size."""
+
+
+def _qwen(config: Mapping[str, Any]) -> MostOfPicture:
+    text = config.get("text_config") or config
+    tokens = min(MOST_TOKENS, positive(text, "max_position_embeddings", 32768))
+    return MostOfPicture(tokens, tokens * merge_of(config) ** 2)
+
+
+def merge_of(config: Mapping[str, Any]) -> int:
+    """Patches that are merged, along each side."""
+    return positive(config["vision_config"], "spatial_merge_size", 2)
+
+
 _OF_LLAVA = ("vision_tower", "multi_modal_projector")
 
 TOWERS: Mapping[str, TowerFamily] = {
-    "LlavaForConditionalGeneration": TowerFamily("pixtral", _OF_LLAVA, _pixtral),
-    "Mistral3ForConditionalGeneration": TowerFamily("pixtral", _OF_LLAVA, _mistral3),
+    "LlavaForConditionalGeneration": TowerFamily(("pixtral",), _OF_LLAVA, _pixtral),
+    "Mistral3ForConditionalGeneration": TowerFamily(("pixtral",), _OF_LLAVA, _mistral3),
+    "Qwen2_5_VLForConditionalGeneration": TowerFamily(("", "qwen2_5_vl", "qwen2_5_vl_vision"), ("visual",), _qwen),
 }
 """By the class named in `architectures` of config.json."""
 
@@ -68,8 +84,8 @@ TOWERS: Mapping[str, TowerFamily] = {
 def tower_of(config: Mapping[str, Any]) -> TowerFamily | None:
     """The tower that computes pictures for a model; None: it has none, or one that is not served."""
     match config:
-        case {"architectures": [str(name), *_], "vision_config": {"model_type": str(vision)}} if (
-            name in TOWERS and TOWERS[name].vision == vision
+        case {"architectures": [str(name), *_], "vision_config": {**vision}} if (
+            name in TOWERS and vision.get("model_type", "") in TOWERS[name].vision
         ):
             return TOWERS[name]
     return None

@@ -7,6 +7,7 @@ sequence has such tokens to feed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ import torch
 from safetensors.torch import load
 
 from neuron_runtime.backend.slots import FedRows, IntArray
+from neuron_runtime.backend.torch.cache import StepPlan
 from neuron_runtime.backend.torch.decoder import Placed
-from neuron_runtime.backend.torch.towers import TowerFamily, image_token_of, tower_tensors
+from neuron_runtime.backend.torch.three_parts import Grid, ThreeParts
+from neuron_runtime.backend.torch.towers import TowerFamily, image_token_of, merge_of, tower_tensors
 from neuron_runtime.backend.torch.weights import WeightReader
 from neuron_runtime.backend_protocol import IllegalBatch, ProgressCallback
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, check_tensors
@@ -62,6 +65,27 @@ class Pixtral(torch.nn.Module):
         return found
 
 
+class QwenVL(torch.nn.Module):
+    """Qwen2.5-VL."""
+
+    def __init__(self, visual: torch.nn.Module) -> None:
+        super().__init__()
+        self.visual = visual
+
+    def features(self, pixels: Pixels) -> torch.Tensor:
+        made = self.visual(pixels["pixel_values"], grid_thw=pixels["image_grid_thw"])
+        # transformers 4 returns the features alone.
+        found: torch.Tensor = made if isinstance(made, torch.Tensor) else made.pooler_output
+        return found
+
+
+def _qwen2_5_vl(config: Any) -> QwenVL:
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen  # noqa: PLC0415
+
+    tower = qwen.Qwen2_5_VisionTransformerPretrainedModel._from_config
+    return QwenVL(tower(config.vision_config))  # type: ignore[no-untyped-call]
+
+
 def _pixtral(config: Any) -> Pixtral:
     from transformers.models.llava.modeling_llava import LlavaMultiModalProjector  # noqa: PLC0415
 
@@ -77,6 +101,7 @@ def _mistral3(config: Any) -> Pixtral:
 MODULES: Mapping[str, Callable[[Any], Any]] = {
     "LlavaForConditionalGeneration": _pixtral,
     "Mistral3ForConditionalGeneration": _mistral3,
+    "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
 }
 """A tower from the configuration of transformers, by the class named in `architectures`."""
 
@@ -137,11 +162,20 @@ class _Pending:
     places: IntArray
 
 
+def _not_as_many(one: _Pending, num_features: int) -> IllegalBatch:
+    has = f"has {len(one.places)} image tokens, but {num_features} features"
+    return IllegalBatch(f"a picture from token {one.picture.start} on {has}")
+
+
 class Vision:
     """The pictures of live sequences. Without any, a step costs no more than a look."""
 
-    def __init__(self, tower: Tower, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """config: of the model, as in config.json."""
+    def __init__(
+        self, tower: Tower, config: Mapping[str, Any], dtype: torch.dtype, *, three_parts: bool = False
+    ) -> None:
+        """config: of the model, as in config.json. three_parts: its rotary positions have them."""
+        self._three_parts = ThreeParts() if three_parts else None
+        self._merge = merge_of(config) if three_parts else 1
         self._tower, self._dtype = tower, dtype
         self._image_token = image_token_of(config)
         self._pending: dict[int, list[_Pending]] = {}
@@ -159,9 +193,18 @@ class Vision:
         gone = [self._pending.pop(slot, None) for slot in batch.released] if self._pending else []
         if any(gone):
             self._drop()
+        if self._three_parts is not None:
+            for slot in batch.released:
+                self._three_parts.remove(slot)
         for added in batch.added:
             if added.pictures:
-                self._pending[added.slot] = self._places(added)
+                self._pending[added.slot] = places = self._places(added)
+                if self._three_parts is not None:
+                    self._three_parts.add(added.slot, [self._grid(one) for one in places])
+
+    def turned(self, rows: FedRows, plan: StepPlan) -> StepPlan:
+        """The plan with the rotary positions of these rows."""
+        return plan if self._three_parts is None else self._three_parts.turned(rows, plan)
 
     def placed(self, rows: FedRows) -> Placed | None:
         """The features that these rows feed; None if they feed none. Forgets pictures that are fed to their end."""
@@ -197,6 +240,13 @@ class Vision:
             found.append(_Pending(picture, within + picture.start))
         return found
 
+    def _grid(self, one: _Pending) -> Grid:
+        time, row, column = load(bytes(one.picture.pixels))["image_grid_thw"][0].tolist()
+        shape = (time, row // self._merge, column // self._merge)
+        if math.prod(shape) != len(one.places):
+            raise _not_as_many(one, math.prod(shape))
+        return Grid(int(one.places[0]), shape)
+
     def _encoded(self, one: _Pending) -> torch.Tensor:
         picture = one.picture
         if picture.digest not in self._features:
@@ -208,10 +258,7 @@ class Vision:
             self.num_encoded += 1
         features = self._features[picture.digest]
         if len(features) != len(one.places):
-            raise IllegalBatch(
-                f"a picture from token {picture.start} on has {len(one.places)} image tokens, but {len(features)} "
-                "features"
-            )
+            raise _not_as_many(one, len(features))
         return features
 
     def _drop(self) -> None:
