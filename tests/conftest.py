@@ -64,9 +64,15 @@ def _recursion_limit() -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
+SHARE_A_LOAD = ("test_board.py", "test_server_metrics_load.py")
+"""Files whose tests look at the same run of a server: see `helpers/scripted_load.py`."""
+
+
 def scope_of(path: PurePath) -> str:
-    """The tests of one scope run in one process, one after another: those that use the cluster, and those of any other
-    file, so that what a file starts is started once."""
+    """The tests of one scope run in one process, one after another: those that use the cluster, those that share a
+    load, and those of any other file, so that what a file starts is started once."""
+    if path.name in SHARE_A_LOAD:
+        return "load"
     uses_the_cluster = path.parent.name == "cluster" and path.name.startswith(("test_rig_", "test_story"))
     return "cluster" if uses_the_cluster else f"{path.parent.name}/{path.name}"
 

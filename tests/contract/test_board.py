@@ -295,8 +295,8 @@ async def of_a_gateway(count: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
-    return run_against_a_server(tmp_path_factory.mktemp("board"))
+def load() -> ScriptedLoad:
+    return run_against_a_server()
 
 
 @pytest.fixture(scope="module")

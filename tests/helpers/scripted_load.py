@@ -11,11 +11,12 @@ import contextlib
 import os
 import random
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -274,12 +275,16 @@ class ScriptedLoad:
             await asyncio.sleep(0.005)
 
 
-def run_against_a_server(folder: Path) -> ScriptedLoad:
-    """Runs the load against the command with a small model on the torch backend."""
+@cache
+def run_against_a_server() -> ScriptedLoad:
+    """Runs the load against the command with a small model on the torch backend, once in this process."""
     from helpers.chat_model import write_chat_model
     from helpers.serve_command import ENGINE, serve, stopped
 
-    with serve(str(write_chat_model(folder / "model", max_length=MODEL_LENGTH)), *FLAGS) as command:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serve(str(write_chat_model(Path(folder, "model"), max_length=MODEL_LENGTH)), *FLAGS) as command,
+    ):
 
         async def ready_again() -> None:
             await asyncio.to_thread(command.until_ready, 2)

@@ -24,8 +24,8 @@ DOCUMENTED = {
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
-    return run_against_a_server(tmp_path_factory.mktemp("load"))
+def load() -> ScriptedLoad:
+    return run_against_a_server()
 
 
 Check = Callable[[ScriptedLoad, Scrape, str], None]
