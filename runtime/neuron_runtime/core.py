@@ -549,6 +549,10 @@ class BackendLimits:
             yield "max_top_k and top_p_keeps_crossing are of a device that samples: not with Host sampling"
         if self.greedy_only and self.sampling != "Device":
             yield "greedy_only is of a device that samples all rows: only with Device sampling"
+        if self.feeds_pictures_whole and self.chunks_prefill:
+            beside = num_others if self.mixes_phases else 0
+            if buckets or not 0 < self.max_picture_tokens + self.min_chunk_tokens - 1 <= self.max_step_tokens - beside:
+                yield "feeds_pictures_whole with chunks needs max_picture_tokens that a step fits, no prefill_buckets"
         if self.decodes_all_live_rows and (self.mixes_phases or self.chunks_prefill):
             yield "decodes_all_live_rows excludes partial prompts: mixes_phases and chunks_prefill must be off"
 

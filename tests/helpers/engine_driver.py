@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,8 +14,18 @@ from typing import Any
 from helpers.checked_requests import check_request
 from helpers.guides import FORM, Rule, RuleGuides, no_rule
 from helpers.step_counts import StepCounts
-from helpers.strict_backend import StrictBackend, next_token
-from neuron_runtime.core import NO_TOKEN, BackendLimits, Batch, FinishReason, Late, Request, Sampling, StepOutput
+from helpers.strict_backend import StrictBackend, next_token, with_features
+from neuron_runtime.core import (
+    NO_TOKEN,
+    BackendLimits,
+    Batch,
+    FinishReason,
+    Late,
+    Picture,
+    Request,
+    Sampling,
+    StepOutput,
+)
 from neuron_runtime.engine.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, CacheEvents
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.prefix_cache import BlockKeys
@@ -52,6 +63,11 @@ def request(name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0, 
     return Request(name, prompt, params, priority=priority)
 
 
+def picture(name: str, start: int, num_tokens: int) -> Picture:
+    pixels = name.encode()
+    return Picture(hashlib.sha256(pixels).hexdigest(), start, num_tokens, memoryview(pixels))
+
+
 class AtOnce(ThreadPoolExecutor):
     """Does what is submitted at once, so that runs can be repeated."""
 
@@ -83,7 +99,7 @@ def alone(
     output: list[int] = []
     while True:
         token = next_token(
-            [*asked.prompt_token_ids, *output],
+            with_features(asked, [*asked.prompt_token_ids, *output], 0),
             sampling,
             len(output),
             vocabulary_size=VOCABULARY_SIZE,
@@ -116,7 +132,8 @@ class Guesses:
         random, count = self._random, self._random.randint(0, most)
         if random.random() < 0.2:
             return (NO_TOKEN,) * count
-        context, asked = list(sequence.tokens), sequence.request
+        asked = sequence.request
+        context = with_features(asked, sequence.tokens, 0)
         for at in range(len(context), len(context) + count):
             token = next_token(
                 context,
@@ -156,11 +173,15 @@ class RecordingBackend(StrictBackend):
         self.calls: list[tuple[str, int]] = []
         self.most_masks = 0
         """Masks of a row in a step, at most."""
+        self.num_cut = 0
+        """Rows that begin within a picture."""
 
     def launch(self, batch: Batch) -> None:
         super().launch(batch)
         self.batches.append(batch)
         self.calls.append(("launch", batch.step))
+        for number, start in zip(batch.rows.slot, batch.rows.start, strict=True):
+            self.num_cut += any(one.start < start < one.end for one in self._slots[number].added.pictures)
 
     def sample(self, step: int, late: Late | None) -> None:
         super().sample(step, late)
@@ -226,6 +247,8 @@ class Run:
     aborted: set[str] = field(default_factory=set)
     cached: dict[str, int] = field(default_factory=dict)
     """Cached tokens of each request, known with its first tokens."""
+    pictures: dict[str, tuple[Picture, ...]] = field(default_factory=dict)
+    """Of requests that have some."""
     prompts: dict[str, list[int]] = field(default_factory=dict)
     """Prompt logprobs of requests that want them."""
     late: Callable[[Request], Rule | None] = no_rule
@@ -236,6 +259,8 @@ class Run:
     """Whether a request waited for a prefix that another one computed."""
     held: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
     """Every possible block key and the content of its block."""
+    texts: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+    """The same with the tokens of pictures, as events tell them."""
 
     def __post_init__(self) -> None:
         self.steps = StepCounts(self.engine)
@@ -257,6 +282,8 @@ class Run:
                 self.load(asked.adapter)
             self.engine.add(asked)
             self.tokens[asked.request_id] = []
+            if asked.pictures:
+                self.pictures[asked.request_id] = asked.pictures
             if asked.sampling.prompt_logprobs is not None:
                 self.prompts[asked.request_id] = list(asked.prompt_token_ids)
             if self.backend.limits.shares_prefixes:
@@ -383,15 +410,18 @@ class Run:
             assert tuple(token for token, _ in self.backend._cache[block]) == self.held[key]
             assert block not in writable
         self.reader.read(self.events.take())
-        told = {int.from_bytes(key[:8], "big"): self.held[key] for key in known}
+        told = {int.from_bytes(key[:8], "big"): self.texts[key] for key in known}
         assert self.reader.blocks == told, "who follows the events knows something else than the cache has"
 
     def _foresee(self, asked: Request) -> None:
         tokens = [*asked.prompt_token_ids, *alone(asked, self.late, self.backend.limits)[0]]
         size = self.backend.limits.block_size
-        keys = BlockKeys(tokens, size, adapter=asked.adapter, cache_salt=asked.cache_salt).first(len(tokens) // size)
+        of_request = {"adapter": asked.adapter, "cache_salt": asked.cache_salt}
+        keys = BlockKeys(tokens, size, **of_request, pictures=asked.pictures).first(len(tokens) // size)
+        seen = with_features(asked, tokens, 0)
         for at, key in enumerate(keys):
-            block = tuple(tokens[at * size : (at + 1) * size])
+            self.texts[key] = tuple(tokens[at * size : (at + 1) * size])
+            block = tuple(seen[at * size : (at + 1) * size])
             assert self.held.setdefault(key, block) == block, "one key for two different contents"
 
     def check_tokens(self, requests: Iterable[Request], late: Callable[[Request], Rule | None] = no_rule) -> None:

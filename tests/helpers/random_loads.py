@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
 from helpers.engine_driver import VOCABULARY_SIZE, alone, even_only
 from helpers.guides import FORM
-from neuron_runtime.core import BackendLimits, PrefillBucket, Request, Sampling
+from neuron_runtime.core import BackendLimits, Picture, PrefillBucket, Request, Sampling
 
 
 def some_limits(random: Random) -> BackendLimits:
@@ -37,6 +38,10 @@ def some_limits(random: Random) -> BackendLimits:
     samples_some = (
         {} if sampling == "Host" else {"max_top_k": choice((0, 3, 8)), "top_p_keeps_crossing": choice((True, False))}
     )
+    # A picture that a row feeds whole is at most as long as a chunk beside the rows of all others.
+    most = step_tokens - (max_rows - 1 if mixes else 0) - min_chunk + 1
+    num_pictures = choice((0, 3, 3))
+    whole = num_pictures > 0 and choice((True, False)) and not (chunks and buckets)
     return BackendLimits(
         max_rows=max_rows,
         max_model_length=length,
@@ -60,6 +65,9 @@ def some_limits(random: Random) -> BackendLimits:
         max_adapters=num_adapters,
         max_loaded_adapters=num_adapters + (choice((0, 0, 1, 9)) if num_adapters else 0),
         max_adapter_rank=num_adapters and 8,
+        max_pictures=num_pictures,
+        max_picture_tokens=num_pictures and min(most, length // 2),
+        feeds_pictures_whole=whole,
         max_logprobs=2,
         reports_prompt_logprobs=sampling == "Host" and choice((True, False)),
         sampling=sampling,
@@ -94,10 +102,12 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
         room, seed = limits.max_new_tokens(num_prompt), random.randint(0, 99)
         max_tokens = choice((room, room, max(room // 2, 1), 1, min(room, 2), random.randint(1, room)))
         common = min(choice((num_prompt, num_prompt, num_prompt - 1, num_prompt // 2)), len(text))
+        prompt = (*text[:common], *(seed * (at + 1) % VOCABULARY_SIZE for at in range(common, num_prompt)))
+        shown = previous.pictures if text and choice((True, True, False)) else ()
         earlier.append(
             Request(
                 f"{'even' if number < num_late else 'r'}{number}",
-                (*text[:common], *(seed * (at + 1) % VOCABULARY_SIZE for at in range(common, num_prompt))),
+                prompt,
                 Sampling(
                     max_tokens=max_tokens,
                     form=FORM if number < num_late else None,
@@ -109,9 +119,24 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
                 priority=choice((0, 0, 1, 2)),
                 cache_salt=choice(("",) * 7 + ("salt",)),
                 adapter=choice(("", "", *map(str, range(2 * limits.max_adapters)))),
+                pictures=some_pictures(random, limits, num_prompt, shown),
             )
         )
         yield earlier[-1]
+
+
+def some_pictures(
+    random: Random, limits: BackendLimits, num_prompt: int, shown: Sequence[Picture]
+) -> tuple[Picture, ...]:
+    """Pictures of a prompt; there are three different ones, each of its own size. shown: those that it begins with."""
+    found = [one for one in shown if one.end <= num_prompt]
+    end = found[-1].end if found else 0
+    while len(found) < limits.max_pictures and end < num_prompt and random.random() < 0.7:
+        start, number = random.randint(end, num_prompt - 1), random.randint(1, 3)
+        pixels, count = bytes([number]), -(-limits.max_picture_tokens // number)
+        if (end := start + count) <= num_prompt:
+            found.append(Picture(hashlib.sha256(pixels).hexdigest(), start, count, memoryview(pixels)))
+    return tuple(found)
 
 
 def some_parameters(random: Random, limits: BackendLimits, max_tokens: int) -> dict[str, Any]:

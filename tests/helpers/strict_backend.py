@@ -25,6 +25,7 @@ from neuron_runtime.core import (
     BackendLimits,
     Batch,
     Late,
+    Request,
     Rows,
     Sampling,
     StepOutput,
@@ -139,10 +140,10 @@ def _bound(before: int, token: int) -> Cell:
     return token, hash((before, token))
 
 
-def with_features(added: Added, token_ids: Sequence[int], start: int) -> list[int]:
+def with_features(asked: Added | Request, token_ids: Sequence[int], start: int) -> list[int]:
     """The tokens at `start` and behind, with what the cache has instead of them where pictures are."""
     seen = list(token_ids)
-    for picture in added.pictures:
+    for picture in asked.pictures:
         for position in range(max(picture.start, start), min(picture.end, start + len(seen))):
             place = f"{picture.digest} {position - picture.start}"
             seen[position - start] = FEATURES - zlib.crc32(place.encode())
@@ -665,7 +666,7 @@ class StrictBackend:
     def _fed(self, step: _Step, i: int) -> list[int]:
         rows, start = step.batch.rows, step.batch.rows.start[i]
         if rows.token[i] != NO_TOKEN:
-            return [rows.token[i]]
+            return with_features(step.slots[i].added, [rows.token[i]], start)
         slot = step.slots[i]
         return with_features(slot.added, slot.tokens[start : start + rows.num_tokens[i]], start)
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from helpers.engine_driver import CacheReader
+from helpers.engine_driver import CacheReader, picture
 from helpers.ports import free_ports
 from helpers.serve_command import serve
 from neuron_runtime.cache_event_config import cache_events
@@ -64,6 +64,16 @@ def test_an_adapter_is_told_by_the_name_that_clients_ask_for_and_a_salt_in_the_f
     assert (stored.parent_block_hash, stored.lora_name) == (None, "support-de")
     assert stored.extra_keys == (("tenant?",), None)
     assert decoded(msgspec.msgpack.encode(stored))[8] == [["tenant?"], None]
+
+
+def test_a_picture_is_told_with_each_block_that_has_some_of_it() -> None:
+    events = recorded()
+    events.stored(KEYS, [0, 1, 2, 3], list(range(8)), "", "salt", pictures=(picture("cat", 1, 3), picture("dog", 5, 1)))
+    events.stored(KEYS, [3], list(range(8)), "", "salt", pictures=(picture("cat", 1, 3),))
+    stored, without = (decoded(msgspec.msgpack.encode(one)) for one in events.take())
+    cat, dog = (picture(name, 0, 1).digest for name in ("cat", "dog"))
+    assert stored[8] == [[[cat, 1], "salt"], [[cat, -1]], [[dog, 1]], None]
+    assert without[8] is None
 
 
 def test_removed_blocks_are_told_in_order_with_the_stored_ones() -> None:

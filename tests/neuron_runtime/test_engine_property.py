@@ -53,6 +53,7 @@ def check_one_run(random: Random) -> dict[str, bool]:
 
 def what_happened(run: Run) -> dict[str, bool]:
     stats, batches, limits = run.engine.stats, run.backend.batches, run.backend.limits
+    with_pictures = [added for batch in batches for added in batch.added if added.pictures]
     happened = {
         "preempted": stats.num_preemptions_total,
         "scheduled ahead": run.steps.num_ahead,
@@ -76,6 +77,10 @@ def what_happened(run: Run) -> dict[str, bool]:
         "changed a place": any(b.adapters for b in batches),
         "waited for a place": run.waited_for_place,
         "read an adapter again": sum(call == "add" for call, _ in run.backend.calls) > len(run.known_adapters),
+        "shared a picture": any(run.cached.get(name, 0) >= one[0].end for name, one in run.pictures.items()),
+        "fed a picture in parts": run.backend.num_cut,
+        "sent pictures again": any(len(a.token_ids) > a.num_prompt_tokens for a in with_pictures),
+        "fed pictures whole, in chunks": limits.feeds_pictures_whole and limits.chunks_prefill and with_pictures,
         "sampled late": any(call == "sample late" for call, _ in run.backend.calls),
     }
     return {what: bool(how_much) for what, how_much in happened.items()}

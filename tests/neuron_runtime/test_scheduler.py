@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from helpers.engine_driver import RecordingBackend, Run, alone, request, serve, start
+from helpers.engine_driver import RecordingBackend, Run, alone, picture, request, serve, start
 from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, FinishReason, PrefillBucket, Request, StepKind, StepOutput
 from neuron_runtime.engine import prefix_cache
@@ -405,6 +405,60 @@ def test_an_equal_block_after_a_different_prefix_does_not_match() -> None:
     other = replace(first, request_id="other", prompt_token_ids=(*beginning, *first.prompt_token_ids[4:]))
     run = one_after_another(SHARED, first, short, other)
     assert run.cached["other"] == 4, "the prefix of the short one, and nothing of the first"
+
+
+SEEING = replace(SHARED, max_pictures=4, max_picture_tokens=10)
+WHOLE = replace(SEEING, feeds_pictures_whole=True)
+
+
+def test_the_same_picture_at_the_same_place_shares_blocks_and_another_one_does_not() -> None:
+    first = replace(request("first", 18, 3), pictures=(picture("cat", 5, 6), picture("dog", 12, 4)))
+    cat, dog = first.pictures
+    run = one_after_another(
+        SEEING,
+        first,
+        again(first, "same"),
+        again(first, "other", pictures=(cat, picture("owl", 12, 4))),
+        again(first, "none before", pictures=(dog,)),
+        again(first, "moved", pictures=(picture("cat", 6, 6), dog)),
+        again(first, "text", pictures=()),
+    )
+    assert run.cached == {"first": 0, "same": 16, "other": 12, "none before": 4, "moved": 4, "text": 12}
+
+
+def test_a_sequence_computed_again_gets_its_pictures_again() -> None:
+    limits = replace(SEEING, num_blocks=11, shares_prefixes=False)
+    run = serve(limits, *(replace(request(name, 12, 20), pictures=(picture(name, 2, 7),)) for name in "ab"))
+    added = [(one.num_prompt_tokens < len(one.token_ids), one.pictures) for b in run.backend.batches for one in b.added]
+    assert (True, (picture("b", 2, 7),)) in added
+
+
+@pytest.mark.parametrize(("start", "fed"), [(0, [16, 4]), (2, [16, 4]), (3, [16, 4]), (11, [11, 9]), (14, [14, 6])])
+def test_a_chunk_ends_before_a_picture_that_it_cannot_feed_whole(start: int, fed: list[int]) -> None:
+    asked = replace(request("a", 20, 1), pictures=(picture("cat", start, 6),))
+    run = serve(replace(WHOLE, max_model_length=24), asked)
+    assert [batch.num_tokens for batch in run.backend.batches] == fed
+
+
+def test_a_chunk_before_a_picture_is_not_smaller_than_the_least() -> None:
+    limits = replace(WHOLE, min_chunk_tokens=3)
+    ahead, asked = request("ahead", 9, 1), replace(request("a", 16, 1), pictures=(picture("cat", 2, 10),))
+    run = serve(limits, ahead, asked)
+    assert [batch.rows.num_tokens for batch in run.backend.batches] == [(9,), (16,)]
+
+
+@pytest.mark.parametrize(("limits", "cached"), [(SEEING, 12), (WHOLE, 8)])
+def test_a_prefix_hit_does_not_end_within_a_picture_that_is_fed_whole(limits: BackendLimits, cached: int) -> None:
+    """Its last token is not cached, as at least one must be fed."""
+    first = replace(request("first", 16, 1), pictures=(picture("cat", 9, 7),))
+    run = one_after_another(limits, first, again(first, "same"))
+    assert run.cached["same"] == cached
+
+
+def test_pictures_fed_whole_must_fit_beside_the_rows_of_all_others() -> None:
+    with pytest.raises(ValueError, match="max_picture_tokens that a step fits"):
+        replace(WHOLE, max_picture_tokens=14)
+    replace(WHOLE, max_picture_tokens=14, chunks_prefill=False)
 
 
 def test_a_prefix_hit_is_limited_by_the_backend() -> None:

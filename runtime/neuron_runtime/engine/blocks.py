@@ -60,9 +60,13 @@ class BlockManager:
             max_found = max(len(sequence.tokens) - self._min_fed, 0) // self._block_size
         prefix = self.cache.find(sequence.keys.first(max_found), sequence.order)
         usable = len(prefix.blocks)
-        while not self._limits.reaches(len(sequence.tokens), usable * self._block_size):
+        while not self._may_begin(sequence, usable * self._block_size):
             usable -= 1
         return prefix if usable == len(prefix.blocks) else self.cache.find(sequence.keys.first(usable), sequence.order)
+
+    def _may_begin(self, sequence: Sequence, start: int) -> bool:
+        """Whether the first row of a sequence may start here."""
+        return self._limits.reaches(len(sequence.tokens), start) and not sequence.cuts_picture(start)
 
     def num_claimed(self, sequence: Sequence, prefix: Prefix) -> int:
         """Number of spare blocks that a waiting sequence takes when it is admitted."""
@@ -125,7 +129,9 @@ class BlockManager:
         if self._events is not None and found:
             request = sequence.request
             places = (first + place for place in found)
-            self._events.stored(keys, places, sequence.tokens, request.adapter, request.cache_salt)
+            self._events.stored(
+                keys, places, sequence.tokens, request.adapter, request.cache_salt, pictures=request.pictures
+            )
         sequence.next_full = (last + 1) * size
 
     def free(self, sequence: Sequence) -> None:

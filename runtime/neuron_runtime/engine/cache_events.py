@@ -11,8 +11,16 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from neuron_runtime.core import Picture
+from neuron_runtime.engine.prefix_cache import pictures_within
+
 MEDIUM = "GPU"
 """What readers call the memory of a device; they know no other."""
+
+
+ExtraKeys = tuple[str | tuple[str, int], ...] | None
+"""Of a block: the digest of each picture that it has tokens of, with the first of them counted from the block's first
+token, which may be negative; then, in the first block of a sequence, the cache salt."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -28,8 +36,8 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     medium: str = MEDIUM
     lora_name: str | None = None
     """The adapter that computed them, by the name that clients ask for."""
-    extra_keys: tuple[tuple[str] | None, ...] | None = None
-    """For each block what else its hash depends on: the cache salt, in the first of a sequence."""
+    extra_keys: tuple[ExtraKeys, ...] | None = None
+    """For each block what else its hash depends on; None if no block has any."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -66,7 +74,14 @@ class CacheEvents:
         self._removed: list[int] = []
 
     def stored(
-        self, keys: Sequence[bytes], places: Iterable[int], tokens: Sequence[int], adapter: str, cache_salt: str
+        self,
+        keys: Sequence[bytes],
+        places: Iterable[int],
+        tokens: Sequence[int],
+        adapter: str,
+        cache_salt: str,
+        *,
+        pictures: Sequence[Picture] = (),
     ) -> None:
         """Blocks of a sequence can be found from now on.
 
@@ -76,9 +91,9 @@ class CacheEvents:
         """
         self._close()
         for first, last in _runs(places):
-            extra: tuple[tuple[str] | None, ...] | None = None
-            if cache_salt and first == 0:
-                extra = ((cache_salt.encode(errors="replace").decode(),), *(None for _ in range(first, last)))
+            extra: tuple[ExtraKeys, ...] | None = None
+            if pictures or (cache_salt and first == 0):
+                extra = tuple(self._extra(place, cache_salt, pictures) for place in range(first, last + 1))
             self._events.append(
                 BlockStored(
                     tuple(map(_hash, keys[first : last + 1])),
@@ -86,9 +101,14 @@ class CacheEvents:
                     tuple(tokens[first * self._block_size : (last + 1) * self._block_size]),
                     self._block_size,
                     lora_name=(self.adapter_names.get(adapter) or adapter) if adapter else None,
-                    extra_keys=extra,
+                    extra_keys=extra if extra and any(extra) else None,
                 )
             )
+
+    def _extra(self, place: int, cache_salt: str, pictures: Sequence[Picture]) -> ExtraKeys:
+        begin = place * self._block_size
+        salt = (cache_salt.encode(errors="replace").decode(),) if cache_salt and place == 0 else ()
+        return (*pictures_within(pictures, begin, begin + self._block_size), *salt) or None
 
     def removed(self, key: bytes) -> None:
         """A block that could be found has other content from now on."""

@@ -1,7 +1,8 @@
 """The prefix cache: finds computed blocks by their content, so that a common prefix of sequences is computed once.
 
 The block manager looks up the keys of a waiting sequence and reports which blocks are being computed and which are
-done. The key of a block is a cryptographic hash over all tokens up to its end, so equal keys imply equal KV contents.
+done. The key of a block is a cryptographic hash over all tokens and pictures up to its end, so equal keys imply equal
+KV contents.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from neuron_runtime.core import Picture
 from neuron_runtime.engine.pool import Pool
 
 Order = tuple[int, int]
@@ -21,14 +23,23 @@ Order = tuple[int, int]
 class BlockKeys:
     """Keys of the full blocks of a growing sequence, computed lazily and cached."""
 
-    __slots__ = ("_block_size", "_keys", "_like", "_num_like", "_tokens")
+    __slots__ = ("_block_size", "_keys", "_like", "_num_like", "_pictures", "_tokens")
 
     def __init__(
-        self, tokens: Sequence[int], block_size: int, *, adapter: str, cache_salt: str, like: BlockKeys | None = None
+        self,
+        tokens: Sequence[int],
+        block_size: int,
+        *,
+        adapter: str,
+        cache_salt: str,
+        pictures: Sequence[Picture] = (),
+        like: BlockKeys | None = None,
     ) -> None:
         """Keep a reference to `tokens`, to which more may be appended.
 
-        like: those of an earlier sequence that starts with the same tokens; what it knows by then is not hashed again.
+        pictures: those of the tokens. A block depends on those that it has tokens of.
+        like: those of an earlier sequence that starts with the same tokens and pictures; what it knows by then is not
+            hashed again.
         adapter, cache_salt: sequences that differ in one of them share no blocks. (A salt may be any JSON string,
         including lone surrogates.)
         """
@@ -36,6 +47,7 @@ class BlockKeys:
         self._keys = [hashlib.sha256(extra).digest()]
         self._tokens = tokens
         self._block_size = block_size
+        self._pictures = pictures
         self._like, self._num_like = like, len(tokens) // block_size
 
     def first(self, count: int) -> list[bytes]:
@@ -46,8 +58,17 @@ class BlockKeys:
             self._like = None
         for end in range(len(keys) * size, (count + 1) * size, size):
             tokens = array("q", self._tokens[end - size : end]).tobytes()
-            keys.append(hashlib.sha256(keys[-1] + tokens).digest())
+            key = hashlib.sha256(keys[-1] + tokens)
+            if self._pictures:
+                for digest, place in pictures_within(self._pictures, end - size, end):
+                    key.update(f"{digest} {place} ".encode())
+            keys.append(key.digest())
         return keys[1 : count + 1]
+
+
+def pictures_within(pictures: Iterable[Picture], begin: int, end: int) -> list[tuple[str, int]]:
+    """Digests of the pictures with tokens within these positions, each with its first one, counted from `begin`."""
+    return [(one.digest, one.start - begin) for one in pictures if one.start < end and begin < one.end]
 
 
 class Prefix(NamedTuple):

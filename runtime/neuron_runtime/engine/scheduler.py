@@ -89,6 +89,8 @@ class Scheduler:
         order = (request.priority, self._num_arrivals)
         on_host = needs_host(request.sampling, self.limits)
         self._newest = sequence = Sequence(request, order, self.limits.block_size, self._newest, on_host)
+        if self.limits.feeds_pictures_whole:
+            sequence.whole_pictures = request.pictures
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         self.waiting.insert_in_order(sequence)
@@ -181,6 +183,8 @@ class Scheduler:
         for sequence, cached in self._candidates():
             start = sequence.num_scheduled_tokens if cached is None else len(cached) * self.limits.block_size
             part = self._part(len(sequence.tokens), start, budget)
+            if part and sequence.whole_pictures:
+                part = self._before_picture(sequence, start, part)
             if not part:
                 break
             if cached is not None:
@@ -207,6 +211,14 @@ class Scheduler:
         sizes = exact if limits.prefill_buckets else [budget]
         part = max((size for size in sizes if limits.reaches(num_tokens, start + size)), default=0)
         return part if part >= limits.min_chunk_tokens else 0
+
+    def _before_picture(self, sequence: Sequence, start: int, part: int) -> int:
+        """What is left of a part that may not end within a picture; 0 if that is too small a chunk."""
+        for picture in sequence.whole_pictures:
+            if picture.start < start + part < picture.end:
+                part = max(picture.start - start, 0)
+                return part if part >= self.limits.min_chunk_tokens else 0
+        return part
 
     def _candidates(self) -> Iterator[Candidate]:
         """Prompts in progress and waiting prompts that can start, in order of service.

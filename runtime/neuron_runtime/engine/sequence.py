@@ -10,7 +10,7 @@ from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Any
 
-from neuron_runtime.core import FinishReason, Request, TokenLogprobs
+from neuron_runtime.core import FinishReason, Picture, Request, TokenLogprobs
 from neuron_runtime.engine.prefix_cache import BlockKeys
 
 NEVER = sys.maxsize
@@ -79,6 +79,8 @@ class Sequence:
     """Number of tokens that fit its blocks, without draft tokens."""
     horizon: int = 0
     """Number of tokens up to which a further row needs no block and cannot be the last one."""
+    whole_pictures: tuple[Picture, ...] = ()
+    """Those of its pictures that a row must feed whole, if the backend wants it."""
     drafting: Any = None
     """What the proposer of drafts remembers of it."""
     next_full: int = NEVER
@@ -91,13 +93,22 @@ class Sequence:
         self.max_length = self.num_prompt + request.sampling.max_tokens
         like = previous.keys if previous is not None and _same_prompt(previous.request, request) else None
         self.keys = BlockKeys(
-            self.tokens, block_size, adapter=request.adapter, cache_salt=request.cache_salt, like=like
+            self.tokens,
+            block_size,
+            adapter=request.adapter,
+            cache_salt=request.cache_salt,
+            pictures=request.pictures,
+            like=like,
         )
 
     @property
     def num_unscheduled_tokens(self) -> int:
         """Number of tokens to feed next; after a row that samples, the one token that it will produce."""
         return 1 if self.samples else len(self.tokens) - self.num_scheduled_tokens
+
+    def cuts_picture(self, position: int) -> bool:
+        """Whether a row that ends here would end within a picture that one row must feed."""
+        return any(one.start < position < one.end for one in self.whole_pictures)
 
     def accept(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Append sampled tokens up to the first reason to finish; returns the kept tokens and that reason.
@@ -119,4 +130,9 @@ def _same_prompt(one: Request, other: Request) -> bool:
         len(one.prompt_token_ids) == len(other.prompt_token_ids)
         and (one.adapter, one.cache_salt) == (other.adapter, other.cache_salt)
         and one.prompt_token_ids == other.prompt_token_ids
+        and (one.pictures is other.pictures or _placed(one) == _placed(other))
     )
+
+
+def _placed(request: Request) -> list[tuple[str, int]]:
+    return [(picture.digest, picture.start) for picture in request.pictures]
