@@ -19,8 +19,9 @@ from neuron_runtime.backend.slots import IntArray
 from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import Picture
 
-NUDGE = 2.0**-10
-"""What is added to one number of pictures whose sum is 0, which NxD Inference takes for no pictures, and ignores."""
+NUDGE = 2.0**-20
+"""What is added to one number of pictures whose sum is 0, which NxD Inference takes for no pictures, and ignores. It is
+lost where numbers are rounded to bfloat16, after they were summed."""
 
 
 def places_of(vision: Vision, pictures: Iterable[Picture], tokens: Sequence[int] | IntArray) -> IntArray:

@@ -600,10 +600,12 @@ class _Derivation:
                 self._refuse(f"{PATH}.pa_num_blocks", "layout slots has no blocks: leave it out, or use blocks")
         name = "blocks" if blocks else "slots"
         if name not in self._family.layouts:
-            self._refuse("$.layout", f"{self._family.application} has no layout {name}: leave it out")
+            path = "$.prefixCaching" if blocks and layout != "blocks" and caching == "enabled" else "$.layout"
+            self._refuse(path, f"{self._family.application} has no layout {name}: leave it out")
+            blocks = False
         elif not blocks and config.chunked_prefill == "enabled":
-            message = "with layout slots, a prompt is computed in one call: leave it out, or use layout blocks"
-            self._refuse("$.chunkedPrefill", message)
+            cure = "leave it out, or use layout blocks" if "blocks" in self._family.layouts else "leave it out"
+            self._refuse("$.chunkedPrefill", f"with layout slots, a prompt is computed in one call: {cure}")
         if not blocks:
             return False, False, False
         shares = caching == "enabled" or (caching == "auto" and not one)

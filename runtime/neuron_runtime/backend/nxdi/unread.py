@@ -20,6 +20,7 @@ from neuron_runtime.quantization import UNREAD
 
 EMBEDDING = "embed_tokens.weight"
 """Every text reads it, and no encoder does."""
+OF_ENCODER = "vision_"
 _COPIES = (
     (re.compile(r"\.(q_proj|k_proj|v_proj|Wqkv)\.(?=\w+$)"), r".qkv_proj.\1."),
     (re.compile(r"\.o_proj\.(?=\w+$)"), ".o_proj.o_proj."),
@@ -51,8 +52,11 @@ def _lost(dropped: Collection[str], *, application: str) -> set[str]:
 
 
 def _lost_of_text(dropped: Collection[str], *, lost: unread.Lost) -> set[str]:
-    """The same where a second program, of an encoder, drops all of the text."""
-    return set() if any(name.endswith(EMBEDDING) for name in dropped) else lost(dropped)
+    """The same where a second program, of an encoder, drops all of the text, and this one all of the encoder. Whether
+    that one reads all of its own is not told by names, which it changes."""
+    if any(name.endswith(EMBEDDING) for name in dropped):
+        return set()
+    return lost([name for name in dropped if not name.startswith(OF_ENCODER)])
 
 
 def _is_copied(name: str, dropped: Collection[str]) -> bool:

@@ -24,7 +24,7 @@ from fake_nxdi.config import InferenceConfig
 from fake_nxdi.decoder import DROPPED, read_checkpoint
 
 TEXT, VISION, ENCODER = "text_model", "vision_model", "vision_encoder_model"
-PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+PARTS = ("vision_tower.", "vision_model.", "vision_adapter.", "multi_modal_projector.")
 LEAST_AUTOMATIC = 1024
 
 
@@ -42,6 +42,15 @@ class ImageToTextConfig(InferenceConfig):
         self.text_config._name_or_path = path
         self.text_config.sees = True
         self.vision_config = InferenceConfig(vision_neuron_config, **vars(self.vision_config))
+
+
+def of_text(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors under the names of a decoder, which the encoder's keep."""
+    renamed = {}
+    for name, tensor in state_dict.items():
+        plain = name.removeprefix("language_model.").removeprefix("model.").replace(".feed_forward.", ".mlp.")
+        renamed[name if _is_seen(name) else plain] = tensor
+    return renamed
 
 
 def image_to_text(base: Any) -> Any:
@@ -106,11 +115,7 @@ def image_to_text(base: Any) -> Any:
 
         @staticmethod
         def convert_hf_to_neuron_state_dict(state_dict: dict[str, torch.Tensor], config: Any) -> Any:
-            renamed = {}
-            for name, tensor in state_dict.items():
-                plain = name.removeprefix("language_model.").removeprefix("model.")
-                renamed[plain.replace(".feed_forward.", ".mlp.") if not _is_seen(name) else name] = tensor
-            return renamed
+            return of_text(state_dict)
 
         def load(self, compiled_model_path: str, *args: Any, **kwargs: Any) -> None:
             folder = normalize_path(compiled_model_path)
@@ -138,7 +143,6 @@ def image_to_text(base: Any) -> Any:
         def _run_encoder(self, count: int, pixels: torch.Tensor) -> None:
             size = next(size for size in self.vision_buckets if size >= count)
             device.DEVICE.run(f"{ENCODER} {size}", [pixels])
-            fake_nxdi.COUNTS.graphs[f"{ENCODER} {size}"] += 1
 
         def _checked(self, given: dict[str, Any], pixels: Any, names: tuple[str, ...]) -> bool:
             """Whether a call's pixels are looked at."""
@@ -269,6 +273,11 @@ def pixtral(base: Any) -> Any:
 
 def llama4(base: Any) -> Any:
     class NeuronLlama4ForCausalLM(image_to_text(base)):  # type: ignore[misc]
+        @staticmethod
+        def convert_hf_to_neuron_state_dict(state_dict: dict[str, torch.Tensor], config: Any) -> Any:
+            found = of_text(state_dict)
+            return {name.replace("vision_model.vision_adapter", "vision_adapter"): one for name, one in found.items()}
+
         def _vision_buckets(self, neuron: Any) -> list[int]:
             if not neuron.enable_bucketing:
                 return [88]

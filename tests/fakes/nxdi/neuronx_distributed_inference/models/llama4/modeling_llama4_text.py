@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 from fake_nxdi.config import InferenceConfig
 from fake_nxdi.families import family
+from fake_nxdi.pictures import of_text
 
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
 
@@ -19,4 +20,5 @@ class LlamaInferenceConfig(_Config):
         self.text_config._name_or_path = self._name_or_path
 
 
+NeuronLlama4TextForCausalLM.convert_hf_to_neuron_state_dict = staticmethod(lambda found, config: of_text(found))
 NeuronLlama4TextForCausalLM.get_config_cls = classmethod(lambda cls: LlamaInferenceConfig)
