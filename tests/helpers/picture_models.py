@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,25 @@ GEMMA3 = PictureModel(
     tokens=("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
     processor={"processor_class": "Gemma3Processor", "image_seq_length": 4},
 )
-MODELS = {"pixtral": PIXTRAL, "mistral3": MISTRAL3, "qwen2.5-vl": QWEN, "gemma3": GEMMA3}
+QWEN3 = replace(
+    QWEN,
+    config={
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "vision_config": {"model_type": "qwen3_vl", "patch_size": 4, "spatial_merge_size": 2},
+    },
+)
+MODELS = {"pixtral": PIXTRAL, "mistral3": MISTRAL3, "qwen2.5-vl": QWEN, "qwen3-vl": QWEN3, "gemma3": GEMMA3}
+LLAMA4: Mapping[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "vision_config": {
+        "model_type": "llama4_vision_model",
+        "image_size": 16,
+        "patch_size": 4,
+        "pixel_shuffle_ratio": 0.5,
+    },
+}
+"""Its processor needs torchvision."""
 
 
 def write_picture_model(folder: Path, model: PictureModel = PIXTRAL) -> Path:

@@ -1,0 +1,144 @@
+"""The tokens of pictures are those of the processors of transformers, for each family."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from helpers.picture_models import LLAMA4, MODELS, PictureModel, write_picture_model
+from neuron_runtime.config import MediaOptions, TextOptions
+from neuron_runtime.core import BackendLimits
+from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.pictures.families import family_of
+from neuron_runtime.pictures.reader import load_reader
+from neuron_runtime.pictures.sources import PictureAt
+from neuron_runtime.requests.admission import Admission, Admissions
+from neuron_runtime.requests.chats import Chat, ChatTurn
+from neuron_runtime.requests.options import CompletionOptions
+from neuron_runtime.requests.targets import Targets
+from neuron_runtime.requests.texts import load_text
+
+SIZES = [(24, 16), (7, 61), (33, 32), (1, 1), (200, 150)]
+PROCESSORS = {
+    "pixtral": ("pixtral", "PixtralProcessor"),
+    "mistral3": ("pixtral", "PixtralProcessor"),
+    "qwen2.5-vl": ("qwen2_5_vl", "Qwen2_5_VLProcessor"),
+    "qwen3-vl": ("qwen3_vl", "Qwen3VLProcessor"),
+    "gemma3": ("gemma3", "Gemma3Processor"),
+}
+LENGTH = 4096
+SEES = BackendLimits(
+    max_rows=2,
+    max_model_length=LENGTH,
+    max_step_tokens=LENGTH,
+    block_size=LENGTH,
+    num_blocks=2,
+    max_pictures=4,
+)
+
+
+@pytest.fixture
+def torchvision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of transformers that only write tokens import it, and do without."""
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["torchvision.transforms.v2"].functional = None
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("transformers.models."):
+            del sys.modules[name]
+
+
+def theirs(name: str, folder: Path, model: PictureModel) -> Any:
+    """The processor of transformers, with what writes the tokens of a picture."""
+    kind, of_class = PROCESSORS[name]
+    module = importlib.import_module(f"transformers.models.{kind}.processing_{kind}")
+    processor = getattr(module, of_class).__new__(getattr(module, of_class))
+    processor.image_processor = AutoImageProcessor.from_pretrained(folder)  # type: ignore[no-untyped-call]
+    vars(processor).update({"patch_size": 0, "spatial_merge_size": 1, **model.processor})
+    vars(processor).update(image_token="[IMG]", image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]")
+    if "qwen" in name:
+        processor.image_token = "<|image_pad|>"
+    if name == "gemma3":
+        tokens = "<image_soft_token>" * model.processor["image_seq_length"]
+        processor.full_image_sequence = f"\n\n<start_of_image>{tokens}<end_of_image>\n\n"
+    return processor
+
+
+def admission_of(folder: Path) -> Admission:
+    text = load_text(folder, TextOptions())
+    reader = load_reader(folder, text.tokenizer, MediaOptions(), SEES.max_pictures)
+    return Admissions(text, SEES, Targets(("m",)), 4, pictures=reader).of(None)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_chat_has_the_tokens_of_their_processor(name: str, tmp_path: Path, torchvision: None) -> None:
+    model = MODELS[name]
+    admission = admission_of(write_picture_model(tmp_path, model))
+    processor, family = theirs(name, tmp_path, model), family_of(model.config)
+    assert family is not None
+    more = family.options(model.config)
+    for size, other in zip(SIZES, reversed(SIZES), strict=True):
+        images = [Image.new("RGB", one, "red") for one in (size, other)]
+        content = ["Look: ", PictureAt(images[0], "a"), "and\n", PictureAt(images[1], "b"), "Which is larger?\n"]
+        chat = Chat([ChatTurn("user", content, "messages[0]")])
+        ask = admission.chat(chat)
+        text = admission.chat_text(chat)
+        for image in images:
+            made = processor.image_processor(images=[image], return_tensors="np", **more)
+            written = processor.replace_image_token(made, 0)
+            text = text.replace(family.placeholder, written.replace(family.placeholder, "\ue000"), 1)
+        expected = admission.tokenizer.encode(text.replace("\ue000", family.placeholder), add_special_tokens=False)
+        assert ask.prompts == (expected,)
+        feature = admission.tokenizer.id_of(family.feature)
+        inside = {at for one in ask.pictures[0] for at in range(one.start, one.end)}
+        assert {at for at, token in enumerate(expected) if token == feature} <= inside
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_prompt_with_placeholders_has_the_tokens_of_the_chat(name: str, tmp_path: Path) -> None:
+    admission = admission_of(write_picture_model(tmp_path, MODELS[name]))
+    image = Image.new("RGB", (20, 30), "blue")
+    chat = Chat([ChatTurn("user", ["What is it? ", PictureAt(image, "a")], "messages[0]")])
+    options = CompletionOptions(add_special_tokens=False)
+    ask = admission.completion(admission.chat_text(chat), options, [PictureAt(image, "a")])
+    assert (ask.prompts, ask.pictures[0][0].digest) == (
+        admission.chat(chat).prompts,
+        admission.chat(chat).pictures[0][0].digest,
+    )
+    with pytest.raises(InvalidRequest, match="which stands for a picture, and 2 pictures"):
+        admission.completion(admission.chat_text(chat), options, [PictureAt(image, "a")] * 2)
+    ids = list(admission.tokenizer.encode(admission.chat_text(chat), add_special_tokens=False))
+    if name != "gemma3":  # whose placeholder is not what the tokens take the place of
+        assert admission.completion(ids, options, [PictureAt(image, "a")]).prompts == ask.prompts
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_client_cannot_write_what_stands_for_a_picture(name: str, tmp_path: Path) -> None:
+    admission = admission_of(write_picture_model(tmp_path, MODELS[name]))
+    family = family_of(MODELS[name].config)
+    assert family is not None
+    for mark in family.marks:
+        with pytest.raises(InvalidRequest, match="which stands for a picture"):
+            admission.chat(Chat([ChatTurn("user", f"Say {mark}!", "messages[0]")]))
+
+
+def test_llama_4_has_the_tokens_of_their_processor(torchvision: None) -> None:
+    module = importlib.import_module("transformers.models.llama4.processing_llama4")
+    processor = module.Llama4Processor.__new__(module.Llama4Processor)
+    processor.patch_size, processor.downsample_ratio = 4, 4
+    family = family_of(LLAMA4)
+    assert family is not None
+    for ratio in ((1, 1), (1, 3), (2, 2), (3, 1)):
+        made = {"pixel_values": [[[[0] * 16] * 16] * 3], "aspect_ratios": [ratio]}
+        tokens = family.tokens(LLAMA4, made)
+        assert "".join(tokens) == processor._prompt_split_image(ratio, (16 // 4) ** 2 // 4)
