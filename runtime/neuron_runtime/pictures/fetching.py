@@ -92,7 +92,8 @@ class Fetcher:
                 connection = http.client.HTTPSConnection(host, port)
                 connection.sock = secured
                 connection.request("GET", target, headers={"Accept": "image/*", "Accept-Encoding": "identity"})
-                return self._answer(connection.getresponse(), at, max_bytes, ends)
+                with contextlib.closing(connection.getresponse()) as response:
+                    return self._answer(response, at, max_bytes, ends)
             finally:
                 timer.cancel()
 
@@ -144,7 +145,7 @@ def is_public(text: str) -> bool:
             inside = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inside is not None:
             return is_public(str(inside))
-        if address.teredo is not None:
+        if address.teredo is not None or address.is_site_local:
             return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
