@@ -104,6 +104,37 @@ FAMILIES = {
         16,
         by_grid=True,
     ),
+    "Qwen3-VL": Family(
+        "Qwen3VLForConditionalGeneration",
+        {
+            "model_type": "qwen3_vl",
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+            "vision_start_token_id": START,
+            "vision_end_token_id": END,
+            "text_config": {
+                **MISTRAL,
+                "model_type": "qwen3_vl_text",
+                "bos_token_id": None,
+                "eos_token_id": None,
+                "rope_theta": 1000.0,
+                "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2]},
+            },
+            "vision_config": {
+                "model_type": "qwen3_vl",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "depth": 2,
+                "num_heads": 2,
+                "patch_size": 8,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+        16,
+        by_grid=True,
+    ),
 }
 
 
@@ -117,6 +148,8 @@ def seeing_model(folder: Path, family: Family, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or "ln_pre" in name else 0.0, 0.15)
+        # The reference takes such a token of an answer for one of a picture.
+        model.lm_head.weight[[IMAGE, VIDEO]] = 0
     model.save_pretrained(folder)
     # transformers 4 writes it into the text_config of Qwen2.5-VL.
     leave_out(folder, architectures=[family.architecture])

@@ -368,12 +368,12 @@ def test_the_facts_of_a_nested_configuration_are_those_of_its_text_model(tmp_pat
 def test_for_an_engine_that_is_not_this_runtime_the_configuration_tells_the_facts_of_any_model(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     text = json.loads((folder / "config.json").read_text())
-    config = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "text_config": text}
+    config = {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl", "text_config": text}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FatalError, match="Qwen3VLForConditionalGeneration is not supported"):
+    with pytest.raises(FatalError, match="InternVLForConditionalGeneration is not supported"):
         inspect_model(f"file://{folder}")
     facts = inspect_model(f"file://{folder}", backend="vllm")
-    assert (facts.architecture, facts.vocabulary_size) == ("Qwen3VLForConditionalGeneration", 64)
+    assert (facts.architecture, facts.vocabulary_size) == ("InternVLForConditionalGeneration", 64)
     (folder / "config.json").write_text(json.dumps({**config, "text_config": {}}))
     with pytest.raises(FatalError, match="num_hidden_layers must be a positive integer"):
         inspect_model(f"file://{folder}", backend="vllm")

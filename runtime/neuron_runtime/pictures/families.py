@@ -110,7 +110,7 @@ FAMILIES: Mapping[tuple[str, str], Family] = {
     ("Mistral3ForConditionalGeneration", "pixtral"): _PIXTRAL,
     ("Llama4ForConditionalGeneration", "llama4_vision_model"): _LLAMA4,
     **{("Qwen2_5_VLForConditionalGeneration", kind): _QWEN for kind in ("", "qwen2_5_vl", "qwen2_5_vl_vision")},
-    ("Qwen3VLForConditionalGeneration", "qwen3_vl"): _QWEN,
+    **{("Qwen3VLForConditionalGeneration", kind): _QWEN for kind in ("", "qwen3_vl", "qwen3_vl_vision")},
     ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"): _QWEN,
     ("Gemma3ForConditionalGeneration", "siglip_vision_model"): _GEMMA3,
 }

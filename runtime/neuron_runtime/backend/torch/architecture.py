@@ -311,6 +311,11 @@ def _in_a_row(sections: tuple[int, int, int]) -> list[int]:
     return [part for part, size in enumerate(sections) for _ in range(size)]
 
 
+def _by_turns(sections: tuple[int, int, int]) -> list[int]:
+    """Rows and columns have every third pair, as many as they may; the others are of the time."""
+    return [place % 3 if place < 3 * sections[place % 3] else 0 for place in range(sum(sections))]
+
+
 def _by_pattern(config: Mapping[str, Any], num_layers: int) -> list[str]:
     every = positive(config, "sliding_window_pattern")
     return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
@@ -535,6 +540,16 @@ FAMILIES: Mapping[str, TorchFamily] = {
         output_bias=False,
         theta=1_000_000.0,
         parts=_in_a_row,
+        text="text_config",
+        stored=Stored(replaced={"language_model.": ""}, unread=("visual.",)),
+    ),
+    "Qwen3VLForConditionalGeneration": TorchFamily(
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128_000},
+        fixed={"mlp_bias": False, "use_sliding_window": False},
+        query_key_norm=True,
+        theta=5_000_000.0,
+        parts=_by_turns,
+        sections=(24, 20, 20),
         text="text_config",
         stored=Stored(replaced={"language_model.": ""}, unread=("visual.",)),
     ),

@@ -55,7 +55,8 @@ class Weights(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Features of pictures in the place of embeddings: `features[i]` for token `places[i]` of a step."""
+    """Features of pictures in the place of embeddings: `features[i]` for token `places[i]` of a step. What they have
+    beyond the hidden size is added after the first blocks, one part after each."""
 
     places: torch.Tensor
     features: torch.Tensor
@@ -101,13 +102,18 @@ class Decoder:
 
         Returns the hidden states after the last norm, `[tokens, hidden size]`.
         """
-        return self.normed(self.blocks(self.embed(token_ids, placed), plan, tap=tap))
+        return self.normed(self.blocks(self.embed(token_ids, placed), plan, tap=tap, placed=placed))
 
     def blocks(
-        self, x: torch.Tensor, plan: CachePlan, first: torch.Tensor | None = None, tap: Tap | None = None
+        self,
+        x: torch.Tensor,
+        plan: CachePlan,
+        first: torch.Tensor | None = None,
+        tap: Tap | None = None,
+        placed: Placed | None = None,
     ) -> torch.Tensor:
         """The hidden states after all blocks, from those before. first: what the first block's attention computes with,
-        in the place of its normalised input."""
+        in the place of its normalised input. placed: as of `embed`."""
         config, weights, ranks = self.config, self.weights, self._ranks
         num_placed = config.num_heads + config.num_kv_heads
         places = rotary.placing(config, plan.positions, weights.frequencies, x.dtype)
@@ -119,13 +125,16 @@ class Decoder:
             turning = heads[:, :num_placed]
             if layer.head_norm is not None:
                 turning = self._normalise(turning, layer.head_norm)
-            placed = place(turning)
-            query, key, value = placed[:, : config.num_heads], placed[:, config.num_heads :], heads[:, num_placed:]
+            turned = place(turning)
+            query, key, value = turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, num_placed:]
             plan.cache.write(index, plan, key, value)
             found = ranks.sum(layer.output(self._attend(index, plan, query, key, value)))
             x = x + self._normalise(found, layer.after_attention)
             found = ranks.sum(layer.mlp(self._normalise(x, layer.mlp_norm)))
             x = x + self._normalise(found, layer.after_mlp)
+            if placed is not None and index + 1 < placed.features.shape[1] // config.hidden_size:
+                part = placed.features[:, (index + 1) * config.hidden_size : (index + 2) * config.hidden_size]
+                x = x.index_add(0, placed.places, part.to(x.dtype))
         if tap is not None:
             tap(len(weights.layers), x)
         return x
@@ -143,7 +152,7 @@ class Decoder:
         x = self._embed(token_ids)
         if self.config.embedding_scale != 1:
             x = x * self._embedding_scale
-        return x if placed is None else x.index_copy(0, placed.places, placed.features.to(x.dtype))
+        return x if placed is None else x.index_copy(0, placed.places, placed.features[:, : x.shape[1]].to(x.dtype))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._ranks.size == 1:

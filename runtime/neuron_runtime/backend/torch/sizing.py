@@ -117,7 +117,7 @@ def derive_limits(
         )
     if pictures is not None:
         # Features of a step, and of the pictures that it begins with and ends in.
-        features = (step_tokens + 2 * pictures.most.tokens) * model.hidden_size * dtype_bytes
+        features = (step_tokens + 2 * pictures.most.tokens) * pictures.most.depth * model.hidden_size * dtype_bytes
         memory = replace(
             memory,
             weights=memory.weights + pictures.weights * dtype_bytes,

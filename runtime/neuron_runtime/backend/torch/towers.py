@@ -20,6 +20,8 @@ class MostOfPicture(NamedTuple):
 
     tokens: int
     patches: int
+    depth: int = 1
+    """Features of a token, in numbers of the hidden size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,13 @@ def _qwen(config: Mapping[str, Any]) -> MostOfPicture:
     return MostOfPicture(tokens, tokens * merge_of(config) ** 2)
 
 
+def _qwen3(config: Mapping[str, Any]) -> MostOfPicture:
+    deeper = config["vision_config"].get("deepstack_visual_indexes", (8, 16, 24))
+    if not isinstance(deeper, list | tuple):
+        raise InvalidModel(f"config.json: deepstack_visual_indexes must be a list of numbers of layers, got {deeper!r}")
+    return _qwen(config)._replace(depth=1 + len(deeper))
+
+
 def merge_of(config: Mapping[str, Any]) -> int:
     """Patches that are merged, along each side."""
     return positive(config["vision_config"], "spatial_merge_size", 2)
@@ -76,6 +85,7 @@ _OF_LLAVA = ("vision_tower", "multi_modal_projector")
 TOWERS: Mapping[str, TowerFamily] = {
     "LlavaForConditionalGeneration": TowerFamily(("pixtral",), _OF_LLAVA, _pixtral),
     "Mistral3ForConditionalGeneration": TowerFamily(("pixtral",), _OF_LLAVA, _mistral3),
+    "Qwen3VLForConditionalGeneration": TowerFamily(("", "qwen3_vl", "qwen3_vl_vision"), ("visual",), _qwen3),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(("", "qwen2_5_vl", "qwen2_5_vl_vision"), ("visual",), _qwen),
 }
 """By the class named in `architectures` of config.json."""

@@ -66,7 +66,7 @@ class Pixtral(torch.nn.Module):
 
 
 class QwenVL(torch.nn.Module):
-    """Qwen2.5-VL."""
+    """Qwen2.5-VL, and Qwen3-VL, whose first blocks of the decoder take features of some layers of the tower."""
 
     def __init__(self, visual: torch.nn.Module) -> None:
         super().__init__()
@@ -74,9 +74,13 @@ class QwenVL(torch.nn.Module):
 
     def features(self, pixels: Pixels) -> torch.Tensor:
         made = self.visual(pixels["pixel_values"], grid_thw=pixels["image_grid_thw"])
-        # transformers 4 returns the features alone.
-        found: torch.Tensor = made if isinstance(made, torch.Tensor) else made.pooler_output
-        return found
+        # transformers 4 returns the features alone, or with a list of the deeper ones.
+        if isinstance(made, torch.Tensor):
+            return made
+        last, deeper = (
+            made if isinstance(made, tuple) else (made.pooler_output, getattr(made, "deepstack_features", None) or ())
+        )
+        return torch.cat((last, *deeper), dim=-1)
 
 
 def _qwen2_5_vl(config: Any) -> QwenVL:
@@ -84,6 +88,12 @@ def _qwen2_5_vl(config: Any) -> QwenVL:
 
     tower = qwen.Qwen2_5_VisionTransformerPretrainedModel._from_config
     return QwenVL(tower(config.vision_config))  # type: ignore[no-untyped-call]
+
+
+def _qwen3_vl(config: Any) -> QwenVL:
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel  # noqa: PLC0415
+
+    return QwenVL(Qwen3VLVisionModel._from_config(config.vision_config))  # type: ignore[no-untyped-call]
 
 
 def _pixtral(config: Any) -> Pixtral:
@@ -102,6 +112,7 @@ MODULES: Mapping[str, Callable[[Any], Any]] = {
     "LlavaForConditionalGeneration": _pixtral,
     "Mistral3ForConditionalGeneration": _mistral3,
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": _qwen3_vl,
 }
 """A tower from the configuration of transformers, by the class named in `architectures`."""
 
