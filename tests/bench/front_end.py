@@ -226,8 +226,17 @@ def read_streams(url: str, num_streams: int) -> None:
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of all threads of a process, from the kernel, in nanoseconds."""
+    return _scheduled(pid, 0)
+
+
+def waited_seconds(pid: int) -> float:
+    """Time in which threads of a process could have run, and others had the cores."""
+    return _scheduled(pid, 1)
+
+
+def _scheduled(pid: int, column: int) -> float:
     stats = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(one.read_text().split()[0]) for one in stats) / 1e9
+    return sum(int(one.read_text().split()[column]) for one in stats) / 1e9
 
 
 def write_text_files(folder: Path) -> Path:
