@@ -28,6 +28,7 @@ from neuron_runtime.backend.optimum.hub_cache import cached_graphs, in_words
 from neuron_runtime.backend.torch import vector_models
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.naming import as_named
+from neuron_runtime.backend.torch.towers import tower_of
 from neuron_runtime.backend.torch.vector_models import computes_only_vectors, vector_model
 from neuron_runtime.backend.transformers_neuronx import settings as neuronx
 from neuron_runtime.checkpoint import (
@@ -47,6 +48,7 @@ from neuron_runtime.conversion.plan import conversion_of
 from neuron_runtime.dtypes import BY_STORED
 from neuron_runtime.engine.backends import PACKAGES, package_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.pictures.families import family_of as picture_family
 from neuron_runtime.quantization import QUANTIZATION_FIELDS, Quantizing, has_known_method, quantization_of
 from neuron_runtime.recipes import is_vector_model, read_recipe
 from neuron_runtime.record import AdapterFacts, ModelFacts, PlannedConversion
@@ -58,7 +60,7 @@ from neuron_runtime.weights.fetching import TEXT, fetch, fetch_adapter, naming, 
 from neuron_runtime.weights.store import Store
 
 ON_TORCH = (*FAMILIES, *vector_models.ARCHITECTURES)
-NXDI, OPTIMUM, NEURONX = "nxdi", "optimum", "transformers-neuronx"
+TORCH, NXDI, OPTIMUM, NEURONX = "torch", "nxdi", "optimum", "transformers-neuronx"
 VLLM = "vllm"
 """No backend of this runtime: the operator says which models it runs, and only the configuration is read."""
 
@@ -232,6 +234,7 @@ def model_facts(
         checkpoint.is_sharded and text_config(checkpoint.config).get("tie_word_embeddings") is True
     )
     facts = _facts(checkpoint, shape, digest, tied_embeddings=tied)
+    facts = msgspec.structs.replace(facts, sees_pictures=_sees_pictures(checkpoint, backend))
     planned = conversion and PlannedConversion(
         digest=conversion.digest(facts.digest, contents_of(uri, checkpoint) if uri else ""),
         format=conversion.format,
@@ -260,6 +263,16 @@ def _facts(
         quantization=_quantization(checkpoint.config)[:MAX_WORDS],
         digest=digest or checkpoint.digest,
     )
+
+
+def _sees_pictures(checkpoint: Checkpoint, backend: str) -> bool:
+    """Whether a backend computes pictures for a model, and the front end reads them; of "": whether torch does."""
+    config, names = checkpoint.config, _architectures(checkpoint)
+    if backend == VLLM:
+        return isinstance(config.get("vision_config"), Mapping)
+    on_device = any(BY_ARCHITECTURE[name].pictures for name in names if name in BY_ARCHITECTURE)
+    computed = on_device if backend == NXDI else backend in ("", TORCH) and tower_of(config) is not None
+    return computed and picture_family(config) is not None
 
 
 MAX_WORDS = 200

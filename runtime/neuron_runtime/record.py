@@ -64,6 +64,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     """What the model was made for, by its files."""
     vector_size: int = 0
     """Numbers in a vector of a model that embeds; 0: it gives none."""
+    sees_pictures: bool = False
+    """Whether the backend computes its pictures; without a backend: whether this runtime knows how it sees them."""
     digest: str
     """The commit for hf://, else sha256 over config, index and headers of the weights; pins the served model."""
 

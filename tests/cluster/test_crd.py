@@ -147,6 +147,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "storage.artifacts": some_of(**STORES),
     "podTemplate.metadata.labels": keys_of("a", "neuron-serving.dev/a", "neuron-serving.development/a"),
     "podTemplate.metadata.annotations": keys_of("a", "neuron-serving.dev/a", "neuron-serving.development/a"),
+    "serving.media.allowedHosts": lists_of("a.example", "b.example:8443", "c.svc", "d.local:443", "e.internal.example"),
     "podTemplate.spec.imagePullSecrets": lists_of({"name": "a"}, {"name": "b"}),
     "podTemplate.spec.resources.limits": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),
     "jobs.resources.limits": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),

@@ -63,6 +63,14 @@ def refusal(folder: Path, manifest: str, *arguments: str) -> str:
     return said.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [(("--picture", "none.png"), "goes with --ask"), (("--picture", "none.png", "--ask", "What?"), "No such file")],
+)
+def test_a_picture_without_question_or_file_is_refused(tmp_path: Path, flags: tuple[str, ...], complaint: str) -> None:
+    assert complaint in refusal(tmp_path, SERVABLE, *flags)
+
+
 def test_a_missing_model_ends_the_command_with_its_reason(tmp_path: Path) -> None:
     ended = local(tmp_path, MODEL % ("file:///no/such/model", "CPU", ""))
     assert ended.returncode == 1
@@ -336,7 +344,7 @@ def test_api_keys_come_from_the_shell_and_local_uses_one(tmp_path: Path, monkeyp
 
 
 async def test_no_line_of_a_pod_lands_inside_a_printed_answer(tmp_path: Path) -> None:
-    options = argparse.Namespace(ask="What?", exit=True, quiet=False)
+    options = argparse.Namespace(ask="What?", picture=None, exit=True, quiet=False)
     session = _Session({}, tmp_path, options)
 
     async def models(request: web.Request) -> web.Response:

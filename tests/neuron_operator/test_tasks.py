@@ -70,6 +70,7 @@ VALUES: dict[str, Any] = {
     "toolCallParser": "hermes",
     "adapters": {"maxActive": 1},
     "speculation": {"method": "NGram"},
+    "media": {"maxImages": 2},
 }
 
 

@@ -347,6 +347,7 @@ def test_without_an_image_the_refusal_names_the_values_of_the_chart() -> None:
         ({**CPU, "serving": {"contextBuckets": [128]}}, "serving.contextBuckets"),
         ({**CPU, "serving": {"cacheEvents": "Enabled"}}, "serving.cacheEvents"),
         ({**NEURON, "serving": {"cacheEvents": "Enabled"}}, "serving.cacheEvents"),
+        ({**CPU, "serving": {"media": {"maxPixels": 5}}}, "serving.media.maxPixels"),
         ({**CPU, "engine": {"backend": "torch", "args": ["--x"]}}, "engine.args"),
     ],
     ids=str,

@@ -74,6 +74,17 @@ IS_RELATIVE = f"self.startsWith('{RELATIVE_FILE}')"
 
 Name = Annotated[str, Meta(min_length=1, max_length=253)]
 ClaimName = Annotated[str, Meta(min_length=1, max_length=253, pattern=f"^{_SUBDOMAIN}$")]
+_PUBLIC_HOST = rf"({_LABEL}[.])+[a-z]([-a-z0-9]*[a-z0-9])?"
+"""With a dot, and a name at its end: neither a name of this network nor an address."""
+MediaHost = Annotated[
+    str,
+    Meta(min_length=4, max_length=259, pattern=rf"^{_PUBLIC_HOST}(:[1-9][0-9]{{0,4}})?$"),
+    Rule(
+        "must be a public DNS name: none that ends in .local, .internal, .localhost or .svc",
+        lambda host: not host.partition(":")[0].endswith((".local", ".internal", ".localhost", ".svc")),
+        "!self.matches('[.](local|internal|localhost|svc)(:[0-9]+)?$')",
+    ),
+]
 SubPath = Annotated[str, Meta(min_length=1, max_length=512, pattern=f"^{_SEGMENT}(/{_SEGMENT})*$")]
 StoreUri = Annotated[str, Meta(min_length=1, max_length=1024, pattern=_IN_S3)]
 ServedName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^\S+$")]

@@ -29,7 +29,7 @@ class Rule:
     message: str
     holds: Callable[[Any], bool]
     cel: str = ""
-    schema: Mapping[str, Any] = field(default_factory=dict)
+    schema: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Schema keywords that enforce a rule without CEL."""
 
 

@@ -25,6 +25,7 @@ from neuron_operator.api.field_types import (
     Int64,
     LabelValue,
     Length,
+    MediaHost,
     Name,
     ParsedUri,
     Quantities,
@@ -299,6 +300,39 @@ class Speculation(SpecPart, frozen=True):
     model: DraftModel | None = None
 
 
+_NO_PICTURES = "remove it: with this backend a model sees no pictures"
+
+
+class Media(SpecPart, frozen=True):
+    """Limits of the [pictures](images.md) in requests, for models that see them."""
+
+    max_images: Annotated[
+        Annotated[int, Meta(ge=0, le=1024)] | None,
+        "Pictures of a request at most; 0: none. By default 8.",
+        ConfigKey("media.maxImages", compiled=True),
+        Supported(_NO_PICTURES),
+    ] = None
+    max_image_bytes: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 30)] | None,
+        "Bytes of a picture at most, as the client stores it. By default 20971520, 20 MiB.",
+        ConfigKey("media.maxImageBytes"),
+        Supported("remove it: this backend has no such limit of pictures"),
+    ] = None
+    max_pixels: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 30)] | None,
+        "Pixels of a picture at most, width times height. By default 33554432.",
+        ConfigKey("media.maxPixels"),
+        Supported("remove it: this backend has no such limit of pictures"),
+    ] = None
+    allowed_hosts: Annotated[
+        Annotated[tuple[MediaHost, ...], Meta(max_length=64), unique()],
+        "Hosts from which replicas fetch pictures that a request names by an `https:` URL; each with `:PORT` if it is "
+        "not 443. By default none: a picture must be in the request.",
+        ConfigKey("media.allowedHosts", {(): None}),
+        Supported(_NO_PICTURES),
+    ] = ()
+
+
 class Serving(SpecPart, frozen=True):
     """Limits and modes of the engine, and how the model is served over HTTP."""
 
@@ -430,6 +464,7 @@ class Serving(SpecPart, frozen=True):
         ConfigKey("server.accessLog", {"Enabled": None, "Disabled": False}),
     ] = "Enabled"
     api_key_secret_ref: ApiKeySecret | None = None
+    media: Media = Media()
     adapters: Annotated[Adapters, Supported("remove it: with this backend a model serves no adapters")] = Adapters()
     speculation: Annotated[
         Speculation,
@@ -441,7 +476,7 @@ FOR_TEXT: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys((f"serving.{name}" for name in ("blockSize", "numBlocks", "kvCacheDtype", "sampling")), ()),
     **dict.fromkeys((f"serving.{name}" for name in ("contextBuckets", "tokenGenerationBuckets", "adapters")), ()),
     **dict.fromkeys((f"serving.{name}" for name in ("generationConfig", "chatTemplate", "reasoningParser")), ()),
-    **dict.fromkeys(("serving.toolCallParser", "serving.speculation"), ()),
+    **dict.fromkeys(("serving.toolCallParser", "serving.media", "serving.speculation"), ()),
     **dict.fromkeys(("serving.prefixCaching", "serving.chunkedPrefill", "engine.compile"), ("Disabled",)),
     "serving.quantization": ("None",),
     **dict.fromkeys(("parallelism.tensor", "parallelism.nodes"), (1,)),

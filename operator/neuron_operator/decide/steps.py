@@ -331,6 +331,8 @@ def _finish_resolve(known: Known) -> tuple[Known, Finding]:
     message = f"{facts.architecture}, {facts.parameters} parameters, at {facts.digest}"
     if facts.vector_size and known.model.spec.serving.task == "Embed":
         message += f"; vectors of {facts.vector_size} numbers"
+    if facts.sees_pictures and known.model.spec.generates:
+        message += "; sees pictures"
     graphs = f"; its graphs: {facts.graphs}" if facts.graphs and known.model.spec.runs.asks_cache else ""
     if facts.draft is not None:
         check_draft(known.model, facts, facts.draft, known.settings)

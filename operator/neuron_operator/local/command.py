@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import fcntl
 import os
@@ -96,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="port of the first replica; others take the next ones (default %(default)s)",
     )
     parser.add_argument("--ask", metavar="QUESTION", help="stream the answer to this question once the model is ready")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="a picture that --ask is about")
     parser.add_argument("--exit", action="store_true", help="exit once the model is ready (and has answered --ask)")
     parser.add_argument("--quiet", action="store_true", help="hide the output of the pods")
     parser.add_argument("--fresh", action="store_true", help="delete the model's cached files first")
@@ -216,6 +218,10 @@ def _check_devices(body: Mapping[str, Any], num_devices: int) -> None:
 
 def _check_question(body: Mapping[str, Any], options: argparse.Namespace) -> None:
     """Raises CannotRunHere, with what to do instead, if the model does not answer questions with text."""
+    if options.picture:
+        if not options.ask:
+            raise CannotRunHere("--picture goes with --ask QUESTION")
+        _part(options.picture)
     if options.ask and (task := task_of(body)):
         command = command_for(task, f"http://{LOOPBACK}:{options.port}", served_name(body), options.ask)
         text = f"--ask is for models that generate text, and spec.serving.task is {task}: leave it out"
@@ -406,7 +412,7 @@ class _Session:
             if self.options.ask:
                 self.held = held = list[str]()
                 try:
-                    await _ask(session, ports[0], name, self.options.ask)
+                    await _ask(session, ports[0], name, self.options.ask, self.options.picture)
                 finally:
                     self.held = None
                     for line in held:
@@ -445,10 +451,11 @@ def _authorization(plan: ContainerPlan) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
-async def _ask(session: aiohttp.ClientSession, port: int, model: str, question: str) -> None:
+async def _ask(session: aiohttp.ClientSession, port: int, model: str, question: str, picture: Path | None) -> None:
     """Stream the answer to one chat question to standard output."""
     print(f"\n  > {question}\n  ", end="", flush=True)
-    body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0}
+    content = [{"type": "text", "text": question}, _part(picture)] if picture else question
+    body = {"model": model, "messages": [{"role": "user", "content": content}], "temperature": 0}
     url = f"http://{LOOPBACK}:{port}/v1/chat/completions"
     try:
         answer = await stream(session, url, body, lambda piece: print(piece, end="", flush=True))
@@ -456,6 +463,15 @@ async def _ask(session: aiohttp.ClientSession, port: int, model: str, question: 
         raise CannotRunHere(f"the model rejected the question: {refused}") from refused
     first = f"first token after {1000 * answer.first_seconds:.0f} ms"
     print(f"\n\n  {first}, {answer.num_tokens} tokens in {answer.last_seconds:.2f} s\n", flush=True)
+
+
+def _part(picture: Path) -> dict[str, Any]:
+    """A picture as a part of a message. The server finds its format from the bytes. Raises CannotRunHere."""
+    try:
+        url = f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    except OSError as error:
+        raise CannotRunHere(f"--picture {picture}: {error.strerror}") from error
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -60,6 +60,8 @@ class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tru
     """What it was made for, by its files: `generate`, `embed` or `rerank`."""
     vector_size: Count = 0
     """Numbers in a vector; 0: it gives none."""
+    sees_pictures: bool = False
+    """Whether the backend computes pictures for it; false also where an earlier version wrote it."""
     digest: str
     draft: Facts | None = None
     """Of its draft model, which the operator adds: another Job reports them."""

@@ -140,6 +140,11 @@ def _requested(resources: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
 
 
+PICTURE_BYTES = 1536 << 20
+"""Where a model sees pictures: transformers in the process that reads them, two of the largest that are decoded at the
+same time, and what the largest towers take for one."""
+
+
 def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostBytes:
     """The weights are as stored, or in `serving.dtype`, or as they are quantized."""
     facts = as_held(model, facts) if model.spec.runs.on_device else facts
@@ -163,6 +168,7 @@ def in_host_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> HostByte
         cache=_cached_tokens(model, facts) * cached if generates else 0,
         block=_block_size(model) * cached if generates else 0,
         # The largest weight exists twice while it is laid out.
+        pictures=PICTURE_BYTES if facts.sees_pictures and model.spec.serving.media.max_images != 0 else 0,
         activations=0 if generates else embedding + vector_bytes(facts, model.spec.serving.max_model_length or 0),
         loading=host_bytes(facts, Widths(weights=width_of(_dtype(model, facts))), nodes),
         sequences=model.spec.serving.max_sequences or DEFAULT_SEQUENCES,

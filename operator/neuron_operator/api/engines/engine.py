@@ -101,6 +101,8 @@ class HostBytes:
     """Of the largest step of a model that makes vectors, and to lay out its weights; 0: it generates text."""
     adapter: int = 0
     """Of one adapter of the largest rank; 0: the model serves none."""
+    pictures: int = 0
+    """Where they are read and computed; 0: the model sees none."""
     num_adapter_places: int = 0
     num_adapters_loaded: int = 0
 

@@ -96,6 +96,7 @@ COMPILED_IF_ASKED = EVERY | {"engine.compile", "engine.compile=Disabled"}
 IN_BLOCKS = frozenset(f"serving.{name}" for name in ("blockSize", "numBlocks", "prefixCaching", "chunkedPrefill"))
 SHARING = IN_BLOCKS | {"serving.cacheEvents"}
 """Of a prefix cache that tells what it has."""
+PICTURES = frozenset(f"serving.media.{name}" for name in ("maxImages", "maxImageBytes", "maxPixels", "allowedHosts"))
 
 NXDI = _row(
     does="computes on it",
@@ -109,6 +110,7 @@ NXDI = _row(
     ),
     fields=IN_PARALLEL
     | SHARING
+    | PICTURES
     | {
         "accelerator.logicalNeuronCore",
         "serving.adapters",
@@ -131,7 +133,9 @@ NXDI = _row(
     sampling_of_drafts={"NGram": "Host"},
     millicores=lambda _: 3 * PROCESS_MILLICORES,
     # Of an adapter it keeps the shards of all cores, and reads the whole.
-    memory=lambda model: _beside(model) + model.loading + (2 * model.num_adapters_loaded + 1) * model.adapter,
+    memory=lambda model: (
+        _beside(model) + model.pictures + model.loading + (2 * model.num_adapters_loaded + 1) * model.adapter
+    ),
 )
 OPTIMUM = _row(
     does="computes on it with optimum-neuron",
@@ -184,6 +188,7 @@ TORCH = _row(
     does="computes on the host",
     fields=IN_PARALLEL
     | SHARING
+    | PICTURES
     | COMPILED_IF_ASKED
     | {"serving.adapters", "serving.quantization", "serving.speculation", "serving.task"},
     drafts=("NGram", "Draft", "Eagle"),
@@ -198,6 +203,7 @@ TORCH = _row(
         + TORCH_BYTES
         + int((packed(model) + model.widened + model.cache) * (1 + SCRATCH_SHARE))
         + model.activations
+        + model.pictures
         + (model.num_adapter_places + model.num_adapters_loaded + 1) * model.adapter
     ),
 )

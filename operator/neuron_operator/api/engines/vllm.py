@@ -139,7 +139,9 @@ CPU = _row(
     # When the engine's process ended there is no device to look at.
     explain=partial(explain, rows=[row for row in LOG_REASONS if row[1] is not Reason.DEVICE_FAILED]),
     versions=tuple(name for name, version in vllm_flags.VERSIONS.items() if not version.settings),
-    fields=IN_BLOCKS | {"parallelism.tensor", "parallelism.nodes", "engine.args", "engine.compile=Disabled"},
+    fields=IN_BLOCKS
+    | {"parallelism.tensor", "parallelism.nodes", "engine.args", "engine.compile=Disabled"}
+    | {"serving.media.maxImages", "serving.media.allowedHosts"},
     millicores=lambda _: 2000,
     memory=lambda model: NUM_PROCESSES * 2 * TORCH_BYTES + model.weights + _cache(model),
     block_size=vllm_flags.VERSIONS["cpu"].block_size,

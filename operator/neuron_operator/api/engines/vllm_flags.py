@@ -376,6 +376,10 @@ _PARSERS = _at("text", "reasoningParser"), _at("text", "toolCallParser")
 """Their names are those of vLLM."""
 
 
+def _has_most(document: Json) -> bool:
+    return "maxImages" in document.get("media", {})  # 0 is a limit
+
+
 @dataclass(frozen=True)
 class Flag:
     """A flag that is written from fields, and that `engine.args` therefore may not have."""
@@ -429,6 +433,18 @@ FLAGS = (
         "--shutdown-timeout",
         "rollout.drainSeconds",
         lambda document, _: round(document["drain"]["seconds"]) + SPARE_SECONDS if "drain" in document else None,
+    ),
+    Flag(
+        "--limit-mm-per-prompt",
+        "serving.media.maxImages",
+        lambda document, _: {"image": document["media"]["maxImages"]} if _has_most(document) else None,
+        unless=lambda document, _: _has_most(document),
+    ),
+    Flag(
+        "--allowed-media-domains",
+        "serving.media.allowedHosts",
+        lambda document, _: tuple(document.get("media", {}).get("allowedHosts", ())) or None,
+        unless=_at("media", "allowedHosts"),
     ),
     Flag("--additional-config", "engine.overrideNeuronConfig", _settings),
     Flag(
