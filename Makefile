@@ -66,7 +66,7 @@ test-long: setup cluster-deps  ## run long tests: 100,000 random loads, many exa
 # for what takes long in the torch backend, which no device needs.
 IMPORTS := torch|transformers|tokenizers|safetensors|neuron_runtime\.(backend\.torch|text\.detokenizer|weights\.hub)
 ONCE := nxdi_fake host_sampling_distribution torch_ranks torch_allocation demo_model grammars torch_rotary torch_quantized \
-  torch_eight_bits torch_experts torch_drafts torch_draft_model torch_eagle torch_families torch_adapters
+  torch_eight_bits torch_experts torch_drafts torch_draft_model torch_eagle torch_families torch_adapters picture_families
 VERSIONED = $(filter-out $(ONCE:%=tests/neuron_runtime/test_%.py),$(shell grep -lE "^ *(import|from) ($(IMPORTS))" tests/neuron_runtime/test_*.py)) \
   tests/neuron_runtime/test_offline.py
 test-neuron-versions: .venv-neuron/.ready  ## run the tests that library versions affect, with those of AWS's Neuron images
