@@ -389,7 +389,7 @@ async def test_a_draft_model_makes_drafts_and_the_status_shows_how_many_are_righ
     serving = f"  serving: {{speculation: {speculation}}}\n  rollout: {{drainDelaySeconds: 0}}"
     (tmp_path / "model.yaml").write_text(MODEL % (DEMO_MODEL.as_uri(), "CPU", serving))
     with free_ports() as port:
-        options = argparse.Namespace(port=port, ask="", exit=False, quiet=True)
+        options = argparse.Namespace(port=port, ask="", exit=False, quiet=True, picture=None)
         session = _Session(read_manifest(tmp_path / "model.yaml"), tmp_path, options)
         running = asyncio.create_task(session.run())
         try:
