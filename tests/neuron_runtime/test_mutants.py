@@ -129,7 +129,7 @@ MUTANTS = [
     ("pool:Pool._return", appended("heappush"), "slots_are_allocated_lowest_first"),
     (f"{BLOCKS}.find", valued("_min_fed", 0), "at_least_one_token_is_fed_for_a_cached_prompt"),
     (f"{BLOCKS}.__init__", forced("mixes_phases", True), "at_least_one_token_is_fed_for_a_cached_prompt"),
-    (f"{BLOCKS}.find", forced("reaches", True), "a_prefix_hit_is_limited_by_the_backend"),
+    (f"{BLOCKS}._may_begin", forced("reaches", True), "a_prefix_hit_is_limited_by_the_backend"),
     (
         f"{SCHEDULER}.schedule",
         unwrapped("sorted"),

@@ -353,7 +353,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "is missing"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "Expected `str | array"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "image_url"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].image_url",
+        "image_url",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "is missing"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "Expected `object`"),
     (

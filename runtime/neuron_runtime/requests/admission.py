@@ -158,7 +158,8 @@ class Admission:
         placed: tuple[Picture, ...] = ()
         prompts: tuple[Prompt, ...]
         if pictures:
-            reader, (content,) = self._reader(pictures, cut), contents
+            self._check_whole(pictures, cut)
+            reader, (content,) = self._reader(pictures), contents
             whole, placed = self._placed(reader, pictures, content, adds_special, "prompt")
             self.prompts.check(whole.token_ids, "prompt")
             prompts = (whole,)
@@ -183,10 +184,10 @@ class Admission:
         self._check_common(options, names)
         if options.top_logprobs and not options.logprobs:
             raise InvalidRequest.at("top_logprobs", "needs `logprobs: true`")
-        reasoning = self.text.reasoning
+        text, reasoning = self.chat_text(chat), self.text.reasoning
         use = tool_use(options, chat.functions, self.text.tool_format, self._strict_tag)
         cut = self.prompts.cut(options.truncate_prompt_tokens, options.max_tokens)
-        text, prompt, pictures = self._chat_prompt(chat, cut)
+        prompt, pictures = self._chat_prompt(chat, text, cut)
         self.prompts.check(prompt.token_ids, names["messages"])
         ask = self._ask(
             options,
@@ -212,7 +213,7 @@ class Admission:
 
     def chat_tokens(self, chat: Chat) -> tuple[int, ...]:
         """The tokens of a chat, however many. Raises InvalidRequest."""
-        return self._chat_prompt(chat, None)[1].token_ids
+        return self._chat_prompt(chat, self.chat_text(chat), None)[0].token_ids
 
     def check_token_ids(self, token_ids: Sequence[int], name: str) -> None:
         """Raises InvalidRequest naming the first id outside the vocabulary."""
@@ -220,30 +221,32 @@ class Admission:
 
     def chat_text(self, chat: Chat) -> str:
         """Render a chat with the model's template. Raises InvalidRequest."""
-        known, pictures = self.tokenizer, self.all.pictures
+        known = self.tokenizer
+        reader = self._reader(chat.pictures) if chat.pictures else self.all.pictures
         template = known.tool_template if chat.has_tools else known.chat_template
-        return chat_text(template, chat, "" if pictures is None else pictures.family.in_text)
+        return chat_text(template, chat, "" if reader is None else reader.family.in_text)
 
-    def _chat_prompt(self, chat: Chat, cut: int | None) -> tuple[str, Prompt, tuple[Picture, ...]]:
-        """The text of a chat, and its tokens with those of its pictures. Raises InvalidRequest."""
+    def _chat_prompt(self, chat: Chat, text: str, cut: int | None) -> tuple[Prompt, tuple[Picture, ...]]:
+        """The tokens of a chat's text, with those of its pictures. Raises InvalidRequest."""
         name, reader = chat.names["messages"], self.all.pictures
-        if chat.pictures:
-            reader = self._reader(chat.pictures, cut)
-        text = self.chat_text(chat)
         adds_special = chat.options.add_special_tokens is True
         if reader is None or not (chat.pictures or any(mark in text for mark in reader.family.marks)):
-            return text, self.prompts.read(text, adds_special, cut, name), ()
-        return text, *self._placed(reader, chat.pictures, text, adds_special, name)
+            return self.prompts.read(text, adds_special, cut, name), ()
+        self._check_whole(chat.pictures, cut)
+        return self._placed(reader, chat.pictures, text, adds_special, name)
 
-    def _reader(self, pictures: Sequence[PictureAt], cut: int | None) -> PictureReader:
+    def _check_whole(self, pictures: Sequence[PictureAt], cut: int | None) -> None:
+        """Raises InvalidRequest if a prompt with pictures is to be cut."""
+        if pictures and cut is not None:
+            raise InvalidRequest.at("truncate_prompt_tokens", "cannot be combined with pictures: leave it out")
+
+    def _reader(self, pictures: Sequence[PictureAt]) -> PictureReader:
         """What reads these pictures. Raises InvalidRequest."""
         reader = self.all.pictures
         if reader is None:
             problem = "is a picture, and this server sees none: its model or backend reads only text"
             raise InvalidRequest.at(pictures[0].at, problem)
         reader.check(pictures)
-        if cut is not None:
-            raise InvalidRequest.at("truncate_prompt_tokens", "cannot be combined with pictures: leave it out")
         return reader
 
     def _placed(
