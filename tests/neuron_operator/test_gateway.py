@@ -766,6 +766,64 @@ async def test_health_follows_readiness() -> None:
         assert not gateway.log
 
 
+# The end of a gateway
+
+ENDING = {"timeouts": {"drainDelaySeconds": 0, "drainSeconds": 0.2}}
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/messages"])
+async def test_a_stream_that_outlasts_a_gateway_that_ends_is_told_so_and_a_request_without_an_answer_too(
+    path: str,
+) -> None:
+    async with replicas(stream_for_ever, hang) as (chat, slow), running(ENDING) as gateway:
+        gateway.serve("chat", chat)
+        gateway.serve("slow", slow)
+        stream, unanswered, held = [await gateway.connect() for _ in range(3)]
+        stream.send(path, CHAT)
+        unanswered.send(path, {**CHAT, "model": "slow"})
+        gateway.serve("sleepy", is_asleep=True)
+        held.send(path, {**CHAT, "model": "sleepy"})
+        await until(lambda: chat.asked and slow.asked and len(gateway.gateway.exchanges) == 3)
+        await asyncio.gather(gateway.gateway.drain(), until(lambda: len(gateway.log) == 3))
+        told = await stream.answer()
+        assert told.body.startswith(b"data: a\n\n")
+        assert b"the gateway was stopped" in told.body.split(b"\n\n")[-2]
+        for client in (unanswered, held):
+            got = await client.answer()
+            assert (got.status, got.headers["connection"]) == (529 if path == "/v1/messages" else 503, "close")
+            assert got.headers["retry-after"] == "1"
+        assert {line["error"] for line in gateway.log} == {"gateway_stopped"}
+        assert gateway.metric("gateway_broken_answers_total", model="default/chat", reason="gateway_stopped") == 1
+        for client in (stream, unanswered, held):
+            assert await client.rest() == b""
+            await client.aclose()
+
+
+async def test_a_client_that_reads_slowly_gets_the_whole_answer_of_a_gateway_that_ends() -> None:
+    whole = b"x" * 2**18
+    loop = asyncio.get_running_loop()
+    async with replicas(saying(answer(whole))) as (chat,), running({"timeouts": {"drainDelaySeconds": 0}}) as gateway:
+        gateway.serve("chat", chat)
+        with socket.socket() as client:
+            client.setblocking(False)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await loop.sock_connect(client, ("127.0.0.1", gateway.port))
+            await until(lambda: gateway.gateway.connections)
+            (connection,) = gateway.gateway.connections
+            connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            raw = json.dumps(CHAT).encode()
+            await loop.sock_sendall(client, head("POST", PATH, {"content-length": str(len(raw))}) + raw)
+            got = b""
+            while not gateway.log:  # the replica's part is over
+                got += await loop.sock_recv(client, 1024)
+            ending = asyncio.create_task(gateway.gateway.drain())
+            await asyncio.sleep(0.1)
+            while part := await loop.sock_recv(client, 2**16):
+                got += part
+            assert got.endswith(b"\r\n\r\n" + whole)
+            await ending
+
+
 # Affinity
 
 

@@ -314,5 +314,10 @@ class ClientConnection(asyncio.Protocol):
             return False
         return bool(self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing runs for it, and all that it was told is sent."""
+        return self.exchange is None and not self.is_closing and not self.transport.get_write_buffer_size()
+
     def is_late(self, now: float) -> bool:
         return self.deadline is not None and self.deadline <= now

@@ -350,6 +350,13 @@ class Exchange:
             message = f"the answer is incomplete: the replica is silent for {timeouts.silence_seconds:g} s"
             self._tell(errors.unavailable(message, "replica_frozen", status=504))
 
+    def stop(self) -> None:
+        """The gateway ends."""
+        if self.is_answered:
+            self._tell(errors.unavailable("the answer is incomplete: the gateway was stopped", "gateway_stopped"))
+        else:
+            self._give_up(errors.unavailable("the gateway was stopped before the answer", "gateway_stopped"))
+
     def _give_up(self, refusal: Refusal) -> None:
         upstream = self.upstream
         self._leave_replica()

@@ -7,7 +7,6 @@ it with models and opens its port.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 from collections.abc import Awaitable, Callable, Coroutine
@@ -31,6 +30,10 @@ logger = logging.getLogger(__name__)
 SWEEP_SECONDS = 0.5
 WAKE_AGAIN_SECONDS = 5.0
 """A wake-up that had no effect is tried again after this time."""
+
+FAREWELL_SECONDS = 2.0
+"""For clients to read that the gateway has ended their answers; pods are killed 10 s after `drainSeconds`."""
+QUIET_CHECK_SECONDS = 0.05
 
 MODELS_PATH = "/v1/models"
 _FORWARDED = re.compile(r"/(?:v[12]/[A-Za-z0-9_/-]+|(?:tokenize|detokenize|invocations|rerank|score|pooling|classify))")
@@ -69,8 +72,6 @@ class Gateway:
         self._waking: dict[Key, float] = {}
         """When each was last woken."""
         self._log = log
-        self._quiet = asyncio.Event()
-        """Set when no request runs any more."""
         self._tasks: set[asyncio.Task[None]] = set()
         metrics.report(self)
 
@@ -239,8 +240,6 @@ class Gateway:
 
     def ended(self, exchange: Exchange) -> None:
         self.exchanges.discard(exchange)
-        if not self.exchanges:
-            self._quiet.set()
         self.free(exchange.request)
         target = exchange.target
         if target is not None:
@@ -287,20 +286,28 @@ class Gateway:
             upstream.transport.abort()
 
     async def drain(self) -> None:
-        """Answer what runs, then end; what takes too long is broken off."""
+        """Answer what runs, then end; what takes too long is told so."""
         self.is_draining = True
         timeouts = self.config.timeouts
         await asyncio.sleep(timeouts.drain_delay_seconds)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeouts.drain_seconds):
-                while self.exchanges:
-                    self._quiet.clear()
-                    await self._quiet.wait()
+        await self._until_quiet(timeouts.drain_seconds)
+        for exchange in list(self.exchanges):
+            if not exchange.is_over:  # the end of one may have ended others
+                exchange.stop()
+        await self._until_quiet(FAREWELL_SECONDS)
         for connection in list(self.connections):
             connection.transport.abort()
         for model in self.directory.models.values():
             for replica in model.replicas.values():
                 self._close_idle(replica)
+
+    async def _until_quiet(self, seconds: float) -> None:
+        """Until every answer has ended and was sent, at most for so long."""
+        end = self.now() + seconds
+        while self.now() < end:
+            if all(one.is_quiet for one in self.connections):
+                return
+            await asyncio.sleep(QUIET_CHECK_SECONDS)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self.loop.create_task(work)
