@@ -126,22 +126,23 @@ LLAMA4: Mapping[str, Any] = {
 """Its processor needs torchvision."""
 
 
-def write_picture_model(folder: Path, model: PictureModel = PIXTRAL) -> Path:
+def write_picture_model(folder: Path, model: PictureModel = PIXTRAL, max_length: int = 4096) -> Path:
     """Returns the folder."""
     folder.mkdir(exist_ok=True)
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in model.tokens])
     tokenizer.save(str(folder / "tokenizer.json"))
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": max_length}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
         "chat_template": model.template,
-        "model_max_length": 4096,
+        "model_max_length": max_length,
     }
     files = {
         "tokenizer_config.json": settings,
-        "config.json": {**model.config, "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 4096},
+        "config.json": {**model.config, **sizes},
         "preprocessor_config.json": model.preprocessor,
         "processor_config.json": model.processor,
         "generation_config.json": {"eos_token_id": tokenizer.token_to_id(EOS)},

@@ -15,6 +15,12 @@ _SHOWN = "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% end
 
 _MARKED = '\n<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
 HERMES = _CHAT % (_SHOWN, _MARKED)
+SEEING = HERMES.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ p.text if p.type == 'text' else '[IMG]' }}{% endfor %}{% endif %}",
+)
+"""The same of a model that sees pictures."""
 LLAMA = _CHAT % (_SHOWN + "{# ipython #}", '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}')
 MISTRAL = _CHAT % (
     "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"

@@ -46,5 +46,5 @@ def structured(client: OpenAI, name: str) -> None:
     assert called.model_dump() == report.model_dump(), called
 
 
-url, name = sys.argv[1:]
+url, name = sys.argv[1:3]
 structured(OpenAI(base_url=url, api_key="any", max_retries=0), name)

@@ -1,4 +1,4 @@
-"""LangChain: `bind_tools` and `with_structured_output` by each of its methods, whole and streamed."""
+"""LangChain: `bind_tools`, `with_structured_output` by each of its methods, and pictures, whole and streamed."""
 
 from __future__ import annotations
 
@@ -65,6 +65,21 @@ def structured(model: ChatOpenAI) -> None:
         assert streamed == expected, how
 
 
-url, name = sys.argv[1:]
-for part in (tools, structured):
+def pictures(model: ChatOpenAI) -> None:
+    """In OpenAI's form and in LangChain's own."""
+    asked = {"type": "text", "text": "What color?"}
+    in_openais = {"type": "image_url", "image_url": {"url": RED}}
+    own = {"type": "image", "base64": BLUE.partition(",")[2], "mime_type": "image/png"}
+    for shown, color in ((in_openais, "red"), (own, "blue")):
+        answer = model.invoke([HumanMessage([asked, shown])])
+        assert answer.text == color, answer
+        assert answer.usage_metadata
+        assert answer.usage_metadata["input_tokens"] == int(NUM_TOKENS), answer
+    both = [HumanMessage([asked, in_openais, own])]
+    assert "".join(chunk.text for chunk in model.stream(both)) == "red, blue"
+
+
+url, name, RED, BLUE, NUM_TOKENS = sys.argv[1:]
+for part in (tools, structured, pictures):
     part(ChatOpenAI(base_url=url, api_key="any", model=name, max_retries=0))
+pictures(ChatOpenAI(base_url=url, api_key="any", model=name, max_retries=0, use_responses_api=True))

@@ -1,4 +1,4 @@
-"""LiteLLM: tools and structured output through its translation of OpenAI's API, whole and streamed."""
+"""LiteLLM: tools, structured output and pictures through its translation of OpenAI's API, whole and streamed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,21 @@ def structured(**to: Any) -> None:
     assert json.loads(loose.choices[0].message.content) == {"city": "Oslo in Norway", "degrees": "7 C"}, loose
 
 
-url, name = sys.argv[1:]
+def pictures(**to: Any) -> None:
+    red, blue = ({"type": "image_url", "image_url": {"url": one}} for one in (RED, BLUE))
+    asked = {"type": "text", "text": "What color?"}
+    for shown, color in ((red, "red"), (blue, "blue")):
+        answer = litellm.completion(messages=[{"role": "user", "content": [asked, shown]}], **to)
+        assert answer.choices[0].message.content == color, answer
+        assert answer.usage.prompt_tokens == int(NUM_TOKENS), answer
+    both: Any = [{"role": "user", "content": [asked, red, blue]}]
+    chunks = list(litellm.completion(messages=both, stream=True, **to))
+    assert litellm.stream_chunk_builder(chunks, messages=both).choices[0].message.content == "red, blue"
+
+
+url, name, RED, BLUE, NUM_TOKENS = sys.argv[1:]
 for provider in ("openai", "hosted_vllm"):
-    for part in (tools, structured):
+    for part in (tools, structured, pictures):
         part(model=f"{provider}/{name}", api_base=url, api_key="any", num_retries=0)
+# By Anthropic's API.
+pictures(model=f"anthropic/{name}", api_base=url.removesuffix("/v1"), api_key="any", num_retries=0)

@@ -1,10 +1,10 @@
-// OpenAI's client for Node: its loop that runs tools, Responses, and structured output, whole and streamed.
+// OpenAI's client for Node: its loop that runs tools, Responses, structured output and pictures, whole and streamed.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 import { zodFunction, zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
 
-const [baseURL, model] = process.argv.slice(2);
+const [baseURL, model, red, blue, numTokens] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey: "any", maxRetries: 0 });
 const messages = [{ role: "user", content: "Will it rain in Oslo?" }];
 const parameters = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
@@ -46,4 +46,16 @@ async function structured() {
   for (const call of calling.choices[0].message.tool_calls) assert.deepEqual(call.function.parsed_arguments, report);
 }
 
-for (const part of [tools, responses, structured]) await part();
+async function pictures() {
+  for (const [url, color] of [[red, "red"], [blue, "blue"]]) {
+    const parts = [{ type: "text", text: "What color?" }, { type: "image_url", image_url: { url } }];
+    const chat = await client.chat.completions.create({ model, messages: [{ role: "user", content: parts }] });
+    assert.deepEqual([chat.choices[0].message.content, chat.usage.prompt_tokens], [color, Number(numTokens)]);
+    const items = [{ type: "input_text", text: "What color?" }, { type: "input_image", image_url: url, detail: "auto" }];
+    const stream = client.responses.stream({ model, input: [{ role: "user", content: items }] });
+    const response = await stream.finalResponse();
+    assert.deepEqual([response.output_text, response.usage.input_tokens], [color, Number(numTokens)]);
+  }
+}
+
+for (const part of [tools, responses, structured, pictures]) await part();

@@ -1,13 +1,14 @@
-"""pydantic-ai: an agent that runs a tool, and each way to structured output, over chats and Responses."""
+"""pydantic-ai: an agent that runs a tool, each way to structured output, and pictures, over chats and Responses."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import sys
 from typing import Any, Literal
 
 from pydantic import BaseModel
-from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai import Agent, BinaryContent, ImageUrl, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -60,11 +61,29 @@ async def structured(models: list[Any]) -> None:
             assert streamed == expected, (output, streamed)
 
 
+async def pictures(models: list[Any]) -> None:
+    """Of the user, and returned by a tool."""
+    red, blue, num_tokens = sys.argv[3:]
+    in_bytes = BinaryContent(base64.b64decode(blue.partition(",")[2]), media_type="image/png")
+    for model in models:
+        agent = Agent(model, retries=0)
+        for shown, color in ((ImageUrl(red), "red"), (in_bytes, "blue")):
+            answer = await agent.run(["What color?", shown])
+            assert answer.output == color, answer
+            assert answer.usage.input_tokens == int(num_tokens), answer
+
+        def weather(city: str) -> BinaryContent:
+            """The weather"""
+            return in_bytes
+
+        assert (await Agent(model, tools=[weather], retries=0).run("What color?")).output == "blue"
+
+
 async def main(url: str, name: str) -> None:
     provider = OpenAIProvider(base_url=url, api_key="any")
     models = [OpenAIChatModel(name, provider=provider), OpenAIResponsesModel(name, provider=provider)]
-    for part in (tools, structured):
+    for part in (tools, structured, pictures):
         await part(models)
 
 
-asyncio.run(main(*sys.argv[1:]))
+asyncio.run(main(*sys.argv[1:3]))

@@ -1,11 +1,11 @@
-// Vercel's AI SDK: tools and structured output, whole and streamed, over Responses, its default, and over chats.
+// Vercel's AI SDK: tools, structured output and pictures, whole and streamed, over Responses, its default, and over chats.
 import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 
-const [baseURL, name] = process.argv.slice(2);
+const [baseURL, name, red, blue, numTokens] = process.argv.slice(2);
 const openai = createOpenAI({ baseURL, apiKey: "any" });
 const compatible = createOpenAICompatible({ name: "local", baseURL, supportsStructuredOutputs: true });
 const stateless = { openai: { store: false } };
@@ -57,4 +57,21 @@ async function structured() {
   }
 }
 
-for (const part of [tools, stored, structured]) await part();
+async function pictures() {
+  for (const model of [openai(name), openai.chat(name), compatible(name)]) {
+    for (const [image, color] of [[red, "red"], [blue, "blue"]]) {
+      const content = [{ type: "text", text: "What color?" }, { type: "image", image }];
+      const asked = { model, messages: [{ role: "user", content }], maxRetries: 0 };
+      const { text, usage } = await generateText(asked);
+      assert.deepEqual([text, usage.inputTokens], [color, Number(numTokens)]);
+      assert.equal(await streamText(asked).text, color);
+    }
+  }
+  // A tool that returns a picture.
+  const value = [{ type: "image-data", data: blue.split(",")[1], mediaType: "image/png" }];
+  const shows = { inputSchema: z.object({ city: z.string() }), execute: async () => "", toModelOutput: () => ({ type: "content", value }) };
+  const asked = { prompt: "What color?", tools: { weather: tool(shows) }, stopWhen: stepCountIs(3), maxRetries: 0 };
+  assert.equal((await generateText({ ...asked, model: openai(name), providerOptions: stateless })).text, "blue");
+}
+
+for (const part of [tools, stored, structured, pictures]) await part();
