@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.pictures.fetching import MAX_REDIRECTS, Fetcher, is_public
+from neuron_runtime.pictures.fetching import MAX_REDIRECTS, NAMES_AT_ONCE, Fetcher, is_public
 
 HOST = "pictures.example"
 PUBLIC = "93.184.215.14"
@@ -229,3 +229,26 @@ def test_a_host_that_nobody_knows_is_refused() -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     assert "Name or service not known" in refused(Fetcher([HOST], resolve=unknown), f"https://{HOST}/picture")
+
+
+def test_names_that_take_long_to_look_up_are_left(net: Net) -> None:
+    """As many as there are threads for them, and one behind these."""
+    hangs = threading.Event()
+
+    def resolve(host: str) -> list[str]:
+        assert hangs.wait(60)
+        return [PUBLIC]
+
+    fetcher = Fetcher([HOST], resolve=resolve, connect=net._connect, context=net._context, seconds=0.1)
+    asked = [threading.Thread(target=refused, args=(fetcher, f"https://{HOST}/picture")) for _ in range(NAMES_AT_ONCE)]
+    try:
+        for one in asked:
+            one.start()
+        assert "took longer than 0.1 s" in refused(fetcher, f"https://{HOST}/picture")
+        for one in asked:
+            one.join()
+    finally:
+        hangs.set()
+    assert not net.connected
+    fetcher._seconds = 30.0
+    assert fetcher.fetch(f"https://{HOST}/picture", AT, MAX_BYTES) == b"the picture"

@@ -1,7 +1,8 @@
 """Fetches pictures from hosts that the operator of a server allows, and from no address of its own network.
 
-Called by `sources`, on a thread. A fetch has limits on bytes, seconds and redirects. The address that is connected to
-is one that was checked, so that nobody can change it in between.
+Called by `sources`, on a thread. A fetch has limits on bytes, seconds and redirects; looking up a name counts, which
+the system itself does not end in time. The address that is connected to is one that was checked, so that nobody can
+change it in between.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from urllib.parse import urljoin, urlsplit
 
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.pictures.sources import too_large
+from neuron_runtime.reading_threads import ReadingThreads
 
 FETCH_SECONDS = 10.0
 """For a picture, redirects included."""
 MAX_REDIRECTS = 3
 MAX_URL_CHARACTERS = 2048
+NAMES_AT_ONCE = 8
+"""Names that are looked up at the same time. One that hangs keeps its thread."""
 _CHUNK = 1 << 16
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _URL = re.compile(r"https://[A-Za-z0-9.-]+(:\d{1,5})?([/?#][\x21-\x7e]*)?", re.IGNORECASE)
@@ -54,6 +58,7 @@ class Fetcher:
     ) -> None:
         self._allowed = frozenset(one.lower().removesuffix(":443") for one in allowed_hosts)
         self._resolve = resolve
+        self._names = ReadingThreads(NAMES_AT_ONCE, "names")
         self._connect = connect
         self._context = context
         self._seconds = seconds
@@ -76,11 +81,8 @@ class Fetcher:
     def _get(self, url: str, at: str, max_bytes: int, ends: float) -> bytes | str:
         """The bytes at a URL, or where it redirects to."""
         host, port, target = self._checked(url, at)
-        address = self._address(host, at)
-        seconds = ends - time.monotonic()
-        if seconds <= 0:
-            raise TimeoutError
-        raw = self._connect(address, port, seconds)
+        address = self._address(host, at, ends)
+        raw = self._connect(address, port, _left(ends))
         context = self._context or ssl.create_default_context()
         with raw, context.wrap_socket(raw, server_hostname=host, do_handshake_on_connect=False) as secured:
             # Whatever the other side does, its connection ends in time.
@@ -126,8 +128,12 @@ class Fetcher:
             raise InvalidRequest.at(at, f"{problem}: send the picture as a `data:` URL")
         return host, port, (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
-    def _address(self, host: str, at: str) -> str:
-        addresses = self._resolve(host)
+    def _address(self, host: str, at: str, ends: float) -> str:
+        found = self._names.submit(self._resolve, host)
+        try:
+            addresses = found.result(_left(ends))
+        finally:
+            found.cancel()
         for one in addresses:
             if not is_public(one):
                 raise InvalidRequest.at(at, f"names {host}, which has an address that is not public")
@@ -148,6 +154,14 @@ def is_public(text: str) -> bool:
         if address.teredo is not None or address.is_site_local:
             return False
     return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def _left(ends: float) -> float:
+    """Seconds. Raises TimeoutError."""
+    seconds = ends - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    return seconds
 
 
 def _shut(connection: socket.socket) -> None:
