@@ -7,6 +7,7 @@ import json
 import random
 import re
 import socket
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ async def test_a_request_without_an_id_gets_one() -> None:
 async def test_headers_of_one_connection_are_not_passed_on() -> None:
     async with replicas(echo) as (chat,), running() as gateway:
         gateway.serve("chat", chat)
-        dropped = {"te": "trailers", "keep-alive": "timeout=5", "proxy-authorization": "x", "connection": "te"}
+        named = {"connection": "te, X-Hop", "x-hop": "of this connection alone"}
+        dropped = {"te": "trailers", "keep-alive": "timeout=5", "proxy-authorization": "x", **named}
         await gateway.post(PATH, CHAT, {**dropped, "authorization": "Bearer of-the-server"})
         assert not dropped.keys() & chat.asked[0].headers.keys()
         assert chat.asked[0].headers["authorization"] == "Bearer of-the-server"
@@ -130,6 +132,86 @@ async def test_a_body_in_chunks_is_passed_on_with_its_length() -> None:
         assert (await client.answer()).status == 200
         assert chat.asked[0].body == raw
         assert chat.asked[0].headers["content-length"] == str(len(raw))
+        await client.aclose()
+
+
+@pytest.mark.parametrize("refused", [{}, {"path": "/metrics"}, {"content-length": "5000"}])
+async def test_a_client_that_awaits_a_word_before_its_body_gets_one(refused: dict[str, str]) -> None:
+    """The word to continue or the refusal, also behind an earlier request."""
+    go = asyncio.Event()
+
+    async def wait(asked: Asked, writer: asyncio.StreamWriter) -> bool:
+        await go.wait()
+        return await echo(asked, writer)
+
+    raw = json.dumps(CHAT).encode()
+    lines = {"content-length": str(len(raw)), "expect": "100-Continue", **refused}
+    asks = head("POST", lines.pop("path", PATH), lines)
+    async with replicas(wait) as (chat,), running({"limits": {"bodyBytes": 4096}}) as gateway, asyncio.timeout(5):
+        gateway.serve("chat", chat)
+        for is_behind in (False, True):
+            client = await gateway.connect()
+            if is_behind:
+                client.send(PATH, CHAT)
+                await until(lambda: len(chat.asked) > 0)
+            client.write(asks)
+            go.set()
+            if is_behind:
+                assert (await client.answer()).status == 200
+            if refused:
+                got = await client.answer()
+                assert (got.status, got.headers["connection"]) == (413 if "content-length" in refused else 404, "close")
+            else:
+                assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                client.write(raw)
+                assert (await client.answer()).status == 200
+            go.clear()
+            chat.asked.clear()
+            await client.aclose()
+
+
+async def test_a_client_of_http_1_0_is_given_no_word_before_its_answer() -> None:
+    """It would take it for the answer."""
+    async with replicas(echo) as (chat,), running() as gateway:
+        gateway.serve("chat", chat)
+        client = await gateway.connect()
+        raw = json.dumps(CHAT).encode()
+        lines = {"content-length": str(len(raw)), "expect": "100-continue"}
+        client.write(head("POST", PATH, lines).replace(b"HTTP/1.1", b"HTTP/1.0") + raw)
+        assert (await client.answer()).status == 200
+        await client.aclose()
+
+
+BODY = json.dumps(CHAT).encode()
+LENGTH = f"content-length: {len(BODY)}\r\n".encode()
+CHUNKED = b"transfer-encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "body"),
+    [
+        (LENGTH + b"content-length: 5\r\n", BODY),
+        (b"content-length: +%d\r\n" % len(BODY), BODY),
+        (CHUNKED + LENGTH, chunk(BODY) + LAST_CHUNK),
+        (b"transfer-encoding : chunked\r\n" + LENGTH, BODY),
+        (b"transfer-encoding: \x0bchunked\r\n", chunk(BODY) + LAST_CHUNK),
+        (b"transfer-encoding: chunked, identity\r\n", chunk(BODY) + LAST_CHUNK),
+        (CHUNKED, b"0x" + chunk(BODY) + LAST_CHUNK),
+        (CHUNKED, chunk(BODY).replace(b"\r\n", b"\n") + LAST_CHUNK),
+        (LENGTH + b"x-a: one\nx-b: two\r\n", BODY),
+        (LENGTH + b"x-a: one\rx-b: two\r\n", BODY),
+        (LENGTH + b"x-a: one\r\n two\r\n", BODY),
+        (LENGTH + b"x-a: one\0two\r\n", BODY),
+    ],
+)
+async def test_no_request_that_others_may_read_differently_reaches_a_replica(lines: bytes, body: bytes) -> None:
+    async with replicas(echo) as (chat,), running() as gateway:
+        gateway.serve("chat", chat)
+        client = await gateway.connect()
+        client.write(b"POST %b HTTP/1.1\r\nhost: test\r\n%b\r\n%b" % (PATH.encode(), lines, body))
+        got = await client.answer()
+        assert (got.status, got.headers["connection"]) == (400, "close")
+        assert not chat.asked
         await client.aclose()
 
 
@@ -651,6 +733,14 @@ async def test_a_request_that_exceeds_a_limit_or_is_not_http_is_refused_before_i
         await client.aclose()
 
 
+async def test_a_body_may_be_as_long_as_the_limit_and_no_longer() -> None:
+    async with replicas(echo) as (chat,), running({"limits": {"bodyBytes": 4096}}) as gateway:
+        gateway.serve("chat", chat)
+        assert (await gateway.post(PATH, BODY.ljust(4096))).status == 200
+        assert (await gateway.post(PATH, BODY.ljust(4097))).status == 413
+        assert [len(one.body) for one in chat.asked] == [4096]
+
+
 async def test_bodies_together_have_a_limit_which_is_free_again_when_answers_begin() -> None:
     go = asyncio.Event()
 
@@ -674,11 +764,18 @@ async def test_bodies_together_have_a_limit_which_is_free_again_when_answers_beg
             await client.aclose()
 
 
-async def test_a_client_that_sends_too_slowly_is_disconnected() -> None:
+@pytest.mark.parametrize("begun", [b"POST /v1/completions HT", head("POST", PATH, {"content-length": "5000"})])
+async def test_a_client_that_sends_too_slowly_is_disconnected(begun: bytes) -> None:
+    """Whatever comes within the time of a whole request, byte by byte."""
     async with running({"timeouts": {"readSeconds": 0.3}}) as gateway:
         client = await gateway.connect()
-        client.write(b"POST /v1/completions HT")
+        client.write(begun)
+        async with asyncio.timeout(5):
+            while not client.reader.at_eof() and client.reader.exception() is None:
+                client.write(b"1")
+                await asyncio.sleep(0.05)
         assert await client.rest() == b""
+        assert gateway.gateway.num_body_bytes == 0
         await client.aclose()
 
 
@@ -756,6 +853,21 @@ async def test_a_served_name_cannot_take_the_place_of_another_namespaces_model()
         gateway.serve("x", thief, namespace="b", served_names=("a/chat",))
         await gateway.post(PATH, {**CHAT, "model": "a/chat"})
         assert (len(one.asked), len(thief.asked)) == (1, 0)
+        listed = [name["id"] for name in (await gateway.get("/v1/models")).json["data"]]
+        assert listed == ["chat", "b/a/chat"]  # each means what it says
+        await gateway.post(PATH, {**CHAT, "model": "b/a/chat"})
+        assert (len(one.asked), len(thief.asked)) == (1, 1)
+
+
+async def test_thousands_of_models_that_come_one_by_one_are_known_within_a_moment() -> None:
+    """The first list of a cluster: nothing else is done until all of its models are known."""
+    async with running() as gateway:
+        began = time.process_time()
+        for number in range(3000):
+            gateway.serve(f"chat-{number}", namespace=f"team-{number % 30}")
+        assert len((await gateway.get("/v1/models")).json["data"]) == 3000
+        assert (await gateway.get("/v1/models/chat-2999")).json["namespace"] == "team-29"
+        assert time.process_time() - began < 3  # 15 s, if names were looked through for each of them
 
 
 async def test_health_follows_readiness() -> None:

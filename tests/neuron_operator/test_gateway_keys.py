@@ -12,6 +12,7 @@ import pytest
 
 from helpers.gateways import LAST_CHUNK, STREAM_HEAD, Asked, Running, answer, chunk, echo, head, replicas, running
 from neuron_operator.gateway import bodies
+from neuron_operator.gateway import keys as keys_module
 from neuron_operator.gateway.config import InvalidConfig
 from neuron_operator.gateway.keys import parse
 
@@ -97,6 +98,48 @@ async def test_the_file_is_read_again_when_it_changes_and_an_invalid_one_changes
         written(tmp_path, bob)
         gateway.gateway.keys.reload(gateway.gateway.now())
         assert [(await post(gateway, key)).status for key in (ALICE, BOB)] == [401, 200]
+
+
+async def test_an_invalid_file_is_read_once_and_a_missing_one_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A long one takes a second, in which no request is answered."""
+    file = Path(written(tmp_path, {"name": "bob", "key": BOB}))
+    async with running({"keysFile": str(file)}) as gateway:
+        keys, bob = gateway.gateway.keys, {b"x-api-key": BOB.encode()}
+        read = []
+        monkeypatch.setattr(keys_module, "parse", lambda raw, source: read.append(raw) or parse(raw, source))
+        file.write_text("- rotated to garbage")
+        for _ in range(3):
+            keys.reload(0.0)
+        assert (len(read), len(caplog.records), keys.of(bob) is not None) == (1, 1, True)
+        file.unlink()
+        for _ in range(3):
+            keys.reload(0.0)
+        assert (len(read), len(caplog.records), keys.of(bob) is not None) == (1, 2, True)
+        written(tmp_path, {"name": "robert", "key": BOB})
+        keys.reload(0.0)
+        assert keys.of(bob).name == "robert"  # type: ignore[union-attr]
+
+
+async def test_tokens_of_a_request_that_runs_while_other_keys_change_are_counted(tmp_path: Path) -> None:
+    file = written(tmp_path, {"name": "alice", "key": ALICE, "tokensPerMinute": 6})
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    async def wait(of: Asked, writer: asyncio.StreamWriter) -> bool:
+        asked.set()
+        await go.wait()
+        return await echo(of, writer)
+
+    async with replicas(wait) as (chat,), running({"keysFile": file}) as gateway:
+        gateway.serve("chat", chat)
+        runs = asyncio.create_task(post(gateway, ALICE))
+        await asked.wait()
+        written(tmp_path, {"name": "alice", "key": ALICE, "tokensPerMinute": 6}, {"name": "bob", "key": BOB})
+        gateway.gateway.keys.reload(gateway.gateway.now())
+        go.set()
+        assert (await runs).status == 200
+        assert [(await post(gateway, ALICE)).status for _ in range(2)] == [200, 429]  # 5 tokens each
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,32 @@ async def test_no_more_of_those_that_waited_run_at_once_than_the_servers_queue_t
             await client.aclose()
 
 
+async def test_requests_that_come_later_do_not_pass_those_that_wait() -> None:
+    """Otherwise those that woke the model would wait for ever, while it serves at its limit."""
+    released = asyncio.Semaphore(0)
+
+    async def slow(asked: Asked, writer: asyncio.StreamWriter) -> bool:
+        await released.acquire()
+        return await echo(asked, writer)
+
+    async with replicas(slow) as (chat,), running({"hold": {"perReplica": 2}}) as gateway:
+        gateway.serve("chat", is_asleep=True)
+        clients = []
+        for number in range(4):
+            clients += await waiting_one(gateway, number)
+        gateway.serve("chat", chat)
+        await until(lambda: len(chat.asked) == 2)
+        for number in range(4, 8):
+            clients.append(await gateway.connect())
+            clients[-1].send(f"/v1/number/{number}", CHAT)
+            await until(lambda so=number: gateway.metric("gateway_held_requests", model="default/chat") == so - 1)
+        for client in clients:
+            released.release()
+            assert (await client.answer()).status == 200
+            await client.aclose()
+        assert [one.line.split()[1] for one in chat.asked] == [f"/v1/number/{number}" for number in range(8)]
+
+
 async def test_none_of_1000_requests_is_lost_while_their_model_sleeps_and_wakes_twice() -> None:
     """0 -> 1 -> 0 -> 1: the second half comes while the model falls asleep again, and its replica drains."""
     sleeper = Sleeper()

@@ -36,6 +36,7 @@ class Request:
     """What a client asks."""
 
     __slots__ = (
+        "awaits_word",
         "body",
         "headers",
         "keeps",
@@ -63,6 +64,8 @@ class Request:
         self.num_held = 0
         """Those that count as memory."""
         self.keeps = True
+        self.awaits_word = False
+        """Whether its client sends the body only when it is told to."""
         self.request_id = ""
         self.refusal: Refusal | None = None
 
@@ -191,15 +194,29 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_now(errors.invalid("the head of the request is too long", status=431))
             return
         request.refusal = self._too_long(num_bytes) or self.gateway.admit(request)
+        request.awaits_word = request.version == "1.1" and named.get(b"expect", b"").lower() == b"100-continue"
         if request.refusal is not None and (num_bytes > WRITE_BUFFER_BYTES or b"transfer-encoding" in named):
             self._refuse_now(request.refusal)
-        elif request.refusal is None and b"expect" in named and self.exchange is None:
+        elif self.exchange is None and not self._waiting:
+            self._give_word(request)
+
+    def _give_word(self, request: Request) -> None:
+        """Whether the body may come. It is the next word to the client: no earlier request waits for its answer."""
+        if not request.awaits_word:
+            return
+        request.awaits_word = False
+        if request.refusal is None:
             self.transport.write(CONTINUE)
+        else:
+            self._refuse_now(request.refusal)
 
     def on_body(self, body: bytes) -> None:
         request = self._request
         self._came_on = True
-        if request is None or self.is_closing or request.refusal is not None:
+        if request is None:
+            return
+        request.awaits_word = False
+        if self.is_closing or request.refusal is not None:
             return
         request.num_bytes += len(body)
         if request.method == b"POST":  # nobody reads others
@@ -253,6 +270,8 @@ class ClientConnection(asyncio.Protocol):
         else:
             timeouts = self.gateway.config.timeouts
             self.deadline = self.gateway.now() + (timeouts.read_seconds if self._request else timeouts.idle_seconds)
+            if self._request is not None:
+                self._give_word(self._request)
 
     def _continue(self) -> None:
         if self.exchange is None and self._waiting and not self.is_closing and not self.is_paused:

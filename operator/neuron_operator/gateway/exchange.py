@@ -144,6 +144,8 @@ class Exchange:
         gateway.keys.check(self.key, self.target, self.began)
         self.body = raw if peeked.model == self.target.name else bodies.with_model(raw, self.target.name)
         dropped = _HOP_BY_HOP | _KEY_HEADERS if self.gateway.keys.are_set else _HOP_BY_HOP
+        if (connection := request.named.get(b"connection")) is not None:  # it names more of them
+            dropped |= {one.strip() for one in connection.lower().split(b",")}
         lines = [b"%b: %b\r\n" % header for header in request.headers if header[0].lower() not in dropped]
         self.head = b"%b %b HTTP/1.1\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
             request.method,
@@ -159,14 +161,20 @@ class Exchange:
         """Send it to a replica, or let it wait for one."""
         assert self.target is not None
         gateway, model = self.gateway, self.target.model
-        replica = model.pick(self.affinity, gateway.now(), gateway.config.picking, skip=self.skipped)
-        if replica is not None:
-            self.send_to(replica)
-            return
+        # Who waits has come earlier. One that is sent again has had its turn.
+        is_behind = bool(model.room) and not self.num_retries
+        if not is_behind:
+            replica = model.pick(self.affinity, gateway.now(), gateway.config.picking, skip=self.skipped)
+            if replica is not None:
+                self.send_to(replica)
+                return
         try:
             gateway.hold(self)
         except Refusal as refusal:
             self.refuse(refusal)
+            return
+        if is_behind:
+            gateway.release(model)
 
     def send_to(self, replica: Replica) -> None:
         assert self.target is not None

@@ -46,6 +46,7 @@ class ApiKey:
     left, and its answer may use more than those."""
 
     def __init__(self, entry: KeyEntry, gateways: int, now: float) -> None:
+        self.entry = entry
         self.name = entry.name
         self.models = frozenset(entry.models)
         self.per_second = entry.tokens_per_minute / gateways / MINUTE
@@ -108,7 +109,10 @@ class Keys:
         self._seen: object = None
         self._keys: dict[bytes, ApiKey] = {}
         if self._file is not None:
-            self._read(now)
+            try:
+                self._read(now)
+            except OSError as error:
+                raise InvalidConfig(f"cannot read {self._file}: {error.strerror}") from error
 
     @property
     def are_set(self) -> bool:
@@ -146,24 +150,29 @@ class Keys:
             if _signature(os.stat(self._file)) != self._seen:
                 self._read(now)
                 logger.info("%s has changed: %d API keys are valid now", self._file, len(self._keys))
-        except (OSError, InvalidConfig) as error:
+        except OSError as error:  # tried again, and said once
             if self._seen is not None:
                 self._seen = None
                 logger.warning("%s; the previous API keys stay valid", error)
+        except InvalidConfig as error:
+            logger.warning("%s; the previous API keys stay valid", error)
 
     def _read(self, now: float) -> None:
+        """Raises OSError, and InvalidConfig once for each version of the file: reading a long one takes a second."""
         assert self._file is not None
-        try:
-            with self._file.open("rb") as file:
-                seen = _signature(os.fstat(file.fileno()))
-                raw = file.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise InvalidConfig(f"cannot read {self._file}: {error.strerror}") from error
-        keys = {digest: ApiKey(entry, self._gateways, now) for digest, entry in parse(raw, str(self._file)).items()}
-        for digest, key in keys.items():
-            if (earlier := self._keys.get(digest)) is not None:
+        with self._file.open("rb") as file:
+            self._seen = _signature(os.fstat(file.fileno()))
+            raw = file.read(MAX_FILE_BYTES + 1)
+        keys = {}
+        for digest, entry in parse(raw, str(self._file)).items():
+            earlier = self._keys.get(digest)
+            if earlier is not None and earlier.entry == entry:
+                keys[digest] = earlier  # requests that run are still counted
+                continue
+            key = keys[digest] = ApiKey(entry, self._gateways, now)
+            if earlier is not None:
                 key.take_over(earlier)
-        self._keys, self._seen = keys, seen
+        self._keys = keys
 
 
 def _digest(key: bytes) -> bytes:

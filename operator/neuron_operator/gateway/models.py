@@ -158,6 +158,7 @@ class Directory:
         self.models: dict[Key, Model] = {}
         self._qualified: dict[str, Target] = {}
         self._bare: dict[str, list[Target]] = {}
+        self._is_indexed = True
 
     def put(self, served: Served) -> Model:
         model = self.models.get(served.key)
@@ -167,7 +168,7 @@ class Directory:
         for replica in model.update(served):
             self._on_gone(replica)
         if names_changed:
-            self._index()
+            self._is_indexed = False
         return model
 
     def drop(self, key: Key) -> Model | None:
@@ -176,10 +177,14 @@ class Directory:
         if model is not None:
             for replica in model.update(Served(*key, served_names=(), refused=_DELETED, words=_DELETED)):
                 self._on_gone(replica)
-            self._index()
+            self._is_indexed = False
         return model
 
     def _index(self) -> None:
+        """When somebody asks: the first list of a cluster has thousands of models, one by one."""
+        if self._is_indexed:
+            return
+        self._is_indexed = True
         self._qualified, bare = {}, defaultdict[str, list[Target]](list)
         every = (target for key in sorted(self.models) for target in _targets(self.models[key]))
         for target in sorted(every, key=_rank):
@@ -190,6 +195,7 @@ class Directory:
 
     def find(self, name: str, may_see: Callable[[Target], bool] | None = None) -> Target:
         """Raises Refusal if the name means nothing, or several things: it says those that the client `may_see`."""
+        self._index()
         if (target := self._qualified.get(name)) is not None:
             return target
         targets = self._bare.get(name, ())
@@ -207,8 +213,10 @@ class Directory:
 
     def listed(self) -> Iterator[tuple[str, Target]]:
         """Every target once, by the shortest name that means it."""
+        self._index()
         for qualified, target in self._qualified.items():
-            yield (target.name if len(self._bare[target.name]) == 1 else qualified), target
+            is_taken = target.name in self._qualified or len(self._bare[target.name]) > 1
+            yield (qualified if is_taken else target.name), target
 
 
 def described(name: str, target: Target) -> dict[str, Any]:
