@@ -1,7 +1,7 @@
 # Commands for developers and CI; `make` lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format generate lint check test all-tests test-long test-neuron-versions bench bench-operator programs clients open-webui cluster cluster-env cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve format generate lint check test cluster-tests other-tests test-long test-neuron-versions bench bench-operator programs clients open-webui cluster cluster-env cluster-images cluster-down cluster-deps clean-cache
 
 # Python then keeps the bytecode of the packages that are used: compiling all of them takes half of the setup.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,27 +49,36 @@ lint: setup
 check: lint  ## run lint, type checks, import contracts and fast tests (two minutes)
 	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "$(FAST)"
 
-# Files in the order of tests/conftest.py. A test that needs a program waits until it is built. The first of three
-# processes has the cluster, for which it waits most of the time.
+# Files in the order of tests/conftest.py. A test that needs a program waits until it is built.
 IN_ORDER := --dist loadscope --no-loadscope-reorder
 
 test: cluster-deps  ## run all tests, with a cluster if this machine supports it
-	@$(MAKE) --no-print-directory -j 3 programs clients all-tests
+	@$(MAKE) --no-print-directory -j 5 programs clients cluster-tests other-tests
 
-all-tests: setup lint test-neuron-versions
-	@$(TWO) $(BIN)/pytest -q -n 3 $(IN_ORDER) -m "not long"
+# What uses the cluster waits for it most of the time: a third process, from the beginning.
+ON_CLUSTER := tests/cluster/test_rig_*.py tests/cluster/test_story*.py
+cluster-tests: setup
+	@$(TWO) $(BIN)/pytest -q -m "not long" $(ON_CLUSTER)
+
+other-tests: setup lint test-neuron-versions
+	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "not long" $(addprefix --ignore=,$(wildcard $(ON_CLUSTER)) $(call FILES,$(IN_IMAGES)))
 
 test-long: setup cluster-deps  ## run long tests: 100,000 random loads, many examples of each property, the test cluster under faults
 	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "long or hypothesis" --hypothesis-profile=many
 
+FILES = $(1:%=tests/neuron_runtime/test_%.py)
 # Tests that import one of the libraries, or what is written around one. Once is enough for the fake NxD Inference, and
 # for what takes long in the torch backend, which no device needs.
 IMPORTS := torch|transformers|tokenizers|safetensors|neuron_runtime\.(backend\.torch|text\.detokenizer|weights\.hub)
-ONCE := nxdi_fake host_sampling_distribution torch_ranks torch_allocation demo_model grammars torch_rotary torch_quantized \
-  torch_eight_bits torch_experts torch_drafts torch_draft_model torch_eagle torch_families torch_adapters picture_families
-VERSIONED = $(filter-out $(ONCE:%=tests/neuron_runtime/test_%.py),$(shell grep -lE "^ *(import|from) ($(IMPORTS))" tests/neuron_runtime/test_*.py)) \
+ONCE := nxdi_fake nxdi_group host_sampling_distribution torch_ranks torch_allocation demo_model grammars torch_rotary \
+  torch_quantized torch_eight_bits torch_experts torch_drafts torch_draft_model torch_eagle torch_families torch_adapters \
+  picture_families adapters adapters_peft host inspection server_processes strict_calls vector_clients
+# These test what runs in the images alone: `make test` has them with those versions alone, and they have no slow test.
+IN_IMAGES := nxdi_adapters nxdi_draft_model nxdi_eagle nxdi_quantized nxdi_steps neuronx_backend optimum_backend
+VERSIONED = $(filter-out $(call FILES,$(ONCE)),$(shell grep -lE "^ *(import|from) ($(IMPORTS))" tests/neuron_runtime/test_*.py)) \
   tests/neuron_runtime/test_offline.py
 test-neuron-versions: .venv-neuron/.ready  ## run the tests that library versions affect, with those of AWS's Neuron images
+	@! grep -l "mark\.slow" $(call FILES,$(IN_IMAGES))
 	@$(TWO) .venv-neuron/bin/pytest -q -n 2 $(IN_ORDER) -m "$(FAST)" $(VERSIONED)
 
 bench: setup  ## measure the figures into bench-results/; ONLY="drafts http": some, QUICK=1: roughly, PAGES="docs/benchmarks.md": update these pages
