@@ -19,6 +19,8 @@ from cluster.rig.rig import WAITING, Rig, tests_lock
 
 HERE = Path(__file__).parent
 PROBE_IMAGE = "localhost/probe:1"
+LOADED_BY = {NEURON_TARGET: {"test_story_neuron", "test_story_claims"}, VLLM_TARGET: {"test_story_vllm"}}
+"""Images that only these stories load."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,7 +67,7 @@ def images_for(tests: Sequence[pytest.Item]) -> list[Path]:
     stories = {test.path.stem for test in tests if test.path.name.startswith("test_story")}
     if not stories:
         return []
-    targets = (*TARGETS, NEURON_TARGET, *((VLLM_TARGET,) if "test_story_vllm" in stories else ()))
+    targets = (*TARGETS, *(target for target, users in LOADED_BY.items() if stories & users))
     try:
         return [build_image(target).archive for target in targets]
     except NotPossibleHere as error:

@@ -45,9 +45,6 @@ class Fault:
     """What else is broken, before the spec is."""
     end: Callable[[Scene], object] = field(default=lambda scene: None)
     """What else is mended."""
-    is_rare: bool = False
-    """Not in every run: another fault shows texts of the same source, or a test without a cluster shows the operator's
-    own."""
 
 
 @dataclass(frozen=True)
@@ -257,16 +254,14 @@ FAULTS = (
         "wrong-size",
         {"accelerator": {"type": "Neuron", "devices": 5}},
         {"accelerator": {"type": "Neuron", "devices": 1}},
-        is_rare=True,
     ),
     Fault(
         "taint",
         {"pod": {"nodeSelector": {"kubernetes.io/hostname": TAINTED_NODE}}},
         start=_taint,
         end=lambda scene: scene.rig.kubectl("taint", "node", TAINTED_NODE, "team-"),
-        is_rare=True,
     ),
-    Fault("no-node", {"pod": {"nodeSelector": {"disk": "ssd"}}}, end=_label, is_rare=True),
+    Fault("no-node", {"pod": {"nodeSelector": {"disk": "ssd"}}}, end=_label),
     # The API server, when pods are created.
     Fault("quota", {}, before=IDLE, apart=True, start=_set_quota, end=_delete("quota", "few")),
     Fault(
@@ -278,10 +273,9 @@ FAULTS = (
             _object("LimitRange", "small", spec={"limits": [{"type": "Container", "max": {"memory": "64Mi"}}]})
         ),
         end=_delete("limitrange", "small"),
-        is_rare=True,
     ),
-    Fault("pod-security", {}, before=IDLE, apart=True, start=_add_sidecar, end=_remove_sidecar, is_rare=True),
-    Fault("policy", {}, before=IDLE, apart=True, start=_set_policy, end=_remove_policy, is_rare=True),
+    Fault("pod-security", {}, before=IDLE, apart=True, start=_add_sidecar, end=_remove_sidecar),
+    Fault("policy", {}, before=IDLE, apart=True, start=_set_policy, end=_remove_policy),
     Fault("webhook", {}, before=IDLE, apart=True, start=_set_webhook, end=_remove_webhook),
     # The API server, when objects are written.
     Fault(
@@ -289,19 +283,17 @@ FAULTS = (
         IDLE,
         start=_create(_object("Service", "name-taken", spec={"ports": [{"port": 80}]})),
         end=_delete("service", "name-taken"),
-        is_rare=True,
     ),
     Fault("forbidden", IDLE, start=_forbid, end=_allow),
     # The spec.
-    Fault("not-supported", {"accelerator": {"instanceTypes": ["inf2.xlarge"]}}, IDLE, is_rare=True),
-    Fault("too-long", {"serving": {"maxModelLength": 999_999}}, IDLE, is_rare=True),
+    Fault("not-supported", {"accelerator": {"instanceTypes": ["inf2.xlarge"]}}, IDLE),
+    Fault("too-long", {"serving": {"maxModelLength": 999_999}}, IDLE),
     Fault(
         "paused",
         {},
         before=IDLE,
         start=_pause,
         end=lambda scene: scene.story.kubectl("annotate", "nm", "paused", "neuron-serving.dev/paused-"),
-        is_rare=True,
     ),
     # The kubelet.
     Fault(
@@ -309,7 +301,6 @@ FAULTS = (
         {"uri": "hf://demo/demo", "engine": {"image": NO_IMAGE, "imagePullPolicy": "IfNotPresent"}},
         {"uri": "hf://demo/demo"},
         before={"uri": "hf://demo/demo", **IDLE},
-        is_rare=True,
     ),
     Fault(
         "pull-secret",
@@ -334,17 +325,15 @@ FAULTS = (
         "variable-missing",
         {"engine": {"env": _env("secretKeyRef", "words")}},
         end=_create(_object("Secret", "words", stringData={"all": "yes"})),
-        is_rare=True,
     ),
     Fault(
         "config-map-missing",
         {"engine": {"env": _env("configMapKeyRef", "words")}},
         end=_create(_object("ConfigMap", "words", data={"all": "yes"})),
-        is_rare=True,
     ),
     Fault("claim-missing", {"uri": "pvc://absent/model", **IDLE}, end=_give_volume),
     Fault("memory-limit", {"pod": {"resources": {"limits": {"memory": "24Mi"}}}}, {}),
-    Fault("probe-failing", {}, before={}, start=_freeze, end=_thaw, is_rare=True),
+    Fault("probe-failing", {}, before={}, start=_freeze, end=_thaw),
     # The runtime.
     Fault("not-found", {"uri": "hf://demo/ghost", **IDLE}, {"uri": "hf://demo/demo", **IDLE}),
     Fault(
@@ -353,8 +342,8 @@ FAULTS = (
         start=_create(_object("Secret", "hub-token", stringData={"HF_TOKEN": WRONG_TOKEN})),
         end=_create(_object("Secret", "hub-token", stringData={"HF_TOKEN": TOKEN})),
     ),
-    Fault("architecture", {"uri": "hf://demo/strange", **IDLE}, {"uri": "hf://demo/demo", **IDLE}, is_rare=True),
-    Fault("truncated", {"uri": "hf://demo/short", **IDLE}, {"uri": "hf://demo/demo", **IDLE}, is_rare=True),
+    Fault("architecture", {"uri": "hf://demo/strange", **IDLE}, {"uri": "hf://demo/demo", **IDLE}),
+    Fault("truncated", {"uri": "hf://demo/short", **IDLE}, {"uri": "hf://demo/demo", **IDLE}),
     Fault(
         "compiler",
         {
@@ -364,7 +353,6 @@ FAULTS = (
         },
         {"engine": {"backend": "torch"}, **IDLE},
         start=_give_artifacts,
-        is_rare=True,
     ),
     Fault("override", {"engine": {"overrideNeuronConfig": {"speed": 5}}}, {}),
     Fault(
@@ -372,7 +360,6 @@ FAULTS = (
         {"uri": "hf://demo/demo"},
         start=_order(bytes_per_second=2e5),
         end=_order(bytes_per_second=0),
-        is_rare=True,
     ),
 )
 """`forbidden` comes last when they begin: it also keeps the operator from creating the Services of others."""

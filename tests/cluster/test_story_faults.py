@@ -34,7 +34,7 @@ from cluster.stories import (
 )
 from helpers.failures import check_says
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800, func_only=True)]
 
 QUESTION = "How do I resolve a model again?"
 TOKEN, WRONG_TOKEN = "hf_Aright0000000000000000000000000000", "hf_Wrong0000000000000000000000000000"
@@ -319,7 +319,6 @@ def test_what_breaks_a_pod_from_outside_is_named(story: Story) -> None:
     story.kubectl("delete", "nm", "mapped", "homeless", "joined")
 
 
-@pytest.mark.long
 def test_user_errors_are_reported_and_clear_when_corrected(installation: Installation, story: Story) -> None:
     image = {"image": "registry.invalid/runtime:1", "imagePullPolicy": "IfNotPresent"}
     theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken"}, "spec": {"ports": [{"port": 80}]}}

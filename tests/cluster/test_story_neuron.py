@@ -38,7 +38,7 @@ from cluster.stories import (
 from helpers.failures import check_says
 from neuron_operator.api import names
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800, func_only=True)]
 
 DEVICES_NODE, CORES_NODE, JOBS_NODE = "n1", "n2", "n3"
 QUESTION = "What is a NeuronModel?"
@@ -158,7 +158,6 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
         check_order(pods(), statuses())
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("cores")
 def test_what_does_not_fit_is_refused_with_both_numbers(story: Story) -> None:
     """A node that is not set up as planned, one that grants fewer cores, an artifact for other devices, a device

@@ -21,7 +21,7 @@ from cluster.servers import hub_in_pod, registry_in_pod
 from cluster.stories import Story, install, listed, load_images, uninstall
 from helpers.failures import FAILURES, Failure
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800, func_only=True)]
 
 STARTING = (None, "", "ContainerCreating", "PodInitializing")
 
@@ -97,8 +97,7 @@ class Course:
         return f"| {self.fault.name} | {self.failure.reason} | {' | '.join(numbers)} | {self.message} |"
 
 
-@pytest.mark.parametrize("with_rare", [False, pytest.param(True, marks=pytest.mark.long)], ids=["usual", "all"])
-def test_each_failure_says_why_and_what_to_do_until_it_is_cured(scene: Scene, rig: Rig, with_rare: bool) -> None:
+def test_each_failure_says_why_and_what_to_do_until_it_is_cured(scene: Scene, rig: Rig) -> None:
     story = scene.story
     courses = [
         Course(
@@ -107,7 +106,6 @@ def test_each_failure_says_why_and_what_to_do_until_it_is_cured(scene: Scene, ri
             scene if not fault.apart else _apart(scene),
         )
         for fault in FAULTS
-        if with_rare or not fault.is_rare
     ]
     with story.stage("reasons: models that work"):
         for one in courses:

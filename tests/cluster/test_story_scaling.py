@@ -26,7 +26,7 @@ from cluster.stories import (
     uninstall,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800, func_only=True)]
 
 AUTOSCALER = yaml.safe_load((ROOT / "examples" / "autoscaling-hpa.yaml").read_text())
 SPEC = AUTOSCALER["spec"]
@@ -54,7 +54,6 @@ for _ in range(num_clients):
 """
 
 
-@pytest.mark.long
 def test_an_autoscaler_adds_a_replica_while_requests_wait_and_takes_it_away(rig: Rig, namespace: str) -> None:
     story = Story(rig, namespace)
     images = load_images(rig)

@@ -48,7 +48,7 @@ from neuron_operator.api.names import ARTIFACT_VARIABLE, ARTIFACTS_DIR
 from neuron_runtime.weights.store import MANIFEST
 from neuron_runtime.weights.transfer import TransferLimits
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800, func_only=True)]
 
 HUB_NODE, OPERATOR_NODE, JOBS_NODE = "n1", "n2", "n3"
 LARGE_BYTES = 384 * 2**20
@@ -108,7 +108,6 @@ def story(installation: Installation, namespace: str) -> Iterator[Story]:
     print(json.dumps({name: round(seconds, 1) for name, seconds in story.seconds.items()}))
 
 
-@pytest.mark.long  # test_story_neuron.py shows that models share what was fetched and compiled
 def test_five_models_of_one_checkpoint_and_two_keys_are_fetched_once_and_compiled_twice(
     installation: Installation, story: Story
 ) -> None:
@@ -201,7 +200,6 @@ def test_what_is_killed_is_continued(installation: Installation, story: Story) -
             story.kubectl("delete", "nm", "--all")
 
 
-@pytest.mark.long
 def test_an_edit_before_a_model_is_compiled_makes_no_pod_of_what_it_replaces(
     installation: Installation, story: Story
 ) -> None:
@@ -239,7 +237,6 @@ def test_an_edit_before_a_model_is_compiled_makes_no_pod_of_what_it_replaces(
         story.kubectl("delete", "nm", "--all")
 
 
-@pytest.mark.long
 def test_a_fault_of_a_fetch_has_a_reason_that_vanishes_with_it(installation: Installation, story: Story) -> None:
     hub, rig = installation.hub, story.rig
     with shared_volume(rig, story.namespace, WEIGHTS_CLAIM) as volume:
@@ -272,7 +269,6 @@ def test_a_fault_of_a_fetch_has_a_reason_that_vanishes_with_it(installation: Ins
             assert entries(volume) == [hub.commit("demo/small")]
 
 
-@pytest.mark.long
 def test_two_formats_of_one_model_have_one_download_and_one_conversion(
     installation: Installation, story: Story
 ) -> None:
@@ -297,7 +293,6 @@ def test_two_formats_of_one_model_have_one_download_and_one_conversion(
         story.kubectl("delete", "nm", "--all")
 
 
-@pytest.mark.long
 def test_a_fetch_goes_on_after_its_node_lost_power(installation: Installation, story: Story) -> None:
     hub, rig = installation.hub, story.rig
     with shared_volume(rig, story.namespace, WEIGHTS_CLAIM) as volume:
@@ -316,7 +311,6 @@ def test_a_fetch_goes_on_after_its_node_lost_power(installation: Installation, s
         assert entries(volume) == [hub.commit("demo/large")]
 
 
-@pytest.mark.long
 def test_models_come_from_an_object_store_a_claim_and_an_image(installation: Installation, story: Story) -> None:
     rig, claim = story.rig, "models"
     story.apply(_claim(claim))
@@ -346,7 +340,6 @@ def test_models_come_from_an_object_store_a_claim_and_an_image(installation: Ins
             assert story.run_client(installation.images.runtime, "asks", ASK, url, name, QUESTION) == ANSWERS[QUESTION]
 
 
-@pytest.mark.long
 def test_an_object_store_keeps_weights_for_all_pods(installation: Installation, story: Story) -> None:
     """The chart says a claim, the manifest an object store. It is unreachable at first."""
     hub, rig = installation.hub, story.rig
@@ -382,7 +375,6 @@ def test_an_object_store_keeps_weights_for_all_pods(installation: Installation, 
         story.kubectl("delete", "nm", "--all")
 
 
-@pytest.mark.long
 def test_a_fault_of_a_compiler_has_a_reason_that_vanishes_with_it(installation: Installation, story: Story) -> None:
     with (
         shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM),
@@ -420,7 +412,6 @@ def test_a_fault_of_a_compiler_has_a_reason_that_vanishes_with_it(installation: 
             print(f"    {message}")
 
 
-@pytest.mark.long
 def test_a_model_is_compiled_with_gpp_in_a_job_and_served_without_a_compiler(
     installation: Installation, story: Story
 ) -> None:
@@ -459,7 +450,6 @@ def test_a_model_is_compiled_with_gpp_in_a_job_and_served_without_a_compiler(
     upgrade(rig, "--set", "image.compile=")
 
 
-@pytest.mark.long
 def test_a_namespace_has_no_way_to_what_another_fetched(installation: Installation, story: Story) -> None:
     """Tried with another namespace's user, claims, volumes and URIs."""
     hub, rig = installation.hub, story.rig
@@ -547,7 +537,6 @@ def test_a_namespace_has_no_way_to_what_another_fetched(installation: Installati
     rig.kubectl("delete", "namespace", theirs.namespace, "--wait=false")
 
 
-@pytest.mark.long
 def test_a_namespace_has_no_way_to_what_another_compiled(installation: Installation, story: Story) -> None:
     """The key of an artifact is no secret: who knows it compiles anew, and loads nothing that a link leads to."""
     rig = story.rig

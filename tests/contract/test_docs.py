@@ -535,6 +535,7 @@ def test_a_test_shows_every_reason_of_the_docs() -> None:
     assert documented - by_failures == set(OTHER_REASONS)
     for reason, file in OTHER_REASONS.items():
         text = (ROOT / "tests" / file).read_text()
+        assert not re.search("^pytestmark = .*long", text, re.MULTILINE), f"{file} is left to `make test-long`"
         assert reason in text or Reason(reason).name in text, f"{reason} in {file}"
 
 

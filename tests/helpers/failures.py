@@ -23,7 +23,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ends: str
     """What ends it, for the docs."""
     shown_by: str = "failures.py"
-    """The file of tests/cluster that induces it."""
+    """The file of tests/cluster that induces it; contract/test_failures.py shows it without a cluster."""
 
     def is_said_in(self, message: str) -> bool:
         """Whether a condition's message says it, and ends with the section of its reason."""
@@ -41,19 +41,19 @@ OTHER_REASONS = {
     "AdapterNotLoaded": "neuron_operator/test_neuronadapter.py",
     "AdapterNotSupported": "neuron_runtime/test_adapters.py",
     "AdaptersNotServed": "neuron_operator/test_neuronadapter.py",
-    "ArtifactMissing": "cluster/test_story_neuron.py",
+    "ArtifactMissing": "neuron_operator/test_compile_step.py",
     "ArtifactUnusable": "neuron_operator/test_vllm.py",
     "Checking": "cluster/test_operator_api_server.py",
-    "Compiling": "cluster/test_story_neuron.py",
+    "Compiling": "neuron_operator/test_compile_step.py",
     "ConversionFailed": "neuron_operator/test_converting.py",
     "Converting": "neuron_operator/test_converting.py",
-    "CrashLoop": "cluster/test_story_faults.py",
+    "CrashLoop": "neuron_operator/test_why.py",
     "DeviceFailed": "neuron_operator/test_groups.py",
     "DeviceUnhealthy": "neuron_operator/test_nodes.py",
-    "Draining": "cluster/test_story_faults.py",
+    "Draining": "neuron_operator/test_why.py",
     "DriverIncompatible": "neuron_runtime/test_nxdi_loading.py",
     "Evicted": "neuron_operator/test_why.py",
-    "Fetching": "cluster/test_story_storage.py",
+    "Fetching": "neuron_operator/test_fetching.py",
     "GroupIncomplete": "neuron_runtime/test_group_commands.py",
     "InvalidAdapter": "neuron_runtime/test_adapters.py",
     "ModelTooLarge": "neuron_operator/test_plan_command.py",
