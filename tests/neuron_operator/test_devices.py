@@ -143,9 +143,10 @@ def test_only_a_complete_pool_of_the_newest_generation_counts() -> None:
 def test_tainted_devices_and_whole_nodes_are_not_free_and_access_for_administration_takes_none() -> None:
     tainted = offered(1, taints=[{"key": "neuron", "effect": "NoExecute"}])["spec"]["devices"]
     noted = offered(2, taints=[{"key": "neuron", "effect": "None"}])["spec"]["devices"]
-    whole = offered(3, attributes={"resourceType": {"string": "neuron_node"}})["spec"]["devices"]
+    kinds = ("resourceType", "neuron.aws.com/resourceType")  # which mean the same
+    whole = [offered(3 + n, attributes={kind: {"string": "neuron_node"}}) for n, kind in enumerate(kinds)]
     one = offered(0)
-    one["spec"]["devices"] += [*tainted, *noted, *whole]
+    one["spec"]["devices"] += [*tainted, *noted, *(device for one in whole for device in one["spec"]["devices"])]
     found = counted([one], claim(0, adminAccess=True), claim(2, driver="other"))
     assert found is not None
     assert (found.devices, found.free_devices) == (2, 2)

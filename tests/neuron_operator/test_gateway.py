@@ -870,6 +870,12 @@ async def test_thousands_of_models_that_come_one_by_one_are_known_within_a_momen
         assert time.process_time() - began < 3  # 15 s, if names were looked through for each of them
 
 
+async def test_the_log_has_the_address_of_a_client_as_servers_write_it() -> None:
+    async with running({"host": "::"}) as gateway:
+        await gateway.get("/v1/models")
+        assert gateway.log[-1]["client"] == "127.0.0.1"
+
+
 async def test_health_follows_readiness() -> None:
     async with running() as gateway:
         assert (await gateway.get("/health")).status == 200

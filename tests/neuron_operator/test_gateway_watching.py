@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from helpers.fake_cluster import FakeCluster
-from helpers.gateways import Running, replicas, running, until
+from helpers.gateways import Running, echo, replicas, running, until
 from neuron_operator.api import names
+from neuron_operator.cluster import reflector as reflector_module
 from neuron_operator.cluster.client import ENDPOINT_SLICES, NEURON_ADAPTERS, NEURON_MODELS, Forbidden, Page, Resource
+from neuron_operator.cluster.workqueue import Backoff
+from neuron_operator.gateway import gateway as gateway_module
 from neuron_operator.gateway import watching as watching_module
-from neuron_operator.gateway.models import Adapter
+from neuron_operator.gateway.gateway import Wake
+from neuron_operator.gateway.models import Adapter, Served
 from neuron_operator.gateway.watching import Watching, addresses_of, served_of
 
 CREATED = "2026-11-01T10:00:00Z"
@@ -108,8 +112,8 @@ def test_no_object_can_end_the_gateway(odd: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def watching(cluster: FakeCluster, *namespaces: str) -> AsyncIterator[Running]:
-    async with running() as gateway:
+async def watching(cluster: FakeCluster, *namespaces: str, wake: Wake | None = None) -> AsyncIterator[Running]:
+    async with running(wake=wake) as gateway:
         gateway.gateway.is_ready = False
         watches = Watching(cluster, namespaces or (None,), gateway.gateway)  # type: ignore[arg-type]
         task = asyncio.create_task(watches.run())
@@ -144,6 +148,37 @@ async def test_the_gateway_follows_the_objects_of_the_cluster() -> None:
             await cluster.delete(NEURON_MODELS, chat)
             await until(lambda: ("ns", "chat") not in gateway.gateway.directory.models)
             assert await names_of(gateway) == {"tiny": False}
+
+
+async def test_while_the_api_server_is_away_ready_models_are_served_and_others_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_module, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(gateway_module, "WAKE_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(reflector_module, "_BACKOFF", Backoff(max_seconds=0.1))
+    cluster = FakeCluster()
+    async with replicas(echo) as (replica,):
+        host, _, port = replica.address.rpartition(":")
+        await cluster.create(NEURON_MODELS, model())
+        await cluster.create(NEURON_MODELS, model("tiny", replicas=0))
+        await cluster.create(NEURON_ADAPTERS, adapter("tone", "tiny"))
+        await cluster.create(ENDPOINT_SLICES, endpoint_slice(endpoint(host), port=int(port)))
+
+        async def wake(served: Served) -> bool:
+            tiny = await cluster.get(NEURON_MODELS, *served.key)
+            await cluster.replace(NEURON_MODELS, {**tiny, "spec": {"replicas": 1}})
+            await cluster.create(ENDPOINT_SLICES, endpoint_slice(endpoint(host), port=int(port), service="tiny"))
+            return True
+
+        async with watching(cluster, wake=wake) as gateway, asyncio.timeout(10):
+            await cluster.cut(is_down=True)
+            sleeps = asyncio.create_task(gateway.post("/v1/completions", {"model": "tone", "prompt": "x"}))
+            await until(lambda: gateway.metric("gateway_wake_ups_total", model="ns/tiny", outcome="failed") >= 2)
+            assert (await gateway.post("/v1/completions", {"model": "chat", "prompt": "x"})).status == 200
+            assert (await gateway.get("/health")).status == 200
+            await cluster.cut(is_down=False)
+            assert ((await sleeps).status, replica.asked[-1].json["model"]) == (200, "tone")
+            assert gateway.metric("gateway_wake_ups_total", model="ns/tiny", outcome="woken") == 1
 
 
 async def test_a_slice_or_adapter_without_a_model_is_nothing() -> None:

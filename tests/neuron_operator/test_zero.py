@@ -269,6 +269,13 @@ def test_replicas_stay_while_one_is_busy_or_does_not_answer(
     assert not asks(decide(world, SETTINGS))
 
 
+def test_a_clock_that_was_ahead_keeps_no_replica_for_ever() -> None:
+    world = serving(idle=RULE)
+    status = {**world.body["status"], "scaling": {**scaling(world), "activeAt": "2036-03-01T12:00:00Z"}}
+    world, _ = settle(later(replace(world, body={**world.body, "status": status}), 400))
+    assert asks(decide(later(world, 700), SETTINGS))
+
+
 def test_as_many_replicas_stay_as_the_rule_says() -> None:
     world = told(later(serving(3, idle={**RULE, "minReplicas": 2}), 400), 310, 310, 310)
     decision = decide(world, SETTINGS)

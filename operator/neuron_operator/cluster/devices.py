@@ -102,8 +102,9 @@ def taken_by(claims: Iterable[Object]) -> Iterator[Device]:
 
 def _is_device(device: Mapping[str, Any]) -> bool:
     """The driver also offers whole nodes of UltraServers."""
-    kind = text(dig(device, "attributes"), "resourceType", "string")
-    return kind in ("", "neuron_device")
+    attributes = dig(device, "attributes")  # a name without a domain has the driver's
+    kinds = {text(attributes, name, "string") for name in ("resourceType", f"{DEVICE_DRIVER}/resourceType")}
+    return kinds <= {"", "neuron_device"}
 
 
 def _is_tainted(device: Mapping[str, Any]) -> bool:

@@ -106,7 +106,8 @@ class ClientConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
         self.transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         peer = transport.get_extra_info("peername")
-        self.address = str(peer[0]) if isinstance(peer, tuple) else ""
+        # A port for both families shows the older one's addresses in the form of the newer.
+        self.address = str(peer[0]).removeprefix("::ffff:") if isinstance(peer, tuple) else ""
         self.deadline = self.gateway.now() + self.gateway.config.timeouts.idle_seconds
         if not self.gateway.accepts(self):
             self._request = Request()
