@@ -507,6 +507,8 @@ class BackendLimits:
     """Pictures of a prompt; 0: the model sees none."""
     max_picture_tokens: int = 0
     """Tokens that stand for one picture; 0: as many as a prompt may have."""
+    max_tokens_of_pictures: int = 0
+    """The same for all pictures of a prompt."""
     feeds_pictures_whole: bool = False
     """One row feeds all tokens of a picture: no chunk of a prompt ends inside one."""
     max_step_seconds: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load, save
 
 from helpers.torch_models import NEAR_TIE
+from helpers.torch_pictures import FAMILIES, START, VIDEO
 from neuron_runtime.core import Picture, Request, Sampling
 
 IMAGE, BREAK, END = 10, 12, 13
@@ -69,16 +71,36 @@ def _llama4() -> Any:
     return Llama4ForConditionalGeneration(config)
 
 
+def _qwen3_vl(*, tied: bool = False) -> Any:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    given = FAMILIES["Qwen3-VL"].config
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(
+            **{name: value for name, value in given.items() if name.endswith("_id")},
+            text_config={**given["text_config"], **TEXT, "rope_theta": 1000.0},
+            vision_config={**given["vision_config"], "depth": 3, "deepstack_visual_indexes": [0, 1]},
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+MODELS = {"Pixtral": _pixtral, "Llama 4": _llama4, "Qwen3-VL": _qwen3_vl}
+
+
 class SeeingModel:
     """A checkpoint with random weights, whose answers depend on what is seen, and what transformers makes of it."""
 
     @torch.no_grad()
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str, **options: Any) -> None:
         torch.manual_seed(0)
         self.kind, self.folder = kind, folder
-        self._reference = (_pixtral if kind == "Pixtral" else _llama4)().float().eval()
+        self._reference = MODELS[kind](**options).float().eval()
         for name, parameter in self._reference.named_parameters():
             parameter.add_(torch.randn_like(parameter) * (0.02 if "norm" in name else 0.1))
+        if kind == "Qwen3-VL":
+            # The reference takes such tokens of an answer for those of a picture.
+            self._reference.lm_head.weight[[IMAGE, VIDEO, START]] = 0
         self._reference.save_pretrained(folder)
         self.config = json.loads((folder / "config.json").read_text())
 
@@ -91,6 +113,11 @@ class SeeingModel:
             pixels = torch.randn((1, 3, *shape), generator=made)
             tensors = {"pixel_values": pixels, "image_sizes": torch.tensor([shape])}
             tokens = [*[*[IMAGE] * width, BREAK] * (height - 1), *[IMAGE] * width, END]
+        elif self.kind == "Qwen3-VL":
+            pixels = torch.randn((4 * height * width, 2 * 3 * PATCH**2), generator=made)
+            tensors = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2 * height, 2 * width]])}
+            tokens = [IMAGE] * (height * width)
+            return [START, *tokens, END], self.of_tensors(tensors, start + 1, len(tokens))
         else:
             chunks = height * width + (height * width > 1)
             tensors = {"pixel_values": torch.randn((chunks, 3, CHUNK, CHUNK), generator=made)}
@@ -130,9 +157,11 @@ class SeeingModel:
                 pixels[at, :, : of_one.shape[1], : of_one.shape[2]] = of_one
             seen = {"pixel_values": pixels, "image_sizes": sizes}
         elif tensors:
-            seen = {"pixel_values": torch.cat([one["pixel_values"] for one in tensors])}
+            seen = {name: torch.cat([one[name] for one in tensors]) for name in tensors[0]}
         # An answer may have the token of pictures, too.
         words = [token if token != IMAGE or at < len(prompt) else 0 for at, token in enumerate((*prompt, *output))]
+        if "mm_token_type_ids" in inspect.signature(self._reference.forward).parameters:
+            seen["mm_token_type_ids"] = (torch.tensor([words]) == IMAGE).int()
         logits = self._reference(input_ids=torch.tensor([words]), **seen).logits[0, len(prompt) - 1 : -1]
         best, given = logits.max(dim=-1).values, logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
         end = output.index(IMAGE) + 1 if IMAGE in output else len(output)

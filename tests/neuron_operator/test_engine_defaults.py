@@ -292,7 +292,7 @@ def test_a_model_that_the_new_default_would_refuse_stays_as_it_is(
 
 @pytest.mark.parametrize(
     ("before", "then", "architecture"),
-    [("nxdi", "optimum", "DbrxForCausalLM"), ("vllm", "nxdi", "Qwen3VLForConditionalGeneration")],
+    [("nxdi", "optimum", "DbrxForCausalLM"), ("vllm", "optimum", "Qwen3VLForConditionalGeneration")],
 )
 def test_a_running_model_does_not_move_to_a_default_that_lacks_its_architecture(
     before: str, then: str, architecture: str, monkeypatch: pytest.MonkeyPatch

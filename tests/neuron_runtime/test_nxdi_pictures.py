@@ -19,6 +19,7 @@ import torch
 from helpers.nxdi import Mode, fake_nxdi, installed
 from helpers.nxdi_engine import TARGET, backend_for, compiled_for, config_for, library, served, settings_for
 from helpers.nxdi_pictures import PATCH, SeeingModel
+from helpers.torch_pictures import START
 from neuron_runtime.backend import nxdi
 from neuron_runtime.backend.neuron.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.buckets import limits_of
@@ -31,7 +32,7 @@ from neuron_runtime.backend_protocol import IllegalBatch
 from neuron_runtime.core import Request
 from neuron_runtime.errors import FatalError, InvalidConfig
 
-KINDS = ("Pixtral", "Llama 4")
+KINDS = ("Pixtral", "Llama 4", "Qwen3-VL")
 SMALL: dict[str, Any] = {
     "layout": "slots",
     "limits": {"maxSequences": 4, "maxModelLength": 256},
@@ -70,18 +71,24 @@ def some_requests(model: SeeingModel) -> list[Request]:
         [2, (1, 1), 200],
     ]
     random_ones = [model.request(str(number), random, one) for number, one in enumerate(parts)]
-    (picture,) = (long := model.request("full", random, [20, (1, 3), 200])).pictures
-    for size in (32, 64, 255):
-        tokens = long.prompt_token_ids[:size]
-        random_ones.append(replace(long, request_id=f"full-{size}", prompt_token_ids=tokens, pictures=(picture,)))
+    for columns, sizes in ((3, (32, 64, 255)), (1, (30, 31))):
+        (picture,) = (long := model.request("full", random, [20, (1, columns), 200])).pictures
+        for size in sizes:
+            tokens = long.prompt_token_ids[:size]
+            random_ones.append(replace(long, request_id=f"full-{size}", prompt_token_ids=tokens, pictures=(picture,)))
     return [one for one in random_ones if all(seen.end <= len(one.prompt_token_ids) for seen in one.pictures)]
 
 
+MODES: tuple[tuple[str, Mode], ...] = (("Device", "strict"), ("Device", "damage"), ("Host", "strict"))
+
+
 @pytest.mark.parametrize(
-    ("sampling", "mode"),
-    [("Device", "strict"), ("Device", "damage"), ("Host", "strict"), ("DeviceWithLogits", "strict")],
+    ("kind", "sampling", "mode"),
+    [
+        *((kind, *modes) for kind in KINDS for modes in MODES),
+        *((kind, "DeviceWithLogits", "strict") for kind in KINDS if kind != "Qwen3-VL"),
+    ],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_equal_those_of_transformers(
     models: dict[str, SeeingModel], tmp_path: Path, kind: str, sampling: str, mode: Mode
 ) -> None:
@@ -99,12 +106,14 @@ def test_pictures_that_sum_to_0_are_seen(models: dict[str, SeeingModel], tmp_pat
     model, random = models[kind], Random(3)
     request = model.request("striped", random, [7, (2, 2), 5])
     (picture,) = request.pictures
-    shape = (1, 3, 2 * PATCH, 2 * PATCH) if kind == "Pixtral" else (5, 3, 16, 16)
-    tensors = {"pixel_values": torch.full(shape, 0.5)}
+    shapes = {"Pixtral": (1, 3, 2 * PATCH, 2 * PATCH), "Llama 4": (5, 3, 16, 16), "Qwen3-VL": (16, 6 * PATCH**2)}
+    tensors = {"pixel_values": torch.full(shapes[kind], 0.5)}
     tensors["pixel_values"][..., ::2] *= -1
     assert tensors["pixel_values"].sum() == 0
     if kind == "Pixtral":
         tensors["image_sizes"] = torch.tensor([[2 * PATCH, 2 * PATCH]])
+    elif kind == "Qwen3-VL":
+        tensors["image_grid_thw"] = torch.tensor([[1, 4, 4]])
     striped = replace(request, pictures=(model.of_tensors(tensors, picture.start, picture.num_tokens),))
     with library():
         answers = served(backend_for(model, settings_for(model, **SMALL), tmp_path / "artifact"), [striped])
@@ -112,8 +121,9 @@ def test_pictures_that_sum_to_0_are_seen(models: dict[str, SeeingModel], tmp_pat
 
 
 @on_the_fake
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "sharded"), [*((kind, False) for kind in KINDS), ("Pixtral", True), ("Llama 4", True)]
+)
 def test_both_programs_are_compiled_into_one_artifact(
     models: dict[str, SeeingModel], tmp_path: Path, kind: str, *, sharded: bool
 ) -> None:
@@ -193,6 +203,75 @@ def test_what_cannot_be_combined_with_pictures_is_refused_by_name(
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("document", "path", "message"),
+    [
+        ({"sampling": "DeviceWithLogits"}, "$.sampling", "qwen3_vl has Device and Host alone"),
+        (
+            {"overrideNeuronConfig": {"save_sharded_checkpoint": True}},
+            "$.overrideNeuronConfig.save_sharded_checkpoint",
+            "an encoder that reads its positions from the checkpoint: leave it out",
+        ),
+        ({"buckets": {"context": [2, 32]}}, "$.buckets.context", "2 is too close to 0"),
+        ({"buckets": {"context": [32, 34]}}, "$.buckets.context", "34 is too close to 32"),
+    ],
+)
+def test_what_qwen3_vl_cannot_be_combined_with_is_refused_by_name(
+    models: dict[str, SeeingModel], document: dict[str, Any], path: str, message: str
+) -> None:
+    with pytest.raises(InvalidConfig) as error:
+        settings_for(models["Qwen3-VL"], **SMALL | document)
+    assert [at for at, _ in error.value.parts] == [path]
+    assert message in str(error.value)
+
+
+@on_the_fake
+def test_a_qwen3_vl_with_a_tied_head_is_served(tmp_path: Path) -> None:
+    model = SeeingModel(tmp_path / "model", "Qwen3-VL", tied=True)
+    with fake_nxdi():
+        request = model.request("one", Random(5), [6, (2, 3), 9])
+        answers = served(backend_for(model, settings_for(model, **SMALL), tmp_path / "artifact"), [request])
+    model.check(request, answers["one"])
+
+
+@on_the_fake
+def test_qwen3_vl_is_compiled_without_weights(models: dict[str, SeeingModel], tmp_path: Path) -> None:
+    model, folder = models["Qwen3-VL"], tmp_path / "bare"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model.config))
+    with fake_nxdi():
+        config, request = config_for(model, **SMALL), model.request("one", Random(5), [6, (2, 3), 9])
+        (unit,) = nxdi.compiler(config, folder).graphs()
+        unit.compile(tmp_path)
+        backend = nxdi.load_backend(model.folder, config, lambda stage, share: None, tmp_path)
+        model.check(request, served(backend, [request])["one"])
+
+
+@on_the_fake
+@pytest.mark.parametrize("mode", ["strict", "damage"])
+def test_rows_of_qwen3_vl_mix_unless_each_is_turned_by_its_own_pictures(
+    models: dict[str, SeeingModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    """As they would if nothing told the library; see `turning`."""
+    model, random = models["Qwen3-VL"], Random(6)
+    requests = [model.request(str(number), random, one) for number, one in enumerate(([(4, 5), 9], [12], [(2, 7), 3]))]
+
+    def unturned(application: Any) -> Any:
+        return lambda rope_deltas=None, **arguments: application(**arguments)
+
+    with fake_nxdi(mode=mode):
+        settings = settings_for(model, **SMALL)
+        monkeypatch.setattr("neuron_runtime.backend.nxdi.backend.turning", unturned)
+        backend = backend_for(model, settings, tmp_path / "artifact")
+        if mode == "strict":
+            with pytest.raises(FatalError, match="rule M1: line 1 turns by"):
+                served(backend, requests)
+            return
+        answers = served(backend, requests)
+    with pytest.raises(AssertionError, match=r"^1: token"):
+        model.check(requests[1], answers["1"])
+
+
 def test_llama_4_without_pictures_takes_what_its_text_does(models: dict[str, SeeingModel]) -> None:
     settings = settings_for(models["Llama 4"], **SMALL | {"asyncMode": True, "media": {"maxImages": 0}})
     assert settings.vision is None
@@ -239,6 +318,12 @@ def test_an_encoder_that_the_class_computes_otherwise_is_refused(
         family_of(models["Pixtral"].config | changes, "")
 
 
+def test_a_qwen3_vl_without_deeper_features_is_refused(models: dict[str, SeeingModel]) -> None:
+    encoder = models["Qwen3-VL"].config["vision_config"] | {"deepstack_visual_indexes": []}
+    with pytest.raises(FatalError, match="deepstack_visual_indexes is empty"):
+        family_of(models["Qwen3-VL"].config | {"vision_config": encoder}, "")
+
+
 PIXTRAL_12B: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
     "model_type": "llava",
@@ -272,6 +357,21 @@ SCOUT: dict[str, Any] = {
     },
     "vision_config": {"image_size": 336, "patch_size": 14, "pixel_shuffle_ratio": 0.5, "hidden_size": 1408},
 }
+QWEN3_VL_8B: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "text_config": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 36,
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+    },
+    "vision_config": {"depth": 27, "hidden_size": 1152, "num_heads": 16, "patch_size": 16, "spatial_merge_size": 2},
+}
 
 
 @pytest.mark.parametrize(
@@ -286,6 +386,9 @@ SCOUT: dict[str, Any] = {
         (SCOUT, 16384, 8, (8, 28, 86), 5, 2467),
         (SCOUT, 4096, 8, (8, 28), 5, 2467),
         (SCOUT, 1024, 1, (8,), 1, 1017),
+        # A token is a square of two by two patches, and a call has 16,384 patches at most.
+        (QWEN3_VL_8B, 16384, 4, (1024, 2048, 4096, 8192, 16384), 4, 4096),
+        (QWEN3_VL_8B, 2048, 8, (1024, 2048, 4096, 8188), 8, 2047),
     ],
 )
 def test_sizes_of_an_encoder_hold_all_pictures_that_a_prompt_may_have(
@@ -383,8 +486,66 @@ def first(given: dict[str, Any]) -> torch.Tensor:
     return torch.zeros_like(mask).index_fill(1, mask.nonzero()[:1, 1], True)
 
 
+def with_pixels(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda given: given | {"pixel_values": change(given["pixel_values"])}
+
+
+def without_a_start(given: dict[str, Any]) -> dict[str, Any]:
+    ids = given["input_ids"]
+    return given | {"input_ids": torch.where(ids == START, 21, ids)}
+
+
+def as_long_as_a_graph(given: dict[str, Any]) -> dict[str, Any]:
+    widths = {"input_ids": 0, "attention_mask": 0, "position_ids": 0}
+    return given | {name: torch.nn.functional.pad(given[name], (0, 32 - given[name].shape[1])) for name in widths}
+
+
+CARELESS_WITH_GRIDS: dict[str, tuple[str, Change]] = {
+    "pixels in a decode step": ("M5", decoded),
+    "two prompts": ("M6", doubled),
+    "no grid": ("M3", lambda given: {name: one for name, one in given.items() if name != "image_grid_thw"}),
+    "a sum of 0": ("M3", with_pixels(torch.zeros_like)),
+    "half precision": ("M7", with_pixels(torch.Tensor.half)),
+    "no token before a picture": ("M11", without_a_start),
+    "fewer rows than lines": ("M9", lambda given: {**decoded(given), "pixel_values": None}),
+}
+
+
 @on_the_fake
-@pytest.mark.parametrize("kind", KINDS)
+def test_the_strict_fake_refuses_careless_calls_with_grids(models: dict[str, SeeingModel], tmp_path: Path) -> None:
+    model = models["Qwen3-VL"]
+    settings = settings_for(model, **SMALL)
+    vision = settings.vision
+    assert vision is not None
+    with fake_nxdi() as fake:
+        made = application(settings, model.folder)
+        made.compile(str(tmp_path / "artifact"))
+        made.load(str(tmp_path / "artifact"), skip_warmup=True)
+        request = model.request("one", Random(2), [4, (2, 2), 9])
+        tokens, end = request.prompt_token_ids, len(request.prompt_token_ids)
+        places = places_of(vision, request.pictures, tokens)
+        given = {
+            "input_ids": torch.tensor([tokens]),
+            "position_ids": torch.arange(end)[None],
+            "attention_mask": torch.ones((1, end), dtype=torch.int64),
+            "seq_ids": torch.tensor([0]),
+            "sampling_params": torch.ones((1, 3)),
+            **arguments_of(vision, request.pictures, places, end, end),
+        }
+        for name, (rule, change) in CARELESS_WITH_GRIDS.items():
+            with pytest.raises(fake.FakeRefusal) as refusal:
+                made(**change(given))
+            assert refusal.value.rule == rule, name
+        made(**given)
+        more = {"pixel_values": torch.ones((1024, 6 * PATCH**2)), "image_grid_thw": torch.tensor([[1, 32, 32]])}
+        with pytest.raises(AssertionError, match="exceeds largest bucket"):
+            made(**given | more)
+        with pytest.raises(fake.FakeRefusal, match="places for a graph of 32 tokens in one of 64"):
+            made(**as_long_as_a_graph(given))
+
+
+@on_the_fake
+@pytest.mark.parametrize("kind", ["Pixtral", "Llama 4"])
 def test_the_strict_fake_refuses_careless_calls(models: dict[str, SeeingModel], tmp_path: Path, kind: str) -> None:
     model = models[kind]
     settings = settings_for(model, **SMALL)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,10 +76,10 @@ def theirs(name: str, folder: Path, model: PictureModel) -> Any:
     return processor
 
 
-def admission_of(folder: Path) -> Admission:
+def admission_of(folder: Path, limits: BackendLimits = SEES) -> Admission:
     text = load_text(folder, TextOptions())
-    reader = load_reader(folder, text.tokenizer, MediaOptions(), SEES.max_pictures)
-    return Admissions(text, SEES, Targets(("m",)), 4, pictures=reader).of(None)
+    reader = load_reader(folder, text.tokenizer, MediaOptions(), limits.max_pictures)
+    return Admissions(text, limits, Targets(("m",)), 4, pictures=reader).of(None)
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -130,6 +132,31 @@ def test_a_client_cannot_write_what_stands_for_a_picture(name: str, tmp_path: Pa
     for mark in family.marks:
         with pytest.raises(InvalidRequest, match="which stands for a picture"):
             admission.chat(Chat([ChatTurn("user", f"Say {mark}!", "messages[0]")]))
+
+
+def test_a_picture_of_qwen_stands_right_behind_the_token_that_opens_it(tmp_path: Path) -> None:
+    admission = admission_of(write_picture_model(tmp_path, MODELS["qwen3-vl"]))
+    pictures = [PictureAt(Image.new("RGB", (20, 30), "blue"), "a")]
+    start, end, pad = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+    options = CompletionOptions(add_special_tokens=False)
+    admission.completion(f"See {start}{pad}{end}", options, pictures)
+    for text, message in (
+        (f"See {pad}{end}", "has 0 times <|vision_start|>"),
+        (f"See {start}{pad}{end} {start}", "has 2 times <|vision_start|>"),
+        (f"See {start} {pad}{end}", "must have <|vision_start|> right before each <|image_pad|>"),
+    ):
+        with pytest.raises(InvalidRequest, match=re.escape(message)):
+            admission.completion(text, options, pictures)
+
+
+def test_pictures_of_a_request_have_at_most_as_many_tokens_as_a_backend_takes(tmp_path: Path) -> None:
+    admission = admission_of(write_picture_model(tmp_path), replace(SEES, max_tokens_of_pictures=60))
+    pictures = [PictureAt(Image.new("RGB", (20, 30), "blue"), at) for at in ("first", "second")]
+    options = CompletionOptions(add_special_tokens=False)
+    (one,) = admission.completion("[IMG]", options, pictures[:1]).pictures[0]
+    assert 30 < one.num_tokens <= 60
+    with pytest.raises(InvalidRequest, match=r"`second` is the last of pictures that have .* at most 60 of all"):
+        admission.completion("[IMG][IMG]", options, pictures)
 
 
 def test_llama_4_has_the_tokens_of_their_processor(torchvision: None) -> None:

@@ -34,13 +34,15 @@ class Family:
     """What the placeholder becomes in the text; empty: it stays."""
     alone: str = ""
     """A picture in a text, for templates that take only texts; empty: the placeholder."""
+    opening: str = ""
+    """The token right before each picture, and nowhere else; empty: none is needed."""
     options: Callable[[Config], dict[str, Any]] = lambda config: {}
     """For the model's processor, beyond its own settings."""
 
     @property
     def marks(self) -> frozenset[str]:
         """The texts that only pictures may put into a prompt."""
-        return frozenset((self.placeholder, self.seed, self.feature))
+        return frozenset(filter(None, (self.placeholder, self.seed, self.feature, self.opening)))
 
     @property
     def in_text(self) -> str:
@@ -92,6 +94,7 @@ _QWEN = Family(
     tokens=_merged,
     tensors=("pixel_values", "image_grid_thw"),
     alone="<|vision_start|><|image_pad|><|vision_end|>",
+    opening="<|vision_start|>",
 )
 _LLAMA4 = Family(
     placeholder="<|image|>", seed="<|image|>", feature="<|patch|>", tokens=_tiles, tensors=("pixel_values",)

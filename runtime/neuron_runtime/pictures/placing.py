@@ -29,6 +29,11 @@ def find_seeds(
     _check_number(len(seeds), family.seed, num_pictures, name)
     if feature != seed:
         _check_number(token_ids.count(feature), family.feature, 0, name)
+    if family.opening:
+        opening = tokenizer.id_of(family.opening)
+        _check_number(token_ids.count(opening), family.opening, num_pictures, name)
+        if any(at == 0 or token_ids[at - 1] != opening for at in seeds):
+            raise InvalidRequest.at(name, f"must have {family.opening} right before each {family.seed}")
     return seeds
 
 

@@ -276,6 +276,10 @@ class Admission:
             if 0 < most < picture.num_tokens:
                 problem = f"has {picture.num_tokens} tokens, and this backend takes at most {most} of a picture"
                 raise InvalidRequest.at(given.at, problem)
+        most, total = self.limits.max_tokens_of_pictures, sum(one.num_tokens for one in placed)
+        if 0 < most < total:
+            problem = f"is the last of pictures that have {total} tokens, and this backend takes at most {most} of all"
+            raise InvalidRequest.at(pictures[-1].at, problem)
 
     @cached_property
     def _strict_tag(self) -> CallTag | None:

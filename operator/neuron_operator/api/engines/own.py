@@ -105,7 +105,7 @@ NXDI = _row(
             *(f"{name}ForCausalLM" for name in ("Dbrx", "Gemma3", "GptOss", "Llama", "Mistral", "Mixtral", "Qwen2")),
             *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
             *("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"),
-            "LlavaForConditionalGeneration",
+            *("LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
         }
     ),
     fields=IN_PARALLEL

@@ -25,7 +25,7 @@ def completed(model: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(rope, Mapping) and "rope_theta" in rope:
         # As transformers 5 writes it; the versions that NxD Inference runs with do not read it.
         missing["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
+        if rope.get("rope_type", "default") != "default" or "mrope_section" in rope:
             missing["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
     scaling = model.get("rope_scaling") or rope
     if model.get("model_type") == "gpt_oss" and isinstance(scaling, Mapping):

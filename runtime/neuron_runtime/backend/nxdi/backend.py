@@ -18,7 +18,7 @@ from neuron_runtime.backend.neuron.installed import device_memory
 from neuron_runtime.backend.neuron.step_graphs import Decode
 from neuron_runtime.backend.nxdi.buckets import all_graphs, span_that_takes
 from neuron_runtime.backend.nxdi.inputs import BASE_MODEL, Inputs
-from neuron_runtime.backend.nxdi.pixels import filling
+from neuron_runtime.backend.nxdi.pixels import filling, turning
 from neuron_runtime.backend.nxdi.settings import MIN_ADAPTER_RANK, Settings
 from neuron_runtime.backend.warming import lone_step
 from neuron_runtime.core import BackendLimits, Batch
@@ -45,6 +45,8 @@ class NxdiBackend(DeviceBackend):
         """The library's numbers, which it counts up from that of the base model. It never forgets a name."""
         self._manager: Any = getattr(application, "lora_model_manager", None)
         inputs = Inputs(settings, limits, self._adapter_ids)
+        if settings.vision is not None and settings.vision.turns:
+            application = turning(application)
         super().__init__(
             application, inputs, limits, warm_up_steps(settings, limits), memory=device_memory, in_group=in_group
         )
@@ -97,5 +99,7 @@ def warm_up_steps(settings: Settings, limits: BackendLimits) -> Iterator[Batch]:
         for encode in vision.graphs:
             pictures = tuple(filling(vision, encode, limits.longest_prefill))
             step = lone_step(limits, 0, 0, pictures[-1].end, decodes=False)
-            tokens = (vision.image_token,) * pictures[-1].end
+            tokens = (vision.opening,) * pictures[0].start + (vision.image_token,) * (
+                pictures[-1].end - pictures[0].start
+            )
             yield replace(step, added=(replace(step.added[0], token_ids=tokens, pictures=pictures),))

@@ -21,7 +21,8 @@ def prefill_graph(settings: Settings, start: int, end: int) -> Prefill:
     """The graph that computes the tokens of a prompt from `start` to `end`. Raises ValueError if none does."""
     active, prefixes = settings.context_buckets, settings.prefix_buckets
     if settings.layout == "slots":
-        return Prefill(_above(active, end))
+        more = settings.vision.spare - 1 if settings.vision else 0
+        return Prefill(_above(active, end + more))
     least, most = RECOMPUTED
     if least < end <= most and most in active and 0 in prefixes:
         return Prefill(most)
@@ -65,7 +66,7 @@ def span_that_takes(settings: Settings, graph: Graph) -> tuple[int, int] | None:
         first = max(first - 1 - settings.max_drafts, 1) if settings.max_drafts else first
         candidates = [(at, at + 1) for at in (first, first + 1) if at < graph.length]
     elif settings.layout == "slots":
-        ends = (graph.tokens - 1,) if settings.vision else (graph.tokens, graph.tokens - 1)
+        ends = (graph.tokens - settings.vision.spare,) if settings.vision else (graph.tokens, graph.tokens - 1)
         candidates = [(0, min(end, settings.max_model_length)) for end in ends]
     else:
         # The longest call within the prefix's size; if that one is recomputed, the longest that is not.
@@ -92,6 +93,7 @@ def _above(buckets: Sequence[int], size: int) -> int:
 def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
     """The limits of a model. exec_timeout_seconds: after which the Neuron runtime gives up a step."""
     slots, context, vision = settings.layout == "slots", settings.context_buckets, settings.vision
+    spare = vision.spare if vision else int(slots)
     reach = max(settings.prefix_buckets, default=0)
     # Drafts of an EAGLE head are kept by each row's own parameters.
     greedy_only = settings.draft is not None and not settings.draft.eagle
@@ -106,9 +108,9 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
         # With slots a prompt must be shorter than its bucket, unless that is the largest. Where pictures are seen,
         # what stands for no feature goes to the last place of the bucket, whether it has a token or not.
         prefill_buckets=tuple(
-            PrefillBucket(size - 1 if slots and (vision or size != context[-1]) else size, size)
+            PrefillBucket(size - spare if vision or size != context[-1] else size, size)
             for size in context
-            if size > 1 or not slots
+            if size > spare
         ),
         max_drafts=settings.max_drafts,
         drafts_every_row=settings.draft is not None,
@@ -143,5 +145,6 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
         begins_with_prefill=settings.max_adapters > 0,
         max_pictures=vision.max_pictures if vision else 0,
         max_picture_tokens=vision.max_picture_tokens if vision else 0,
+        max_tokens_of_pictures=vision.max_tokens if vision else 0,
         max_step_seconds=TIMEOUT_SHARE * exec_timeout_seconds,
     )

@@ -21,7 +21,7 @@ from neuron_runtime.backend.neuron.step_graphs import Graph, Prefill
 from neuron_runtime.backend.nxdi.buckets import all_graphs, prefill_graph, span_that_takes
 from neuron_runtime.backend.nxdi.models import text_config
 from neuron_runtime.backend.nxdi.settings import DraftFiles, Settings, settings_of
-from neuron_runtime.backend.nxdi.vision import PATCHES
+from neuron_runtime.backend.nxdi.vision import CHUNKS
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, seconds_text
 from neuron_runtime.dtypes import BY_NAME
@@ -215,12 +215,14 @@ def _encoders(settings: Settings, facts: _Facts) -> list[PlannedGraph]:
     for graph in vision.graphs if vision else ():
         assert vision is not None
         together, times = (vision.side // vision.patch) ** 2, graph.size
-        if vision.counts == PATCHES:
+        if vision.counts != CHUNKS:
             together, times = graph.size, 1
         tokens, scores = times * together, times * together * together * 4
-        activations = tokens * 6 * vision.hidden * width + scores + graph.tokens * facts.hidden * width
+        features = graph.tokens * (1 + vision.num_deeper) * facts.hidden * width
+        activations = tokens * 6 * vision.hidden * width + scores + features
         seconds = COMPILE_SECONDS_PER_LAYER * vision.layers
-        takes = f"pictures of a prompt, {_previous(vision.buckets, graph.size) + 1} to {graph.size} {vision.counts}"
+        counted = CHUNKS if vision.counts == CHUNKS else "patches"
+        takes = f"pictures of a prompt, {_previous(vision.buckets, graph.size) + 1} to {graph.size} {counted}"
         planned.append(PlannedGraph(graph.name, takes, None, activations, seconds))
     return planned
 
@@ -231,8 +233,8 @@ def _prompts_of(graph: Prefill, settings: Settings) -> str:
     low, high = _previous(settings.context_buckets, graph.tokens) + 1, graph.tokens
     if settings.layout == "slots":
         # The smallest that fits is longer than its prompt, unless it is the largest, and no pictures are seen.
-        shorter = high != settings.context_buckets[-1] or settings.vision is not None
-        return f"prompts of {max(low - 1, 1)} to {high - shorter} tokens"
+        shorter = settings.vision.spare if settings.vision else int(high != settings.context_buckets[-1])
+        return f"prompts of {max(low - max(shorter, 1), 1)} to {high - shorter} tokens"
     if graph.prefix:
         return f"{low} to {high} tokens after up to {graph.prefix}"
     lengths = [length for length in range(1, high + 1) if _taken_by(graph, settings, length)]

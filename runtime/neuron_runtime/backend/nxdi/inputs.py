@@ -19,7 +19,7 @@ import torch
 from neuron_runtime.backend.neuron.device import GREEDY, Call, FloatArray, column, device_parameters, row_of
 from neuron_runtime.backend.neuron.step_graphs import Decode, Encode, Graph, Prefill
 from neuron_runtime.backend.nxdi.buckets import decode_graph, prefill_graph
-from neuron_runtime.backend.nxdi.pixels import arguments_of, places_of
+from neuron_runtime.backend.nxdi.pixels import arguments_of, places_of, shift_of, takes_another
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.backend.slots import FedRows, IntArray, SlotMirror
 from neuron_runtime.backend_protocol import IllegalBatch
@@ -92,6 +92,8 @@ class Inputs:
         """How the sequence in each slot is sampled."""
         self._sequence_ids = np.zeros(num_slots, dtype=np.int64)
         self._next_id = num_slots
+        self._shifts = np.zeros(num_slots, dtype=np.int64)
+        """Of each slot, how much more than its position turns a token that follows its pictures."""
         self._pictures: dict[int, _Seen] = {}
         """Of slots whose prompt is not computed yet."""
         self._resolved: tuple[Batch, FedRows, list[Graph]] | None = None
@@ -140,6 +142,7 @@ class Inputs:
             self._adapters[added.slot] = self._places_of_adapters[added.adapter]
             self._parameters[added.slot] = device_parameters(added.sampling, self._settings.global_topk)
             self._sequence_ids[added.slot] = added.slot if self._by_seat else self._next_id
+            self._shifts[added.slot] = 0
             self._next_id = self._next_id + 1 if self._next_id < MAX_SEQUENCE_ID else self._settings.max_rows
         if self._places is not None and batch.appended_blocks:
             self._places.table = None
@@ -188,10 +191,18 @@ class Inputs:
         padded = end == 1 or vision is not None
         if padded:
             width = graph.tokens
+        mask = np.ones(end, dtype=np.int64)
+        if vision is not None and vision.turns:
+            # The mask alone decides the graph: it is longer than the one before.
+            smaller = max((size for size in self._settings.context_buckets if size < graph.tokens), default=0)
+            mask = _padded(mask, max(end + (seen is not None and takes_another(seen.places)), smaller + 1))
+            if seen is not None:
+                width = len(mask)  # it names the tokens among which pictures are looked for
         positions = np.zeros(width, dtype=np.int64)
         positions[:end] = np.arange(end)
+        tokens = _padded(self._mirror.tokens[slot, :end], width)
         arguments: dict[str, Any] = {
-            "input_ids": row_of(_padded(self._mirror.tokens[slot, :end], width)),
+            "input_ids": row_of(tokens),
             "position_ids": row_of(positions),
             "sampling_params": torch.from_numpy(self._parameters[[slot]]),
             **self._adapters_of(np.array([slot])),
@@ -199,8 +210,7 @@ class Inputs:
         if self._settings.layout == "slots":
             arguments["seq_ids"] = torch.tensor([slot])
             if padded:
-                # The mask alone decides the bucket.
-                arguments["attention_mask"] = torch.ones((1, end), dtype=torch.int64)
+                arguments["attention_mask"] = row_of(mask)
         else:
             blocks = self._mirror.blocks[slot]
             fed = np.arange(start, end)
@@ -216,6 +226,10 @@ class Inputs:
             if seen.pictures[-1].end > end:
                 raise IllegalBatch(f"slot {slot} feeds {end} tokens, and its last picture ends behind them")
             arguments |= arguments_of(vision, seen.pictures, seen.places, end, width)
+            if vision.turns:
+                self._shifts[slot] = shift_of(vision, arguments)
+                if takes_another(seen.places):
+                    tokens[end] = vision.image_token
             call.encodes = (seen.graph, len(seen.places))
         return call
 
@@ -272,6 +286,8 @@ class Inputs:
             "seq_ids": torch.from_numpy(places.identifiers.copy()),
             **self._adapters_of(places.of_place),
         }
+        if self._settings.vision is not None and self._settings.vision.turns:
+            arguments["rope_deltas"] = column(self._shifts[places.of_place])
         if self._settings.layout == "blocks":
             width = min(graph.length // self._block_size, self._mirror.blocks.shape[1])
             if places.table is None or places.table.shape[1] != width:
@@ -314,7 +330,7 @@ def _padded_drafts(rows: FedRows, count: int, width: int) -> IntArray:
     return drafts
 
 
-def _padded(tokens: npt.NDArray[np.int32], width: int) -> IntArray:
+def _padded(tokens: npt.NDArray[np.int32] | IntArray, width: int) -> IntArray:
     padded = np.zeros(width, dtype=np.int64)
     padded[: len(tokens)] = tokens
     return padded

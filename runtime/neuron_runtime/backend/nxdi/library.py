@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, CACHE_TYPE, SAMPLING
 from neuron_runtime.backend.nxdi.quantized import CHECKPOINT, EXCLUDED, of_draft
 from neuron_runtime.backend.nxdi.settings import DraftModel, Settings
-from neuron_runtime.backend.nxdi.vision import CHUNKS
+from neuron_runtime.backend.nxdi.vision import CHUNKS, GRIDS, encoder_of
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
 
@@ -57,6 +57,8 @@ SDK_OF_RELEASE = {
     (0, 10, 18399): "2.31",
 }
 """The Neuron SDK that brings a release of NxD Inference."""
+OF_GRIDS, POSITIONS = "models.qwen3_vl.modeling_qwen3_vl", "visual.pos_embed.weight"
+"""The module of a model whose encoder takes grids, and that encoder's tensor of positions."""
 BLIND = ("2.27", "2.28")
 """Those whose applications with an encoder do not run."""
 
@@ -157,13 +159,16 @@ def application(settings: Settings, model_dir: Path, draft_dir: Path | None = No
             config = config.text_config
         elif settings.vision is not None and settings.vision.counts == CHUNKS:
             application_class = _with_room(application_class)
+        elif settings.vision is not None and settings.vision.counts == GRIDS:
+            application_class = _with_tied_head(application_class)
         model = text_config(read_config(model_dir))
         for name, value in corrected(settings, model).items():
             setattr(config, name, value)
         if settings.application == "qwen3_moe":
             # Its class always normalizes.
             config.neuron_config.normalize_top_k_affinities = bool(model.get("norm_topk_prob"))
-        return application_class(str(model_dir), config)
+        with _reading_positions(settings, model_dir):
+            return application_class(str(model_dir), config)
     except Exception as error:
         raise InvalidConfig(PATH, f"NxD Inference refuses the model with it: {_text(error)}") from error
 
@@ -184,6 +189,41 @@ def _with_room(application_class: Any) -> Any:
             return next((size for size in buckets if size > length), buckets[-1])
 
     return WithRoom
+
+
+def _with_tied_head(application_class: Any) -> Any:
+    """An application of Qwen3-VL that finds a head which is tied to the embedding. Its text alone does."""
+
+    class WithTiedHead(application_class):  # type: ignore[misc]
+        @staticmethod
+        def update_state_dict_for_tied_weights(state_dict: dict[str, Any]) -> None:
+            _module(OF_GRIDS).NeuronQwen3VLTextForCausalLM.update_state_dict_for_tied_weights(state_dict)
+
+    return WithTiedHead
+
+
+@contextmanager
+def _reading_positions(settings: Settings, model_dir: Path) -> Iterator[None]:
+    """Meanwhile the encoder of grids, whose table of positions is on the host, reads only that of a checkpoint, or none
+    where there are no weights, as to compile."""
+    if settings.vision is None or settings.vision.counts != GRIDS:
+        yield
+        return
+    import torch  # noqa: PLC0415  (as the library)
+
+    module: Any = _module(f"{OF_GRIDS}_vision")
+    encoder = encoder_of(read_config(model_dir), GRIDS)
+
+    def positions(folder: str) -> dict[str, Any]:
+        if any(Path(folder).glob("*.safetensors")):
+            return {f"model.{POSITIONS}": read_tensor(Path(folder), POSITIONS)}
+        return {f"model.{POSITIONS}": torch.zeros(encoder["num_position_embeddings"], encoder["hidden_size"])}
+
+    former, module.load_state_dict = module.load_state_dict, positions
+    try:
+        yield
+    finally:
+        module.load_state_dict = former
 
 
 def _arguments(settings: Settings, config_class: Any, model_dir: Path) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from neuron_runtime.backend.neuron.model_config import ignored_by, own_head_dim, quantization_of
 from neuron_runtime.backend.nxdi.quantized import FORMS, check_modules, form_of
-from neuron_runtime.backend.nxdi.vision import check_encoder
+from neuron_runtime.backend.nxdi.vision import Counts, check_encoder
+from neuron_runtime.core import SamplingMode
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.quantization import has_known_method
 
@@ -54,8 +55,9 @@ class NxdiFamily:
     """Whether its NeuronConfig is one for mixtures of experts."""
     needs: Mapping[str, bool] = field(default_factory=dict)
     """Arguments of NeuronConfig without which its tokens are wrong."""
-    pictures: Literal["", "patches", "chunks"] = ""
+    pictures: Counts | Literal[""] = ""
     """What its encoder counts of a picture; empty: it sees none."""
+    samplings: tuple[SamplingMode, ...] = ("Device", "DeviceWithLogits", "Host")
     least_rows: Mapping[str, int] = field(default_factory=dict)
     """By Neuron SDK, how many sequences a decode step must have."""
     note: str = ""
@@ -144,6 +146,17 @@ FAMILIES = (
         note="sees pictures",
     ),
     NxdiFamily(
+        "qwen3_vl",
+        "0.9",
+        ("Qwen3VLForConditionalGeneration",),
+        layouts=("slots",),
+        ignores=("rope_scaling", "attention_bias"),
+        pictures="grids",
+        # Of the two, its wrapper returns the first one of the first core.
+        samplings=("Device", "Host"),
+        note="sees pictures",
+    ),
+    NxdiFamily(
         "gemma3",
         "0.9",
         ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
@@ -158,7 +171,6 @@ FAMILIES = (
 NOT_COMPUTED = {
     "Qwen2VLForConditionalGeneration": "gives the tokens of a picture plain positions, so its answers would be wrong",
     "Qwen2_5_VLForConditionalGeneration": "has no class for it",
-    "Qwen3VLForConditionalGeneration": "turns all sequences by the offset of the prompt before, so answers would mix",
     "MllamaForConditionalGeneration": "wants another checkpoint than the hub has",
     "Mistral3ForConditionalGeneration": "has no class for it",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ from neuron_runtime.backend.nxdi.quantized import (
     projections,
     weights_of,
 )
-from neuron_runtime.backend.nxdi.vision import Vision, vision_of
+from neuron_runtime.backend.nxdi.vision import GRIDS, Vision, vision_of
 from neuron_runtime.checkpoint import FUSION
 from neuron_runtime.config import METHODS_WITH_MODEL, NO_PREFIX_CACHE, AdapterOptions, RuntimeConfig, uses_blocks
 from neuron_runtime.core import SamplingMode
@@ -77,6 +78,9 @@ RECOMPUTED = (256, 512)
 """NxD Inference computes a prompt above the first and up to the second size without its cached prefix, if it has a
 bucket of the second: its authors measured that this is faster."""
 SMALLEST_BUCKET = 128
+
+MIN_BETWEEN = 3
+"""Tokens between two graphs for prompts with grids: one longer than the smaller, and two below the larger."""
 
 OF_BOTH = ("torch_dtype", "logical_nc_config", "cast_type", "skip_warmup", "on_cpu", SHARDED)
 """Arguments that an encoder of pictures has in common with the text of its model."""
@@ -311,7 +315,12 @@ class _Derivation:
         if blocks and len(prefix) > 1:
             self._check_prefix_prefill(context, "$.prefixCaching" if shares else "$.chunkedPrefill")
         if self._sees:
-            self._check_pictures(asynchronous=bool(asynchronous), row_buckets=row_buckets)
+            self._check_pictures(asynchronous=bool(asynchronous), row_buckets=row_buckets, context=context)
+        if sampling not in (possible := self._family.samplings):
+            message = (
+                f"is {sampling}, and NxD Inference's {self._family.application} has {' and '.join(possible)} alone"
+            )
+            self._refuse("$.sampling", message)
         problems.check()
         plain = Settings(
             application=self._family.application,
@@ -351,7 +360,7 @@ class _Derivation:
         arguments = merge(ours, _derived(plain), self._override)
         return replace(plain, neuron_config=arguments, vision=self._vision(context[-1] - 1, tensor, arguments))
 
-    def _check_pictures(self, *, asynchronous: bool, row_buckets: tuple[int, ...]) -> None:
+    def _check_pictures(self, *, asynchronous: bool, row_buckets: tuple[int, ...], context: tuple[int, ...]) -> None:
         """Refuses what is not known to work beside an encoder of pictures. Others are refused by the family: blocks,
         and with them shared prefixes and chunks, drafts, adapters."""
         cure = "leave it out"
@@ -359,6 +368,15 @@ class _Derivation:
         for path, given in (("$.asyncMode", asynchronous), ("$.buckets.sequences", bool(row_buckets))):
             if given:
                 self._refuse(path, f"cannot be combined with pictures, which {self._family.application} sees: {cure}")
+        if self._family.pictures != GRIDS:
+            return
+        if self._override.get(SHARDED):
+            message = "cannot be combined with an encoder that reads its positions from the checkpoint: leave it out"
+            self._refuse(f"{PATH}.{SHARDED}", message)
+        for smaller, size in pairwise((0, *context)):
+            if size - smaller < MIN_BETWEEN:
+                message = f"{size} is too close to {smaller}: with pictures, sizes differ by {MIN_BETWEEN} or more"
+                self._refuse("$.buckets.context", message)
 
     def _vision(self, longest: int, tensor: int, arguments: Mapping[str, Any]) -> Vision | None:
         counts = self._family.pictures

@@ -20,7 +20,8 @@ from neuron_runtime.quantization import UNREAD
 
 EMBEDDING = "embed_tokens.weight"
 """Every text reads it, and no encoder does."""
-OF_ENCODER = "vision_"
+OF_ENCODER = ("vision_", "blocks.", "merger.", "deepstack_merger_list.", "patch_embed.", "pos_embed.")
+"""How names of an encoder begin."""
 _COPIES = (
     (re.compile(r"\.(q_proj|k_proj|v_proj|Wqkv)\.(?=\w+$)"), r".qkv_proj.\1."),
     (re.compile(r"\.o_proj\.(?=\w+$)"), ".o_proj.o_proj."),

@@ -14,34 +14,56 @@ from neuron_runtime.backend.neuron.model_config import number_of
 from neuron_runtime.backend.neuron.step_graphs import Encode, at_least
 from neuron_runtime.errors import ExitCode, FatalError
 
-PATCHES, CHUNKS = "patches", "chunks"
-LADDERS = {PATCHES: tuple(1024 << at for at in range(8)), CHUNKS: (8, 28)}
+Counts = Literal["patches", "chunks", "grids"]
+"""What an encoder is given of a picture: patches, chunks, or patches with their grid, squares of which are a token."""
+PATCHES, CHUNKS, GRIDS = "patches", "chunks", "grids"
+_LADDER = tuple(1024 << at for at in range(8))
+LADDERS = {PATCHES: _LADDER, CHUNKS: (8, 28), GRIDS: _LADDER}
 """Sizes below the largest. One picture of 512 x 512 pixels has 1,024 patches of 16."""
+MOST_PATCHES = 16384
+"""Most of a call with grids, by AWS's release notes."""
 MOST_CHUNKS = 88
 """NxD Inference's largest."""
 CHUNKS_OF_PICTURE = 17
 """Most that the processor of Llama 4 makes of a picture: 16 tiles, and the whole."""
-LEFT_OUT = {
+LEFT_OUT: Mapping[str, dict[str, Any]] = {
     PATCHES: {"image_size": 1024, "patch_size": 16, "hidden_size": 1024, "num_attention_heads": 16},
     CHUNKS: {"image_size": 448, "patch_size": 14, "hidden_size": 768, "num_attention_heads": 16},
+    GRIDS: {
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "in_channels": 3,
+        "num_heads": 16,
+        "hidden_size": 1152,
+        "depth": 27,
+        "deepstack_visual_indexes": [8, 16, 24],
+        "num_position_embeddings": 2304,
+    },
 }
 """Defaults of transformers, which a config.json need not name."""
 IMAGE_TOKEN = {PATCHES: {"image_token_index": 32000}, CHUNKS: {"image_token_index": 200092}}
+FOR_PICTURES = {"image_token_id": 151655, "vision_start_token_id": 151652}
+"""The same of models with grids, and the token before a picture."""
 LAYERS, PIXEL_SHUFFLE = {PATCHES: 24, CHUNKS: 34}, 0.5
+FUSED = {"fused_qkv": True}
+"""Without it, the encoder of grids does not find its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vision:
     """What decides the graphs of the encoder, and the limits of pictures."""
 
-    counts: Literal["patches", "chunks"]
+    counts: Counts
     buckets: tuple[int, ...]
     """Sizes of a call, which computes all pictures of a prompt. Ascending."""
     unit_tokens: int
-    """Tokens of a patch or chunk."""
+    """Tokens of a patch or chunk, or of a square."""
     max_pictures: int
     max_picture_tokens: int
     """With those that separate lines or tiles."""
+    max_tokens: int
+    """Of all pictures of a prompt; 0: they may fill it."""
     image_token: int
     """Stands for each of the features of a picture."""
     side: int
@@ -52,26 +74,51 @@ class Vision:
     hidden: int
     neuron_config: Mapping[str, Any]
     """All arguments of its NeuronConfig, as plain JSON."""
+    merge: int = 1
+    """Patches along an edge of a square."""
+    numbers_of_patch: int = 0
+    """Where pictures come as patches."""
+    opening: int = -1
+    """The token before each picture; -1: none is needed."""
+    num_deeper: int = 0
+    """Layers of the text that take features of their own."""
+
+    @property
+    def turns(self) -> bool:
+        """Whether what stands behind a picture turns by another position than its own."""
+        return self.counts == GRIDS
+
+    @property
+    def spare(self) -> int:
+        """Places at the end of a prompt's graph that no prompt fills: for what stands for no feature, and, where the
+        places of features are found by their token, for another one."""
+        return 2 if self.counts == GRIDS else 1
 
     def graph(self, num_tokens: int) -> Encode:
         """The one for pictures with so many features. Raises ValueError if there is none."""
-        size = at_least(self.buckets, -(-num_tokens // self.unit_tokens))
-        return Encode(size, size * self.unit_tokens)
+        units = -(-num_tokens // self.unit_tokens) * self.merge**2
+        return self._encode(at_least(self.buckets, units))
 
     @property
     def graphs(self) -> tuple[Encode, ...]:
-        return tuple(Encode(size, size * self.unit_tokens) for size in self.buckets)
+        return tuple(map(self._encode, self.buckets))
+
+    def _encode(self, size: int) -> Encode:
+        return Encode(size, size // self.merge**2 * self.unit_tokens)
 
 
-def encoder_of(model: Mapping[str, Any], counts: Literal["patches", "chunks"]) -> Mapping[str, Any]:
+def encoder_of(model: Mapping[str, Any], counts: Counts) -> Mapping[str, Any]:
     """The part of config.json that describes it."""
     given = model.get("vision_config")
     return LEFT_OUT[counts] | (dict(given) if isinstance(given, Mapping) else {})
 
 
-def check_encoder(model: Mapping[str, Any], counts: Literal["patches", "chunks"]) -> None:
+def check_encoder(model: Mapping[str, Any], counts: Counts) -> None:
     """Raises FatalError (UNSUPPORTED_ARCHITECTURE) unless NxD Inference computes what config.json says."""
-    if counts == CHUNKS:
+    if counts == GRIDS and not encoder_of(model, counts)["deepstack_visual_indexes"]:
+        message = "config.json: vision_config.deepstack_visual_indexes is empty, which NxD Inference cannot compute"
+        raise FatalError(ExitCode.UNSUPPORTED_ARCHITECTURE, f"{message}: use another backend")
+    if counts != PATCHES:
         return
     text = model.get("text_config")
     kind = text.get("model_type", "llama") if isinstance(text, Mapping) else "llama"
@@ -89,7 +136,7 @@ def check_encoder(model: Mapping[str, Any], counts: Literal["patches", "chunks"]
 
 def vision_of(
     model: Mapping[str, Any],
-    counts: Literal["patches", "chunks"],
+    counts: Counts,
     *,
     asked: int,
     longest: int,
@@ -107,14 +154,28 @@ def vision_of(
     Raises InvalidModel if config.json lacks a number.
     """
     encoder = encoder_of(model, counts)
-    size, patch = number_of(encoder, "image_size"), number_of(encoder, "patch_size")
+    heads, layers = ("num_heads", "depth") if counts == GRIDS else ("num_attention_heads", "num_hidden_layers")
+    patch, merge, more = number_of(encoder, "patch_size"), 1, dict[str, Any]()
     # Cores that do not share its heads compute them again, or another part of the chunks.
-    cores = math.gcd(tensor, number_of(encoder, "num_attention_heads"))
-    pictures, side = max(asked, 1), size // patch
+    cores = math.gcd(tensor, number_of(encoder, heads))
+    pictures, size = max(asked, 1), patch if counts == GRIDS else number_of(encoder, "image_size")
+    side, most_of_all = size // patch, 0
     if counts == PATCHES:
         unit, step, of_one = 1, 1, side * side
         largest = min(pictures * of_one, longest)
         most_tokens = min(of_one, largest) * (side + 1) // side
+    elif counts == GRIDS:
+        merge = number_of(encoder, "spatial_merge_size")
+        unit, step, side = 1, merge * merge, math.isqrt(MOST_PATCHES)
+        largest = min(MOST_PATCHES, longest * step)
+        most_tokens = most_of_all = largest // step
+        more = {
+            "numbers_of_patch": patch**2
+            * number_of(encoder, "temporal_patch_size")
+            * number_of(encoder, "in_channels"),
+            "opening": number_of({**FOR_PICTURES, **model}, "vision_start_token_id", 0),
+            "num_deeper": len(encoder["deepstack_visual_indexes"]),
+        }
     else:
         unit = side * side // round(1 / float(encoder.get("pixel_shuffle_ratio") or PIXEL_SHUFFLE) ** 2)
         side, step, of_one = size, 2 * (tensor // cores), CHUNKS_OF_PICTURE
@@ -128,6 +189,7 @@ def vision_of(
         "tp_degree": cores,
         "world_size": tensor,
         "batch_size": 1,
+        **(FUSED if counts == GRIDS else {}),
         "seq_len": buckets[-1] * unit,
         "enable_bucketing": True,
         "buckets": list(buckets),
@@ -138,10 +200,19 @@ def vision_of(
         unit_tokens=unit,
         max_pictures=min(pictures, asked),
         max_picture_tokens=most_tokens,
-        image_token=number_of({**IMAGE_TOKEN[counts], **model}, "image_token_index", 0),
+        max_tokens=most_of_all,
+        image_token=_image_token(model, counts),
         side=side,
         patch=patch,
-        layers=int(encoder.get("num_hidden_layers") or LAYERS[counts]),
+        layers=int(encoder.get(layers) or LAYERS[counts]),
         hidden=number_of(encoder, "hidden_size"),
         neuron_config={**arguments, **shared},
+        merge=merge,
+        **more,
     )
+
+
+def _image_token(model: Mapping[str, Any], counts: Counts) -> int:
+    if counts == GRIDS:
+        return number_of({**FOR_PICTURES, **model}, "image_token_id", 0)
+    return number_of({**IMAGE_TOKEN[counts], **model}, "image_token_index", 0)

@@ -370,6 +370,8 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             adapters=torch.zeros(seq_ids.shape[0], dtype=torch.int32) if adapters is None else adapters,
             features=given.get("vision_embeddings"),
             places=given.get("vision_mask"),
+            turned=given.get("rotary_position_ids"),
+            deeper=given.get("deepstack_vision_embeds"),
         )
         if neuron.is_prefix_caching:
             queries = full - computed

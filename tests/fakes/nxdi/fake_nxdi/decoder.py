@@ -19,7 +19,7 @@ import fake_nxdi
 from fake_nxdi import quantized
 from fake_nxdi.lora import Weights
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "llama4_text")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "llama4_text", "qwen3_vl_text")
 
 Layer = tuple[torch.Tensor, torch.Tensor]
 """Keys and values `[rows, kv heads, positions, head size]` of one layer."""
@@ -108,7 +108,7 @@ def parameters(shape: Shape, config: Any) -> set[str]:
     biased += mlp if getattr(config, "mlp_bias", False) else ()
     if shape.model_type == "qwen2":
         biased = [one for one in COPIED if one != "self_attn.o_proj"]
-    if shape.model_type == "qwen3":
+    if shape.model_type in ("qwen3", "qwen3_vl_text"):
         norms += ("self_attn.q_norm", "self_attn.k_norm")
     modules = (*norms, *COPIED, *mlp)
     read = {"embed_tokens.weight", "norm.weight", "lm_head.weight"}
@@ -144,7 +144,8 @@ def preprocess(config: Any, checkpoint: dict[str, torch.Tensor], prefix: str = "
     dropped = []
     for name in checkpoint:
         is_copied = moved(name) != name
-        if name not in read or is_copied or name.rpartition(".")[0].endswith(("q_norm", "k_norm")):
+        is_kept = shape_of(config).model_type == "qwen3" and name.rpartition(".")[0].endswith(("q_norm", "k_norm"))
+        if name not in read or is_copied or is_kept:
             dropped.append(f"{prefix}{name}")
         if name not in read and is_copied:
             dropped.append(f"{prefix}{moved(name)}")
@@ -208,6 +209,10 @@ class Decoder:
 
     seen: tuple[torch.Tensor, torch.Tensor] | None = None
     """Features of pictures that the next prompt has, and their places in it."""
+    deeper: torch.Tensor | None = None
+    """`[layers, rows, tokens, hidden]`: features for the same places that the first layers add."""
+    turned: torch.Tensor | None = None
+    """`[3, rows, width]`: positions that turn, where they are not those in the cache."""
     taps: tuple[int, ...] = ()
     """Layers behind which hidden states are kept for an EAGLE 3 head; empty: those at the end, for EAGLE 1."""
 
@@ -252,14 +257,12 @@ class Decoder:
         and of the new tokens; `previous` are the hidden states that a head reads.
         """
         shape = self.shape
-        angles = positions[:, None, :, None].float() * self._rates
+        angles = self._angles(positions if self.turned is None else self.turned)[:, None]
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         embedded = F.embedding(ids.long(), self._weights["embed_tokens.weight"])
         if self.seen is not None:
-            features, places = (one.flatten(0, 1) for one in self.seen)
-            embedded = embedded.clone()
-            embedded.view(-1, shape.hidden)[places.flatten().long()] = features.to(self.dtype)
+            embedded = self._scattered(embedded, self.seen[0])
         hidden = self._entry(embedded, previous)
         rows, width, _ = hidden.shape
         kept: list[torch.Tensor] = []
@@ -286,11 +289,32 @@ class Decoder:
             hidden = hidden + self._linear(
                 gate * self._linear(normed, f"{prefix}.mlp.up_proj"), f"{prefix}.mlp.down_proj"
             )
+            if self.deeper is not None and number < len(self.deeper):
+                hidden = hidden + self._scattered(torch.zeros_like(hidden), self.deeper[number])
             if number in self.taps:
                 kept.append(hidden)
         found = self._exit(hidden)
         self.kept = torch.cat(kept, dim=-1) if kept else found
         return found, new
+
+    def _angles(self, positions: torch.Tensor) -> torch.Tensor:
+        """`[rows, width, pairs]`; of positions with three parts, pairs take them in turns."""
+        angles = positions[..., None].float() * self._rates
+        if positions.dim() == 2:
+            return angles
+        section, pair = (self.shape.rope_scaling or {})["mrope_section"], torch.arange(len(self._rates))
+        found = angles[0]
+        for part in (1, 2):
+            found = torch.where((pair % 3 == part) & (pair < 3 * section[part]), angles[part], found)
+        return found
+
+    def _scattered(self, values: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The values with the features in their places."""
+        assert self.seen is not None
+        places = self.seen[1].flatten().long()
+        values = values.clone()
+        values.view(-1, self.shape.hidden)[places] = features.flatten(0, 1)[: len(places)].to(self.dtype)
+        return values
 
     def _entry(self, embedded: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
         return embedded

@@ -11,6 +11,7 @@ import json
 import os
 import time
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ from fake_nxdi.config import InferenceConfig
 from fake_nxdi.decoder import DROPPED, read_checkpoint
 
 TEXT, VISION, ENCODER = "text_model", "vision_model", "vision_encoder_model"
-PARTS = ("vision_tower.", "vision_model.", "vision_adapter.", "multi_modal_projector.")
+PARTS = ("vision_tower.", "vision_model.", "vision_adapter.", "multi_modal_projector.", "visual.")
+COMMON = (
+    *("input_ids", "attention_mask", "position_ids", "seq_ids", "sampling_params"),
+    *("pixel_values", "vision_mask", "adapter_ids"),
+)
+"""Arguments of `forward`."""
 LEAST_AUTOMATIC = 1024
 
 
@@ -140,6 +146,20 @@ def image_to_text(base: Any) -> Any:
 
         # A call
 
+        takes: tuple[str, ...] = ()
+        """Arguments of `forward` that others do not have."""
+
+        def forward(self, **given: Any) -> Any:
+            known = (*COMMON, *self.takes)
+            if strange := [name for name in given if name not in known]:
+                raise TypeError(f"forward() got an unexpected keyword argument {strange[0]!r}")
+            given = dict.fromkeys(known) | given
+            return self._called(given, self._seen(given))
+
+        def _seen(self, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+            """What the text's graph takes of pictures."""
+            raise NotImplementedError
+
         def _run_encoder(self, count: int, pixels: torch.Tensor) -> None:
             size = next(size for size in self.vision_buckets if size >= count)
             device.DEVICE.run(f"{ENCODER} {size}", [pixels])
@@ -193,7 +213,7 @@ def image_to_text(base: Any) -> Any:
             }
 
         def _called(self, given: dict[str, Any], seen: dict[str, torch.Tensor]) -> Any:
-            names = ("slot_mapping", "block_table", "full_context_lens", "computed_context_lens", "adapter_ids")
+            names = ("slot_mapping", "block_table", "full_context_lens", "computed_context_lens")
             answer = self._forward(**{**dict.fromkeys(names), **given, **seen})
             if not fake_nxdi.has(9):
                 raise NameError("name 'tensor_capture_hook' is not defined")
@@ -228,30 +248,13 @@ def pixtral(base: Any) -> Any:
                     return int(size)
             raise Exception("No bucket found for provided input_ids!")
 
-        def forward(  # noqa: PLR0917
-            self,
-            input_ids=None,
-            attention_mask=None,
-            position_ids=None,
-            seq_ids=None,
-            sampling_params=None,
-            pixel_values=None,
-            vision_mask=None,
-            image_sizes=None,
-            adapter_ids=None,
-        ):
-            given = {
-                "input_ids": input_ids,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                "seq_ids": seq_ids,
-                "sampling_params": sampling_params,
-                "vision_mask": vision_mask,
-                "image_sizes": image_sizes,
-            }
+        takes = ("image_sizes",)
+
+        def _seen(self, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+            input_ids, pixel_values, image_sizes = given["input_ids"], given["pixel_values"], given["image_sizes"]
             pad_limit = self.get_padding_length(input_ids)
             if not self._checked(given, pixel_values, ("image_sizes", "vision_mask")):
-                return self._called(given, self._blank(input_ids, pad_limit))
+                return self._blank(input_ids, pad_limit)
             pixels, sizes = pixel_values[0], image_sizes[0]
             pixels = pixels if pixels.dim() == 4 else pixels[None]
             sizes = sizes if sizes.dim() == 2 else sizes[None]
@@ -266,7 +269,7 @@ def pixtral(base: Any) -> Any:
             tower, projector = self.encoder
             with torch.inference_mode():
                 found = projector(tower(pixels, image_sizes=sizes).last_hidden_state)[0]
-            return self._called(given, self._placed(given, found, pad_limit))
+            return self._placed(given, found, pad_limit)
 
     return NeuronPixtralForCausalLM
 
@@ -299,31 +302,14 @@ def llama4(base: Any) -> Any:
                     return size
             raise ValueError("No bucket found for provided input_ids!")
 
-        def forward(  # noqa: PLR0917
-            self,
-            input_ids=None,
-            attention_mask=None,
-            position_ids=None,
-            seq_ids=None,
-            sampling_params=None,
-            pixel_values=None,
-            vision_mask=None,
-            adapter_ids=None,
-        ):
-            given = {
-                "input_ids": input_ids,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                "seq_ids": seq_ids,
-                "sampling_params": sampling_params,
-                "vision_mask": vision_mask,
-            }
+        def _seen(self, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+            position_ids, pixel_values = given["position_ids"], given["pixel_values"]
             prefills = bool(position_ids.min() == 0)
             neuron = self.neuron_config
             sizes = neuron.context_encoding_buckets if prefills else neuron.token_generation_buckets
             pad_limit = self.get_padding_length(sizes or neuron.buckets, position_ids)
-            if not self._checked(given, pixel_values, ("vision_mask",)) or vision_mask is None:
-                return self._called(given, self._blank(input_ids, pad_limit))
+            if not self._checked(given, pixel_values, ("vision_mask",)) or given["vision_mask"] is None:
+                return self._blank(given["input_ids"], pad_limit)
             config = self.vision_config
             if fake_nxdi.strict() and pixel_values.shape[1:] != (3, config.image_size, config.image_size):
                 fake_nxdi.refuse("M7", f"pixels of {tuple(pixel_values.shape)}")
@@ -334,9 +320,177 @@ def llama4(base: Any) -> Any:
             tower, projector = self.encoder
             with torch.inference_mode():
                 found = projector(tower(pixel_values).last_hidden_state).flatten(0, 1)
-            return self._called(given, self._placed(given, found, pad_limit))
+            return self._placed(given, found, pad_limit)
 
     return NeuronLlama4ForCausalLM
 
 
-__all__ = ["ImageToTextConfig", "NeuronBaseForCausalLM", "llama4", "pixtral"]
+class Qwen3VLConfig(ImageToTextConfig):
+    """The text is told which layers take features, and prompts must have room for all that the encoder makes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        encoder = self.vision_config
+        self.text_config.deepstack_visual_indexes = list(encoder.deepstack_visual_indexes)
+        made = encoder.neuron_config.seq_len // encoder.spatial_merge_size**2
+        longest = self.text_config.neuron_config.max_context_length
+        assert longest >= made, f"Text model max context length {longest} must be no less than {made}"
+
+    def get_required_attributes(self) -> list[str]:
+        return ["text_config", "vision_config"]
+
+
+def qwen3_vl(base: Any) -> Any:
+    class NeuronQwen3VLForCausalLM(image_to_text(base)):  # type: ignore[misc]
+        takes = ("image_grid_thw",)
+
+        def __init__(self, model_path: str, config: Any) -> None:
+            super().__init__(model_path, config)
+            neuron = self.neuron_config
+            if neuron.output_logits and neuron.on_device_sampling_config and fake_nxdi.strict():
+                fake_nxdi.refuse("M12", "of tokens and logits the wrapper returns the tokens, which are taken for both")
+            if not self.vision_neuron_config.fused_qkv:
+                raise KeyError("blocks.0.attn.qkv_proj.q_proj.weight")
+            if neuron.save_sharded_checkpoint and fake_nxdi.strict():
+                fake_nxdi.refuse(
+                    "M13", "positions of the encoder are read from the checkpoint, also with sharded weights"
+                )
+            encoder = import_module("neuronx_distributed_inference.models.qwen3_vl.modeling_qwen3_vl_vision")
+            self.positions = encoder.load_state_dict(self.full_config._name_or_path)["model.visual.pos_embed.weight"]
+            self.rope_deltas: torch.Tensor | None = None
+            self._shifts: dict[int, int] = {}
+            """By line, what the next tokens of its sequence must be turned by, for the strict checks."""
+
+        @staticmethod
+        def convert_hf_to_neuron_state_dict(state_dict: dict[str, torch.Tensor], config: Any) -> Any:
+            found = {name.removeprefix("visual."): one for name, one in of_text(state_dict).items()}
+            moved = ((".attn.qkv.", ".attn.qkv_proj.Wqkv."), (".attn.proj.", ".attn.o_proj."))
+            for old, new in moved:
+                found = {
+                    name.replace(old, new) if name.startswith("blocks.") else name: one for name, one in found.items()
+                }
+            return found
+
+        @staticmethod
+        def update_state_dict_for_tied_weights(state_dict: dict[str, torch.Tensor]) -> None:
+            raise NotImplementedError("State-dict update not implemented")
+
+        def _checkpoint(self) -> dict[str, torch.Tensor]:
+            found = super()._checkpoint()
+            if getattr(self.full_config, "tie_word_embeddings", False):
+                self.update_state_dict_for_tied_weights(found)
+            return found
+
+        def _vision_buckets(self, neuron: Any) -> list[int]:
+            return list(neuron.buckets)
+
+        def _encoder(self, config: Any, weights: dict[str, torch.Tensor]) -> Any:
+            from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+            tower = Qwen3VLVisionModel._from_config(config.vision_config)
+            tower.load_state_dict(_of_model(weights, "visual."))
+            # On the host it has a table of its own.
+            tower.pos_embed.weight.data = self.positions.to(tower.pos_embed.weight.dtype)
+            return tower.eval()
+
+        def get_padding_length(self, input_ids: torch.Tensor) -> int:
+            for size in self.context_encoding_model.neuron_config.buckets:
+                if size >= input_ids.shape[1]:
+                    return int(size)
+            raise Exception("No bucket found for provided input_ids!")
+
+        def _seen(self, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+            ids, pixels, mask = given["input_ids"], given["pixel_values"], given["attention_mask"]
+            pad_limit = self.get_padding_length(ids)
+            if ids.shape[-1] == 1:
+                self._checked(given, pixels, ())
+                return self._turned(given) | self._blank(ids, pad_limit)
+            grids = given["image_grid_thw"] if self._checked(given, pixels, ("image_grid_thw",)) else None
+            if grids is None:
+                positions = mask.long().cumsum(-1) - 1
+                positions = positions.masked_fill(mask == 0, 1).expand(3, -1, -1)
+                self.rope_deltas = positions[0].amax(-1, keepdim=True) + 1 - mask.shape[-1]
+                self._shifts |= dict.fromkeys(given["seq_ids"].tolist(), 0)
+                return {"rotary_position_ids": positions} | self._blank(ids, pad_limit)
+            seen = self._features(given, grids, pad_limit)
+            return {"rotary_position_ids": self._with_grids(given, grids)} | seen
+
+        def _turned(self, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+            """Positions of a decode call: those of the newest prompt, unless somebody has set others."""
+            positions, shifts = given["position_ids"], self.rope_deltas
+            rows = len(positions)
+            shifts = torch.zeros(rows, 1) if shifts is None else shifts.repeat_interleave(rows // len(shifts), dim=0)
+            if fake_nxdi.strict():
+                if rows < self.neuron_config.tkg_batch_size:
+                    fake_nxdi.refuse("M9", "positions that turn are not sorted with rows that are fewer than the lines")
+                called = list(zip(given["input_ids"].flatten().tolist(), positions.flatten().tolist(), strict=True))
+                for row, line in enumerate(given["seq_ids"].tolist()):
+                    wanted, alone = self._shifts.get(line, 0), called.count(called[row]) == 1
+                    if alone and (len(shifts) != rows or int(shifts[row, 0]) != wanted):
+                        fake_nxdi.refuse("M1", f"line {line} turns by {shifts[row:].flatten().tolist()}, not {wanted}")
+            return {"rotary_position_ids": (positions + shifts).expand(3, -1, -1)}
+
+        def _with_grids(self, given: dict[str, Any], grids: torch.Tensor) -> torch.Tensor:
+            ids, mask = given["input_ids"], given["attention_mask"]
+            kept = ids[0][mask[0] == 1]
+            starts = (kept == self.full_config.vision_start_token_id).nonzero().squeeze(1)
+            num_seen = int((kept[starts + 1] == self.full_config.image_token_id).sum())
+            if fake_nxdi.strict() and num_seen != len(grids):
+                fake_nxdi.refuse("M11", f"{num_seen} tokens before a picture, and {len(grids)} pictures")
+            tokens, found, end, shift = kept.tolist(), [], 0, 0
+            for _, height, width in grids[:num_seen].tolist():
+                rows, columns = (one // self.vision_config.spatial_merge_size for one in (height, width))
+                first = tokens.index(self.full_config.image_token_id, end)
+                found.append(torch.arange(end, first).expand(3, -1) + shift)
+                row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+                found.append(torch.stack((torch.zeros_like(row), row, column)).flatten(1) + first + shift)
+                end, shift = first + rows * columns, shift + max(rows, columns) - rows * columns
+            found.append(torch.arange(end, len(tokens)).expand(3, -1) + shift)
+            positions = torch.ones(3, 1, ids.shape[1], dtype=torch.int64)
+            positions[:, 0, mask[0] == 1] = torch.cat(found, dim=1)
+            # It counts padding, too.
+            self.rope_deltas = torch.tensor([[shift + len(tokens) - ids.shape[1]]])
+            self._shifts[int(given["seq_ids"][0])] = shift
+            return positions
+
+        def _features(self, given: dict[str, Any], grids: torch.Tensor, pad_limit: int) -> dict[str, torch.Tensor]:
+            pixels, largest = given["pixel_values"], self.vision_buckets[-1]
+            assert len(pixels) <= largest, (
+                f"Total number of image patches {len(pixels)} exceeds largest bucket ({largest})"
+            )
+            self._run_encoder(len(pixels), pixels)
+            with torch.inference_mode():
+                made = self.encoder(pixels, grid_thw=grids)
+            last, deeper = made if isinstance(made, tuple) else (made.pooler_output, made.deepstack_features)
+            places = torch.nonzero((given["input_ids"] == self.full_config.image_token_id).squeeze()).squeeze()
+            end = int(given["position_ids"].max()) + 1
+            if fake_nxdi.strict():
+                if not bool(self.positions.any()):
+                    fake_nxdi.refuse("M13", "the encoder has no positions")
+                if int((places < end).sum()) != len(last):
+                    fake_nxdi.refuse("M8", f"{int((places < end).sum())} places for {len(last)} features")
+            padding = pad_limit - len(places)
+            if padding == 0:
+                raise UnboundLocalError("cannot access local variable 'positions_padded'")
+            places = torch.cat((places, torch.full((padding,), pad_limit - 1)))
+            # Behind the features there are those of the padding of the encoder's graph.
+            length = self.neuron_config.seq_len
+            wide = [torch.cat((one, torch.randn(max(length - len(one), 0), one.shape[1]))) for one in (last, *deeper)]
+            return {
+                "vision_embeddings": wide[0][None, :length],
+                "vision_mask": places[None, :, None],
+                "deepstack_vision_embeds": torch.stack([one[None, :length] for one in wide[1:]]),
+            }
+
+        def _blank(self, ids: torch.Tensor, pad_limit: int) -> dict[str, torch.Tensor]:
+            found = super()._blank(ids, pad_limit)
+            if ids.shape[-1] == 1:
+                return found | {"deepstack_vision_embeds": torch.zeros(0)}
+            features = torch.zeros(len(ids), self.neuron_config.seq_len, self.config.hidden_size)
+            deeper = torch.stack([features for _ in self.vision_config.deepstack_visual_indexes])
+            return found | {"vision_embeddings": features, "deepstack_vision_embeds": deeper}
+
+    return NeuronQwen3VLForCausalLM
+
+
+__all__ = ["ImageToTextConfig", "NeuronBaseForCausalLM", "Qwen3VLConfig", "llama4", "pixtral", "qwen3_vl"]

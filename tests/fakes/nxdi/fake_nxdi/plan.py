@@ -80,6 +80,8 @@ class Plan:
     cache_dtype: str = ""
     sees: bool = False
     """Prompts take features of pictures, and where they go."""
+    deeper: int = 0
+    """Layers that take features too; then positions that turn are an input of their own."""
 
     @property
     def line_length(self) -> int:
@@ -177,6 +179,7 @@ def plan_of(config: Any, platform: str) -> Plan:
         quantized=quantized.facts_of(neuron),
         cache_dtype=quantized.cache_dtype(neuron),
         sees=getattr(config, "sees", False),
+        deeper=len(getattr(config, "deepstack_visual_indexes", ())),
     )
 
 
@@ -200,7 +203,11 @@ def trace(plan: Plan, tag: str, buckets: list[Any], rows: int) -> list[Graph]:
                 raise RuntimeError(f"a context bucket of {width} tokens is taken for a verification (3.2)")
             fed = 1 if tag == FUSED else width
             shapes = _line_shapes(count, fed, keys)
-            if plan.sees:
+            if plan.deeper:
+                features = [count, plan.max_length, plan.decoder.hidden]
+                shapes += [[3, count, width]]
+                shapes += [features, [count, width, 1], [plan.deeper, *features]] if context else [[0], [0], [0]]
+            elif plan.sees:
                 shapes += [[count, width, plan.decoder.hidden], [count, width, 1]] if context else [[0], [0]]
             found.append(Graph(tag=tag, rows=count, width=width, keys=keys, shapes=shapes))
             continue

@@ -260,10 +260,12 @@ class Program:
         ids, _, positions, seq_ids, *_ = inputs
         width = graph.width
         causal = torch.ones(width, width, dtype=torch.bool).tril().expand(graph.rows, -1, -1)
-        if self.plan.sees:
+        if self.plan.deeper:
+            self.decoder.turned, self.decoder.seen, self.decoder.deeper = inputs[7], (inputs[8], inputs[9]), inputs[10]
+        elif self.plan.sees:
             self.decoder.seen = (inputs[7], inputs[8])
         hidden, new = self.decoder.forward(ids, positions, None, causal)
-        self.decoder.seen = None
+        self.decoder.seen = self.decoder.deeper = None
         lines = seq_ids.long() if self.plan.continuous else torch.arange(graph.rows)
         self._check_prompts(ids, positions, lines.tolist(), seq_ids.tolist(), notes)
         written = [(self.past, new)]
@@ -320,6 +322,7 @@ class Program:
         width = graph.width
         causal = torch.ones(width, width, dtype=torch.bool).tril().expand(graph.rows, -1, -1)
         seen = torch.cat((mask.bool()[:, None].expand(-1, width, -1), causal), dim=2)
+        self.decoder.turned = inputs[7] if self.plan.deeper else None
         hidden, new = self.decoder.forward(ids, positions, before, seen)
         where = positions.long()
         if self.plan.line_pad:

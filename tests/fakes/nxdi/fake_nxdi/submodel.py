@@ -33,9 +33,13 @@ class Call:
     table: torch.Tensor | None = None
     queries: torch.Tensor | None = None
     computed: torch.Tensor | None = None
+    turned: torch.Tensor | None = None
+    """Positions that turn, in three parts."""
     features: torch.Tensor | None = None
     """Of pictures, padded to the graph; and the places of the prompt that take them."""
     places: torch.Tensor | None = None
+    deeper: torch.Tensor | None = None
+    """Features for layers."""
 
     @property
     def rows(self) -> int:
@@ -151,7 +155,8 @@ class Submodel:
         first = [call.ids, call.mask, call.positions, call.seq_ids, call.sampling]
         nothing = torch.empty(0)
         if not self.blocks:
-            seen = (tensor for tensor in (call.features, call.places) if tensor is not None)
+            of_pictures = (call.turned, call.features, call.places, call.deeper)
+            seen = (tensor for tensor in of_pictures if tensor is not None)
             return [*first, torch.zeros(call.rows, dtype=torch.int32), call.adapters, *seen]
         adapters = call.adapters if fake_nxdi.has(8) else nothing
         last = [call.slots, call.table, call.queries, call.computed]
@@ -197,6 +202,11 @@ class Submodel:
             queries=filled(call.queries),
             computed=filled(call.computed),
         )
+        if call.turned is not None:
+            # It was cut along its parts, of which the first counts, and it is not sorted with the rows.
+            parts = (call.turned if len(call.turned) == 3 else call.turned[:1]).expand(3, -1, -1)
+            more = parts[:, :1].expand(-1, neuron.batch_size - parts.shape[1], -1)
+            full = replace(full, turned=torch.cat((parts, more), dim=1))
         outputs = self._run(full, self._notes(given, real))
         if neuron.async_mode:
             return outputs
@@ -222,14 +232,24 @@ class Submodel:
             if min(length - tensor.shape[1] for tensor in (call.ids, call.mask, call.positions)) < 0:
                 self._cut(f"Inputs supplied ({width} tokens) are longer than max_context_length")
             return replace(
-                call,
+                self._with_places(call, length),
                 ids=_widened(call.ids, length, self.config.pad_token_id),
                 mask=_widened(call.mask, length, 0),
                 positions=_widened(call.positions, length, 1),
+                turned=None if call.turned is None else _widened(call.turned, length, 1),
             )
         if call.mask.shape[1] > length:
             self._cut(f"Attention mask supplied (length={call.mask.shape[1]}) is longer than max_length")
         return replace(call, mask=_widened(call.mask, length, 0))
+
+    def _with_places(self, call: Call, length: int) -> Call:
+        """Places of features for another graph than that of the call are forgotten, and so are the features."""
+        if call.places is None or call.places.dim() != 3 or call.places.shape[1] == length:
+            return call
+        if fake_nxdi.strict():
+            fake_nxdi.refuse("M10", f"places for a graph of {call.places.shape[1]} tokens in one of {length}")
+        features = torch.zeros(1, length, self.config.hidden_size)
+        return replace(call, features=features, places=torch.full((1, length, 1), length - 1), deeper=None)
 
     def _cut(self, what: str) -> None:
         if not self.neuron_config.allow_input_truncation:
@@ -327,7 +347,7 @@ class Submodel:
 
 def _widened(tensor: torch.Tensor, width: int, value: int) -> torch.Tensor:
     """Padded, or cut, at the right."""
-    return F.pad(tensor, (0, width - tensor.shape[1]), value=value)
+    return F.pad(tensor, (0, width - tensor.shape[-1]), value=value)
 
 
 def _until(buckets: list[int], needed: int) -> Any:
