@@ -493,6 +493,7 @@ DRAINING = answer(b"{}", status=503, headers={"connection": "close"})
         (saying(DRAINING, stays=False), "draining"),
         (saying(answer(b"{}", status=529, headers={"connection": "close"}), stays=False), "draining"),
         (saying(answer(b"{}", status=503)), "not_ready"),
+        (saying(answer(b"{}", status=429)), "full"),
     ],
 )
 async def test_a_replica_that_gives_no_answer_is_replaced_by_another(bad: Behaviour, reason: str) -> None:
@@ -503,6 +504,15 @@ async def test_a_replica_that_gives_no_answer_is_replaced_by_another(bad: Behavi
             assert (await gateway.post("/v1/completions", prompt)).status == 200
         assert wrong.asked
         assert gateway.metric("gateway_retries_total", model="default/chat", reason=reason) == len(wrong.asked)
+
+
+async def test_a_request_is_refused_by_two_full_replicas_and_not_by_all_in_turn() -> None:
+    full = saying(answer(b"{}", status=429, headers={"retry-after": "3"}))
+    async with replicas(full, full, full, full) as chats, running() as gateway:
+        gateway.serve("chat", *chats)
+        got = await gateway.post(PATH, CHAT)
+        assert (got.status, got.headers["retry-after"]) == (429, "3")
+        assert sorted(len(chat.asked) for chat in chats) == [0, 0, 1, 1]
 
 
 async def test_a_replica_that_refuses_connections_is_passed_over() -> None:

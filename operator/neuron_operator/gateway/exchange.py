@@ -40,6 +40,8 @@ _HOP_BY_HOP_OF_ANSWERS = _HOP_BY_HOP - {b"content-length", b"x-request-id"}
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _BUSY = (503, 529)
 """What servers answer that drain or are not ready, 529 on Anthropic's path."""
+_FULL = 429
+"""What they answer when too many requests, or too long ones, wait there."""
 
 
 class Exchange:
@@ -239,7 +241,9 @@ class Exchange:
 
     def on_answer(self, answer: Answer) -> bool:
         """The head of an answer; whether the client gets it."""
-        if answer.status in _BUSY and self._goes_elsewhere(answer):
+        # Of full ones a second one is asked, and no more: all may be full.
+        is_theirs = answer.status in _BUSY or (answer.status == _FULL and not self.skipped)
+        if is_theirs and self._goes_elsewhere(answer):
             return False
         request, gateway = self.request, self.gateway
         now = gateway.now()
@@ -273,7 +277,10 @@ class Exchange:
         assert self.target is not None
         assert self.replica is not None
         assert self.upstream is not None
-        closes = any(name.lower() == b"connection" and value.lower() == b"close" for name, value in answer.headers)
+        is_full = answer.status == _FULL
+        closes = not is_full and any(
+            name.lower() == b"connection" and value.lower() == b"close" for name, value in answer.headers
+        )
         model, settings = self.target.model, self.gateway.config.picking
         skipped = self.skipped | {self.replica}
         if closes:  # it drains: there will be another one, or the model is woken
@@ -285,7 +292,7 @@ class Exchange:
         upstream = self.upstream
         self._leave_replica()
         upstream.let_go()
-        self._try_again("draining" if closes else "not_ready")
+        self._try_again("draining" if closes else "full" if is_full else "not_ready")
         return True
 
     def on_data(self, data: bytes) -> None:

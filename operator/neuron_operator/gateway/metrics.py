@@ -39,7 +39,7 @@ class Metrics:
         )
         self._retries = Counter(
             PREFIX + "retries",
-            "Requests sent again: refused, stale, reset, draining or not_ready.",
+            "Requests sent again: refused, stale, reset, draining, not_ready or full.",
             ("model", "reason"),
             registry=self.registry,
         )
