@@ -100,6 +100,7 @@ GEMMA3 = PictureModel(
         "image_processor_type": "Gemma3ImageProcessor",
         "size": {"height": 16, "width": 16},
         "image_seq_length": 4,
+        "do_pan_and_scan": True,
     },
     template=_template("<start_of_image>", "<|start|>{{ message['role'] }}\n", "<|end|>\n"),
     tokens=("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
@@ -113,17 +114,38 @@ QWEN3 = replace(
         "vision_config": {"model_type": "qwen3_vl", "patch_size": 4, "spatial_merge_size": 2},
     },
 )
-MODELS = {"pixtral": PIXTRAL, "mistral3": MISTRAL3, "qwen2.5-vl": QWEN, "qwen3-vl": QWEN3, "gemma3": GEMMA3}
-LLAMA4: Mapping[str, Any] = {
-    "architectures": ["Llama4ForConditionalGeneration"],
-    "vision_config": {
-        "model_type": "llama4_vision_model",
-        "image_size": 16,
-        "patch_size": 4,
-        "pixel_shuffle_ratio": 0.5,
+LLAMA4 = PictureModel(
+    config={
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "vision_config": {
+            "model_type": "llama4_vision_model",
+            "image_size": 16,
+            "patch_size": 4,
+            "pixel_shuffle_ratio": 0.5,
+        },
     },
+    preprocessor={
+        "image_processor_type": "Llama4ImageProcessorFast",
+        "size": {"height": 16, "width": 16},
+        "max_patches": 6,
+        "resample": 2,
+    },
+    template=_template("<|image|>", "<|header_start|>{{ message['role'] }}<|header_end|>\n\n", "<|eot|>"),
+    tokens=(
+        *("<|header_start|>", "<|header_end|>", "<|eot|>", "<|image_start|>", "<|image_end|>", "<|image|>"),
+        *("<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    ),
+    processor={"processor_class": "Llama4Processor", "patch_size": 4},
+)
+MODELS = {
+    "pixtral": PIXTRAL,
+    "mistral3": MISTRAL3,
+    "qwen2.5-vl": QWEN,
+    "qwen3-vl": QWEN3,
+    "gemma3": GEMMA3,
+    "llama4": LLAMA4,
 }
-"""Its processor needs torchvision."""
 
 
 def write_picture_model(folder: Path, model: PictureModel = PIXTRAL, max_length: int = 4096) -> Path:

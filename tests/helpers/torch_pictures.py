@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from safetensors.torch import load, load_file, save, save_file
 
 from neuron_runtime.core import Picture, Request, Sampling
 
-IMAGE, VIDEO, BREAK, END, START = 10, 11, 12, 13, 14
+IMAGE, VIDEO, BREAK, END, START, WHOLE = 10, 11, 12, 13, 14, 15
 """Tokens that stand for a part of a picture, end a line of them, and end all."""
 TEXT = range(20, 256)
 
@@ -52,13 +52,41 @@ class Seen(NamedTuple):
 
 
 class Family(NamedTuple):
-    """config: of the model. patch: the side of what one image token stands for."""
+    """config: of the model. patch: the side of what one image token stands for, or of a tile. make: a picture of so
+    many of these in rows and columns."""
 
     architecture: str
     config: Mapping[str, Any]
     patch: int
-    by_grid: bool = False
-    """The processor makes rows of patches and their grid, two by two merged; otherwise pixels and their size."""
+    make: Callable[[int, int, int, torch.Generator], Seen]
+
+
+def _lines(lines: int, columns: int, patch: int, generator: torch.Generator) -> Seen:
+    """Pixels and their size."""
+    height, width = lines * patch, columns * patch
+    tokens = ([IMAGE] * columns + [BREAK]) * lines
+    pixels = torch.randn(1, 3, height, width, generator=generator)
+    return Seen([*tokens[:-1], END], {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])})
+
+
+def _grid(lines: int, columns: int, patch: int, generator: torch.Generator) -> Seen:
+    """Rows of patches and their grid, two by two merged."""
+    patches = torch.randn(4 * lines * columns, 3 * 2 * (patch // 2) ** 2, generator=generator)
+    grid = torch.tensor([[1, 2 * lines, 2 * columns]])
+    return Seen([START, *[IMAGE] * (lines * columns), END], {"pixel_values": patches, "image_grid_thw": grid})
+
+
+def _tiles(lines: int, columns: int, patch: int, generator: torch.Generator) -> Seen:
+    """Tiles, and the whole picture in one, each of 16 patches, four by four merged."""
+    line = [*[*[IMAGE] * 4, BREAK] * (columns - 1), *[IMAGE] * 4, VIDEO]
+    tokens = [START, *(line * lines if lines * columns > 1 else ()), WHOLE, *[IMAGE] * 4, END]
+    num_tiles = lines * columns + (lines * columns > 1)
+    return Seen(tokens, {"pixel_values": torch.randn(num_tiles, 3, patch, patch, generator=generator)})
+
+
+def _square(lines: int, columns: int, patch: int, generator: torch.Generator) -> Seen:
+    """As large as all others, and 9 tokens."""
+    return Seen([START, *[IMAGE] * 9, END], {"pixel_values": torch.randn(1, 3, 24, 24, generator=generator)})
 
 
 _LLAVA = {"image_token_index": IMAGE, "text_config": MISTRAL, "vision_config": PIXTRAL, "tie_word_embeddings": False}
@@ -67,11 +95,13 @@ FAMILIES = {
         "LlavaForConditionalGeneration",
         {**_LLAVA, "model_type": "llava", "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
         8,
+        _lines,
     ),
     "Mistral 3": Family(
         "Mistral3ForConditionalGeneration",
         {**_LLAVA, "model_type": "mistral3", "vision_feature_layer": -1, "spatial_merge_size": 2},
         16,
+        _lines,
     ),
     "Qwen2.5-VL": Family(
         "Qwen2_5_VLForConditionalGeneration",
@@ -102,7 +132,7 @@ FAMILIES = {
             },
         },
         16,
-        by_grid=True,
+        _grid,
     ),
     "Qwen3-VL": Family(
         "Qwen3VLForConditionalGeneration",
@@ -133,7 +163,71 @@ FAMILIES = {
             },
         },
         16,
-        by_grid=True,
+        _grid,
+    ),
+    "Llama 4": Family(
+        "Llama4ForConditionalGeneration",
+        {
+            "model_type": "llama4",
+            "image_token_index": IMAGE,
+            "tie_word_embeddings": False,
+            "text_config": {
+                **MISTRAL,
+                "model_type": "llama4_text",
+                "num_hidden_layers": 4,
+                "intermediate_size": 48,
+                "intermediate_size_mlp": 96,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2,
+                "attention_chunk_size": 20,
+                "rope_theta": 1000.0,
+            },
+            "vision_config": {
+                "model_type": "llama4_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 4,
+                "vision_output_dim": 24,
+                "projector_input_dim": 24,
+                "projector_output_dim": 24,
+            },
+        },
+        16,
+        _tiles,
+    ),
+    "Gemma 3": Family(
+        "Gemma3ForConditionalGeneration",
+        {
+            "model_type": "gemma3",
+            "image_token_index": IMAGE,
+            "boi_token_index": START,
+            "eoi_token_index": END,
+            "mm_tokens_per_image": 9,
+            "text_config": {
+                **MISTRAL,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 3,
+                "sliding_window": 12,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "query_pre_attn_scalar": 16,
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 24,
+                "patch_size": 4,
+                "vision_use_head": False,
+            },
+        },
+        16,
+        _square,
     ),
 }
 
@@ -149,7 +243,7 @@ def seeing_model(folder: Path, family: Family, seed: int = 0) -> Path:
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or "ln_pre" in name else 0.0, 0.15)
         # The reference takes such a token of an answer for one of a picture.
-        model.lm_head.weight[[IMAGE, VIDEO]] = 0
+        model.get_output_embeddings().weight[[IMAGE, VIDEO]] = 0
     model.save_pretrained(folder)
     # transformers 4 writes it into the text_config of Qwen2.5-VL.
     leave_out(folder, architectures=[family.architecture])
@@ -174,14 +268,7 @@ def leave_out(folder: Path, **fields: Any) -> None:
 def seen(family: Family, height: int, width: int, seed: int) -> Seen:
     """A random picture of so many pixels."""
     generator = torch.Generator().manual_seed(seed)
-    lines, columns = height // family.patch, width // family.patch
-    if family.by_grid:
-        patches = torch.randn(4 * lines * columns, 3 * 2 * (family.patch // 2) ** 2, generator=generator)
-        grid = torch.tensor([[1, 2 * lines, 2 * columns]])
-        return Seen([START, *[IMAGE] * (lines * columns), END], {"pixel_values": patches, "image_grid_thw": grid})
-    pixels = torch.randn(1, 3, height, width, generator=generator)
-    tokens = ([IMAGE] * columns + [BREAK]) * lines
-    return Seen([*tokens[:-1], END], {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])})
+    return family.make(height // family.patch, width // family.patch, family.patch, generator)
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -196,9 +283,11 @@ def request(name: str, parts: Sequence[list[int] | Seen], *, max_tokens: int = 6
         if isinstance(part, Seen):
             pixels = save({name: tensor.contiguous() for name, tensor in part.pixels.items()})
             digest = hashlib.sha256(pixels).hexdigest()
-            pictures.append(Picture(digest, len(tokens), len(part.tokens), memoryview(pixels)))
+            # Of some families, the tokens around are those of a text.
+            first, last = part.tokens.index(IMAGE), len(part.tokens) - part.tokens[::-1].index(IMAGE)
+            pictures.append(Picture(digest, len(tokens) + first, last - first, memoryview(pixels)))
         tokens += part.tokens if isinstance(part, Seen) else part
-    sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, logprobs=0)
     return Request(name, tuple(tokens), sampling, pictures=tuple(pictures), **others)
 
 
@@ -215,8 +304,8 @@ def seeing_logits(model: Any, asked: Request, answer: Sequence[int]) -> torch.Te
     tokens = torch.tensor([[*asked.prompt_token_ids, *answer]])
     pixels = [load(bytes(picture.pixels)) for picture in asked.pictures]
     together = _together(pixels)
-    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-        together["mm_token_type_ids"] = (tokens == IMAGE).int()
+    for name in {"mm_token_type_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys():
+        together[name] = (tokens == IMAGE).int()
     logits: torch.Tensor = model(tokens, **together).logits[0]
     return logits[len(asked.prompt_token_ids) - 1 : -1]
 

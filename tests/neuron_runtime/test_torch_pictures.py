@@ -39,6 +39,8 @@ class Served:
         self.engine = Engine(self.backend)
         assert self.backend._vision is not None
         self.vision = self.backend._vision
+        self.logprobs: dict[str, list[float]] = {}
+        """Of the tokens of each answer."""
 
     def answers(self, *asked: Request) -> dict[str, list[int]]:
         tokens: dict[str, list[int]] = {one.request_id: [] for one in asked}
@@ -47,15 +49,18 @@ class Served:
         while self.engine.has_work:
             for event in self.engine.step():
                 tokens[event.request_id] += event.token_ids
+                self.logprobs.setdefault(event.request_id, []).extend(one.logprob for one in event.logprobs)
         return tokens
 
     def close(self) -> None:
         self.backend.close()
 
 
-def check(model: Any, asked: Request, answer: list[int]) -> None:
+def check(model: Any, asked: Request, answer: list[int], logprobs: list[float]) -> None:
     assert len(answer) == asked.sampling.max_tokens
     logits = seeing_logits(model, asked, answer)
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=NEAR_TIE, rtol=0)
     best = logits.topk(2).values
     behind = best[:, 0] - logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
     assert (behind < NEAR_TIE).all(), f"{asked.request_id}: {answer}"
@@ -98,7 +103,7 @@ def test_answers_about_pictures_are_those_of_transformers(family: str, folder: P
         asked = prompts(family)
         answers = served.answers(*asked)
         for one in asked:
-            check(model, one, answers[one.request_id])
+            check(model, one, answers[one.request_id], served.logprobs[one.request_id])
         assert served.vision.num_kept == 0
     finally:
         served.close()
@@ -113,7 +118,7 @@ def test_a_shared_prefix_computes_no_picture_again(family: str, folder: Path, mo
         other = request("other", [text(5), a, text(5, 1), b, text(3, 3)])
         assert served.answers(first) | served.answers(same) == served.answers(first, same)
         assert served.vision.num_encoded == 1
-        check(model, other, served.answers(other)["other"])
+        check(model, other, served.answers(other)["other"], served.logprobs["other"])
         assert (served.vision.num_encoded, served.vision.num_kept) == (2, 0)
     finally:
         served.close()

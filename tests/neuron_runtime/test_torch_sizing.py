@@ -13,6 +13,7 @@ from helpers.torch_models import runtime_config
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.held import MULTIPLIED_OUT, Held, weight_bytes
 from neuron_runtime.backend.torch.sizing import derive_limits
+from neuron_runtime.backend.torch.towers import MostOfPicture, TowerNeeds
 from neuron_runtime.config import AdapterOptions
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -184,3 +185,17 @@ def test_adapters_take_memory_of_the_cache_and_are_named_in_the_arithmetic() -> 
     assert limits().max_adapters == limits().max_loaded_adapters == 0
     with pytest.raises(FatalError, match=r"adapters [\d.]+ GiB, scratch"):
         limits(available_bytes=GIB, adapters=AdapterOptions(max_active=64, max_rank=64))
+
+
+def test_a_step_has_room_for_a_picture_whose_tokens_see_each_other_beside_all_other_rows() -> None:
+    pictures = TowerNeeds(MostOfPicture(tokens=600, patches=4096), weights=0, scratch=0, feeds_whole=True)
+
+    def found(**config: Any) -> BackendLimits:
+        return derive_limits(runtime_config(max_sequences=4, **config), MODEL, 2, FreeMemory(GIB), pictures=pictures)
+
+    assert found().max_step_tokens == 603
+    assert found(max_step_tokens=603).feeds_pictures_whole
+    with pytest.raises(InvalidConfig, match=r"must be at least 603: the 600 tokens of a picture.*; got 602") as refused:
+        found(max_step_tokens=602)
+    assert refused.value.field == "$.limits.maxStepTokens"
+    assert found(max_step_tokens=64, chunked_prefill="disabled").max_step_tokens == 64

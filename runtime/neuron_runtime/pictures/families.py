@@ -38,6 +38,8 @@ class Family:
     """The token right before each picture, and nowhere else; empty: none is needed."""
     options: Callable[[Config], dict[str, Any]] = lambda config: {}
     """For the model's processor, beyond its own settings."""
+    is_tiled: bool = False
+    """`tiling` makes what the encoder reads; otherwise the processor of transformers."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -76,7 +78,7 @@ def _tiles(config: Config, made: Made) -> list[str]:
 
 
 def _fixed(config: Config, made: Made) -> list[str]:
-    return ["<image_soft_token>"] * int(config["mm_tokens_per_image"])
+    return ["<image_soft_token>"] * int(config.get("mm_tokens_per_image", 256))
 
 
 _PIXTRAL = Family(
@@ -97,7 +99,12 @@ _QWEN = Family(
     opening="<|vision_start|>",
 )
 _LLAMA4 = Family(
-    placeholder="<|image|>", seed="<|image|>", feature="<|patch|>", tokens=_tiles, tensors=("pixel_values",)
+    placeholder="<|image|>",
+    seed="<|image|>",
+    feature="<|patch|>",
+    tokens=_tiles,
+    tensors=("pixel_values",),
+    is_tiled=True,
 )
 _GEMMA3 = Family(
     placeholder="<start_of_image>",
@@ -106,6 +113,8 @@ _GEMMA3 = Family(
     tokens=_fixed,
     tensors=("pixel_values",),
     replaced="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+    # As transformers, whatever the settings say, unless a caller asks for it.
+    options=lambda config: {"do_pan_and_scan": False},
 )
 
 FAMILIES: Mapping[tuple[str, str], Family] = {

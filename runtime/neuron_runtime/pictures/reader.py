@@ -1,11 +1,12 @@
 """Turns the pictures of a request into what a model's encoder reads, and into the tokens that stand for them.
 
-Created by the front end and by `LLM` for a model that sees pictures, and only then is transformers imported. Called by
-admission. Reading takes long and may wait for other machines: not for the event loop.
+Created by the front end and by `LLM` for a model that sees pictures, and only then is transformers imported, if its
+processor is needed. Called by admission. Reading takes long and may wait for other machines: not for the event loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -13,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import MediaOptions
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest
-from neuron_runtime.pictures.families import Family, family_of
+from neuron_runtime.pictures.families import Family, Made, family_of
 from neuron_runtime.pictures.fetching import Fetcher
 from neuron_runtime.pictures.sources import Fetch, PictureAt, read_source
 from neuron_runtime.text.tokenizer import Tokenizer
@@ -121,24 +124,52 @@ def _example() -> Any:
 
 def _processing(model_dir: Path, family: Family, config: dict[str, Any]) -> Callable[[Any], ReadPicture]:
     from safetensors.numpy import save  # noqa: PLC0415
-    from transformers import AutoImageProcessor  # noqa: PLC0415 - heavy, and brings torch
 
     try:
-        processor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
-            str(model_dir), local_files_only=True
-        )
-        more = family.options(config)
+        processor = _tiling(model_dir, config) if family.is_tiled else _of_transformers(model_dir, family, config)
     except Exception as error:
         message = f"{model_dir}: the settings of its pictures (preprocessor_config.json) cannot be used: {error!r:.300}"
         raise FatalError(ExitCode.INVALID_MODEL, message) from error
 
     def process(image: Any) -> ReadPicture:
-        made = processor(images=[image], return_tensors="np", **more)
+        made = processor(image)
         pixels = save({name: made[name] for name in family.tensors})
         tokens = tuple(family.tokens(config, made))
         return ReadPicture("", tokens, hashlib.sha256(pixels).hexdigest(), memoryview(pixels))
 
     return process
+
+
+def _of_transformers(model_dir: Path, family: Family, config: dict[str, Any]) -> Callable[[Any], Made]:
+    from transformers import AutoImageProcessor  # noqa: PLC0415 - heavy, and brings torch
+
+    processor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+        str(model_dir), local_files_only=True
+    )
+    more = family.options(config)
+
+    def make(image: Any) -> Made:
+        made: Made = processor(images=[image], return_tensors="np", **more)
+        return made
+
+    return make
+
+
+def _tiling(model_dir: Path, config: dict[str, Any]) -> Callable[[Any], Made]:
+    from neuron_runtime.pictures.tiling import Tiling  # noqa: PLC0415 - brings Pillow
+
+    return Tiling(_settings(model_dir), int(config["vision_config"]["image_size"]))
+
+
+def _settings(model_dir: Path) -> dict[str, Any]:
+    """Those of the processor of pictures, as transformers 4 or 5 writes them."""
+    for name, part in (("processor_config.json", "image_processor"), ("preprocessor_config.json", "")):
+        with contextlib.suppress(FileNotFoundError):
+            found = msgspec.json.decode((model_dir / name).read_bytes(), type=dict[str, Any])
+            settings = found.get(part) if part else found
+            if settings is not None:
+                return dict(settings)
+    raise FileNotFoundError(model_dir / "preprocessor_config.json")
 
 
 def _of_python(given: Any, at: str) -> Any:

@@ -193,7 +193,8 @@ class TorchBackend:
         tap = None if self._draft is None else self._draft.tap
         placed = None
         if self._vision is not None:
-            placed, plan = self._vision.placed(rows), self._vision.turned(rows, plan)
+            plan = self._vision.planned(rows, plan)
+            placed = self._vision.placed(rows)
         fed = torch.from_numpy(self._mirror.token_ids(rows))
         hidden = (adapted or self._decoder).forward(fed, plan, tap, placed)
         if self._draft is not None:

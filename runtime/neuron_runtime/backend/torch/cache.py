@@ -23,6 +23,14 @@ MAX_RANGE_WASTE = 2
 """Slots are read in place as one range unless the range has more than this many lines per row."""
 
 
+class Together(NamedTuple):
+    """Positions `[begin, end)` that a row feeds, each of which sees those behind it too."""
+
+    row: int
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepRows:
     """The rows of one step, resolved: row i feeds `num_tokens[i]` tokens at `start[i]` of its sequence.
@@ -33,6 +41,7 @@ class StepRows:
     start: IntArray
     num_tokens: IntArray
     lines: IntArray
+    together: tuple[Together, ...] = ()
 
 
 class SeenColumns(NamedTuple):
@@ -258,13 +267,16 @@ class KVCache:
         visible = key <= query
         if window is not None:
             visible &= key >= window.first(query)
-        sees_all_of_itself = start == self.first and (window is None or window.first(length - 1) <= start)
+        together = [one for one in rows.together if one.row == row]
+        for _, of, to in together:
+            visible[of - start : to - start] |= (key >= query[of - start : to - start]) & (key < to)
+        is_causal = not together and (window is None or window.first(length - 1) <= start)
         return PromptPart(
             begin=begin,
             end=end,
             lines=torch.from_numpy(np.ascontiguousarray(rows.lines[row, first_line:num_lines])),
             span=slice(first - origin, length - origin),
-            mask=None if sees_all_of_itself else additive(visible, self.keys[0].dtype),
+            mask=None if is_causal and start == self.first else additive(visible, self.keys[0].dtype),
         )
 
     def _first_seen(self, position: IntArray, window: Window | None) -> IntArray:

@@ -79,7 +79,13 @@ def load(
     vision = None
     if tower is not None:
         read = partial(load_tower, stored, tower, dtype, quantization=model.quantization)
-        vision = Vision(load_on(device, progress, read), checkpoint.config, dtype, three_parts=bool(model.rope.parts))
+        vision = Vision(
+            load_on(device, progress, read),
+            checkpoint.config,
+            dtype,
+            three_parts=bool(model.rope.parts),
+            see_each_other=tower.feeds_whole,
+        )
     network = drafts and load_on(device, progress, lambda report: drafts.read(decoder, limits, dtype, report))
     shape = (limits.num_blocks, part.num_kv_heads, limits.block_size, model.head_dim)
     return TorchBackend(

@@ -90,10 +90,18 @@ def derive_limits(
     size_of_blocks = block_size_of(config)
     wants_blocks = size_of_blocks > 0
     rows = limits.max_sequences or DEFAULT_MAX_SEQUENCES
-    step_tokens = limits.max_step_tokens or max(DEFAULT_MAX_STEP_TOKENS, rows)
+    chunks = config.chunked_prefill != "disabled"
+    whole = pictures.most.tokens if pictures is not None and pictures.feeds_whole and chunks else 0
+    least = max(rows, whole + rows - 1)
+    step_tokens = limits.max_step_tokens or max(DEFAULT_MAX_STEP_TOKENS, least)
     if step_tokens < rows:
         raise InvalidConfig(
             "$.limits.maxStepTokens", f"must be at least maxSequences ({rows}), one token each; got {step_tokens}"
+        )
+    if step_tokens < least:
+        problem = f"must be at least {least}: the {whole} tokens of a picture, which one step computes, beside a token"
+        raise InvalidConfig(
+            "$.limits.maxStepTokens", f"{problem} of each other of maxSequences ({rows}); got {step_tokens}"
         )
     if limits.max_model_length > model.max_position_embeddings:
         raise InvalidConfig(
@@ -136,7 +144,7 @@ def derive_limits(
         max_prefill_rows=rows,
         max_drafts=max_drafts,
         layout="blocks" if wants_blocks else "slots",
-        chunks_prefill=config.chunked_prefill != "disabled",
+        chunks_prefill=chunks,
         block_size=block_size,
         num_blocks=num_blocks,
         # Compact slots are read in place. Blocks may be shared, because rows may start anywhere.

@@ -75,6 +75,27 @@ def _qwen3(config: Mapping[str, Any]) -> MostOfPicture:
     return _qwen(config)._replace(depth=1 + len(deeper))
 
 
+MOST_TILES = 16
+"""Of a picture, without the one that has all of it."""
+
+
+def _llama4(config: Mapping[str, Any]) -> MostOfPicture:
+    """Tiles are computed one by one. A picture has a token more behind each but the last, and three others."""
+    vision = config["vision_config"]
+    ratio = vision.get("pixel_shuffle_ratio", 0.5)
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+        raise InvalidModel(f"config.json: pixel_shuffle_ratio must be above 0 and at most 1, got {ratio!r}")
+    patches = (positive(vision, "image_size", 448) // positive(vision, "patch_size", 14)) ** 2
+    tokens = patches // round(1 / ratio**2)
+    return MostOfPicture((MOST_TILES + 1) * tokens + MOST_TILES + 3, patches + 1)
+
+
+def _gemma3(config: Mapping[str, Any]) -> MostOfPicture:
+    vision = config["vision_config"]
+    patches = (positive(vision, "image_size", 224) // positive(vision, "patch_size", 16)) ** 2
+    return MostOfPicture(positive(config, "mm_tokens_per_image", 256), patches)
+
+
 def merge_of(config: Mapping[str, Any]) -> int:
     """Patches that are merged, along each side."""
     return positive(config["vision_config"], "spatial_merge_size", 2)
@@ -85,6 +106,10 @@ _OF_LLAVA = ("vision_tower", "multi_modal_projector")
 TOWERS: Mapping[str, TowerFamily] = {
     "LlavaForConditionalGeneration": TowerFamily(("pixtral",), _OF_LLAVA, _pixtral),
     "Mistral3ForConditionalGeneration": TowerFamily(("pixtral",), _OF_LLAVA, _mistral3),
+    "Llama4ForConditionalGeneration": TowerFamily(
+        ("llama4_vision_model",), ("vision_model", "multi_modal_projector"), _llama4
+    ),
+    "Gemma3ForConditionalGeneration": TowerFamily(("siglip_vision_model",), _OF_LLAVA, _gemma3, feeds_whole=True),
     "Qwen3VLForConditionalGeneration": TowerFamily(("", "qwen3_vl", "qwen3_vl_vision"), ("visual",), _qwen3),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(("", "qwen2_5_vl", "qwen2_5_vl_vision"), ("visual",), _qwen),
 }

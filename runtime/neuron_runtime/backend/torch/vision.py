@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load
 
 from neuron_runtime.backend.slots import FedRows, IntArray
-from neuron_runtime.backend.torch.cache import StepPlan
+from neuron_runtime.backend.torch.cache import StepPlan, Together
 from neuron_runtime.backend.torch.decoder import Placed
 from neuron_runtime.backend.torch.three_parts import Grid, ThreeParts
 from neuron_runtime.backend.torch.towers import TowerFamily, image_token_of, merge_of, tower_tensors
@@ -83,6 +83,39 @@ class QwenVL(torch.nn.Module):
         return torch.cat((last, *deeper), dim=-1)
 
 
+class Llama4(torch.nn.Module):
+    """Llama 4, whose pictures are tiles."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers.models.llama4 import modeling_llama4 as llama  # noqa: PLC0415
+
+        super().__init__()
+        self.vision_model = llama.Llama4VisionModel._from_config(config.vision_config)  # type: ignore[no-untyped-call]
+        self.multi_modal_projector = llama.Llama4MultiModalProjector(config)  # type: ignore[no-untyped-call]
+
+    def features(self, pixels: Pixels) -> torch.Tensor:
+        # One by one: all tiles of a picture at once would take gigabytes, and no less time.
+        tiles = [self.vision_model(tile.unsqueeze(0)).last_hidden_state[0] for tile in pixels["pixel_values"]]
+        found: torch.Tensor = self.multi_modal_projector(torch.cat(tiles))
+        return found
+
+
+class Gemma3(torch.nn.Module):
+    """Gemma 3, all of whose pictures have one size."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers import AutoModel  # noqa: PLC0415
+        from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector  # noqa: PLC0415
+
+        super().__init__()
+        self.vision_tower = AutoModel.from_config(config.vision_config)  # type: ignore[no-untyped-call]
+        self.multi_modal_projector = Gemma3MultiModalProjector(config)
+
+    def features(self, pixels: Pixels) -> torch.Tensor:
+        found: torch.Tensor = self.multi_modal_projector(self.vision_tower(pixels["pixel_values"]).last_hidden_state)
+        return found[0]
+
+
 def _qwen2_5_vl(config: Any) -> QwenVL:
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen  # noqa: PLC0415
 
@@ -111,6 +144,8 @@ def _mistral3(config: Any) -> Pixtral:
 MODULES: Mapping[str, Callable[[Any], Any]] = {
     "LlavaForConditionalGeneration": _pixtral,
     "Mistral3ForConditionalGeneration": _mistral3,
+    "Llama4ForConditionalGeneration": Llama4,
+    "Gemma3ForConditionalGeneration": Gemma3,
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": _qwen3_vl,
 }
@@ -182,10 +217,18 @@ class Vision:
     """The pictures of live sequences. Without any, a step costs no more than a look."""
 
     def __init__(
-        self, tower: Tower, config: Mapping[str, Any], dtype: torch.dtype, *, three_parts: bool = False
+        self,
+        tower: Tower,
+        config: Mapping[str, Any],
+        dtype: torch.dtype,
+        *,
+        three_parts: bool = False,
+        see_each_other: bool = False,
     ) -> None:
-        """config: of the model, as in config.json. three_parts: its rotary positions have them."""
+        """config: of the model, as in config.json. three_parts: its rotary positions have them. see_each_other: the
+        tokens of a picture do, and one row feeds all of them."""
         self._three_parts = ThreeParts() if three_parts else None
+        self._see_each_other = see_each_other
         self._merge = merge_of(config) if three_parts else 1
         self._tower, self._dtype = tower, dtype
         self._image_token = image_token_of(config)
@@ -213,8 +256,10 @@ class Vision:
                 if self._three_parts is not None:
                     self._three_parts.add(added.slot, [self._grid(one) for one in places])
 
-    def turned(self, rows: FedRows, plan: StepPlan) -> StepPlan:
-        """The plan with the rotary positions of these rows."""
+    def planned(self, rows: FedRows, plan: StepPlan) -> StepPlan:
+        """The plan with the rotary positions of these rows, and with what their pictures see."""
+        if self._see_each_other and (together := self._together(rows)):
+            plan = replace(plan, rows=replace(plan.rows, together=together))
         return plan if self._three_parts is None else self._three_parts.turned(rows, plan)
 
     def placed(self, rows: FedRows) -> Placed | None:
@@ -242,6 +287,14 @@ class Vision:
         if passed:
             self._drop()
         return Placed(torch.from_numpy(np.concatenate(places)), torch.cat(features)) if places else None
+
+    def _together(self, rows: FedRows) -> tuple[Together, ...]:
+        return tuple(
+            Together(row, int(one.places[0]), int(one.places[-1]) + 1)
+            for row, slot in enumerate(rows.slots.tolist())
+            for one in self._pending.get(slot, ())
+            if rows.start[row] <= one.places[0] < rows.ends[row]
+        )
 
     def _places(self, added: Added) -> list[_Pending]:
         tokens = np.array(added.token_ids)
