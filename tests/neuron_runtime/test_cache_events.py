@@ -175,7 +175,7 @@ def test_a_reader_of_a_real_server_foretells_its_cache_hits() -> None:
         subscriber.subscribe(b"kv@")
         subscriber.connect(f"tcp://127.0.0.1:{port}")
         options = ("--enable-prefix-caching", "--block-size", "8", "--kv-events-config", flags)
-        with serve(MODEL, "--port", "0", *options) as command:
+        with serve(MODEL, "--backend", "simulated", "--port", "0", *options) as command:
             url = command.until_ready()
             reader = CacheReader()
             prompt = "A user applies a six-line manifest, and the operator finds out what the model is. "

@@ -23,6 +23,7 @@ DELAY_SECONDS = 6.0
 """For which the leader of a failed group must answer at least: a busy machine only makes it longer."""
 
 
+@pytest.mark.long
 def test_two_ranks_of_one_command_answer_as_one() -> None:
     with serve(str(DEMO), "--port", "0", "--tensor-parallel-size", "2") as command:
         answer, expected = answer_of(command.until_ready())
@@ -64,9 +65,14 @@ BREAK = {
     "the leader's engine is frozen": lambda group: stop(group.rank_of(0)),
     "the leader's engine is killed": lambda group: os.kill(group.rank_of(0), signal.SIGKILL),
 }
+FIRST = ("a rank is killed", "the leader's engine is frozen")
+"""A death and a silence, of a follower and of the leader."""
 
 
-@pytest.mark.parametrize("what", BREAK)
+@pytest.mark.parametrize(
+    "what",
+    [one if one in FIRST else pytest.param(one, marks=pytest.mark.long) for one in BREAK],
+)
 def test_a_group_without_one_member_ends_everywhere_and_says_so(what: str) -> None:
     with nodes(simulated(), 2) as group:
         stream = Stream(group.url)
@@ -85,7 +91,7 @@ def test_a_follower_ends_when_the_whole_leader_is_killed() -> None:
         assert "GroupIncomplete: rank 0 (node 0): closed its connection" in group.commands[1].text
 
 
-@pytest.mark.parametrize("is_stopping", [False, True])
+@pytest.mark.parametrize("is_stopping", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_leader_of_a_failed_group_answers_until_proxies_have_noticed(is_stopping: bool) -> None:
     """Also if it is told to stop first, as by an operator that sees the end of another member."""
     with nodes({**simulated(), "drain": {"delaySeconds": DELAY_SECONDS, "seconds": 240.0}}, 2) as group:

@@ -245,7 +245,14 @@ def check_printed(ended: subprocess.CompletedProcess[str], script: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [one for one in SCRIPTS if one != "continuous batching"])  # below: on its library
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(one, marks=() if one == "override" else pytest.mark.long)
+        for one in SCRIPTS
+        if one != "continuous batching"  # below: on its library
+    ],
+)
 def test_a_script_of_the_guides_runs_unchanged_on_the_cpu(script: str, model: Path) -> None:
     ended = python(VLLM + localized(SCRIPTS[script], model), CPU)
     check_printed(ended, script)

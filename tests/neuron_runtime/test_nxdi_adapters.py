@@ -105,13 +105,14 @@ def some_requests(random: Random, fleet: Fleet, longest: int, count: int) -> Ite
 @pytest.mark.parametrize(
     ("family", "mode", "document"),
     [
-        ("Llama", "strict", SLOTS),
+        # Each value beside each other one, and all of them in long tests.
         ("Llama", "strict", BLOCKS),
         ("Llama", "strict", {**SLOTS, "asyncMode": True}),
-        ("Llama", "strict", {**BLOCKS, "asyncMode": True}),
-        ("Llama", "damage", BLOCKS),
         ("Qwen3", "damage", SLOTS),
         ("Qwen3", "damage", {**BLOCKS, "asyncMode": True}),
+        pytest.param("Llama", "strict", SLOTS, marks=pytest.mark.long),
+        pytest.param("Llama", "strict", {**BLOCKS, "asyncMode": True}, marks=pytest.mark.long),
+        pytest.param("Llama", "damage", BLOCKS, marks=pytest.mark.long),
     ],
 )
 def test_each_request_gets_the_tokens_of_its_adapter(

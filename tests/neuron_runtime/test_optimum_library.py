@@ -29,7 +29,7 @@ from neuron_runtime.backend.optimum.settings import OURS, OVERRIDES
 from neuron_runtime.inspection import inspect_model
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,  # the library of a fixed release takes seconds to import
     pytest.mark.timeout(900),  # the first one may install
 ]
 

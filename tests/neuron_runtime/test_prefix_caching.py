@@ -55,7 +55,8 @@ def test_enabling_prefix_caching_where_unsupported_is_refused_with_argument_and_
 
 @pytest.mark.slow
 def test_a_served_chat_computes_only_new_tokens_and_reports_it_in_usage_and_metrics() -> None:
-    with serve(MODEL, "--port", "0", "--enable-prefix-caching", "--block-size", "8") as command:
+    flags = ("--backend", "simulated", "--enable-prefix-caching", "--block-size", "8")
+    with serve(MODEL, "--port", "0", *flags) as command:
         url = command.until_ready()
         body = {"model": "demo-model", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         usages = []

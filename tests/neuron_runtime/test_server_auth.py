@@ -264,7 +264,7 @@ async def test_a_key_appears_only_in_its_file(
     flags = ["--api-key-file", str(key_file)] if way == "file" else []
     model = write_chat_model(tmp_path / "tiny", max_length=256)
     record = tmp_path / "record"
-    with serve(str(model), "--port", "0", "--record", str(record), *flags) as command:
+    with serve(str(model), "--backend", "simulated", "--port", "0", "--record", str(record), *flags) as command:
         url = command.until_ready()
         answer = post(f"{url}/v1/completions", BODY, bearer(KEYS[0]))
         assert answer.status_code == 200

@@ -59,7 +59,7 @@ def connect(url: str) -> socket.socket:
     return made
 
 
-def test_a_killed_front_end_is_replaced_while_the_engine_keeps_its_state(model_dir: Path) -> None:
+def test_a_killed_front_end_and_a_frozen_one_are_replaced_while_the_engine_keeps_its_state(model_dir: Path) -> None:
     with serving(model_dir) as command:
         url, engine, victim = command.until_ready(), command.child(ENGINE), command.child(FRONT_END)
         answer = post(f"{url}/v1/completions", BODY).json()["choices"]
@@ -84,17 +84,12 @@ def test_a_killed_front_end_is_replaced_while_the_engine_keeps_its_state(model_d
         hits = metric(url, "vllm:prefix_cache_hits_total")
         assert post(f"{url}/v1/completions", BODY).json()["choices"] == answer
         assert metric(url, "vllm:prefix_cache_hits_total") > hits
-
-
-def test_a_frozen_front_end_is_replaced(model_dir: Path) -> None:
-    with serving(model_dir) as command:
-        url, engine, frozen = command.until_ready(), command.child(ENGINE), command.child(FRONT_END)
-        assert get(f"{url}/metrics").status_code == 200
+        frozen = command.child(FRONT_END)
         stop(frozen)
         (path,) = command.tmp_dir.glob(f"neuron-runtime-*/{FRONT_END_DEADLINE}")
         with Deadline(path) as deadline:
             deadline.set(-1.0)
-            command.until_ready(times=2)
+            command.until_ready(times=3)
         assert "the front end hangs" in command.text
         assert not alive(frozen)
         assert alive(engine)

@@ -46,7 +46,7 @@ async def output(folder: Path, *command: str | Path) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("phases", "num_examples"), [("fuzzing", 5), pytest.param("coverage,fuzzing", 50, marks=pytest.mark.long)]
+    ("phases", "num_examples"), [("fuzzing", 3), pytest.param("coverage,fuzzing", 50, marks=pytest.mark.long)]
 )
 async def test_a_schema_fuzzer_finds_no_undeclared_response(
     served: Serving, tmp_path: Path, phases: str, num_examples: int

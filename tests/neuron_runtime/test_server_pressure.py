@@ -141,30 +141,35 @@ def test_a_client_that_reads_nothing_is_disconnected_and_its_request_aborted(tex
         assert messages.decode_to_engine(served.inbox.recv()) == messages.Abort(tuple(ids))
 
 
+@pytest.fixture(scope="module")
+def front_end(text_dir: Path) -> Iterator[Served]:
+    """One for all clients that leave."""
+    with running_front_end(text_dir, 2) as served:
+        yield served
+
+
 @pytest.mark.parametrize("ending", ["closed", "reset"])
-def test_a_disconnect_reaches_the_engine_within_a_step(text_dir: Path, ending: str) -> None:
-    with running_front_end(text_dir, 2) as served:
-        with connect(served.url) as leaving:
-            leaving.sendall(ENDLESS)
-            ids = served.take_requests(1)
-            engine = Engine(text_dir, served)
-            engine.step(ids)
-            next_event(leaving)
-            if ending == "reset":
-                leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        if ending == "closed":
-            # It might still read: its system refuses the next token.
-            engine.step(ids)
-        # No other step runs meanwhile.
-        assert messages.decode_to_engine(served.inbox.recv()) == messages.Abort(tuple(ids))
+def test_a_disconnect_reaches_the_engine_within_a_step(text_dir: Path, front_end: Served, ending: str) -> None:
+    with connect(front_end.url) as leaving:
+        leaving.sendall(ENDLESS)
+        ids = front_end.take_requests(1)
+        engine = Engine(text_dir, front_end)
+        engine.step(ids)
+        next_event(leaving)
+        if ending == "reset":
+            leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if ending == "closed":
+        # It might still read: its system refuses the next token.
+        engine.step(ids)
+    # No other step runs meanwhile.
+    assert messages.decode_to_engine(front_end.inbox.recv()) == messages.Abort(tuple(ids))
 
 
-def test_a_client_that_leaves_before_its_answer_reaches_the_engine_without_a_step(text_dir: Path) -> None:
-    with running_front_end(text_dir, 2) as served:
-        with connect(served.url) as leaving:
-            leaving.sendall(ENDLESS)
-            ids = served.take_requests(1)
-        assert messages.decode_to_engine(served.inbox.recv()) == messages.Abort(tuple(ids))
+def test_a_client_that_leaves_before_its_answer_reaches_the_engine_without_a_step(front_end: Served) -> None:
+    with connect(front_end.url) as leaving:
+        leaving.sendall(ENDLESS)
+        ids = front_end.take_requests(1)
+    assert messages.decode_to_engine(front_end.inbox.recv()) == messages.Abort(tuple(ids))
 
 
 def test_silent_connections_are_probed_and_closed_at_the_configured_time() -> None:
@@ -224,8 +229,11 @@ async def test_the_total_size_of_bodies_is_bounded(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {"prompt": "some words " * 100_000, "user": "x" * 9_000_000, "max_tokens": 10_000_000},
-        {"prompt": [1] * 3_000_000},
+        pytest.param(
+            {"prompt": "some words " * 100_000, "user": "x" * 9_000_000, "max_tokens": 10_000_000},
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"prompt": [1] * 3_000_000}, marks=pytest.mark.long),
         {"messages": [{"role": "user", "content": "two words"}] * 200_000},
         {"prompt": [[]] * 3_000_000},
     ],
@@ -298,7 +306,7 @@ def test_a_thousand_connections_are_served_with_a_lower_file_limit(chat_dir: Pat
 
 @pytest.mark.slow
 async def test_in_a_flood_over_http_every_client_that_honours_retry_after_is_served(chat_dir: Path) -> None:
-    """Four rows and eight queue places, all occupied, and a hundred clients at once."""
+    """Four rows and eight queue places, all occupied, and forty clients at once."""
     refusals: list[int] = []
     places = ("--max-num-seqs", "4", "--max-queued-requests", "8")
     with simulated(chat_dir, *places, step_milliseconds=20) as command:
@@ -323,7 +331,7 @@ async def test_in_a_flood_over_http_every_client_that_honours_retry_after_is_ser
             taken = [asyncio.create_task(http.post(f"{url}/v1/completions", json=long)) for _ in range(12)]
             while await asyncio.to_thread(metric, url, "vllm:num_requests_waiting") < 8:
                 await asyncio.sleep(0.01)
-            flood = [asyncio.create_task(ask()) for _ in range(100)]
+            flood = [asyncio.create_task(ask()) for _ in range(40)]
             while not refusals:
                 await asyncio.sleep(0.01)
             for one in taken:

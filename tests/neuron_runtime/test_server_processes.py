@@ -143,20 +143,16 @@ def test_a_pod_drains_on_termination(model_dir: Path, tmp_path: Path) -> None:
     assert not record.exists()
 
 
-def test_a_client_that_disconnects_frees_its_row(model_dir: Path) -> None:
+def test_a_client_that_leaves_frees_its_row_and_a_killed_engine_and_front_end_are_replaced(
+    model_dir: Path,
+) -> None:
     with serve(str(model_dir), "--port", "0", *SLOWLY) as command:
         url = command.until_ready()
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
+            next(answer.iter_lines())
             until(lambda: metric(url, "vllm:num_requests_running") == 1)
         until(lambda: metric(url, "vllm:num_requests_running") == 0)
         assert metric(url, "vllm:generation_tokens_total") < 3500
-
-
-def test_a_killed_engine_and_a_killed_front_end_are_replaced(model_dir: Path) -> None:
-    with serve(str(model_dir), "--port", "0", *SLOWLY) as command:
-        url = command.until_ready()
         reader, lines = stream_in_background(url)
         until(lambda: metric(url, "vllm:num_requests_running") == 1)
         killed = command.child(ENGINE)
@@ -298,10 +294,10 @@ def broken(folder: Path, file: str, content: bytes | None) -> Path:
 @pytest.mark.parametrize(
     ("file", "content", "code", "says"),
     [
-        ("config.json", None, 13, "config.json"),
+        pytest.param("config.json", None, 13, "config.json", marks=pytest.mark.long),
         ("model.safetensors", b"\x10\x00\x00", 13, "model.safetensors"),
         ("chat_template.jinja", b"{% if %}", 13, "is invalid: line 1: Expected an expression"),
-        ("generation_config.json", b"[]", 13, "generation_config.json"),
+        pytest.param("generation_config.json", b"[]", 13, "generation_config.json", marks=pytest.mark.long),
     ],
 )
 def test_a_broken_model_ends_the_command_with_its_code_and_record(

@@ -300,7 +300,7 @@ async def test_a_drained_command_sends_its_spans(
     monkeypatch.setenv(TRACES_ENDPOINT, collector.endpoint)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     model = write_chat_model(tmp_path / "tiny", max_length=256)
-    with serve(str(model), "--port", "0", "--no-access-log") as command:
+    with serve(str(model), "--backend", "simulated", "--port", "0", "--no-access-log") as command:
         url = await asyncio.to_thread(command.until_ready)
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             for _ in range(3):

@@ -36,7 +36,7 @@ def answer_in(printed: str) -> str:
     return str(json.loads(f"{{{found}}}")["content"])
 
 
-@pytest.mark.parametrize("title", ["A draft model guesses", "The text guesses"])
+@pytest.mark.parametrize("title", ["A draft model guesses", pytest.param("The text guesses", marks=pytest.mark.long)])
 def test_a_tour_shows_the_answer_without_drafts_and_counts_them(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (started, _), (asked, answered), (counted, shown) = tour(title)
     program, command, *arguments = shlex.split(started)

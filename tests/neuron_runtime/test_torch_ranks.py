@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from helpers.covering import covering
 from helpers.device_drafts import Seen
 from helpers.eagle import head_config, head_tensors, write_head
 from helpers.groups import group_of
@@ -57,8 +58,7 @@ STEPS: list[list[Cut]] = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "size"), covering(MODELS, (2, 4)))
 def test_the_logits_of_all_ranks_are_those_of_transformers(name: str, size: int, tmp_path: Path) -> None:
     folder = random_model(tmp_path, **MODELS[name])
     sequences = random_sequences(65, 1, 25, 69)
