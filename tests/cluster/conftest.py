@@ -4,6 +4,7 @@ would go unnoticed, it fails them."""
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from cluster.rig.images import NEURON_TARGET, TARGETS, VLLM_TARGET, build_image
 from cluster.rig.needs import NotPossibleHere
 from cluster.rig.node_images import write_program_archive
 from cluster.rig.rig import WAITING, Rig, tests_lock
+from helpers.apiserver import ApiServer
 
 HERE = Path(__file__).parent
 PROBE_IMAGE = "localhost/probe:1"
@@ -34,6 +36,28 @@ def not_possible(reason: str) -> NoReturn:
     if os.environ.get("CI") == "true":
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """A real API server with the CRDs and the operator's rights, whose log has what the operator writes."""
+    from helpers.operators import OPERATOR_USER, served
+
+    with served(tmp_path_factory.mktemp("api-server"), bodies_of=(OPERATOR_USER,)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(api_server: ApiServer) -> Iterator[ApiServer]:
+    """The API server, which is after each file of tests what it was before."""
+    from helpers.operators import until_served
+
+    api_server.pause(signal.SIGCONT)
+    before = api_server.stored()
+    yield api_server
+    api_server.put_back(before)
+    until_served(api_server)
+    api_server.pause()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import urllib.error
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from cluster.rig.binaries import ensure
+from cluster.rig.cache import Cache, content_key
 from cluster.rig.machine import GO_SETTINGS, wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers.apiserver import NOT_YET_SERVED, ApiServer, running
@@ -219,7 +221,8 @@ class Helm:
     def __init__(self, program: Path, folder: Path) -> None:
         self._program = program
         self._folder = folder
-        self._rendered: dict[str, str] = {}
+        # Rendered once: the same helm makes the same of the same chart and values.
+        self._rendered = Cache.default().entry("answers", "helm", content_key(program, CHART), lambda folder: None)
 
     def __call__(self, *arguments: str, values: Mapping[str, Any] = IMAGES, code: int = 0) -> str:
         """Output of helm, with its errors if it is expected to fail with `code`."""
@@ -239,10 +242,12 @@ class Helm:
 
     def render(self, values: Mapping[str, Any], *arguments: str) -> list[dict[str, Any]]:
         where = ("--namespace", NAMESPACE, "--kube-version", "1.35")
-        key = json.dumps([values, arguments], sort_keys=True)
-        if key not in self._rendered:
-            self._rendered[key] = self("template", "neuron-serving", str(CHART), *where, *arguments, values=values)
-        return [document for document in yaml.load_all(self._rendered[key], Loader=yaml.CSafeLoader) if document]
+        file = self._rendered / f"{content_key(json.dumps([values, where, arguments], sort_keys=True))}.yaml"
+        if not file.exists():
+            made = self._folder / file.name
+            made.write_text(self("template", "neuron-serving", str(CHART), *where, *arguments, values=values))
+            shutil.move(made, file)
+        return [document for document in yaml.load_all(file.read_bytes(), Loader=yaml.CSafeLoader) if document]
 
 
 @pytest.fixture(scope="module")

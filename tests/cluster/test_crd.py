@@ -19,7 +19,7 @@ from helpers.apiserver import ApiServer
 from helpers.manifests import ADAPTERS, KINDS, MODELS, REFUSED, Manifests, spec_with
 from helpers.operator_rights import ensure_namespace
 from helpers.operator_worlds import body, condition, resolved_world
-from helpers.operators import CRDS, served
+from helpers.operators import CRDS
 from helpers.rendered_cases import FILES, render
 from neuron_operator.api.fields import Rule, SpecPart, broken_rules, fields_of, unwrapped
 from neuron_operator.api.names import MAX_MODEL_NAME
@@ -31,12 +31,11 @@ NAMESPACE = "team"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with served(tmp_path_factory.mktemp("crd-server")) as server:
-        ensure_namespace(server, NAMESPACE)
-        restricted = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
-        server.call("PATCH", f"/api/v1/namespaces/{NAMESPACE}", restricted, "application/merge-patch+json")
-        yield server
+def server(server: ApiServer) -> ApiServer:
+    ensure_namespace(server, NAMESPACE)
+    restricted = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    server.call("PATCH", f"/api/v1/namespaces/{NAMESPACE}", restricted, "application/merge-patch+json")
+    return server
 
 
 def create(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from helpers.apiserver import ApiServer, service_account
 from helpers.gateway_process import Process, started
 from helpers.gateways import Client, Replica, Running, echo, replicas, running, until
 from helpers.operator_rights import OPERATOR_NAMESPACE
-from helpers.operators import Namespace, client_of, served
+from helpers.operators import Namespace, client_of
 from helpers.ports import free_ports
 from neuron_operator.api import names
 from neuron_operator.cluster.client import ENDPOINT_SLICES, NEURON_MODELS
@@ -39,7 +39,7 @@ CHAT = {"model": "chat", "messages": [{"role": "user", "content": "hello"}]}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+def server(server: ApiServer) -> ApiServer:
     template = Path(__file__).parents[2] / "charts" / "neuron-serving" / "templates" / "gateway.yaml"
     rules = [yaml.safe_load(line)[0] for line in re.findall(r"^ *(- \{apiGroups.*\})$", template.read_text(), re.M)]
     rbac = "rbac.authorization.k8s.io"
@@ -50,12 +50,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
             "subjects": [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": OPERATOR_NAMESPACE}],
         },
     }
-    with served(tmp_path_factory.mktemp("api-server")) as made:
-        for kind, content in bodies.items():
-            body = {"apiVersion": f"{rbac}/v1", "kind": kind, "metadata": {"name": "neuron-gateway"}, **content}
-            made.apply(f"/apis/{rbac}/v1/{kind.lower()}s/neuron-gateway", body)
-        wait_until("the rights are in force", lambda: made.may(USER, "list", "endpointslices", "discovery.k8s.io"))
-        yield made
+    for kind, content in bodies.items():
+        body = {"apiVersion": f"{rbac}/v1", "kind": kind, "metadata": {"name": "neuron-gateway"}, **content}
+        server.apply(f"/apis/{rbac}/v1/{kind.lower()}s/neuron-gateway", body)
+    wait_until("the rights are in force", lambda: server.may(USER, "list", "endpointslices", "discovery.k8s.io"))
+    return server
 
 
 @contextlib.asynccontextmanager

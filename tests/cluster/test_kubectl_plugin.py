@@ -11,7 +11,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,7 +20,7 @@ import pytest
 from cluster.rig.binaries import ensure
 from cluster.rig.machine import GO_SETTINGS
 from helpers.apiserver import ApiServer, service_account
-from helpers.operators import BY_KIND, Namespace, client_of, eventually, operating, run_settings, served
+from helpers.operators import BY_KIND, Namespace, client_of, eventually, operating, run_settings
 from helpers.serve_command import serve
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -30,12 +29,6 @@ ROOT = Path(__file__).parents[2]
 ANSWERS: dict[str, str] = json.loads((ROOT / "examples" / "demo-model" / "expected.json").read_text())
 READER = service_account("neuron-serving", "other-0")
 """A user without rights."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with served(tmp_path_factory.mktemp("api-server")) as server:
-        yield server
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from helpers.operators import (
     eventually,
     operating,
     run_settings,
-    served,
 )
 from neuron_operator.api import names
 from neuron_operator.cluster.client import NEURON_ADAPTERS, NEURON_MODELS
@@ -33,12 +31,6 @@ DIGEST = ADAPTER_FACTS["digest"]
 CONFIG_MAPS = BY_KIND["ConfigMap"]
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 ROLES = Path(__file__).parents[2] / "charts" / "neuron-serving" / "templates" / "userroles.yaml"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with served(tmp_path_factory.mktemp("api-server")) as server:
-        yield server
 
 
 @pytest.fixture

@@ -42,7 +42,6 @@ from helpers.operators import (
     may_write_services,
     operating,
     run_settings,
-    served,
     without_versions,
 )
 from helpers.ports import free_ports
@@ -93,12 +92,6 @@ HAND_EDITS: dict[str, Any] = {
     "NetworkPolicy": {"spec": {"ingress": None, "podSelector": {"matchLabels": {"app": "other"}}}},
     "Job": {"metadata": {"labels": {"app.kubernetes.io/managed-by": "other"}}},
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with served(tmp_path_factory.mktemp("api-server")) as server:
-        yield server
 
 
 @pytest.fixture
@@ -245,43 +238,36 @@ async def test_an_idle_operator_sends_only_watches_and_lease_renewals(server: Ap
         await eventually(lambda: [c for c in calls(server, 0) if c[0] != "watch"][-3:] == [renewal] * 3)
 
 
-@pytest.mark.parametrize("kind", sorted(HAND_EDITS))
-async def test_a_manual_edit_of_a_child_is_reverted(server: ApiServer, namespace: Namespace, kind: str) -> None:
-    resource = BY_KIND[kind]
+async def test_a_manual_edit_of_a_child_is_reverted_and_a_deleted_one_is_made_again(
+    server: ApiServer, namespace: Namespace
+) -> None:
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model()
-        if kind == "Job":
-            await eventually(lambda: namespace.list(resource))
-        else:
-            await namespace.settle()
-        original = namespace.list(resource)[0]
-        name = original["metadata"]["name"]
-        edited = namespace.patch(resource, name, HAND_EDITS[kind])
-        assert without_versions(edited) != without_versions(original)
-        await eventually(
-            lambda: contains(namespace.get(resource, name), original),
-            about=lambda: (without_versions(namespace.get(resource, name)), without_versions(original)),
-        )
-        assert namespace.get(resource, name)["metadata"]["uid"] == original["metadata"]["uid"]
+        await eventually(lambda: namespace.list(BY_KIND["Job"]))
+        await _check_repairs(namespace, "Job")
+        await namespace.settle()
+        for kind in sorted(HAND_EDITS.keys() - {"Job"}):
+            await _check_repairs(namespace, kind)
 
 
-@pytest.mark.parametrize("kind", sorted(HAND_EDITS))
-async def test_a_manually_deleted_child_is_recreated(server: ApiServer, namespace: Namespace, kind: str) -> None:
+async def _check_repairs(namespace: Namespace, kind: str) -> None:
     resource = BY_KIND[kind]
-    async with client_of(server) as client, operating(client, only(namespace)):
-        namespace.put_model()
-        if kind == "Job":
-            await eventually(lambda: namespace.list(resource))
-        else:
-            await namespace.settle()
-        originals = namespace.list(resource)
-        original = originals[0]
-        namespace.delete(resource, original["metadata"]["name"])
-        known = {item["metadata"]["uid"] for item in originals}
-        (again,) = await eventually(
-            lambda: [item for item in namespace.list(resource) if item["metadata"]["uid"] not in known]
-        )
-    assert again["metadata"]["name"] == original["metadata"]["name"]
+    originals = namespace.list(resource)
+    original = originals[0]
+    name = original["metadata"]["name"]
+    edited = namespace.patch(resource, name, HAND_EDITS[kind])
+    assert without_versions(edited) != without_versions(original)
+    await eventually(
+        lambda: contains(namespace.get(resource, name), original),
+        about=lambda: (without_versions(namespace.get(resource, name)), without_versions(original)),
+    )
+    assert namespace.get(resource, name)["metadata"]["uid"] == original["metadata"]["uid"]
+    namespace.delete(resource, name)
+    known = {item["metadata"]["uid"] for item in originals}
+    (again,) = await eventually(
+        lambda: [item for item in namespace.list(resource) if item["metadata"]["uid"] not in known], about=lambda: kind
+    )
+    assert again["metadata"]["name"] == name
     assert again["metadata"]["labels"] == original["metadata"]["labels"]
 
 

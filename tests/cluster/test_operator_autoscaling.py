@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import time
 import urllib.parse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from helpers.api_proxy import proxying
 from helpers.apiserver import ApiServer
 from helpers.controllers import CONTROLLERS, controlling, finished_or_ready, kubelet
 from helpers.external_metrics import GROUP_VERSION, value_list
-from helpers.operators import BY_KIND, Namespace, client_of, eventually, is_ready, operating, run_settings, served
+from helpers.operators import BY_KIND, Namespace, client_of, eventually, is_ready, operating, run_settings
 from neuron_operator.api import names
 from neuron_operator.cluster.client import PODS
 
@@ -31,12 +30,6 @@ AUTOSCALER = (
     "--horizontal-pod-autoscaler-sync-period=1s",
     "--horizontal-pod-autoscaler-initial-readiness-delay=1s",
 )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with served(tmp_path_factory.mktemp("api-server")) as server:
-        yield server
 
 
 async def test_a_model_goes_to_zero_and_back_and_one_that_loads_is_not_broken_off(server: ApiServer) -> None:

@@ -19,7 +19,7 @@ from cluster.rig.machine import wait_until
 from helpers.apiserver import ApiServer
 from helpers.controllers import Status, controlling, finished_or_ready, kubelet
 from helpers.operator_rights import CLAIM_RULES, grant
-from helpers.operators import OPERATOR_USER, Namespace, client_of, eventually, operating, run_settings, served
+from helpers.operators import OPERATOR_USER, Namespace, client_of, eventually, operating, run_settings
 from neuron_operator.api import names
 from neuron_operator.cluster.client import CLAIM_TEMPLATES, NEURON_MODELS, PODS, RESOURCE_CLAIMS
 from neuron_operator.cluster.on_demand import FREE_DEVICES_SECONDS
@@ -32,9 +32,9 @@ TYPE = "trn1.32xlarge"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+def server(server: ApiServer) -> Iterator[ApiServer]:
     """Nodes `claims`, whose 16 devices a driver offers, and `plugin`, with those of the device plugin."""
-    with served(tmp_path_factory.mktemp("api-server")) as server, controlling(server):
+    with controlling(server):
         grant(server, CLAIM_RULES)
         scheduler = ensure("hyper")["hyper"] / "kube-scheduler"
         arguments = (f"--kubeconfig={server.kubeconfig('admin')}", "--leader-elect=false", "--secure-port=0")

@@ -12,15 +12,15 @@ import pytest
 
 from helpers.apiserver import ApiServer
 from helpers.controllers import controlling, kubelet
-from helpers.operators import OPERATOR_USER, Namespace, client_of, eventually, is_ready, operating, run_settings, served
+from helpers.operators import OPERATOR_USER, Namespace, client_of, eventually, is_ready, operating, run_settings
 from neuron_operator.cluster.client import PODS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with served(tmp_path_factory.mktemp("api-server")) as server, controlling(server):
+def server(server: ApiServer) -> Iterator[ApiServer]:
+    with controlling(server):
         yield server
 
 

@@ -24,7 +24,6 @@ from helpers.operators import (
     is_ready,
     operating,
     run_settings,
-    served,
     shape,
 )
 from neuron_operator.cluster.client import LEASES, NEURON_MODELS, Client, Resource
@@ -130,8 +129,8 @@ class Life:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with served(tmp_path_factory.mktemp("api-server")) as server, controlling(server):
+def server(server: ApiServer) -> Iterator[ApiServer]:
+    with controlling(server):
         yield server
 
 

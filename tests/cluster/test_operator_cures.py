@@ -23,7 +23,6 @@ from helpers.operators import (
     is_ready,
     operating,
     run_settings,
-    served,
 )
 from helpers.quotas import delete_quota, set_quota
 from neuron_operator.api import names
@@ -38,8 +37,8 @@ ABSENT = {"secret": ("Secret", {"stringData": {"all": "yes"}}), "configmap": ("C
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with served(tmp_path_factory.mktemp("api-server")) as server, controlling(server):
+def server(server: ApiServer) -> Iterator[ApiServer]:
+    with controlling(server):
         yield server
 
 

@@ -29,7 +29,6 @@ from helpers.operators import (
     is_ready,
     operating,
     run_settings,
-    served,
     shape,
 )
 from neuron_operator.api import names
@@ -121,9 +120,8 @@ IN_CI = ("silent_watches_and_stolen_lease",)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    folder = tmp_path_factory.mktemp("api-server")
-    with served(folder, bodies_of=(OPERATOR_USER,)) as server, controlling(server):
+def server(server: ApiServer) -> Iterator[ApiServer]:
+    with controlling(server):
         yield server
 
 

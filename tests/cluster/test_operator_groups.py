@@ -14,7 +14,7 @@ import pytest
 from helpers.apiserver import ApiServer
 from helpers.controllers import controlling, kubelet
 from helpers.operator_rights import CLUSTER_RULES, grant
-from helpers.operators import BY_KIND, Namespace, client_of, eventually, is_ready, operating, run_settings, served
+from helpers.operators import BY_KIND, Namespace, client_of, eventually, is_ready, operating, run_settings
 from helpers.quotas import delete_quota, set_quota
 from neuron_operator.api import names
 from neuron_operator.api.errors import ClusterFault
@@ -29,8 +29,8 @@ OF_GROUPS = ("StatefulSet", "Service", "NetworkPolicy")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with served(tmp_path_factory.mktemp("api-server")) as server, controlling(server):
+def server(server: ApiServer) -> Iterator[ApiServer]:
+    with controlling(server):
         yield server
 
 

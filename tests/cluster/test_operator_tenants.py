@@ -15,7 +15,7 @@ import yaml
 from bench.operator_scale import Bare, Request, bare_client, request, resident_mib
 from helpers.apiserver import ApiServer
 from helpers.operator_process import Process
-from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, eventually, served
+from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, eventually
 from helpers.ports import free_ports
 from neuron_operator.api.manifest import MAX_SPEC_BYTES
 from neuron_operator.cluster.client import NEURON_MODELS
@@ -37,12 +37,6 @@ HEAVY = {
 """Within the bounds of every field: half a megabyte, and its annotations make it 0.6."""
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.long]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with served(tmp_path_factory.mktemp("api-server")) as server:
-        yield server
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from helpers.apiserver import ApiServer
 from helpers.controllers import Status, controlling, ended_twice, finished_or_ready, kubelet
-from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, client_of, eventually, operating, run_settings, served
+from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, client_of, eventually, operating, run_settings
 from neuron_operator.api import names
 from neuron_operator.cluster.client import NEURON_MODELS
 from neuron_operator.run.process import Operator
@@ -25,8 +25,8 @@ MODELS = ("a", "b")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with served(tmp_path_factory.mktemp("api-server")) as server, controlling(server):
+def server(server: ApiServer) -> Iterator[ApiServer]:
+    with controlling(server):
         yield server
 
 

@@ -38,6 +38,7 @@ from cluster.rig.binaries import ensure
 from cluster.rig.machine import WAIT_SECONDS, wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers import gateway_process
+from helpers.answers import answer as answer_of
 from helpers.apiserver import ApiServer, service_account
 from helpers.controllers import Status, controlling, ended_twice, finished_or_ready, kubelet, replica
 from helpers.gateways import Asked, Running, answer, echo, replicas, running
@@ -72,14 +73,19 @@ def programs() -> Path:
 
 def test_each_alert_fires_and_ends_in_time(programs: Path, tmp_path: Path) -> None:
     """Without annotations, which promtool would compare word by word."""
-    rules = tmp_path / "rules.yaml"
     bare = [{key: value for key, value in rule.items() if key != "annotations"} for rule in RULES["groups"][0]["rules"]]
-    rules.write_text(yaml.safe_dump({"groups": [{"name": "neuron-serving", "rules": bare}]}))
-    cases = (ROOT / "tests" / "cases" / "alerts.yaml").read_text().replace("[RULES]", f"[{rules}]")
-    file = tmp_path / "alerts.yaml"
-    file.write_text(cases)
-    done = subprocess.run([programs / "promtool", "test", "rules", file], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    rules = yaml.safe_dump({"groups": [{"name": "neuron-serving", "rules": bare}]})
+    cases = (ROOT / "tests" / "cases" / "alerts.yaml").read_text()
+
+    def tested() -> str:
+        (tmp_path / "rules.yaml").write_text(rules)
+        (tmp_path / "alerts.yaml").write_text(cases.replace("[RULES]", "[rules.yaml]"))
+        command = [programs / "promtool", "test", "rules", tmp_path / "alerts.yaml"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "SUCCESS" in answer_of("promtool", tested, programs.name, rules, cases)
     checks = [check for case in yaml.safe_load(cases)["tests"] for check in case["alert_rule_test"]]
     for fires in (True, False):
         assert {check["alertname"] for check in checks if bool(check.get("exp_alerts")) == fires} == set(ALERTS)
@@ -223,11 +229,10 @@ def put_under_load(url: str) -> None:
     assert post(f"{url}/v1/completions", {"model": "chat", "prompt": "x", "max_tokens": 10**6}).status_code == 400
 
 
-def test_a_prometheus_answers_every_query_of_the_boards(programs: Path, tmp_path: Path) -> None:
+def test_a_prometheus_answers_every_query_of_the_boards(programs: Path, server: ApiServer, tmp_path: Path) -> None:
     flags = ("--port", "0", "--served-model-name", "chat", "--max-model-len", "512", "--enable-prefix-caching")
     with ExitStack() as stack:
         model = stack.enter_context(serve(str(MODEL), *flags))
-        server = stack.enter_context(served(tmp_path / "api-server"))
         port = stack.enter_context(free_ports(3))
         operator = Operator(server, tmp_path, port)
         operator.start()

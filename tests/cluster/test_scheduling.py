@@ -11,8 +11,7 @@ import pytest
 
 from cluster.rig.binaries import ensure
 from cluster.rig.machine import wait_until
-from cluster.rig.needs import NotPossibleHere
-from helpers.apiserver import ApiServer, running
+from helpers.apiserver import ApiServer
 from helpers.manifests import spec_with
 from helpers.operator_rights import ensure_namespace
 from helpers.operator_worlds import SETTINGS, find, resolved_world
@@ -25,17 +24,13 @@ HAS_IMAGE = [{"names": [SETTINGS.runtime_image], "sizeBytes": 8 * 10**9}]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    try:
-        scheduler = ensure("hyper")["hyper"] / "kube-scheduler"
-        with running(tmp_path_factory.mktemp("scheduling")) as server:
-            arguments = (f"--kubeconfig={server.kubeconfig('admin')}", "--leader-elect=false", "--secure-port=0")
-            quiet = subprocess.DEVNULL
-            with subprocess.Popen([scheduler, *arguments], stdout=quiet, stderr=quiet) as process:
-                yield server
-                process.kill()
-    except NotPossibleHere as error:
-        pytest.skip(str(error))
+def server(server: ApiServer) -> Iterator[ApiServer]:
+    scheduler = ensure("hyper")["hyper"] / "kube-scheduler"
+    arguments = (f"--kubeconfig={server.kubeconfig('admin')}", "--leader-elect=false", "--secure-port=0")
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen([scheduler, *arguments], stdout=quiet, stderr=quiet) as process:
+        yield server
+        process.kill()
 
 
 def add_node(server: ApiServer, pool: str, name: str, zone: str, images: list[dict[str, Any]]) -> None:

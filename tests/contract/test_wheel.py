@@ -32,8 +32,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder)]
-    subprocess.run([*command, str(wheel)], check=True, capture_output=True)
+    flags = ("-q", "--no-deps", "--no-index", "--no-compile", "--target", str(folder))
+    subprocess.run([sys.executable, "-m", "pip", "install", *flags, str(wheel)], check=True, capture_output=True)
     return folder
 
 

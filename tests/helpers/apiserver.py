@@ -1,11 +1,13 @@
 """A real etcd and kube-apiserver as plain processes on loopback: RBAC, TLS and an audit log, but no nodes and no
 controllers. Used by tests of the operator's I/O; tests that need kubelets or controllers use the cluster instead.
 
-Users come from a token file: `admin` (system:masters) and ServiceAccounts with the rights that a test grants.
+Users come from a token file: `admin` (system:masters) and ServiceAccounts with the rights that a test grants. A server
+takes some seconds of CPU to start, so files of tests share one: what they leave is taken out of its store (`put_back`).
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
@@ -13,11 +15,13 @@ import os
 import secrets
 import select
 import shutil
+import signal
 import ssl
 import subprocess
 import threading
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -35,6 +39,8 @@ from neuron_operator.cluster.client import as_yaml
 
 GROUPS = ("system:serviceaccounts", "system:authenticated")
 """Token of every user except `admin`."""
+ITS_OWN = ("masterleases", "leases/kube-system", "peerserverleases", "services/endpoints/default", "events")
+"""Keys of the store that the server itself changes all the time."""
 NOT_YET_SERVED = (404, 429)
 """Responses for a new resource: unknown at first, then its storage is initializing."""
 
@@ -150,6 +156,37 @@ class ApiServer:
         answer = self.call("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
         return bool(answer["status"]["allowed"])
 
+    def stored(self) -> dict[str, dict[str, str]]:
+        """All that the store has, by key."""
+        every = {"key": _in_base64("/registry/"), "range_end": _in_base64("/registry0")}
+        found = {base64.b64decode(one["key"]).decode(): one for one in self._ask_store("range", every)["kvs"]}
+        own = tuple(f"/registry/{name}/" for name in ITS_OWN)
+        return {key: one for key, one in found.items() if not key.startswith(own)}
+
+    def put_back(self, before: dict[str, dict[str, str]]) -> None:
+        """Makes the store what it was: everybody who watches, the server too, sees objects deleted and changed. The
+        requests so far are forgotten."""
+        now = self.stored()
+        for key in now.keys() - before.keys():
+            self._ask_store("deleterange", {"key": _in_base64(key)})
+        for key, one in before.items():
+            if key not in now or now[key]["value"] != one["value"]:
+                self._ask_store("put", {"key": one["key"], "value": one["value"]})
+        self.requests()
+        self._audited.clear()
+
+    def _ask_store(self, what: str, body: Any) -> Any:
+        """One call of etcd's gateway."""
+        url = f"http://{self.authority}:{self.port + 1}/v3/kv/{what}"
+        asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:
+            return json.load(answer)
+
+    def pause(self, signal_number: int = signal.SIGSTOP) -> None:
+        """Until it is called with SIGCONT: an idle server takes a fortieth of a core."""
+        for process in self.processes:
+            process.send_signal(signal_number)
+
     def stop(self) -> None:
         for process in reversed(self.processes):
             process.kill()
@@ -157,6 +194,10 @@ class ApiServer:
         self.processes.clear()
         while self._idle:
             self._idle.pop().close()
+
+
+def _in_base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
 
 
 @contextlib.contextmanager

@@ -88,9 +88,13 @@ def served(folder: Path, bodies_of: tuple[str, ...] = (), host: str = ApiServer.
         for crd in (yaml.safe_load(file.read_text()) for file in sorted(CRDS.glob("*.yaml"))):
             path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}"
             server.apply(path, crd)
-        wait_until("the resources are served", lambda: all(serves(server, kind) for kind in RESOURCES))
-        wait_until("the rights are in force", lambda: may_write_services(server))
+        until_served(server)
         yield server
+
+
+def until_served(server: ApiServer) -> None:
+    wait_until("the resources are served", lambda: all(serves(server, kind) for kind in RESOURCES))
+    wait_until("the rights are in force", lambda: may_write_services(server))
 
 
 RESOURCES = (NEURON_MODELS, NEURON_ADAPTERS)

@@ -112,47 +112,55 @@ def spread(process: Process, made: Sequence[ServeCommand], each: int, max_tokens
     raise AssertionError("one server got nothing")
 
 
-def test_a_frozen_or_killed_server_and_a_killed_gateway_break_only_their_own_streams() -> None:
+@pytest.fixture(scope="module")
+def two() -> Iterator[list[ServeCommand]]:
     with servers(2) as made:
-        document = {"models": [model(*made)], "timeouts": QUICK}
-        with gateway_process.started(document) as first, gateway_process.started(document) as second:
-            frozen, alive = map(address, made)
-            streams = {id(one): spread(one, made, 1, 400) for one in (first, second)}
-            front_end = made[0].child(FRONT_END)
-            os.kill(front_end, signal.SIGSTOP)
-            try:
-                for one in (first, second):
-                    for stream in streams[id(one)][frozen]:
-                        stream.join()
-                        assert "replica_frozen" in stream.told
-                assert not any(stream.is_over.is_set() for one in streams.values() for stream in one[alive])
-            finally:
-                os.kill(front_end, signal.SIGCONT)
-            first.end(signal.SIGKILL)
-            for stream in streams[id(first)][alive]:
-                stream.join()
-                assert stream.told
-            for stream in streams[id(second)][alive]:
-                stream.join()
-                assert stream.is_whole, stream.events[-3:]
-            again = spread(second, made, 1, 200)
-            os.kill(front_end, signal.SIGKILL)  # the supervisor starts another one
-            for stream in again[frozen]:
-                stream.join()
-                assert "replica_lost" in stream.told
-            answers = [
-                httpx.post(f"{second.url}/v1/completions", timeout=60, verify=False,
-                           json={"model": "chat", "prompt": f"{n} is", "max_tokens": 2}).status_code
-                for n in range(8)
-            ]  # fmt: skip
-            assert answers == [200] * 8
-            for stream in again[alive]:
-                stream.join()
-                assert stream.is_whole
+        yield made
 
 
-def test_a_client_that_leaves_ends_its_generation_and_a_gateway_that_is_stopped_ends_none() -> None:
-    with servers(1) as (server,), gateway_process.started({"models": [model(server)], "timeouts": QUICK}) as gateway:
+def test_a_frozen_or_killed_server_and_a_killed_gateway_break_only_their_own_streams(two: list[ServeCommand]) -> None:
+    document = {"models": [model(*two)], "timeouts": QUICK}
+    with gateway_process.started(document) as first, gateway_process.started(document) as second:
+        frozen, alive = map(address, two)
+        streams = {id(one): spread(one, two, 1, 400) for one in (first, second)}
+        front_end = two[0].child(FRONT_END)
+        os.kill(front_end, signal.SIGSTOP)
+        try:
+            for one in (first, second):
+                for stream in streams[id(one)][frozen]:
+                    stream.join()
+                    assert "replica_frozen" in stream.told
+            assert not any(stream.is_over.is_set() for one in streams.values() for stream in one[alive])
+        finally:
+            os.kill(front_end, signal.SIGCONT)
+        first.end(signal.SIGKILL)
+        for stream in streams[id(first)][alive]:
+            stream.join()
+            assert stream.told
+        for stream in streams[id(second)][alive]:
+            stream.join()
+            assert stream.is_whole, stream.events[-3:]
+        again = spread(second, two, 1, 200)
+        os.kill(front_end, signal.SIGKILL)  # the supervisor starts another one
+        for stream in again[frozen]:
+            stream.join()
+            assert "replica_lost" in stream.told
+        answers = [
+            httpx.post(f"{second.url}/v1/completions", timeout=60, verify=False,
+                       json={"model": "chat", "prompt": f"{n} is", "max_tokens": 2}).status_code
+            for n in range(8)
+        ]  # fmt: skip
+        assert answers == [200] * 8
+        for stream in again[alive]:
+            stream.join()
+            assert stream.is_whole
+
+
+def test_a_client_that_leaves_ends_its_generation_and_a_gateway_that_is_stopped_ends_none(
+    two: list[ServeCommand],
+) -> None:
+    server = two[1]
+    with gateway_process.started({"models": [model(server)], "timeouts": QUICK}) as gateway:
         body = {"model": "chat", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{gateway.url}/v1/completions", json=body, timeout=60, verify=False) as answer:
             next(answer.iter_lines())

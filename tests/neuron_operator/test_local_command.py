@@ -71,21 +71,12 @@ def test_a_picture_without_question_or_file_is_refused(tmp_path: Path, flags: tu
     assert complaint in refusal(tmp_path, SERVABLE, *flags)
 
 
-def test_a_missing_model_ends_the_command_with_its_reason(tmp_path: Path) -> None:
-    ended = local(tmp_path, MODEL % ("file:///no/such/model", "CPU", ""))
+def test_a_missing_model_ends_the_command_with_its_reason_however_long_its_name_is(tmp_path: Path) -> None:
+    longest = (MODEL % ("file:///no/such/model", "CPU", "")).replace("demo", "d" * 63)
+    ended = local(tmp_path, longest)
     assert ended.returncode == 1
     assert "neuron-operator local: ModelNotFound: /no/such/model is not a folder" in ended.stderr
     assert ended.stderr.count("is not a folder") == 2, "by the pod, and as the reason"
-
-
-def test_a_model_path_is_relative_to_the_manifest(tmp_path: Path) -> None:
-    ended = local(tmp_path, MODEL % ("file:./weights", "CPU", ""))
-    assert f"ModelNotFound: {tmp_path}/weights is not a folder" in ended.stderr
-
-
-def test_the_longest_name_reaches_the_model(tmp_path: Path) -> None:
-    longest = SERVABLE.replace("demo", "d" * 63)
-    assert "ModelNotFound: /x is not a folder" in local(tmp_path, longest).stderr
     assert "metadata.name must be a DNS label" in refusal(tmp_path, longest.replace("ddd", "dddd"))
 
 
@@ -126,6 +117,12 @@ def test_a_name_with_path_separators_creates_no_folder_outside_the_cache(tmp_pat
     name = "x/../../../victim"
     refusal(tmp_path, SERVABLE.replace("{name: demo}", f"{{name: {name}}}"), "--fresh")
     assert keep.is_dir()
+
+
+def test_a_model_path_is_relative_to_the_manifest(tmp_path: Path) -> None:
+    file = tmp_path / "model.yaml"
+    file.write_text(MODEL % ("file:./weights", "CPU", ""))
+    assert read_manifest(file)["spec"]["model"]["uri"] == f"file://{tmp_path}/weights"
 
 
 def test_a_date_in_a_manifest_is_a_string_as_in_kubectl(tmp_path: Path) -> None:
@@ -332,7 +329,7 @@ def test_a_missing_key_secret_is_reported_with_a_remedy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_api_keys_come_from_the_shell_and_local_uses_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHAT_KEYS_API_KEYS", "\nsk-local-first\nsk-local-second\n")
-    manifest = MODEL % (DEMO_MODEL.as_uri(), "CPU", WITH_KEYS)
+    manifest = MODEL % (DEMO_MODEL.as_uri(), "CPU", WITH_KEYS + "\n  engine: {backend: simulated}")
     with free_ports() as port:
         ended = local(tmp_path, manifest, "--port", str(port), "--ask", "What is a device?", "--exit")
     assert ended.returncode == 0, ended.stderr
@@ -379,6 +376,7 @@ async def test_no_line_of_a_pod_lands_inside_a_printed_answer(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.long  # test_torch_draft_model.py and test_draft_models.py have both sides
 @pytest.mark.timeout(300)
 async def test_a_draft_model_makes_drafts_and_the_status_shows_how_many_are_right(tmp_path: Path) -> None:
     draft = tmp_path / "draft"
