@@ -15,7 +15,7 @@ from aiohttp import web
 
 from helpers.api_proxy import proxying
 from helpers.apiserver import ApiServer
-from helpers.controllers import CONTROLLERS, controlling, finished_or_ready, kubelet
+from helpers.controllers import CONTROLLERS, controlling, finished_or_ready, kubelet, loading_on, put_status
 from helpers.external_metrics import GROUP_VERSION, value_list
 from helpers.operators import BY_KIND, Namespace, client_of, eventually, is_ready, operating, run_settings
 from neuron_operator.api import names
@@ -51,15 +51,8 @@ async def test_a_model_goes_to_zero_and_back_and_one_that_loads_is_not_broken_of
         return [pod for pod in pods if pod["metadata"]["labels"][names.ROLE_LABEL] == names.ROLE_LEADER]
 
     def status_of(pod: Any) -> Any:
-        status = finished_or_ready(pod)
-        if not loads[0] or pod["metadata"]["labels"][names.ROLE_LABEL] != names.ROLE_LEADER:
-            return status
-        name = pod["metadata"]["name"]
-        target = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"name": "n1"}}
-        server.call("POST", PODS.path(namespace.name, name, "binding"), target)
-        unready = [{**one, "status": str(one["type"] == "PodScheduled")} for one in status["conditions"]]
-        running = [{**one, "ready": False, "started": False} for one in status["containerStatuses"]]
-        return {**status, "conditions": unready, "containerStatuses": running}
+        is_loading = loads[0] and pod["metadata"]["labels"][names.ROLE_LABEL] == names.ROLE_LEADER
+        return loading_on("n1", namespace, pod) if is_loading else finished_or_ready(pod)
 
     def wanted() -> int:
         return int(namespace.model()["spec"]["replicas"])
@@ -101,13 +94,7 @@ async def test_a_model_goes_to_zero_and_back_and_one_that_loads_is_not_broken_of
             await eventually(lambda: wanted() == 1, about=autoscaler)
             (kept,) = replicas()
             loads[0] = False
-            ready = finished_or_ready(kept)
-            server.call(
-                "PATCH",
-                PODS.path(namespace.name, kept["metadata"]["name"], "status"),
-                {"status": ready},
-                "application/merge-patch+json",
-            )
+            put_status(namespace, kept, finished_or_ready(kept))
             values[HELD], values[RUNNING] = 0.0, 1.0
             await eventually(lambda: is_ready(namespace), about=namespace.model)
             assert [pod["metadata"]["name"] for pod in replicas()] == [kept["metadata"]["name"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from cluster.conftest import not_possible
 from cluster.rig import host_state, needs
-from cluster.rig.binaries import BUILD_FOLDER, COMPONENTS, pinned_version
+from cluster.rig.binaries import BUILD_FOLDER, COMPONENTS, Cut, pinned_version
 from cluster.rig.cache import Cache, content_key
 from cluster.rig.cache import main as cache_main
 from cluster.rig.needs import DEBIAN_PACKAGES, DebianPackage, NotPossibleHere, cgroup_hierarchies, missing_packages
@@ -141,6 +142,30 @@ def test_every_component_is_pinned_and_names_no_registry_host(name: str) -> None
     assert "://" not in files["go.mod"] + files.get("go.sum", "")
     component = COMPONENTS[name]
     assert bool(pinned_version(component)) == bool(component.version_module)
+
+
+SCALERS = """switch kind {
+\tcase "queue":
+\t\treturn queue()
+\tcase "prometheus":
+\t\treturn prometheus()
+\tdefault:
+\t\treturn nothing()
+\t}
+}
+"""
+
+
+def test_what_is_cut_out_of_a_module_is_neither_compiled_nor_named(tmp_path: Path) -> None:
+    for name in ("queue.go", "prometheus.go", "build.go"):
+        (tmp_path / name).write_text(SCALERS)
+    cut = Cut(folder=".", files=("build.go", "prometheus.go"), switch="build.go", cases=("prometheus",))
+    cut.apply(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["build.go", "prometheus.go"]
+    left = SCALERS.replace('\tcase "queue":\n\t\treturn queue()\n', "")
+    assert (tmp_path / "build.go").read_text() == left
+    with pytest.raises(ValueError, match="has changed"):
+        dataclasses.replace(cut, cases=("queue",)).apply(tmp_path)
 
 
 # Images

@@ -202,21 +202,25 @@ def _in_base64(text: str) -> str:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, users: tuple[str, ...] = (), bodies_of: tuple[str, ...] = (), host: str = ApiServer.host
+    folder: Path,
+    users: tuple[str, ...] = (),
+    bodies_of: tuple[str, ...] = (),
+    host: str = ApiServer.host,
+    flags: tuple[str, ...] = (),
 ) -> Iterator[ApiServer]:
     """A fresh server with its data in `folder`. Raises NotPossibleHere if its programs cannot be built."""
     programs = binaries.ensure("etcd", "hyper")
     with free_ports(3) as port:
         server = ApiServer(folder, port, {user: secrets.token_hex(16) for user in ("admin", *users)}, bodies_of, host)
         try:
-            _start(server, programs["etcd"] / "etcd", programs["hyper"] / "kube-apiserver")
+            _start(server, programs["etcd"] / "etcd", programs["hyper"] / "kube-apiserver", flags)
             yield server
         finally:
             server.stop()
             shutil.rmtree(folder / "etcd", ignore_errors=True)
 
 
-def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
+def _start(server: ApiServer, etcd: Path, kube_apiserver: Path, flags: tuple[str, ...]) -> None:
     folder = server.folder
     folder.mkdir(parents=True, exist_ok=True)
     client_url, peer_url = (f"http://{server.authority}:{server.port + more}" for more in (1, 2))
@@ -266,6 +270,7 @@ def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
         "--disable-admission-plugins=ServiceAccount",  # no controller creates the account `default`
         f"--audit-policy-file={folder / 'audit.yaml'}",
         f"--audit-log-path={folder / 'audit.log'}",
+        *flags,
     )
     deadline = time.monotonic() + WAIT_SECONDS
     while True:

@@ -75,6 +75,21 @@ def finished_or_ready(pod: Any) -> Status:
     return {"phase": "Running", "conditions": ready, "containerStatuses": [running]}
 
 
+def loading_on(node: str, namespace: Namespace, pod: Any) -> Status:
+    """Binds a pod of a model to a node, where it runs but is not ready yet."""
+    name, status = pod["metadata"]["name"], finished_or_ready(pod)
+    target = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"name": node}}
+    namespace.server.call("POST", PODS.path(namespace.name, name, "binding"), target)
+    unready = [{**one, "status": str(one["type"] == "PodScheduled")} for one in status["conditions"]]
+    running = [{**one, "ready": False, "started": False} for one in status["containerStatuses"]]
+    return {**status, "conditions": unready, "containerStatuses": running}
+
+
+def put_status(namespace: Namespace, pod: Any, status: Status) -> None:
+    path = PODS.path(namespace.name, pod["metadata"]["name"], "status")
+    namespace.server.call("PATCH", path, {"status": status}, "application/merge-patch+json")
+
+
 def ended_twice(status: Status) -> Status:
     """The status of a ready pod, but of one that has ended twice, for a reason that another start would not change."""
     ended = {"terminated": {"exitCode": 10, "reason": "Error", "message": ""}}
@@ -95,9 +110,8 @@ async def kubelet(namespace: Namespace, status_of: Callable[[Any], Status] = fin
         for pod in namespace.list(PODS):
             metadata = pod["metadata"]
             if pod["status"].get("phase") == "Pending" and "deletionTimestamp" not in metadata:
-                path = PODS.path(namespace.name, metadata["name"], "status")
                 with contextlib.suppress(urllib.error.HTTPError):  # deleted meanwhile
-                    namespace.server.call("PATCH", path, {"status": status_of(pod)}, "application/merge-patch+json")
+                    put_status(namespace, pod, status_of(pod))
 
     async def work() -> None:
         while True:

@@ -77,11 +77,13 @@ Found = TypeVar("Found")
 
 
 @contextlib.contextmanager
-def served(folder: Path, bodies_of: tuple[str, ...] = (), host: str = ApiServer.host) -> Iterator[ApiServer]:
+def served(
+    folder: Path, bodies_of: tuple[str, ...] = (), host: str = ApiServer.host, flags: tuple[str, ...] = ()
+) -> Iterator[ApiServer]:
     """An API server with the CRDs and the operator's rights; skips the test if its programs cannot be built."""
     with contextlib.ExitStack() as stack:
         try:
-            server = stack.enter_context(apiserver.running(folder, USERS, bodies_of, host))
+            server = stack.enter_context(apiserver.running(folder, USERS, bodies_of, host, flags))
         except NotPossibleHere as reason:
             pytest.skip(str(reason))
         grant(server)

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,25 +31,55 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
+class Cut:
+    """What a build leaves out of the module `version_module`: most of a folder, and the code that names it.
+
+    folder, files: the folder, and those of its source files that stay.
+    switch, cases: a source file with one `switch` of strings, and the cases of it that stay beside the default.
+    """
+
+    folder: str
+    files: tuple[str, ...]
+    switch: str
+    cases: tuple[str, ...]
+
+    def apply(self, module: Path) -> None:
+        """Raises ValueError: the module has no such files or cases."""
+        sources = {path.name: path for path in (module / self.folder).glob("*.go")}
+        for name in sources.keys() - set(self.files):
+            sources[name].unlink()
+        file = module / self.switch
+        head, *cases = re.split(r"^(?=\t(?:case|default)\b)", file.read_text(), flags=re.MULTILINE)
+        kept = [case for case in cases if re.match(rf'\tdefault:|\tcase "(?:{"|".join(self.cases)})":', case)]
+        if len(kept) != len(self.cases) + 1 or not sources.keys() >= set(self.files):
+            raise ValueError(f"{self.folder} or {self.switch} has changed: {self.files}, {self.cases}")
+        file.write_text(head + "".join(kept))
+
+
+@dataclass(frozen=True)
 class Component:
     """One build: programs (name -> Go package) of one go.mod.
 
     version_module: the required module that defines the version of the component.
+    cut: what is left out of that module, which must be one of the modules with files to copy.
     version_flags: link flags that write the version into the programs; `{version}` is replaced.
     tags: build tags.
     names: further names of a multi-call program (name -> program).
     protocols: files of required modules that are copied beside the programs (name -> (module, path)).
     minutes: how long a clean build takes on two cores, for the progress line.
+    is_on_demand: built by the first test that needs it, not with all others.
     """
 
     name: str
     programs: Mapping[str, str]
     minutes: float = field(repr=False)  # not part of the key
     version_module: str = ""
+    cut: Cut | None = field(default=None, repr=False)  # in the key by itself
     version_flags: tuple[str, ...] = ()
     tags: str = field(default="", repr=False)  # in the key as a Go flag
     names: Mapping[str, str] = field(default_factory=dict)
     protocols: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    is_on_demand: bool = field(default=False, repr=False)
 
     @property
     def go_flags(self) -> str:
@@ -56,6 +87,7 @@ class Component:
 
 
 _KUBERNETES_VERSION = "k8s.io/component-base/version"
+_KEDA = "github.com/kedacore/keda/v2"
 _PROMETHEUS_OPERATOR = "github.com/prometheus-operator/prometheus-operator"
 _MONITORING_CRDS = "example/prometheus-operator-crd/monitoring.coreos.com"
 
@@ -155,11 +187,44 @@ COMPONENTS = {
             version_module=_PROMETHEUS_OPERATOR,
         ),
         Component(
+            "keda",
+            {"keda-operator": f"{_KEDA}/cmd/operator", "keda-adapter": f"{_KEDA}/cmd/adapter"},
+            minutes=5,
+            version_module=_KEDA,
+            # Every other scaler brings the SDK of its service.
+            cut=Cut(
+                folder="pkg/scalers",
+                # That of Azure has a constant of all.
+                files=("scaler.go", "external_scaler.go", "prometheus_scaler.go", "azure_queue_scaler.go"),
+                switch="pkg/scaling/scalers_builder.go",
+                cases=("external", "external-push", "prometheus"),
+            ),
+            version_flags=(f"-X {_KEDA}/version.Version={{version}}",),
+            protocols={
+                **{
+                    f"{kind}.yaml": (_KEDA, f"config/crd/bases/{kind}.yaml")
+                    for kind in (
+                        "eventing.keda.sh_cloudeventsources",
+                        "eventing.keda.sh_clustercloudeventsources",
+                        "keda.sh_clustertriggerauthentications",
+                        "keda.sh_scaledjobs",
+                        "keda.sh_scaledobjects",
+                        "keda.sh_triggerauthentications",
+                    )
+                },
+                "role.yaml": (_KEDA, "config/rbac/role.yaml"),
+                "role_binding.yaml": (_KEDA, "config/rbac/role_binding.yaml"),
+                "adapter_role_binding.yaml": (_KEDA, "config/metrics-server/role_binding.yaml"),
+                "api_service.yaml": (_KEDA, "config/metrics-server/api_service.yaml"),
+            },
+            is_on_demand=True,
+        ),
+        Component(
             "crds",
             {},
             minutes=0.1,
             protocols={
-                "scaledobjects.yaml": ("github.com/kedacore/keda/v2", "config/crd/bases/keda.sh_scaledobjects.yaml"),
+                "scaledobjects.yaml": (_KEDA, "config/crd/bases/keda.sh_scaledobjects.yaml"),
                 **{
                     f"{kind}.yaml": (_PROMETHEUS_OPERATOR, f"{_MONITORING_CRDS}_{kind}.yaml")
                     for kind in ("podmonitors", "prometheusrules")
@@ -206,7 +271,8 @@ def ensure(*names: str, cache: Cache | None = None, say: Callable[[str], None] =
 
 def _ensure(component: Component, cache: Cache, say: Callable[[str], None]) -> Path:
     source = BUILD_FOLDER / component.name
-    key = content_key(repr(component), component.go_flags, source)
+    cut = (repr(component.cut),) if component.cut else ()
+    key = content_key(repr(component), component.go_flags, *cut, source)
 
     def build(folder: Path) -> None:
         started = time.monotonic()
@@ -241,15 +307,23 @@ def _build(component: Component, source: Path, folder: Path, go_cache: Path, say
         return done.stdout.strip()
 
     def fetch() -> dict[str, Path]:
-        """Every module that the build reads; the folders of those with files to copy."""
-        if component.programs:
-            run("list", "-deps", *component.programs.values())
+        """The folders of modules with files to copy."""
         modules = {module for module, _ in component.protocols.values()}
         return {module: Path(json.loads(run("mod", "download", "-json", module))["Dir"]) for module in modules}
 
     folders = _persistently(fetch, say)
-    for program, package in component.programs.items():
-        run("build", "-ldflags", flags, "-o", str(folder / program), package)
+    with tempfile.TemporaryDirectory() as scratch:
+        if component.cut is not None:
+            rest = Path(shutil.copytree(folders[component.version_module], f"{scratch}/rest"))
+            component.cut.apply(rest)
+            go_mod = Path(scratch) / "go.mod"
+            go_mod.write_text(f"{(source / 'go.mod').read_text()}\nreplace {component.version_module} => {rest}\n")
+            shutil.copyfile(source / "go.sum", go_mod.with_name("go.sum"))
+            environment["GOFLAGS"] += f" -modfile={go_mod}"
+        if component.programs:  # downloads every module that the build reads
+            _persistently(lambda: run("list", "-deps", *component.programs.values()), say)
+        for program, package in component.programs.items():
+            run("build", "-ldflags", flags, "-o", str(folder / program), package)
     for name, program in component.names.items():
         (folder / name).symlink_to(program)
     for name, (module, path) in component.protocols.items():
@@ -267,13 +341,14 @@ def _persistently(act: Callable[[], _Result], say: Callable[[str], None]) -> _Re
 
 
 def main(names: list[str]) -> int:
-    """`python -m cluster.rig.binaries [NAME...]`: builds, then prints each component's folder."""
+    """`python -m cluster.rig.binaries [NAME...]`: builds, then prints each component's folder. Without a name: all but
+    those on demand."""
     unknown = sorted(set(names) - set(COMPONENTS))
     if unknown:
         print(f"no such component: {' '.join(unknown)}; there are {' '.join(COMPONENTS)}", file=sys.stderr)
         return 2
     try:
-        for name in names or COMPONENTS:
+        for name in names or (c.name for c in COMPONENTS.values() if not c.is_on_demand):
             for path in ensure(name, say=lambda line: print(line, flush=True)).values():
                 print(f"{name}\t{path}", flush=True)
     except NotPossibleHere as error:
