@@ -72,7 +72,7 @@ FILES = $(1:%=tests/neuron_runtime/test_%.py)
 IMPORTS := torch|transformers|tokenizers|safetensors|neuron_runtime\.(backend\.torch|text\.detokenizer|weights\.hub)
 ONCE := nxdi_fake nxdi_group host_sampling_distribution torch_ranks torch_allocation demo_model grammars torch_rotary \
   torch_quantized torch_eight_bits torch_experts torch_drafts torch_draft_model torch_eagle torch_families torch_adapters \
-  picture_families adapters adapters_peft host inspection server_processes strict_calls vector_clients
+  picture_families torch_pictures_beside adapters adapters_peft host inspection server_processes strict_calls vector_clients
 # These test what runs in the images alone: `make test` has them with those versions alone, and they have no slow test.
 IN_IMAGES := nxdi_adapters nxdi_draft_model nxdi_eagle nxdi_quantized nxdi_steps neuronx_backend optimum_backend
 VERSIONED = $(filter-out $(call FILES,$(ONCE)),$(shell grep -lE "^ *(import|from) ($(IMPORTS))" tests/neuron_runtime/test_*.py)) \

@@ -11,12 +11,21 @@ import numpy as np
 import torch
 
 from helpers.step_counts import StepCounts
-from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_logits, use_adapter, with_adapters
+from helpers.torch_models import (
+    NEAR_TIE,
+    load_backend,
+    reference,
+    reference_logits,
+    runtime_config,
+    use_adapter,
+    with_adapters,
+)
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.held import held_as
 from neuron_runtime.backend.torch.linear import tiled_kinds
-from neuron_runtime.backend.torch.loader import load_decoder
+from neuron_runtime.backend.torch.loader import load, load_decoder
 from neuron_runtime.backend.torch.naming import as_named
 from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
 from neuron_runtime.backend.torch.step_module import DecodeStep, constants
@@ -24,6 +33,7 @@ from neuron_runtime.backend_protocol import Rank
 from neuron_runtime.checkpoint import check_tensors, read_checkpoint
 from neuron_runtime.core import Request
 from neuron_runtime.engine.loop import Engine
+from neuron_runtime.host import FreeMemory
 from neuron_runtime.quantization import Quantizing
 
 Result = TypeVar("Result")
@@ -82,6 +92,23 @@ def feed(decoder: Any, cache: KVCache, lines: Any, steps: list[list[tuple[int, i
 def place(folder: Path, rank: int, size: int) -> Rank:
     """The place of a rank on this machine; the folder is that of one group."""
     return Rank(rank, size, size, f"file://{folder}/rendezvous", "127.0.0.1")
+
+
+def backends_of(folder: Path, size: int, meeting: Path, **config: Any) -> list[TorchBackend]:
+    """One of each rank of a group."""
+
+    def one(rank: int) -> TorchBackend:
+        return load(
+            folder,
+            runtime_config(**config),
+            lambda stage, share: None,
+            # Each rank finds another amount, and all must come to the same limits.
+            lambda: FreeMemory(2**30 - rank * 2**20),
+            place=place(meeting, rank, size) if size > 1 else Rank(),
+        )
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(one, range(size)))
 
 
 def on_ranks(size: int, folder: Path, work: Callable[[Ranks], Result]) -> list[Result]:

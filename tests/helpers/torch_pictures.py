@@ -7,13 +7,20 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load, load_file, save, save_file
 
+from helpers.torch_models import NEAR_TIE, runtime_config
+from helpers.torch_parity import load_adapters
+from neuron_runtime.backend.torch.loader import load as load_model
 from neuron_runtime.core import Picture, Request, Sampling
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.host import FreeMemory
 
 IMAGE, VIDEO, BREAK, END, START, WHOLE = 10, 11, 12, 13, 14, 15
 """Tokens that stand for a part of a picture, end a line of them, and end all."""
@@ -321,3 +328,51 @@ def _together(pixels: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
             each = [fill(one, (0, width - one.shape[-1], 0, height - one.shape[-2])) for one in each]
         found[name] = torch.cat(each)
     return found
+
+
+class Served:
+    """An engine over a model, and what it has answered. loaded: adapters."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        drafting: Any = None,
+        loaded: Mapping[str, Path] = MappingProxyType({}),
+        quantization: Any = "auto",
+        **config: Any,
+    ) -> None:
+        made = msgspec.structs.replace(runtime_config(**config), quantization=quantization)
+        self.backend = load_model(folder, made, lambda what, share: None, lambda: FreeMemory(2**30))
+        self.backend.warm_up(lambda what, share: None)
+        self.engine = Engine(self.backend, drafting=drafting)
+        load_adapters(self.engine, loaded)
+        assert self.backend._vision is not None
+        self.vision = self.backend._vision
+        self.logprobs: dict[str, list[float]] = {}
+        """Of the tokens of each answer."""
+
+    def answers(self, *asked: Request) -> dict[str, list[int]]:
+        tokens: dict[str, list[int]] = {one.request_id: [] for one in asked}
+        for one in asked:
+            self.engine.add(one)
+        while self.engine.has_work:
+            for event in self.engine.step():
+                tokens[event.request_id] += event.token_ids
+                self.logprobs.setdefault(event.request_id, []).extend(one.logprob for one in event.logprobs)
+        return tokens
+
+    def close(self) -> None:
+        self.backend.close()
+
+
+def check(model: Any, asked: Request, answer: list[int], logprobs: list[float]) -> None:
+    """An answer has the tokens of transformers, but for near ties, and their log-probabilities."""
+    assert len(answer) == asked.sampling.max_tokens
+    logits = seeing_logits(model, asked, answer)
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=NEAR_TIE, rtol=0)
+    best = logits.topk(2).values
+    behind = best[:, 0] - logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+    assert (behind < NEAR_TIE).all(), f"{asked.request_id}: {answer}"
+    assert (best[:, 0] - best[:, 1]).max() > NEAR_TIE

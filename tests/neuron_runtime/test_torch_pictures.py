@@ -7,64 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from helpers.torch_models import NEAR_TIE, load_backend
 from helpers.torch_pictures import (
     FAMILIES,
+    Served,
+    check,
     renamed,
     request,
-    seeing_logits,
     seeing_model,
     seeing_reference,
     seen,
     text,
 )
 from neuron_runtime.core import Request
-from neuron_runtime.engine.loop import Engine
 
 ROOM: dict[str, dict[str, Any]] = {
     "whole prompts, slots": {"layout": "slots", "max_sequences": 3, "max_step_tokens": 512},
     "chunks, slots": {"layout": "slots", "max_sequences": 3, "max_step_tokens": 11},
     "chunks, blocks": {"layout": "blocks", "max_sequences": 3, "max_step_tokens": 11, "block_size": 8},
 }
-
-
-class Served:
-    """An engine over a model, and what it has answered."""
-
-    def __init__(self, folder: Path, **config: Any) -> None:
-        self.backend = load_backend(folder, **config)
-        self.backend.warm_up(lambda what, share: None)
-        self.engine = Engine(self.backend)
-        assert self.backend._vision is not None
-        self.vision = self.backend._vision
-        self.logprobs: dict[str, list[float]] = {}
-        """Of the tokens of each answer."""
-
-    def answers(self, *asked: Request) -> dict[str, list[int]]:
-        tokens: dict[str, list[int]] = {one.request_id: [] for one in asked}
-        for one in asked:
-            self.engine.add(one)
-        while self.engine.has_work:
-            for event in self.engine.step():
-                tokens[event.request_id] += event.token_ids
-                self.logprobs.setdefault(event.request_id, []).extend(one.logprob for one in event.logprobs)
-        return tokens
-
-    def close(self) -> None:
-        self.backend.close()
-
-
-def check(model: Any, asked: Request, answer: list[int], logprobs: list[float]) -> None:
-    assert len(answer) == asked.sampling.max_tokens
-    logits = seeing_logits(model, asked, answer)
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=NEAR_TIE, rtol=0)
-    best = logits.topk(2).values
-    behind = best[:, 0] - logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
-    assert (behind < NEAR_TIE).all(), f"{asked.request_id}: {answer}"
-    assert (best[:, 0] - best[:, 1]).max() > NEAR_TIE
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -23,6 +23,7 @@ from helpers.told_drafts import Told, events_of, tokens_of
 from helpers.torch_models import MODELS, random_model, reference, reference_logits, runtime_config
 from helpers.torch_parity import (
     TOLERANCE,
+    backends_of,
     check_greedy,
     load_decoder_and_cache,
     logits_on_ranks,
@@ -37,7 +38,6 @@ from neuron_runtime.backend.torch.cache import StepRows
 from neuron_runtime.backend.torch.loader import load, load_decoder
 from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.backend.torch.ranks import Ranks
-from neuron_runtime.backend_protocol import Rank
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.config import DraftSource, Speculation
 from neuron_runtime.core import NO_TOKEN, Request, Sampling
@@ -95,21 +95,6 @@ def test_a_vocabulary_that_does_not_divide_is_split_with_padding(tmp_path: Path)
     expected = reference_logits(reference(folder), tokens)
     for found in on_ranks(4, tmp_path, logits):
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
-
-
-def backends_of(folder: Path, size: int, meeting: Path, **config: Any) -> list[TorchBackend]:
-    def one(rank: int) -> TorchBackend:
-        return load(
-            folder,
-            runtime_config(**config),
-            lambda stage, share: None,
-            # Each rank finds another amount, and all must come to the same limits.
-            lambda: FreeMemory(2**30 - rank * 2**20),
-            place=place(meeting, rank, size) if size > 1 else Rank(),
-        )
-
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(one, range(size)))
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> Mapping[str, list[int]]:

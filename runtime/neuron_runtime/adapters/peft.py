@@ -69,10 +69,10 @@ _LARGEST_FLOAT32 = 3.4e38
 _MAX_SHOWN = 80
 
 _OF_TEXT = "language_model."
-"""What a model with images has before the names of its text model."""
+"""What a model with images has in the names of its text model: before `model.`, or behind it in newer transformers."""
 _PROJECTION = re.compile(
-    rf"base_model\.model\.(?:{re.escape(_OF_TEXT)})?"
-    r"model\.layers\.(\d{1,5})\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
+    r"base_model\.model\.(?:language_model\.model|model\.language_model|model)"
+    r"\.layers\.(\d{1,5})\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
 )
 _AGAIN = "save the adapter again with PEFT's save_pretrained"
 _MERGE = "train it without that, or merge it into its model (PEFT's merge_and_unload) and serve that"

@@ -8,6 +8,7 @@ sequence has such tokens to feed.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -184,20 +185,28 @@ def load_tower(
     return served
 
 
+_one_at_a_time = threading.Lock()
+
+
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Modules made meanwhile have parameters without memory. Their buffers are computed, as checkpoints lack them."""
+    """Modules that this thread makes meanwhile have parameters without memory. Their buffers are computed, as
+    checkpoints lack them."""
     modules: Any = torch.nn.Module
-    register = modules.register_parameter
+    thread = threading.get_ident()
 
     def without(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        register(module, name, None if parameter is None else torch.nn.Parameter(parameter.to("meta")))
+        if parameter is not None and threading.get_ident() == thread:
+            parameter = torch.nn.Parameter(parameter.to("meta"))
+        register(module, name, parameter)
 
-    modules.register_parameter = without
-    try:
-        yield
-    finally:
-        modules.register_parameter = register
+    with _one_at_a_time:
+        register = modules.register_parameter
+        modules.register_parameter = without
+        try:
+            yield
+        finally:
+            modules.register_parameter = register
 
 
 @dataclass(slots=True)
