@@ -572,6 +572,13 @@ def test_closing_ends_compilations_that_run() -> None:
     assert all(one.done() for one in asked)
 
 
+def test_a_compilation_that_is_ended_before_its_process_has_started_ends() -> None:
+    checker = Checker(FORM_BYTES)
+    checker.interrupt()
+    with pytest.raises(InvalidRequest, match="cannot be compiled"):
+        checker.checked(Form("choice", '["a"]'))
+
+
 PATTERNS = "\n".join(f"A{at}: /[a-z]*{chr(97 + at % 26)}[a-z]{{{at % 40 + 5}}}/" for at in range(60))
 
 

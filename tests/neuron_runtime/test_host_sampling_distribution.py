@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from helpers.chi_square import assert_follows, bound
+from helpers.covering import covering
 from neuron_runtime.backend.host_sampling.adjustments import Adjustments
 from neuron_runtime.backend.host_sampling.drawing import SamplingTable, choose, weighed_at
 from neuron_runtime.backend.host_sampling.likeliest import Scores
@@ -107,8 +108,16 @@ def test_the_statistical_test_rejects_a_wrong_distribution() -> None:
         assert_follows(counts, asked_for(Sampling(temperature=1.1)))
 
 
-@pytest.mark.parametrize("asked", [{"top_p": 0.9}, {"top_p": 0.9, "top_k": 3000}, {"min_p": 0.01, "top_p": 0.7}, {}])
-@pytest.mark.parametrize("sigma", [0.0, *(pytest.param(one, marks=pytest.mark.long) for one in (0.5, 1.5)), 3.0])
+FLAT: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_p": 0.9, "top_k": 3000}, {"min_p": 0.01, "top_p": 0.7}, {}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "sigma"),
+    [
+        *covering(FLAT, (0.0, 3.0)),
+        *(pytest.param(one, sigma, marks=pytest.mark.long) for one in FLAT for sigma in (0.5, 1.5)),
+    ],
+)
 def test_draws_of_flat_distributions_follow_the_requested_distribution(asked: dict[str, Any], sigma: float) -> None:
     vocabulary, num, at_once, num_bins = 9000, 3000, 100, 40
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(2)) * sigma

@@ -65,8 +65,17 @@ def a_head(folder: Path, generation: int) -> Path:
     return write_head(folder, config, head_tensors(generation, config))
 
 
-@pytest.mark.parametrize(("layout", "period"), [(FEW_BLOCKS, 1), (FEW_BLOCKS, 3), (SLOTS, 2)])
-@pytest.mark.parametrize("generation", [1, 3])
+@pytest.mark.parametrize(
+    ("generation", "layout", "period"),
+    [
+        (1, FEW_BLOCKS, 3),
+        (3, FEW_BLOCKS, 1),
+        (3, SLOTS, 2),
+        pytest.param(1, FEW_BLOCKS, 1, marks=pytest.mark.long),
+        pytest.param(1, SLOTS, 2, marks=pytest.mark.long),
+        pytest.param(3, FEW_BLOCKS, 3, marks=pytest.mark.long),
+    ],
+)
 def test_the_drafts_of_every_step_are_those_of_the_reference(
     generation: int, layout: dict[str, Any], period: int, tmp_path: Path
 ) -> None:

@@ -60,10 +60,13 @@ class Checker:
         """max_bytes: of a compiled form with the automaton of its answers."""
         self._max_bytes = max_bytes
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_interrupted = False
 
     def checked(self, form: Form) -> Checked:
         """The grammar of a form that compiles within the limits. Raises InvalidRequest."""
         child = self._started()
+        if self._is_interrupted:  # before there was a child
+            child.kill()
         assert child.stdin is not None
         assert child.stdout is not None
         timer = threading.Timer(MAX_SECONDS, child.kill)
@@ -87,7 +90,8 @@ class Checker:
         return checked
 
     def interrupt(self) -> None:
-        """Let `checked` on another thread end soon."""
+        """Let `checked` on another thread end soon, and for good."""
+        self._is_interrupted = True
         child = self._child
         if child is not None:
             child.kill()
