@@ -359,12 +359,7 @@ class Story:
         return self.items("pods", f"{SERVING},neuron-serving.dev/model={model}")
 
     def ready_pods(self, model: str = "chat") -> list[Any]:
-        return [
-            pod
-            for pod in self.serving_pods(model)
-            if "deletionTimestamp" not in pod["metadata"]
-            and any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
-        ]
+        return [pod for pod in self.serving_pods(model) if is_ready(pod)]
 
     def kill_operator(self) -> None:
         """Kills every replica with SIGKILL and deletes the pods, to avoid the kubelet's back-off."""
@@ -447,6 +442,14 @@ class Story:
 def entries(volume: Volume) -> list[str]:
     """The complete models of a store."""
     return sorted(path.name for path in volume.folder.iterdir() if not path.name.startswith("."))
+
+
+def is_ready(pod: Any) -> bool:
+    """Whether it is ready, and nobody has deleted it."""
+    conditions = pod["status"].get("conditions", [])
+    return "deletionTimestamp" not in pod["metadata"] and ("Ready", "True") in [
+        (one["type"], one["status"]) for one in conditions
+    ]
 
 
 def requests_devices(pod: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The whole path of a user: install the chart, apply a NeuronModel, get tokens, change it, delete it.
+"""The whole path of a user: install the chart, apply a NeuronModel, get tokens, change it, delete it; one on two nodes.
 
 One test, because its stages build on each other; it prints the seconds of each. The operator is killed with SIGKILL
 when a model begins and when it ends; test_operator_crash_points.py kills it at every kind of request.
@@ -21,10 +21,13 @@ from cluster.stories import (
     OPERATOR_NAMESPACE,
     OPERATOR_USER,
     OURS,
+    TORCH,
     Images,
     Story,
     install,
+    is_ready,
     load_images,
+    model_of,
     uninstall,
 )
 
@@ -186,6 +189,14 @@ def _tell(story: Story, images: Images) -> None:
     with story.stage("and back"):
         story.kubectl("scale", "nm", "chat", "--replicas=2")
         story.until_ready(2)
+
+    with story.stage("a replica on two nodes"):
+        story.apply(model_of("pair", "file:///models/demo", engine=TORCH, parallelism={"nodes": 2, "tensor": 2}))
+        story.until_ready(1, "pair")
+        members = [pod for pod in story.items("pods", "neuron-serving.dev/model=pair") if is_ready(pod)]
+        assert len({pod["spec"]["nodeName"] for pod in members}) == len(members) == 2
+        assert story.plugin("chat", "pair", QUESTION, "--temperature", "0").startswith(ANSWERS[QUESTION])
+        story.kubectl("delete", "nm", "pair", "--wait=false")
 
     with story.stage("a wrong field, a model that is not there"):
         wrong = json.dumps({**MODEL, "spec": {**MODEL["spec"], "replica": 1}})
