@@ -1,7 +1,7 @@
 # Commands for developers and CI; `make` lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format generate lint check test cluster-tests other-tests test-long test-neuron-versions bench bench-operator programs clients open-webui cluster cluster-env cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve demo-vision format generate lint check test cluster-tests other-tests test-long test-neuron-versions bench bench-operator programs clients open-webui cluster cluster-env cluster-images cluster-down cluster-deps clean-cache
 
 # Python then keeps the bytecode of the packages that are used: compiling all of them takes half of the setup.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,6 +32,10 @@ demo: setup  ## serve the demo model, ask it one question, exit
 
 serve: setup  ## the same, and keep serving
 	@$(BIN)/neuron-operator local -f examples/neuronmodel-local.yaml --ask "What is neuron-serving?"
+
+demo-vision: setup  ## serve the vision model, ask it what is in a picture, exit
+	@$(BIN)/neuron-operator local -f examples/vision-local.yaml --ask "What is in the picture?" \
+	  --picture examples/vision-model/shapes.png --exit
 
 format: setup  ## format the code
 	@$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
