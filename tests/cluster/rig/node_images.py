@@ -121,9 +121,10 @@ def ensure_store(
     only: bool = True,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """The cached root folder of a containerd with `archives`, and with `only` no other image.
+    """The cached root folder of a containerd with `archives`, and with `only` without those of other versions.
 
-    Images already in it and layers shared between images are not unpacked again.
+    Other images stay as long as their archives do, for those who use them next. Images already in it and layers shared
+    between images are not unpacked again.
     """
     root = cache.folder("image-store", "nodes")
     held_file, state = root / "held.json", root / "state"
@@ -133,7 +134,8 @@ def ensure_store(
             remove_store_builder()
             shutil.rmtree(root)
         missing = [archive for archive in archives if archive not in held]
-        excess = [archive for archive in held if archive not in archives] if only else []
+        names = {archive.name for archive in archives}
+        excess = [one for one in held if only and one not in archives and (one.name in names or not one.path.exists())]
         if missing or excess:
             say(f"unpacking {len(missing)} images for the nodes")
             state.mkdir(parents=True)
