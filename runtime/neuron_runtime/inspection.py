@@ -15,14 +15,23 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from neuron_runtime.adapters.peft import TEXT_FILES, AdapterRules
 from neuron_runtime.backend.neuron.devices import named_platform
 from neuron_runtime.backend.neuron.model_config import quantization_of as neuron_quantization_of
-from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
+from neuron_runtime.backend.nxdi.library import sees_pictures
+from neuron_runtime.backend.nxdi.models import (
+    BY_APPLICATION,
+    BY_ARCHITECTURE,
+    family_of,
+    is_private,
+    text_config,
+    window_of,
+)
+from neuron_runtime.backend.nxdi.vision import Counts, needs_of
 from neuron_runtime.backend.optimum import models as optimum
 from neuron_runtime.backend.optimum.hub_cache import cached_graphs, in_words
 from neuron_runtime.backend.torch import vector_models
@@ -51,7 +60,7 @@ from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.pictures.families import family_of as picture_family
 from neuron_runtime.quantization import QUANTIZATION_FIELDS, Quantizing, has_known_method, quantization_of
 from neuron_runtime.recipes import is_vector_model, read_recipe
-from neuron_runtime.record import AdapterFacts, ModelFacts, PlannedConversion
+from neuron_runtime.record import AdapterFacts, EncoderFacts, ModelFacts, PlannedConversion
 from neuron_runtime.requests.generation_defaults import NEUTRAL
 from neuron_runtime.requests.texts import Text, adapted_text
 from neuron_runtime.text.tokenizer import load_tokenizer
@@ -234,7 +243,9 @@ def model_facts(
         checkpoint.is_sharded and text_config(checkpoint.config).get("tie_word_embeddings") is True
     )
     facts = _facts(checkpoint, shape, digest, tied_embeddings=tied)
-    facts = msgspec.structs.replace(facts, sees_pictures=_sees_pictures(checkpoint, backend))
+    sees = _sees_pictures(checkpoint, backend, application_class)
+    encoder = _encoder(checkpoint, application_class, facts.hidden_size) if sees and backend == NXDI else None
+    facts = msgspec.structs.replace(facts, sees_pictures=sees, encoder=encoder)
     planned = conversion and PlannedConversion(
         digest=conversion.digest(facts.digest, contents_of(uri, checkpoint) if uri else ""),
         format=conversion.format,
@@ -265,14 +276,29 @@ def _facts(
     )
 
 
-def _sees_pictures(checkpoint: Checkpoint, backend: str) -> bool:
-    """Whether a backend computes pictures for a model, and the front end reads them; of "": whether torch does."""
-    config, names = checkpoint.config, _architectures(checkpoint)
+def _sees_pictures(checkpoint: Checkpoint, backend: str, application_class: str) -> bool:
+    """Whether a backend computes pictures for a model, and the front end reads them; of "": whether torch does. That of
+    the device needs a library that can, if one is installed."""
+    config = checkpoint.config
     if backend == VLLM:
         return isinstance(config.get("vision_config"), Mapping)
-    on_device = any(BY_ARCHITECTURE[name].pictures for name in names if name in BY_ARCHITECTURE)
-    computed = on_device if backend == NXDI else backend in ("", TORCH) and tower_of(config) is not None
+    if backend == NXDI:
+        computed = bool(_pictures_on_device(checkpoint, application_class)) and sees_pictures()
+    else:
+        computed = backend in ("", TORCH) and tower_of(config) is not None
     return computed and picture_family(config) is not None
+
+
+def _pictures_on_device(checkpoint: Checkpoint, application_class: str) -> Counts | Literal[""]:
+    """What the model's class of NxD Inference counts of pictures."""
+    own = [BY_APPLICATION.get(application_class)] if application_class else []
+    families = own or [BY_ARCHITECTURE.get(name) for name in _architectures(checkpoint)]
+    return next((family.pictures for family in families if family and family.pictures), "")
+
+
+def _encoder(checkpoint: Checkpoint, application_class: str, hidden: int) -> EncoderFacts | None:
+    counts = _pictures_on_device(checkpoint, application_class)
+    return EncoderFacts(**needs_of(checkpoint.config, counts, hidden)) if counts else None
 
 
 MAX_WORDS = 200

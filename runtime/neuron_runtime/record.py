@@ -31,6 +31,24 @@ class PlannedConversion(msgspec.Struct, frozen=True, kw_only=True, rename="camel
     """Of all converted weights."""
 
 
+class EncoderFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What an encoder of pictures takes of a device's memory, by the tokens that stand for the pictures of a prompt."""
+
+    layers: int
+    numbers: int
+    """Of each token, in the dtype of the model."""
+    scores: int
+    """Of each token, in float32."""
+    squared_scores: int
+    """Of each pair of tokens, in float32."""
+    picture_tokens: int
+    """Of the largest picture, without marks."""
+    most_tokens: int
+    """Of all pictures of a prompt; 0: as many as it may have."""
+    sizes: tuple[int, ...]
+    """Tokens of the graphs that are compiled besides the largest, where they are smaller."""
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """Facts about a model from its config and index, without reading weights."""
 
@@ -66,6 +84,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     """Numbers in a vector of a model that embeds; 0: it gives none."""
     sees_pictures: bool = False
     """Whether the backend computes its pictures; without a backend: whether this runtime knows how it sees them."""
+    encoder: EncoderFacts | None = None
+    """Of a model whose pictures a device computes; None: unknown."""
     digest: str
     """The commit for hf://, else sha256 over config, index and headers of the weights; pins the served model."""
 

@@ -540,7 +540,7 @@ def test_a_test_shows_every_reason_of_the_docs() -> None:
 
 
 def test_the_shown_facts_are_those_of_a_record() -> None:
-    not_shown = {"quantization", "conversion", "task", "vectorSize", "seesPictures"}
+    not_shown = {"quantization", "conversion", "task", "vectorSize", "seesPictures", "encoder"}
     assert {*FACTS} | not_shown == set(ModelFacts.__struct_encode_fields__)
 
 

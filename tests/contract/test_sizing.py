@@ -14,30 +14,34 @@ from hypothesis import strategies as st
 from helpers.operator_worlds import FACTS, body
 from neuron_operator.api.engines import own
 from neuron_operator.api.manifest import parse
-from neuron_operator.place import sizing
+from neuron_operator.place import planner, sizing
 from neuron_operator.place.catalog import FAMILIES
 from neuron_operator.place.planner import adapter_room
 from neuron_operator.place.sizing import AdapterRoom, Load, Widths, memory_of
-from neuron_operator.read.records import Facts
+from neuron_operator.read.records import EncoderFacts, Facts
+from neuron_operator.render import resources
 from neuron_operator.render.resources import MAX_MEASURED, MEASURED_TOKENS, in_host_memory, measuring_bytes
 from neuron_runtime.adapters.peft import TARGETS
 from neuron_runtime.backend.neuron import bucket_plan
 from neuron_runtime.backend.neuron.devices import Target
 from neuron_runtime.backend.nxdi import graph_plan
 from neuron_runtime.backend.nxdi.graph_plan import plan_of
+from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE
 from neuron_runtime.backend.nxdi.settings import DEFAULT_SEGMENT_TOKENS, MIN_KERNEL_TOKENS
+from neuron_runtime.backend.nxdi.vision import needs_of
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.sizing import _adapter_bytes, _memory
 from neuron_runtime.backend.torch.vector_limits import DEFAULT_MAX_LENGTH, DEFAULT_STEP_TOKENS, vector_limits
 from neuron_runtime.backend.torch.vector_models import shapes_of, vector_model
 from neuron_runtime.checkpoint import TensorInfo
-from neuron_runtime.config import AdapterOptions, parse_config
+from neuron_runtime.config import AdapterOptions, MediaOptions, parse_config
 from neuron_runtime.conversion import measuring
 from neuron_runtime.conversion.plan import conversion_of
 from neuron_runtime.core import grammar_bytes
 from neuron_runtime.dtypes import BY_NAME, COMPUTED
 from neuron_runtime.errors import FatalError
 from neuron_runtime.host import FreeMemory
+from neuron_runtime.pictures import reader
 from neuron_runtime.recipes import Recipe
 
 CONFIG: dict[str, Any] = {
@@ -125,6 +129,66 @@ def test_cache_and_activations_of_a_core_are_what_the_runtime_plans(
     assert memory.cache == -(-planned.cache_bytes // tensor)
     assert memory.scratch - sizing.SCRATCHPAD_BYTES == max(graph.activation_bytes for graph in planned.graphs)
     assert load.num_graphs >= len(planned.graphs)
+
+
+ENCODERS: dict[str, dict[str, Any]] = {
+    "LlavaForConditionalGeneration": {
+        "model_type": "llava",
+        "image_token_index": 10,
+        "text_config": CONFIG | {"model_type": "mistral", "sliding_window": None},
+        "vision_config": {"model_type": "pixtral"},
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    },
+    "Llama4ForConditionalGeneration": {
+        "text_config": CONFIG,
+        "vision_config": {"image_size": 336, "pixel_shuffle_ratio": 0.5, "hidden_size": 1408},
+    },
+    "Qwen3VLForConditionalGeneration": {"text_config": CONFIG, "vision_config": {}},
+}
+
+
+@pytest.mark.parametrize("length", [1024, 4096, 32768])
+@pytest.mark.parametrize("pictures", [1, 8])
+@pytest.mark.parametrize("architecture", ENCODERS)
+def test_an_encoder_of_pictures_takes_what_the_runtime_plans(architecture: str, pictures: int, length: int) -> None:
+    model = ENCODERS[architecture] | {"architectures": [architecture]}
+    document = {
+        "version": 1,
+        "model": {"uri": "hf://acme/tiny", "digest": "d"},
+        "servedNames": ["chat"],
+        "backend": "nxdi",
+        "dtype": "bfloat16",
+        "compile": True,
+        "limits": {"maxModelLength": length, "maxSequences": 2},
+        "media": {"maxImages": pictures},
+    }
+    planned = plan_of(parse_config(json.dumps(document).encode()), model, Target("trn2", 2, 1))
+    encoders = [graph for graph in planned.graphs if graph.name.startswith("encode_")]
+    counts = BY_ARCHITECTURE[architecture].pictures
+    assert counts
+    needs = EncoderFacts(**needs_of(model, counts, CONFIG["hidden_size"]))
+    load = Load(length, 2, pictures=pictures)
+    assert sizing.num_encoder_graphs(needs, load) == len(encoders)
+    graphs = len(encoders) * needs.layers * sizing.GRAPH_BYTES_PER_LAYER
+    # The runtime rounds up to an even number of chunks.
+    counted = sizing.encoder_bytes(needs, Widths(), load) - graphs
+    assert counted == pytest.approx(encoders[-1].activation_bytes, rel=0.2 if length == 1024 else 0.06)
+    # It is a part of what a core holds, and of the time to compile.
+    facts = [msgspec.structs.replace(facts_of(CONFIG), encoder=one) for one in (needs, None)]
+    seen, blind = (memory_of(one, Widths(), load, 1, family=FAMILIES["trn2"], logical_core=2) for one in facts)
+    assert seen.parts["encoder"] == seen.total - blind.total == counted + graphs
+    assert sizing.compile_minutes(facts[0], load) > sizing.compile_minutes(facts[1], load)
+
+
+def test_operator_and_runtime_have_the_same_number_of_pictures() -> None:
+    assert MediaOptions().max_images == planner.DEFAULT_PICTURES
+
+
+def test_operator_and_runtime_bound_the_memory_of_pictures_alike() -> None:
+    assert reader.NUM_AT_ONCE == resources.PICTURES_AT_ONCE
+    assert reader.MAX_READ_BYTES == resources.READ_BYTES
+    assert MediaOptions().max_pixels == resources.DEFAULT_MAX_PIXELS
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -15,7 +15,7 @@ from neuron_operator.api.reasons import Reason
 from neuron_operator.decide.pin import pin
 from neuron_operator.read.records import Facts
 from neuron_operator.render.config_document import config_document
-from neuron_operator.render.resources import PICTURE_BYTES, in_host_memory
+from neuron_operator.render.resources import BYTES_PER_PIXEL, PICTURES_AT_ONCE, in_host_memory, picture_bytes
 
 MEDIA: dict[str, Any] = {
     "maxImages": 4,
@@ -58,8 +58,14 @@ def test_vllm_is_started_with_its_own_flags() -> None:
 
 def test_a_pod_requests_memory_for_pictures_only_where_they_are_seen() -> None:
     seeing, blind = in_host_memory(model_with({}), KNOWN), msgspec.structs.replace(KNOWN, sees_pictures=False)
-    assert seeing.pictures == PICTURE_BYTES
+    assert seeing.pictures == picture_bytes(None)
     assert in_host_memory(model_with({}), blind).pictures == 0
     assert in_host_memory(model_with({"maxImages": 0}), KNOWN).pictures == 0
     pods = [pin(model_with({}), facts, SETTINGS, 1).pinned.plan.host_bytes or 0 for facts in (KNOWN, blind)]
-    assert pods[0] - pods[1] >= PICTURE_BYTES
+    assert pods[0] - pods[1] == pytest.approx(picture_bytes(None), abs=64 << 20), "requests are rounded"
+
+
+def test_the_memory_for_pictures_follows_the_largest_that_is_read() -> None:
+    usual, large = (in_host_memory(model_with({"maxPixels": most}), KNOWN).pictures for most in (1 << 25, 1 << 27))
+    assert usual == picture_bytes(None)
+    assert large - usual == PICTURES_AT_ONCE * BYTES_PER_PIXEL * ((1 << 27) - (1 << 25))

@@ -6,6 +6,7 @@ Runs on the fake in its strict mode, or with NXDI_UNDER_TEST=installed on the Nx
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +30,10 @@ from neuron_runtime.backend.nxdi.models import NOT_COMPUTED, family_of
 from neuron_runtime.backend.nxdi.pixels import arguments_of, places_of
 from neuron_runtime.backend.nxdi.settings import settings_of
 from neuron_runtime.backend_protocol import IllegalBatch
+from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.core import Request
 from neuron_runtime.errors import FatalError, InvalidConfig
+from neuron_runtime.inspection import model_facts
 
 KINDS = ("Pixtral", "Llama 4", "Qwen3-VL")
 SMALL: dict[str, Any] = {
@@ -294,6 +297,50 @@ def test_releases_whose_encoders_do_not_run_are_refused_for_pixtral_and_serve_th
         assert backend.limits.max_pictures == 0
         answers = served(backend, [text])
     model.check(text, answers["text"])
+
+
+@on_the_fake
+@pytest.mark.parametrize("kind", KINDS)
+def test_facts_say_whether_the_installed_release_sees_pictures(models: dict[str, SeeingModel], kind: str) -> None:
+    checkpoint = read_checkpoint(models[kind].folder)
+    for version, sees in (("0.8", False), ("0.9", True)):
+        with fake_nxdi(version):
+            assert model_facts(checkpoint, backend="nxdi").sees_pictures == sees
+    assert model_facts(checkpoint, backend="nxdi").sees_pictures, "without a library, that of the image is not known"
+    if kind == "Llama 4":
+        text_alone = "models.llama4.modeling_llama4_text:NeuronLlama4TextForCausalLM"
+        assert not model_facts(checkpoint, backend="nxdi", application_class=text_alone).sees_pictures
+
+
+@on_the_fake
+def test_graphs_with_an_encoder_that_others_compiled_are_refused_by_name(
+    models: dict[str, SeeingModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, theirs = models["Pixtral"], tmp_path / "theirs"
+    with fake_nxdi():
+        application(settings_for(model, **SMALL), model.folder).compile(str(theirs))
+        compiler = nxdi.compiler(config_for(model, **SMALL), model.folder)
+        with pytest.raises(FatalError, match="theirs have an encoder of pictures, and such graphs of others are not"):
+            compiler.ready_made(theirs)
+        beside = tmp_path / "model"
+        shutil.copytree(model.folder, beside)
+        shutil.move(theirs, beside / "neuron-compiled-artifacts" / "0123")
+        assert nxdi.compiler(config_for(model, **SMALL), beside).ready_made(None) is None
+    assert "0123 have an encoder of pictures" in capsys.readouterr().err
+
+
+@on_the_fake
+def test_graphs_of_a_text_that_others_compiled_are_refused_for_a_model_that_sees_pictures(
+    models: dict[str, SeeingModel], tmp_path: Path
+) -> None:
+    model, theirs = models["Pixtral"], tmp_path / "theirs"
+    with fake_nxdi():
+        made = application(settings_for(model, **SMALL), model.folder)
+        made.compile(str(tmp_path / "both"))
+        shutil.copytree(tmp_path / "both" / "text_model", theirs)
+        shutil.copy(tmp_path / "both" / "neuron_config.json", theirs)
+        with pytest.raises(FatalError, match="pictures: none instead of an encoder for them"):
+            nxdi.compiler(config_for(model, **SMALL), model.folder).ready_made(theirs)
 
 
 @pytest.mark.parametrize("architecture", NOT_COMPUTED)

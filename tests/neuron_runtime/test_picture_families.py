@@ -18,9 +18,9 @@ from transformers import AutoImageProcessor
 from helpers.picture_models import MODELS, PictureModel, write_picture_model
 from neuron_runtime.config import MediaOptions, TextOptions
 from neuron_runtime.core import BackendLimits
-from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.errors import InvalidRequest, Overloaded
 from neuron_runtime.pictures.families import family_of
-from neuron_runtime.pictures.reader import load_reader
+from neuron_runtime.pictures.reader import PixelRoom, load_reader
 from neuron_runtime.pictures.sources import PictureAt
 from neuron_runtime.pictures.tiling import Tiling
 from neuron_runtime.requests.admission import Admission, Admissions
@@ -165,3 +165,22 @@ def test_pictures_of_a_request_have_at_most_as_many_tokens_as_a_backend_takes(tm
     assert 30 < one.num_tokens <= 60
     with pytest.raises(InvalidRequest, match=r"`second` is the last of pictures that have .* at most 60 of all"):
         admission.completion("[IMG][IMG]", options, pictures)
+
+
+def test_pixels_that_are_read_have_a_bound_until_they_are_dropped(tmp_path: Path) -> None:
+    folder = write_picture_model(tmp_path)
+    tokenizer, room = load_text(folder, TextOptions()).tokenizer, PixelRoom(20_000)
+    reader = load_reader(folder, tokenizer, MediaOptions(), 4, room=room)
+    assert reader is not None
+    pictures = [PictureAt(Image.new("RGB", (20, 30), "blue"), at) for at in ("first", "second", "third")]
+    held = reader.read(pictures[:1])
+    assert 7_000 < room.num_bytes == len(held[0].pixels) < 10_000
+    with pytest.raises(Overloaded, match="pictures of other requests"):
+        reader.read(pictures[:2])
+    del held
+    assert room.num_bytes == 0
+    with pytest.raises(
+        InvalidRequest, match=r"`third` is one of pictures that have \d+ bytes .* max 20000: send fewer"
+    ):
+        reader.read(pictures)
+    assert room.num_bytes == 0

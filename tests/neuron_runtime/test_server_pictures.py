@@ -17,6 +17,7 @@ from helpers.front_end import LIMITS, Serving, serving
 from helpers.picture_models import picture, write_picture_model
 from neuron_runtime.config import MediaOptions
 from neuron_runtime.engine.pixel_files import FOLDER
+from neuron_runtime.pictures.reader import MAX_READ_BYTES
 
 SEES = replace(LIMITS, max_pictures=3)
 SMALL = MediaOptions(max_image_bytes=10_000, max_pixels=10_000, allowed_hosts=("pictures.example",))
@@ -159,6 +160,23 @@ async def test_pictures_beyond_the_memory_for_them_get_429(served: Serving) -> N
     response = await asked(served, chat(ASKED, image(RED)))
     assert response.status_code == 429
     assert response.headers["retry-after"] == "1"
+
+
+async def test_pixels_are_held_in_a_file_alone_while_a_request_runs(model: Path) -> None:
+    async with serving(model, limits=SEES, vocabulary_size=400, media=SMALL, paced=True) as served:
+        waiting = asyncio.create_task(asked(served, chat(ASKED, image(RED))))
+        files, room = served.front_end.pixel_files, served.front_end.pixel_room
+        async with asyncio.timeout(20):
+            while not files.num_bytes or room.num_bytes:
+                await asyncio.sleep(0.01)
+        room.num_bytes = MAX_READ_BYTES - 1
+        refused = await asked(served, chat(ASKED, image(BLUE)))
+        assert refused.status_code == 429
+        assert "fill the memory to read them" in refused.text
+        assert not waiting.done()
+        served.permit(100)
+        assert (await waiting).status_code == 200
+        assert room.num_bytes == MAX_READ_BYTES - 1
 
 
 async def test_an_engine_that_starts_again_sees_pictures(served: Serving) -> None:

@@ -36,6 +36,8 @@ from neuron_operator.read.world import BY_PLUGIN, FreeDevices, Granting, NodeDev
 USUAL_SEQUENCES = (16, 8, 4, 2, 1)
 """The most that fit are chosen, if the manifest sets no number."""
 USUAL_LENGTH = 4096
+DEFAULT_PICTURES = 8
+"""Of a prompt, as in the runtime."""
 """Or the model's, if that is shorter."""
 LEAST = ((USUAL_LENGTH, 4), (USUAL_LENGTH, 1), (2048, 1), (1024, 1))
 """Length and sequences that a place must have room for. Only if none has is the next row tried: fewer sequences are
@@ -126,6 +128,8 @@ class Wishes:
     shares_prefixes: bool | None
     chunks_prefill: bool | None
     adapters: AdapterRoom | None
+    pictures: int
+    """Of a prompt, for a model that sees them."""
     context_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]
     widths: Widths
@@ -160,6 +164,7 @@ class Wishes:
             context_buckets=len(self.context_buckets),
             token_buckets=len({*self.token_buckets, length}) if self.token_buckets else 0,
             adapters=self.adapters,
+            pictures=self.pictures,
             decode_sizes=(sequences - 1).bit_length() + 1 if budget else 0,
         )
 
@@ -791,6 +796,7 @@ def wishes_of(model: NeuronModel, facts: Facts, budget: CacheBudget | None = Non
         shares_prefixes=shares,
         chunks_prefill=switch(serving.chunked_prefill, ""),
         adapters=adapter_room(model),
+        pictures=DEFAULT_PICTURES if serving.media.max_images is None else serving.media.max_images,
         context_buckets=serving.context_buckets,
         token_buckets=serving.token_generation_buckets,
         widths=Widths(

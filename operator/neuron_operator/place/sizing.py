@@ -14,7 +14,7 @@ from msgspec import structs
 from neuron_operator.api.engines.engine import START_SECONDS, TORCH_BYTES, CacheBudget
 from neuron_operator.place.catalog import MIB, Family
 from neuron_operator.read.placement import counted
-from neuron_operator.read.records import Facts, PlannedConversion
+from neuron_operator.read.records import EncoderFacts, Facts, PlannedConversion
 
 USABLE_SHARE = 0.95
 """The share of a core's memory to plan with; the rest is for what is not counted here. Reports of full cores
@@ -109,6 +109,8 @@ class Load:
     """Number; 0: the runtime chooses them, as the token buckets."""
     token_buckets: int = 0
     adapters: AdapterRoom | None = None
+    pictures: int = 0
+    """Of a prompt."""
     decode_sizes: int = 0
     """Numbers of sequences that have their own graph for decoding; 0: as in NxD Inference."""
 
@@ -154,6 +156,8 @@ class Memory:
     adapters: int = 0
     draft: int = 0
     """Weights, cache and graphs of a draft model."""
+    encoder: int = 0
+    """Graphs of an encoder of pictures, activations of the largest, and features; its weights are among the others."""
     cache_limit: int | None = None
     """What the engine leaves to the cache; None: all that is free."""
     least_cache: int = 0
@@ -173,9 +177,9 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        names = ("weights", "adapters", "draft", "cache", "graphs", "scratch", "runtime")
+        names = ("weights", "adapters", "draft", "encoder", "cache", "graphs", "scratch", "runtime")
         parts = {name: getattr(self, name) for name in names}
-        return {name: part for name, part in parts.items() if part or name not in ("adapters", "draft")}
+        return {name: part for name, part in parts.items() if part or name not in ("adapters", "draft", "encoder")}
 
 
 def memory_of(
@@ -206,6 +210,7 @@ def memory_of(
         limit=int(USABLE_SHARE * memory),
         adapters=core_adapter_bytes(facts, widths, load, tensor),
         draft=draft_bytes(facts.draft, widths, load, tensor) if facts.draft else 0,
+        encoder=encoder_bytes(facts.encoder, widths, load) if facts.encoder and load.pictures else 0,
         cache_limit=max(0, min(shared - weights, int(budget.share * shared))) if budget else None,
         least_cache=budget.min_bytes if budget else 0,
     )
@@ -217,6 +222,24 @@ def draft_bytes(draft: Facts, widths: Widths, load: Load, tensor: int) -> int:
     cache = _up(cached_numbers(draft, tensor) * load.cached_tokens * widths.cache, tensor)
     graphs = load.num_graphs * draft.num_layers * GRAPH_BYTES_PER_LAYER
     return weights_bytes(draft, widths, tensor) + cache + graphs
+
+
+def encoder_bytes(encoder: EncoderFacts, widths: Widths, load: Load) -> int:
+    """Per core: what an encoder of pictures takes besides its weights. Each core counts with all of its activations."""
+    tokens = encoder_tokens(encoder, load)
+    scores = (encoder.scores + encoder.squared_scores * tokens) * DTYPE_BYTES["float32"]
+    graphs = num_encoder_graphs(encoder, load) * encoder.layers * GRAPH_BYTES_PER_LAYER
+    return graphs + tokens * (encoder.numbers * widths.activations + scores)
+
+
+def encoder_tokens(encoder: EncoderFacts, load: Load) -> int:
+    """That stand for the pictures of the largest call."""
+    longest = (load.longest_prefill or load.length) - 1  # see `spare` of the runtime
+    return min(load.pictures * encoder.picture_tokens, encoder.most_tokens or longest, longest)
+
+
+def num_encoder_graphs(encoder: EncoderFacts, load: Load) -> int:
+    return 1 + sum(size < encoder_tokens(encoder, load) for size in encoder.sizes)
 
 
 def cached_heads(facts: Facts, tensor: int) -> int:
@@ -332,7 +355,10 @@ def _held_bytes(facts: Facts, widths: Widths) -> int:
 
 def compile_minutes(facts: Facts, load: Load) -> int:
     """What compiling all graphs takes, by a statement of AWS about another model: it says hours from minutes."""
-    return max(1, round(load.num_graphs * facts.num_layers * COMPILE_SECONDS_PER_LAYER / 60))
+    layers = load.num_graphs * facts.num_layers
+    if facts.encoder and load.pictures:
+        layers += num_encoder_graphs(facts.encoder, load) * facts.encoder.layers
+    return max(1, round(layers * COMPILE_SECONDS_PER_LAYER / 60))
 
 
 def start_seconds(facts: Facts, minutes: int) -> int:

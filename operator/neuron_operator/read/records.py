@@ -32,6 +32,24 @@ class PlannedConversion(Struct, frozen=True, kw_only=True, rename="camel"):
         return "multiplied out" if self.format == "none" else self.format
 
 
+class EncoderFacts(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What an encoder of pictures takes of a device's memory, by the tokens that stand for the pictures of a prompt."""
+
+    layers: Count
+    numbers: Count
+    """Of each token, in the dtype of the model."""
+    scores: Count
+    """Of each token, in float32."""
+    squared_scores: Count
+    """Of each pair of tokens, in float32."""
+    picture_tokens: Count
+    """Of the largest picture, without marks."""
+    most_tokens: Count
+    """Of all pictures of a prompt; 0: as many as it may have."""
+    sizes: Annotated[tuple[Count, ...], Meta(max_length=32)]
+    """Tokens of the graphs that are compiled besides the largest, where they are smaller."""
+
+
 class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """What `inspect` reports about a model. Fields with a default are missing in what earlier versions wrote."""
 
@@ -62,6 +80,8 @@ class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tru
     """Numbers in a vector; 0: it gives none."""
     sees_pictures: bool = False
     """Whether the backend computes pictures for it; false also where an earlier version wrote it."""
+    encoder: EncoderFacts | None = None
+    """Of a model whose pictures a device computes; None also where an earlier version wrote it."""
     digest: str
     draft: Facts | None = None
     """Of its draft model, which the operator adds: another Job reports them."""

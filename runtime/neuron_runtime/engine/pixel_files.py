@@ -95,7 +95,12 @@ class PixelFiles:
 
 def without_pixels(request: Request) -> Request:
     """What travels in a message."""
-    return replace(request, pictures=tuple(msgspec.structs.replace(one, pixels=_NONE) for one in request.pictures))
+    return replace(request, pictures=bare(request.pictures))
+
+
+def bare(pictures: Sequence[Picture]) -> tuple[Picture, ...]:
+    """Without pixels."""
+    return tuple(msgspec.structs.replace(one, pixels=_NONE) for one in pictures)
 
 
 def with_pixels(request: Request, pixels: PixelsAt) -> Request:

@@ -7,8 +7,10 @@ processor is needed. Called by admission. Reading takes long and may wait for ot
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ import msgspec
 
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import MediaOptions
-from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest
+from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded
 from neuron_runtime.pictures.families import Family, Made, family_of
 from neuron_runtime.pictures.fetching import Fetcher
 from neuron_runtime.pictures.sources import Fetch, PictureAt, read_source
@@ -26,6 +28,11 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 NUM_AT_ONCE = 2
 """Pictures that are decoded and resized at the same time."""
+MAX_READ_BYTES = 512 << 20
+"""Of the pixels of all pictures that are read, until the engine has them."""
+_RETRY_SECONDS = 1.0
+_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
+"""M_MMAP_THRESHOLD of malloc.h. Setting it also ends its growing."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,41 @@ class ReadPicture:
     tokens: tuple[str, ...]
     digest: str
     pixels: memoryview
+
+
+def give_memory_back() -> None:
+    """Makes the C library give large blocks back when they are freed. Else it keeps those of decoded pictures, for each
+    thread its own. For a process of ours alone; without glibc nothing changes."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+class PixelRoom:
+    """Bounds the memory of pixels that are read. Those of a picture give theirs back when they are dropped."""
+
+    def __init__(self, max_bytes: int = MAX_READ_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+
+    def take(self, picture: ReadPicture, num_before: int) -> None:
+        """num_before: bytes of the same request.
+
+        Raises Overloaded if those of other requests leave no room; InvalidRequest if there would never be any.
+        """
+        size = len(picture.pixels)
+        if (whole := num_before + size) > self._max_bytes:
+            problem = f"is one of pictures that have {whole} bytes as the model reads them, max {self._max_bytes}"
+            raise InvalidRequest.at(picture.at, f"{problem}: send fewer")
+        with self._lock:
+            if self.num_bytes + size > self._max_bytes:
+                raise Overloaded("pictures of other requests fill the memory to read them", _RETRY_SECONDS)
+            self.num_bytes += size
+        weakref.finalize(picture.pixels, self._release, size).atexit = False
+
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self.num_bytes -= size
 
 
 @dataclass(frozen=True)
@@ -51,6 +93,8 @@ class PictureReader:
     fetch: Fetch
     check_thread: Callable[[], None] = lambda: None
     """Raises what ends an attempt on a thread that must not wait."""
+    room: PixelRoom | None = None
+    """None: the caller bounds how many pictures there are."""
 
     def check(self, pictures: Sequence[PictureAt]) -> None:
         """Raises InvalidRequest for too many."""
@@ -59,10 +103,17 @@ class PictureReader:
             raise InvalidRequest.at(at, f"is one picture too many: at most {self.max_pictures} in a request")
 
     def read(self, pictures: Sequence[PictureAt]) -> list[ReadPicture]:
-        """Raises InvalidRequest, which names the picture."""
+        """Raises InvalidRequest, which names the picture, and Overloaded."""
         if pictures:
             self.check_thread()
-        return [self._read(one) for one in pictures]
+        found, num_bytes = list[ReadPicture](), 0
+        for one in pictures:
+            picture = self._read(one)
+            if self.room is not None:
+                self.room.take(picture, num_bytes)
+            found.append(picture)
+            num_bytes += len(picture.pixels)
+        return found
 
     def _read(self, picture: PictureAt) -> ReadPicture:
         from neuron_runtime.pictures.decoding import check_pixels, decoded, plain  # noqa: PLC0415 - brings Pillow
@@ -93,6 +144,8 @@ def load_reader(
     options: MediaOptions,
     max_pictures: int,
     check_thread: Callable[[], None] = lambda: None,
+    *,
+    room: PixelRoom | None = None,
 ) -> PictureReader | None:
     """For the model in a folder, with the settings of its processor; None: no family knows how it sees pictures.
 
@@ -112,7 +165,7 @@ def load_reader(
         message = f"{model_dir}: the tokenizer has no token {error.args[0]}, which stands for pictures"
         raise FatalError(ExitCode.INVALID_MODEL, message) from error
     most = min(max_pictures, options.max_images)
-    return PictureReader(family, options, most, process, Fetcher(options.allowed_hosts).fetch, check_thread)
+    return PictureReader(family, options, most, process, Fetcher(options.allowed_hosts).fetch, check_thread, room)
 
 
 def _example() -> Any:

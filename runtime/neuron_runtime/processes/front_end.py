@@ -32,7 +32,7 @@ from neuron_runtime.engine.messages import Ready
 from neuron_runtime.engine.pixel_files import PixelFiles
 from neuron_runtime.errors import BackendFailed, Draining, FatalError
 from neuron_runtime.local_settings import ONLY_NAMED, AdapterSettings, LocalSettings, add_adapter_flags, add_local_flags
-from neuron_runtime.pictures.reader import PictureReader, load_reader
+from neuron_runtime.pictures.reader import PictureReader, PixelRoom, give_memory_back, load_reader
 from neuron_runtime.processes import control
 from neuron_runtime.processes.children import FRONT_END_DEADLINE, FRONT_END_MODULE, begun, child_parser
 from neuron_runtime.processes.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
@@ -105,6 +105,7 @@ class FrontEnd:
         self.gate = Gate()
         self.bodies = Bodies(config.server.max_body_bytes)
         self.pixel_files = PixelFiles(run_dir)
+        self.pixel_room = PixelRoom()
         self.client = EngineClient(
             run_dir,
             self.metrics,
@@ -289,8 +290,9 @@ class FrontEnd:
             return
         limits, names = self._ready.limits, self.config.served_names
         if limits.max_pictures and self.config.media.max_images and self._pictures is None:
+            give_memory_back()
             # Loading takes seconds; what it finds depends on the model alone.
-            load = partial(load_reader, check_thread=check_may_wait)
+            load = partial(load_reader, check_thread=check_may_wait, room=self.pixel_room)
             reading = (self._model_dir, self._text.result().tokenizer, self.config.media, limits.max_pictures)
             self._pictures = asyncio.create_task(asyncio.to_thread(load, *reading))
             self._pictures.add_done_callback(self._pictures_loaded)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Protocol, TypeVar
@@ -56,7 +56,7 @@ from neuron_runtime.apis.vectors.writer import EmbeddingsWriter, RerankWriter, S
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import Task
 from neuron_runtime.engine.backends import backend_package
-from neuron_runtime.engine.pixel_files import PixelFiles
+from neuron_runtime.engine.pixel_files import PixelFiles, bare
 from neuron_runtime.errors import InvalidRequest, ServingError
 from neuron_runtime.recipes import Recipe
 from neuron_runtime.requests.admission import Admission, Admissions, Ask
@@ -476,6 +476,8 @@ class Routes:
             seen = [picture for of_prompt in ask.pictures for picture in of_prompt]
             # Here, because writing takes long.
             pixels = state.pixel_files.write(seen) if seen else None
+            if seen:
+                ask = replace(ask, pictures=tuple(map(bare, ask.pictures)))
             generation = LiveGeneration(
                 ask, state.client, state.metrics, admission.tokenizer, state.targets, pixels=pixels
             )

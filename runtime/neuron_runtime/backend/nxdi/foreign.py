@@ -32,6 +32,8 @@ from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
 
+TEXT_PROGRAM, VISION_PROGRAM = "text_model", "vision_model"
+"""With an encoder of pictures there are two programs, each in a folder of its own."""
 FOLDERS = "neuron-compiled-artifacts/*"
 """Where the vLLM plugin puts them, within a model's folder."""
 
@@ -65,6 +67,12 @@ def is_foreign(folder: Path) -> bool:
     )
 
 
+def has_encoder(folder: Path) -> bool:
+    """Whether a folder has such graphs of an application that sees pictures: two programs, which are not loaded."""
+    files = (GRAPHS_CONFIG_FILE, *(f"{part}/{GRAPHS_FILE}" for part in (TEXT_PROGRAM, VISION_PROGRAM)))
+    return all((folder / name).is_file() for name in files) and not (folder / DOCUMENT).exists()
+
+
 def holds_weights(folder: Path) -> bool:
     """Whether such a folder has the weights too, so that it is loaded without the checkpoint."""
     if not is_foreign(folder) or not (folder / "weights").is_dir():
@@ -74,7 +82,12 @@ def holds_weights(folder: Path) -> bool:
 
 def within(model_dir: Path) -> list[Path]:
     """Such folders in a model's folder."""
-    return [folder for folder in (model_dir, *sorted(model_dir.glob(FOLDERS))) if is_foreign(folder)]
+    return [folder for folder in around(model_dir) if is_foreign(folder)]
+
+
+def around(model_dir: Path) -> list[Path]:
+    """Where they are looked for."""
+    return [model_dir, *sorted(model_dir.glob(FOLDERS))]
 
 
 def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:

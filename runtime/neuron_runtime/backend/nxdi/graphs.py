@@ -24,8 +24,12 @@ from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import all_graphs
 from neuron_runtime.backend.nxdi.draft_model import draft_files, draft_folder
 from neuron_runtime.backend.nxdi.foreign import (
+    TEXT_PROGRAM,
+    VISION_PROGRAM,
     adopted,
+    around,
     differences,
+    has_encoder,
     holds_weights,
     is_foreign,
     within,
@@ -55,8 +59,6 @@ PREFILLS, DECODES, VERIFIES = "context_encoding_model", "token_generation_model"
 DRAFTS, ENCODES = "fused_speculation_model", "vision_encoder_model"
 """In its work folder, NxD Inference has a folder for each of these, and in it one for each bucket."""
 NEFF_FILE = "graph.neff"
-TEXT_PROGRAM, VISION_PROGRAM = "text_model", "vision_model"
-"""With an encoder of pictures there are two programs, each in a folder of its own."""
 
 
 def programs(settings: Settings) -> tuple[str, ...]:
@@ -133,6 +135,11 @@ class NxdiCompiler:
         return {"vision": {name: one for name, one in vision.neuron_config.items() if name not in _NOT_OF_VISION}}
 
     def ready_made(self, given: Path | None) -> Path | None:
+        for folder in filter(has_encoder, around(self._model_dir) if given is None else [given]):
+            message = f"the graphs in {folder} have an encoder of pictures, and such graphs of others are not loaded"
+            if given is not None:
+                raise FatalError(ExitCode.ARTIFACT_MISSING, f"{message}: leave it out, so that the model is compiled")
+            say(message)
         for folder in within(self._model_dir) if given is None else filter(is_foreign, [given]):
             if not (differing := self._differences(folder)):
                 say(f"loading the graphs that NxD Inference compiled into {folder}")

@@ -212,6 +212,32 @@ def vision_of(
     )
 
 
+def needs_of(model: Mapping[str, Any], counts: Counts, hidden: int) -> dict[str, Any]:
+    """What the encoder of a model takes of memory, whatever its prompts: fields of `EncoderFacts`.
+
+    hidden: size of the text. Raises InvalidModel if config.json lacks a number.
+    """
+    # More tokens than any prompt has, so that nothing but the encoder bounds a call.
+    vision = vision_of(model, counts, asked=MOST_CHUNKS, longest=2**40, tensor=1, arguments={})
+    merged, features = vision.merge**2, (1 + vision.num_deeper) * hidden
+    if counts == CHUNKS:
+        together = (vision.side // vision.patch) ** 2
+        per_token, scores, squared = together // vision.unit_tokens, together * together // vision.unit_tokens, 0
+        of_picture, most = CHUNKS_OF_PICTURE, vision.max_pictures * CHUNKS_OF_PICTURE
+    else:
+        per_token, scores, squared = merged, 0, merged**2
+        of_picture, most = (vision.side**2, 0) if counts == PATCHES else (MOST_PATCHES, MOST_PATCHES)
+    return {
+        "layers": vision.layers,
+        "numbers": 6 * vision.hidden * per_token + features,
+        "scores": scores,
+        "squared_scores": squared,
+        "picture_tokens": of_picture * vision.unit_tokens // merged,
+        "most_tokens": most * vision.unit_tokens // merged,
+        "sizes": tuple(size * vision.unit_tokens // merged for size in LADDERS[counts]),
+    }
+
+
 def _image_token(model: Mapping[str, Any], counts: Counts) -> int:
     if counts == GRIDS:
         return number_of({**FOR_PICTURES, **model}, "image_token_id", 0)
