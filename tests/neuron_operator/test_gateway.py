@@ -927,6 +927,29 @@ async def test_a_stream_that_outlasts_a_gateway_that_ends_is_told_so_and_a_reque
             await client.aclose()
 
 
+async def test_a_client_that_was_not_told_to_close_its_connection_may_use_it_again_while_the_gateway_ends() -> None:
+    go = asyncio.Event()
+    events = [b"data: a\n\n", b"data: [DONE]\n\n"]
+    timeouts = {"timeouts": {"drainDelaySeconds": 0}}
+    async with replicas(streaming(events, pause=go)) as (chat,), running(timeouts) as gateway:
+        gateway.serve("chat", chat)
+        client = await gateway.connect()
+        client.send(PATH, CHAT)
+        await until(lambda: gateway.gateway.exchanges and chat.asked)
+        answering = asyncio.create_task(client.answer())
+        await asyncio.sleep(0.05)  # the answer has begun
+        ending = asyncio.create_task(gateway.gateway.drain())
+        await asyncio.sleep(0.05)
+        go.set()
+        assert "connection" not in (await answering).headers
+        await asyncio.sleep(0.1)
+        client.send(PATH, CHAT)
+        assert (await client.answer()).headers["connection"] == "close"
+        assert await client.rest() == b""
+        await ending
+        await client.aclose()
+
+
 async def test_a_client_that_reads_slowly_gets_the_whole_answer_of_a_gateway_that_ends() -> None:
     whole = b"x" * 2**18
     loop = asyncio.get_running_loop()

@@ -6,6 +6,7 @@ Bodies are read as a whole, because the model may stand at their end and a reque
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 import socket
@@ -26,6 +27,8 @@ MAX_WAITING = 16
 """Requests that a client may send before it has read their answers."""
 LINGER_SECONDS = 2.0
 """A refused client may still send, and would not see the answer if the connection were reset."""
+NEXT_SECONDS = 2.0
+"""Behind an answer a client may already have sent its next request: closing would reset the connection under it."""
 WRITE_BUFFER_BYTES = 65_536
 """A client that has not read this much of its answer slows the replica down."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -88,6 +91,7 @@ class ClientConnection(asyncio.Protocol):
         """Nothing more is read of it."""
         self._has_ended = False
         """The client sends nothing more, and may still read."""
+        self._answered_at = -math.inf
         self._lingers = False
         """Whether the client may still send what nobody reads."""
         self._waiting: deque[Request] = deque()
@@ -259,9 +263,10 @@ class ClientConnection(asyncio.Protocol):
     def done(self, *, keeps: bool) -> None:
         """The answer was written as a whole."""
         self.exchange = None
+        self._answered_at = self.gateway.now()
         if self.is_closing:
             return
-        if not keeps or self.gateway.is_draining or (self._has_ended and not self._waiting):
+        if not keeps or (self._has_ended and not self._waiting):
             self._close()
         elif self._waiting:
             if self.is_paused:
@@ -334,10 +339,11 @@ class ClientConnection(asyncio.Protocol):
             return False
         return bool(self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing runs for it, and all that it was told is sent."""
-        return self.exchange is None and not self.is_closing and not self.transport.get_write_buffer_size()
+    def is_quiet(self, now: float) -> bool:
+        """Whether nothing runs for it, all that it was told is sent, and it has had the time to send its next request
+        if it was not told that the connection ends."""
+        is_idle = self.exchange is None and not self.is_closing and now - self._answered_at > NEXT_SECONDS
+        return is_idle and not self.transport.get_write_buffer_size()
 
     def is_late(self, now: float) -> bool:
         return self.deadline is not None and self.deadline <= now

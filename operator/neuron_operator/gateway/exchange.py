@@ -267,7 +267,8 @@ class Exchange:
             lines.append(b"x-request-id: %b\r\n" % request.request_id.encode("latin-1"))
         if answer.is_until_close or request.version == "1.0":
             request.keeps = False
-        if not request.keeps or gateway.is_draining:
+        request.keeps = request.keeps and not gateway.is_draining
+        if not request.keeps:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
         self.client.transport.write(b"".join(lines))

@@ -31,7 +31,7 @@ SWEEP_SECONDS = 0.5
 WAKE_AGAIN_SECONDS = 5.0
 """A wake-up that had no effect is tried again after this time."""
 
-FAREWELL_SECONDS = 2.0
+FAREWELL_SECONDS = 3.0
 """For clients to read that the gateway has ended their answers; pods are killed 10 s after `drainSeconds`."""
 QUIET_CHECK_SECONDS = 0.05
 
@@ -304,8 +304,8 @@ class Gateway:
     async def _until_quiet(self, seconds: float) -> None:
         """Until every answer has ended and was sent, at most for so long."""
         end = self.now() + seconds
-        while self.now() < end:
-            if all(one.is_quiet for one in self.connections):
+        while (now := self.now()) < end:
+            if all(one.is_quiet(now) for one in self.connections):
                 return
             await asyncio.sleep(QUIET_CHECK_SECONDS)
 
