@@ -94,13 +94,14 @@ print(json.load(opened(request))["choices"][0]["message"]["content"], end="")
 
 TRAFFIC = """
 import http.client, json, os, select, sys, threading, time, urllib.request
-url, num_clients, num_tokens, least = sys.argv[1], *map(int, sys.argv[2:])
+url, num_clients, num_tokens, least = sys.argv[1], *map(int, sys.argv[2:5])
+model, key = sys.argv[5:]
 done, broken, lock = 0, [], threading.Lock()
 pool, num_reused = [], 0
 def lines_of(body, is_pooled):
     # With a connection of its own, or one of a pool: as httpx does, one that the server has closed is not used again.
     global num_reused
-    path, headers = "/v1/completions", {"Content-Type": "application/json"}
+    path, headers = "/v1/completions", {"Content-Type": "application/json", "Authorization": "Bearer " + key}
     if not is_pooled:
         yield from urllib.request.urlopen(urllib.request.Request(url + path, body, headers), timeout=300)
         return
@@ -114,7 +115,7 @@ def lines_of(body, is_pooled):
     with lock:
         pool.append(kept)
 def stream(is_pooled):
-    body = {"model": "chat", "prompt": "kubectl", "temperature": 0, "stream": True, "ignore_eos": True}
+    body = {"model": model, "prompt": "kubectl", "temperature": 0, "stream": True, "ignore_eos": True}
     body |= {"max_tokens": num_tokens, "stream_options": {"include_usage": True}}
     usage, last = {}, b""
     for line in lines_of(json.dumps(body).encode(), is_pooled):
@@ -142,7 +143,7 @@ def client(number):
                 broken.append(fault)
             elif done == num_clients:
                 print("steady", flush=True)
-opened(url + "/v1/models").read()
+opened(urllib.request.Request(url + "/v1/models", headers={"Authorization": "Bearer " + key})).read()
 clients = [threading.Thread(target=client, args=(number,)) for number in range(num_clients)]
 for one in clients:
     one.start()
@@ -150,8 +151,9 @@ for one in clients:
     one.join()
 print(json.dumps({"done": done, "broken": broken, "reused": num_reused}))
 """
-"""Streams until /tmp/stop exists. Arguments: the URL, the number of clients, tokens of each answer, and the fewest
-answers. It prints `steady`, and at last how many ended, what was wrong with some, and how many reused a connection."""
+"""Streams until /tmp/stop exists. Arguments: the URL, the number of clients, tokens of each answer, the fewest answers,
+the model, and an API key. It prints `steady`, and at last how many ended, what was wrong with some, and how many reused
+a connection."""
 
 
 @dataclass(frozen=True)
@@ -406,13 +408,26 @@ class Story:
         return output
 
     @contextmanager
-    def traffic(self, image: str, *, clients: int, num_tokens: int, least: int, is_kept: bool = True) -> Iterator[None]:
-        """Clients stream from `chat` all the time, at least so many answers: each must be whole.
+    def traffic(
+        self,
+        image: str,
+        *,
+        clients: int,
+        num_tokens: int,
+        least: int,
+        is_kept: bool = True,
+        model: str = "chat",
+        service: str = "",
+        key: str = "none",
+    ) -> Iterator[None]:
+        """Clients stream from the model all the time, at least so many answers: each must be whole.
 
         is_kept: whether an engine serves meanwhile that lets clients keep their connections.
+        service: the address to ask; by default the model's own.
         """
-        name, url = f"traffic-{uuid.uuid4().hex[:4]}", f"http://chat.{self.namespace}.svc.cluster.local:8000"
-        self.start_client(image, name, TRAFFIC, url, str(clients), str(num_tokens), str(least))
+        name, own = f"traffic-{uuid.uuid4().hex[:4]}", f"{model}.{self.namespace}.svc.cluster.local:8000"
+        numbers = (str(clients), str(num_tokens), str(least))
+        self.start_client(image, name, TRAFFIC, f"http://{service or own}", *numbers, model, key)
         self.kubectl("wait", "--for=jsonpath={.status.containerStatuses[0].started}=true", f"pod/{name}", WAITING)
         self.until("steady traffic", lambda: "steady" in self.kubectl("logs", name))
         yield

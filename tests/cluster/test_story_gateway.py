@@ -1,5 +1,5 @@
 """One URL for all models on real kubelets: the chart's gateways, keys of a Secret, a model that goes to zero and is
-woken by a request that waits, and gateways and replicas that are killed at work."""
+woken by a request that waits, and gateways and replicas that are killed or replaced at work."""
 
 from __future__ import annotations
 
@@ -42,10 +42,16 @@ NUM_TOKENS = 250
 NUM_STREAMS = 4
 """Of each gateway."""
 NUM_HELD = 20
+NUM_SHORT, SHORT_TOKENS, LONG_TOKENS = 46, 20, 1900
+"""Of streams while gateways are replaced; with `NUM_STREAMS` long ones they are 50."""
+STEP_MILLISECONDS = 200
+DRAIN_SECONDS = 20
+"""A short stream takes 4 s, a long one 380 s."""
 GATEWAYS = {
     "enabled": True,
     "keysSecret": "gateway-keys",
     "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}},
+    "timeouts": {"drainSeconds": DRAIN_SECONDS},
 }
 ON_A_DEVICE = {"accelerator": {"type": "Neuron", "devices": 1}}
 
@@ -161,6 +167,9 @@ def _tell(story: Story, images: Images) -> None:
     with story.stage("a replica is killed: its streams are told, the rest is answered by the other"):
         _kill_a_replica(story, images)
 
+    with story.stage("both gateways are replaced under 50 streams: short ones are whole, long ones are told"):
+        _replace_the_gateways(story, images)
+
     with story.stage("nobody asks: zero"):
         told = story.until_reason("sleepy", "ScaledToZero", "Available")
         assert re.search(r"; wakes in about \d+ s, where devices are free$", told["message"]), told
@@ -211,6 +220,27 @@ def _kill_a_replica(story: Story, images: Images) -> None:
     story.until_ready(2)
 
 
+def _replace_the_gateways(story: Story, images: Images) -> None:
+    slow = {"overrideNeuronConfig": {"stepMilliseconds": STEP_MILLISECONDS}}
+    serving = {"maxModelLength": 2048, "maxSequences": 64}
+    story.apply(model_of("steady", "file:///models/demo", engine=slow, serving=serving))
+    story.until_ready(1, "steady")
+    before = {pod["metadata"]["name"]: f"{pod['status']['podIP']}:8000" for pod in _gateways(story.rig)}
+    options: Any = {"model": "steady", "service": SERVICE, "key": ALICE}
+    with story.traffic(images.runtime, clients=NUM_SHORT, num_tokens=SHORT_TOKENS, least=2 * NUM_SHORT, **options):
+        hosts = [*before.values()] * (NUM_STREAMS // len(before))
+        _start(story, images, "long", _completion(stream=True, model="steady", max_tokens=LONG_TOKENS), hosts)
+        _until_steady(story, "long", len(hosts))
+        rollout = ("-n", OPERATOR_NAMESPACE, "rollout")
+        story.rig.kubectl(*rollout, "restart", "deployment/neuron-gateway")
+        story.rig.kubectl(*rollout, "status", "deployment/neuron-gateway", WAITING)
+        told = _end(story, "long")
+    assert before.keys().isdisjoint(pod["metadata"]["name"] for pod in _gateways(story.rig))
+    assert [(one["status"], one["fault"]) for one in told] == [(200, "")] * len(hosts), told
+    assert all('"code":"gateway_stopped"' in one["end"] for one in told), told
+    story.kubectl("delete", "nm", "steady")
+
+
 def _wake(story: Story, images: Images) -> None:
     body = {"model": "sleepy", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
     began = time.monotonic()
@@ -229,8 +259,8 @@ def _wake(story: Story, images: Images) -> None:
     assert _total(story, "wake_ups_total", "sleepy", 'outcome="woken"') == 1
 
 
-def _completion(*, stream: bool) -> tuple[str, dict[str, Any]]:
-    body = {"model": "chat", "prompt": "kubectl", "temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+def _completion(*, stream: bool, model: str = "chat", max_tokens: int = NUM_TOKENS) -> tuple[str, dict[str, Any]]:
+    body = {"model": model, "prompt": "kubectl", "temperature": 0, "ignore_eos": True, "max_tokens": max_tokens}
     return "/v1/completions", {**body, "stream": stream}
 
 
