@@ -9,13 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 import pytest_asyncio
 
-from helpers.front_end import LIMITS, Serving, serving
+from helpers.front_end import LIMITS, MODEL, Serving, serving
 from helpers.picture_models import picture, write_picture_model
-from neuron_runtime.config import MediaOptions
+from helpers.tool_templates import SEEING, WEATHER
+from neuron_runtime.config import MediaOptions, TextOptions
 from neuron_runtime.engine.pixel_files import FOLDER
 from neuron_runtime.pictures.reader import MAX_READ_BYTES
 
@@ -142,9 +145,120 @@ async def test_a_placeholder_in_the_text_of_a_client_is_no_picture(served: Servi
     assert "[IMG], which stands for a picture" in response.json()["error"]["message"]
 
 
-async def test_only_users_and_tools_show_pictures(served: Serving) -> None:
-    response = await asked(served, {"messages": [{"role": "system", "content": [image(RED)]}]})
-    assert response.json()["error"]["param"] == "messages[0].content[0].type"
+NO_PICTURE = {"type": "image", "source": {"type": "file", "file_id": "a"}}
+OF_A_FILE = {"type": "input_image", "file_id": "a"}
+USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "weather", "input": {}}]}
+NOT_SHOWN = {
+    "by the system": ("/v1/chat/completions", {"role": "system", "content": [image(RED)]}, "[0].content[0].type"),
+    "by an answer": ("/v1/chat/completions", {"role": "assistant", "content": [image(RED)]}, "[0].content[0].type"),
+    "a file": ("/v1/responses", {"role": "user", "content": [OF_A_FILE]}, "[0].content[0].file_id"),
+    "a file of a result": (
+        "/v1/responses",
+        {"type": "function_call_output", "call_id": "a", "output": [OF_A_FILE]},
+        "[0].output[0].file_id",
+    ),
+    "a block": ("/v1/messages", {"role": "user", "content": [NO_PICTURE]}, "[0].content[0].source.type"),
+    "a block of a result": (
+        "/v1/messages",
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [NO_PICTURE]}]},
+        "[0].content[0].content[0].source.type",
+    ),
+}
+
+
+async def test_what_shows_no_picture_is_refused_with_its_place(served: Serving) -> None:
+    for path, shown, at in NOT_SHOWN.values():
+        name = "input" if path == "/v1/responses" else "messages"
+        response = await asked(served, {name: [shown], "max_tokens": 4}, path)
+        assert response.status_code == 400
+        assert f"`{name}{at}`" in response.json()["error"]["message"]
+
+
+ONE_CALL = (
+    "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endfor %}"
+)
+
+
+@pytest_asyncio.fixture
+async def calls_tools(model: Path) -> AsyncIterator[Serving]:
+    """A template as those of Llama, which show one call of a message."""
+    text = TextOptions(chat_template=ONE_CALL + SEEING)
+    limits = replace(SEES, max_model_length=1024, max_step_tokens=1024, num_blocks=128)
+    async with serving(model, limits=limits, vocabulary_size=400, text=text) as one:
+        yield one
+
+
+async def test_clients_show_what_tools_return(calls_tools: Serving) -> None:
+    """OpenAI's and Anthropic's, in each API; a model sees the same by all of them."""
+    url, found = str(calls_tools.http.base_url), list[tuple[int, str]]()
+    async with (
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
+        anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0) as other,
+    ):
+        for raw in (picture(), picture(color="blue")):
+            seen = set[tuple[int, str]]()
+            history: Any = [{"role": "user", "content": "a"}]
+            call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+            result = {"role": "tool", "tool_call_id": "abcdefghi", "content": [ASKED, image(data_url(raw))]}
+            messages = [*history, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+            common: Any = {"model": MODEL, "temperature": 0}
+            chatted = await client.chat.completions.create(messages=messages, max_tokens=8, tools=[WEATHER], **common)
+            assert chatted.usage
+            seen.add((chatted.usage.prompt_tokens, chatted.choices[0].message.content or ""))
+            output = [
+                {"type": "input_text", "text": ASKED["text"]},
+                {"type": "input_image", "image_url": data_url(raw), "detail": "auto"},
+            ]
+            items = [
+                {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "a", "output": output},
+            ]
+            tool: Any = {"type": "function", **WEATHER["function"], "strict": None}
+            responded = await client.responses.create(
+                input=[*history, *items], max_output_tokens=8, tools=[tool], **common
+            )
+            assert responded.usage
+            seen.add((responded.usage.input_tokens, responded.output_text))
+            source = {"type": "base64", "media_type": "image/png", "data": encoded(raw)}
+            blocks = [
+                {"type": "tool_result", "tool_use_id": "a", "content": [ASKED, {"type": "image", "source": source}]}
+            ]
+            function = WEATHER["function"]
+            described: Any = {
+                "name": function["name"],
+                "description": function["description"],
+                "input_schema": function["parameters"],
+            }
+            message = await other.messages.create(
+                messages=[*history, USED, {"role": "user", "content": blocks}],
+                max_tokens=8,
+                tools=[described],
+                model=MODEL,
+                extra_body={"temperature": 0},
+            )
+            seen.add((message.usage.input_tokens, "".join(one.text for one in message.content if one.type == "text")))
+            assert len(seen) == 1
+            found += seen
+    (red_tokens, red), (blue_tokens, blue) = found
+    assert red_tokens == blue_tokens
+    assert red != blue
+
+
+async def test_pictures_of_results_stay_with_their_calls(calls_tools: Serving) -> None:
+    """The template shows each result behind its call, in whatever order a client sends them."""
+    function = {"name": "weather", "arguments": "{}"}
+    calls = [{"id": one * 9, "type": "function", "function": function} for one in "ab"]
+    red, blue = (
+        {"role": "tool", "tool_call_id": name * 9, "content": [image(url)]} for name, url in (("a", RED), ("b", BLUE))
+    )
+    swapped = ({**red, "content": blue["content"]}, {**blue, "content": red["content"]})
+    answers = []
+    for results in ((red, blue), (blue, red), swapped):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}, *results]
+        response = await asked(calls_tools, {"messages": messages, "max_tokens": 8, "temperature": 0})
+        answers.append(response.json()["choices"][0]["message"]["content"])
+    assert answers[0] == answers[1]
+    assert answers[0] != answers[2]
 
 
 async def test_a_model_that_sees_nothing_says_so(model: Path) -> None:

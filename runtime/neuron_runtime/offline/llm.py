@@ -235,7 +235,11 @@ class LLM:
                 raise InvalidRequest(message, field="tool_choice")
             chat = chat_of(body)
             # The template writes its own BOS.
-            return {"prompt": admission.chat_text(chat), "add_special_tokens": False, "pictures": chat.pictures}
+            return {
+                "prompt": admission.chat_text(chat),
+                "add_special_tokens": False,
+                "pictures": admission.pictures(chat),
+            }
 
         return self._run(
             conversations, prompt, sampling_params, priority=None, lora_request=lora_request, use_tqdm=use_tqdm

@@ -55,6 +55,9 @@ def plain(image: Any) -> Any:
     image = ImageOps.exif_transpose(image)
     if image.mode == "RGB":
         return image
+    if image.mode.startswith("I"):
+        # Gray in 16 bits, of which Pillow would make white of all but the darkest.
+        image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
     if "A" in image.getbands() or "transparency" in image.info:
         image = image.convert("RGBA")
         ground = Image.new("RGBA", image.size, "white")

@@ -21,7 +21,7 @@ from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.pictures.placing import check_places, find_seeds, place
 from neuron_runtime.pictures.reader import PictureReader
 from neuron_runtime.pictures.sources import PictureAt
-from neuron_runtime.requests.chats import Chat, chat_text
+from neuron_runtime.requests.chats import Chat, chat_text, pictures_shown
 from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDefaults
 from neuron_runtime.requests.options import MAX_SALT_CHARACTERS, CompletionOptions, Generate, StreamOptions
 from neuron_runtime.requests.parameters import NO_NAMES, Names, check_parameter_served, check_served
@@ -32,6 +32,7 @@ from neuron_runtime.requests.targets import Target, Targets
 from neuron_runtime.requests.texts import Text
 from neuron_runtime.requests.token_ids import check_token_ids
 from neuron_runtime.requests.tools import ToolUse, tool_use
+from neuron_runtime.text.chat_template import ChatTemplate
 from neuron_runtime.text.reasoning import ReasoningSplitter
 from neuron_runtime.text.tokenizer import Tokenizer
 from neuron_runtime.text.tool_calls import CallTag, ToolCallSplitter
@@ -221,10 +222,17 @@ class Admission:
 
     def chat_text(self, chat: Chat) -> str:
         """Render a chat with the model's template. Raises InvalidRequest."""
-        known = self.tokenizer
         reader = self._reader(chat.pictures) if chat.pictures else self.all.pictures
-        template = known.tool_template if chat.has_tools else known.chat_template
-        return chat_text(template, chat, "" if reader is None else reader.family.in_text)
+        return chat_text(self._template(chat), chat, "" if reader is None else reader.family.in_text)
+
+    def pictures(self, chat: Chat) -> list[PictureAt]:
+        """In the order in which the text of a chat has their places. Raises InvalidRequest."""
+        template = self._template(chat)
+        return [] if template is None else pictures_shown(template, chat)
+
+    def _template(self, chat: Chat) -> ChatTemplate | None:
+        known = self.tokenizer
+        return known.tool_template if chat.has_tools else known.chat_template
 
     def _chat_prompt(self, chat: Chat, text: str, cut: int | None) -> tuple[Prompt, tuple[Picture, ...]]:
         """The tokens of a chat's text, with those of its pictures. Raises InvalidRequest."""
@@ -233,7 +241,7 @@ class Admission:
         if reader is None or not (chat.pictures or any(mark in text for mark in reader.family.marks)):
             return self.prompts.read(text, adds_special, cut, name), ()
         self._check_whole(chat.pictures, cut)
-        return self._placed(reader, chat.pictures, text, adds_special, name)
+        return self._placed(reader, self.pictures(chat), text, adds_special, name)
 
     def _check_whole(self, pictures: Sequence[PictureAt], cut: int | None) -> None:
         """Raises InvalidRequest if a prompt with pictures is to be cut."""

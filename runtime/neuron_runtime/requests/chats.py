@@ -55,9 +55,8 @@ class Chat:
 
     @cached_property
     def pictures(self) -> list[PictureAt]:
-        """In the order of the prompt."""
-        contents = (turn.content or () for turn in self.turns if not isinstance(turn.content, str))
-        return [part for content in contents for part in content if isinstance(part, PictureAt)]
+        """In the order of the chat."""
+        return _pictures(self.turns)
 
     @cached_property
     def functions(self) -> list[Function]:
@@ -101,6 +100,16 @@ def chat_text(template: ChatTemplate | None, chat: Chat, picture: str = "") -> s
         _check_tools(template, chat)
         message = f"the model's chat template does not accept these messages: {error}"
         raise InvalidRequest(message, field=name) from error
+
+
+def pictures_shown(template: ChatTemplate, chat: Chat) -> list[PictureAt]:
+    """In the order of the prompt, where a result may stand behind its call. Raises InvalidRequest."""
+    return _pictures(_as_taken(chat, template.shapes)) if len(chat.pictures) > 1 else chat.pictures
+
+
+def _pictures(turns: Sequence[ChatTurn]) -> list[PictureAt]:
+    contents = (turn.content or () for turn in turns if not isinstance(turn.content, str))
+    return [part for content in contents for part in content if isinstance(part, PictureAt)]
 
 
 def _check_tools(template: ChatTemplate, chat: Chat) -> None:

@@ -22,6 +22,7 @@ from neuron_runtime.requests.options import ChatOptions, FunctionName, NamedTool
 from neuron_runtime.requests.parameters import Names, Parameter
 from neuron_runtime.requests.sampling_fields import MaxTokens, Temperature, TopK, TopP, sampling_of
 from neuron_runtime.requests.tools import EarlierCall, Function, callable_here
+from neuron_runtime.validation import explain
 
 
 class ImageSource(msgspec.Struct, frozen=True):
@@ -275,8 +276,9 @@ def _of_assistant(message: InputMessage, at: str) -> Iterator[ChatTurn]:
 def _blocks(content: str | list[Any], at: str) -> str | list[Block]:
     try:
         return msgspec.convert(content, str | list[Block])
-    except msgspec.ValidationError as error:
-        raise InvalidRequest.at(f"{at}.content", f"must be a text or blocks: {error}") from error
+    except (msgspec.ValidationError, RecursionError) as error:
+        inside, problem = explain(error, str | list[Block])
+        raise InvalidRequest.at(f"{at}.content{inside}", f"must be a text or blocks: {problem}") from error
 
 
 _TURNS: Mapping[str, Callable[[InputMessage, str], Iterator[ChatTurn]]] = {

@@ -43,6 +43,7 @@ class Part(msgspec.Struct, frozen=True):
         "With `input_image`: `data:image/...;base64,` and the picture, or an `https:` URL at one of the allowed hosts; "
         "required",
     ] = None
+    file_id: Annotated[str | None, "Refused: nothing is stored here"] = None
     detail: Annotated[str | None, "Accepted without effect"] = None
 
 
@@ -289,7 +290,13 @@ def _output(turns: list[ChatTurn], item: Item, at: str) -> None:
     turns.append(ChatTurn("tool", output, at, call_id=required(item, "call_id", at)))
 
 
-_PICTURES = PictureForm("input_image", lambda part, at: PictureAt(required(part, "image_url", at), f"{at}.image_url"))
+def _picture(part: Part, at: str) -> PictureAt:
+    if part.file_id is not None and part.image_url is None:
+        raise InvalidRequest.at(f"{at}.file_id", "names a file, and nothing is stored here: send the picture itself")
+    return PictureAt(required(part, "image_url", at), f"{at}.image_url")
+
+
+_PICTURES = PictureForm("input_image", _picture)
 
 
 def _choice(choice: str | FunctionChoice | None) -> Any:
