@@ -338,3 +338,73 @@ def test_ids_have_nine_letters_and_digits_where_the_template_refuses_others() ->
 def test_reasoning_has_the_name_that_the_template_shows() -> None:
     template = OF_ALL + CALLS + "{{ m.thinking }}{{ m.content or '' }}{% endfor %}"
     assert "<assistant>[f {}]W<tool>" in rendered(template, [ASKED, {**calls("f"), "reasoning": "W"}, result("f")])
+
+
+def picture() -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+SEEN = "{% for p in m.content %}{{ p.text if p.type == 'text' else '[IMG]' }}{% endfor %}"
+EITHER_SEEN = "{% if m.content is string %}{{ m.content }}{% else %}" + SEEN + "{% endif %}"
+TURNS = (
+    "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
+)
+FIRST_PART = "{{ m.content if m.content is string else m.content[0].text }}"
+SEEING = {
+    "instructions as a text, with the last question": (
+        TURNS + "<{{ m.role }}>{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '|' }}"
+        "{% endif %}" + EITHER_SEEN + "{% endfor %}",
+        "<user>A [IMG] B<assistant>C<user>[IMG][IMG]D<assistant>E<user>S|F[IMG]",
+    ),
+    "the first part of the instructions, with the first question": (
+        TURNS
+        + "<{{ m.role }}>{% if loop.first and messages[0].role == 'system' %}"
+        + FIRST_PART.replace("m.", "messages[0].")
+        + "|{% endif %}"
+        + EITHER_SEEN.replace("p.text", "p.text | trim")
+        + "{% endfor %}",
+        "<user>S|A[IMG]B<assistant>C<user>[IMG][IMG]D<assistant>E<user>F[IMG]",
+    ),
+    "two parts in the order of their types": (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role != 'user' %}" + FIRST_PART + "{% elif m.content is string %}"
+        "{{ m.content }}{% else %}{% set two = m.content | length == 2 %}"
+        "{% for p in (m.content | sort(attribute='type') if two else m.content) %}"
+        "{{ p.text if p.type == 'text' else '[IMG]' }}{% endfor %}{% endif %}{% endfor %}",
+        "<system>S<user>A [IMG] B<assistant>C<user>[IMG][IMG]D<assistant>E<user>[IMG]F",
+    ),
+    "parts by their keys": (
+        "{% for m in messages %}<{{ m.role }}>"
+        + EITHER_SEEN.replace("p.type == 'text'", "'text' in p and 'image' not in p and p.type != 'image'")
+        + "{% endfor %}",
+        "<system>S<user>A [IMG] B<assistant>C<user>[IMG][IMG]D<assistant>E<user>F[IMG]",
+    ),
+    "texts": (PLAIN, "<system>S<user>A \n[IMG]\n B<assistant>C<user>[IMG]\n[IMG]\nD<assistant>E<user>F\n[IMG]"),
+}
+
+
+@pytest.mark.parametrize("what", SEEING)
+def test_pictures_are_shown_where_they_stand(what: str) -> None:
+    """As published templates of models that see pictures show them."""
+    template, expected = SEEING[what]
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": [*parts("A "), picture(), *parts(" B")]},
+        {"role": "assistant", "content": "C"},
+        {"role": "user", "content": [picture(), picture(), *parts("D")]},
+        {"role": "assistant", "content": parts("E")},
+        {"role": "user", "content": [*parts("F"), picture()]},
+    ]
+    chat = chat_of_openai(typed({"messages": messages}, ChatBody))
+    assert chat_text(ChatTemplate(template, {}), chat, "[IMG]") == expected
+
+
+def test_a_picture_of_a_result_is_shown_in_its_text_where_results_are_json() -> None:
+    template = (
+        TOOLS + "{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}"
+    )
+    template += EITHER_SEEN + CALLS + "{% endif %}{% endfor %}"
+    messages = [{"role": "user", "content": [picture()]}, {**calls("f"), "content": ""}]
+    messages.append(result("f", [*parts("R"), picture()]))
+    chat = chat_of_openai(typed({"messages": messages}, ChatBody))
+    assert chat_text(ChatTemplate(template, {}), chat, "[IMG]") == '<user>[IMG]<assistant>[f {}]<tool>"R\\n[IMG]"'
