@@ -1,6 +1,6 @@
 """The real Open WebUI in an environment of its own, and asked as its page asks it. Used by its test.
 
-It is told to ask nobody but the server of the test, and listens on loopback alone.
+It is told to ask nobody but the servers of the test, and listens on loopback alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -24,15 +24,15 @@ START_SECONDS = 240.0
 """It imports for long, and makes its database."""
 _ENVIRONMENT = {
     "ANONYMIZED_TELEMETRY": "false",
-    "BYPASS_EMBEDDING_AND_RETRIEVAL": "true",
     "DO_NOT_TRACK": "true",
     "ENABLE_OLLAMA_API": "false",
     "ENABLE_VERSION_UPDATE_CHECK": "false",
     "HF_HUB_OFFLINE": "1",
     "NO_PROXY": "127.0.0.1",
     "OFFLINE_MODE": "true",
-    "OPENAI_API_KEY": "any",
     "RAG_EMBEDDING_ENGINE": "openai",  # else it loads a model of its own
+    "RAG_EMBEDDING_MODEL": "vectors",
+    "RAG_OPENAI_API_KEY": "any",
     "SCARF_NO_ANALYTICS": "true",
     "WEBUI_AUTH": "False",
     "WEBUI_SECRET_KEY": "of a test, which is long enough for it",
@@ -45,17 +45,23 @@ def folder() -> Path:
 
 
 @contextlib.contextmanager
-def open_webui(server: str, data: Path) -> Iterator[httpx.Client]:
+def open_webui(chats: Sequence[str], vectors: str, data: Path) -> Iterator[httpx.Client]:
     """Its API, as the user that it has without accounts. Raises NotPossibleHere.
 
-    server: the URL of its models.
+    chats: the URLs of its models.
+    vectors: the URL of a server with the model `vectors`.
     data: an empty folder.
     """
     programs, log = folder(), data / "log"
+    servers = {
+        "OPENAI_API_BASE_URLS": ";".join(chats),
+        "OPENAI_API_KEYS": ";".join("any" for _ in chats),
+        "RAG_OPENAI_API_BASE_URL": vectors,
+    }
     with free_ports() as port, log.open("wb") as output:
         process = subprocess.Popen(
             ["nice", str(programs / "open-webui"), "serve", "--host", "127.0.0.1", "--port", str(port)],
-            env={**os.environ, **_ENVIRONMENT, "DATA_DIR": str(data), "OPENAI_API_BASE_URL": server},
+            env={**os.environ, **_ENVIRONMENT, **servers, "DATA_DIR": str(data)},
             cwd=data,
             stdout=output,
             stderr=subprocess.STDOUT,

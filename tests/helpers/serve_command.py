@@ -148,10 +148,14 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, within: Sequence[str] = ()) -> Iterator[ServeCommand]:
+def serve(
+    *arguments: str, within: Sequence[str] = (), environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[ServeCommand]:
     """Runs the command and asserts afterwards that it left no process, port or file."""
     with tempfile.TemporaryDirectory(prefix="nr-") as folder:
-        command = ServeCommand([*arguments, "--weights-dir", f"{folder}/weights"], Path(folder), within)
+        command = ServeCommand(
+            [*arguments, "--weights-dir", f"{folder}/weights"], Path(folder), within, environment=environment
+        )
         known: list[int] = []
         try:
             command.until(lambda: len(children(command.process.pid)) >= 2 or command.process.poll() is not None)
