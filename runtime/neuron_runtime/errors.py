@@ -95,9 +95,9 @@ class InvalidRequest(ServingError):
         self.code = code
 
     @classmethod
-    def at(cls, field: str, problem: str) -> InvalidRequest:
+    def at(cls, field: str, problem: str, code: str | None = None) -> InvalidRequest:
         """The error about a field, whose name begins the message."""
-        return cls(f"`{field}` {problem}", field)
+        return cls(f"`{field}` {problem}", field, code=code)
 
     @classmethod
     def together(cls, errors: Sequence[InvalidRequest]) -> InvalidRequest:

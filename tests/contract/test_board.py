@@ -409,6 +409,8 @@ def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[st
         "vllm:request_inference_time_seconds": "the sum of two phases that are shown",
         "vllm:request_prefill_kv_computed_tokens": "the cache's hit rate is shown",
         "neuron_serving_group_wait_seconds_total": "zero but for groups, whose page names it",
+        "neuron_serving_pictures_total": "zero but for models that see pictures, whose page names it",
+        "neuron_serving_picture_seconds": "the same",
         "process_virtual_memory_bytes": "says nothing about the memory in use",
         "neuron_serving_neuron_logical_core_memory_used_bytes": "the panel of a core's memory shows it by use",
         "neuron_serving_neuron_logical_core_memory_free_bytes": "the same for as long as a model is loaded",

@@ -168,6 +168,8 @@ CHECKS: dict[str, Check] = {
             "local_cache_hit": load.expected.prefix_hits,
         },
     ),
+    "neuron_serving_pictures_total": by("source", lambda load: {}),  # texts alone
+    "neuron_serving_picture_seconds": sizes(lambda load: []),
     "vllm:generation_tokens_total": is_(lambda load: load.scrapes[-1].total("vllm:request_generation_tokens_sum")),
     "vllm:request_success_total": by("finished_reason", lambda load: load.expected.finished),
     "vllm:time_to_first_token_seconds": times(num_requests),

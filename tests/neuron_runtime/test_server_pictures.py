@@ -109,27 +109,40 @@ async def test_the_apis_see_the_same_picture(served: Serving) -> None:
 
 
 REFUSED = {
-    "no base64": ("data:image/png;base64,!!!", "is not base64"),
-    "no data": ("data:image/png,abc", "base64"),
-    "no scheme": ("picture.png", "must be a `data:` or `https:` URL"),
-    "http": ("http://pictures.example/a.png", "must be a `data:` or `https:` URL"),
-    "a file": ("file:///etc/passwd", "must be a `data:` or `https:` URL"),
-    "another host": ("https://other.example/a.png", "allowedHosts"),
-    "an address": ("https://169.254.169.254/latest", "allowedHosts"),
-    "no picture": (data_url(b"<svg/>"), "must be a JPEG, PNG, WebP or GIF"),
-    "a part of one": (data_url(picture()[:40]), "is a broken PNG picture"),
-    "too many bytes": (data_url(picture(kind="PNG") + bytes(10_000)), "at most 10000 bytes"),
-    "too many pixels": (data_url(picture(101, 100)), "101 x 100 pixels, max 10000"),
+    "no base64": ("data:image/png;base64,!!!", "is not base64", "invalid_image"),
+    "no data": ("data:image/png,abc", "base64", "invalid_image"),
+    "no scheme": ("picture.png", "must be a `data:` or `https:` URL", "invalid_image_url"),
+    "http": ("http://pictures.example/a.png", "must be a `data:` or `https:` URL", "invalid_image_url"),
+    "a file": ("file:///etc/passwd", "must be a `data:` or `https:` URL", "invalid_image_url"),
+    "another host": ("https://other.example/a.png", "allowedHosts", "invalid_image_url"),
+    "an address": ("https://169.254.169.254/latest", "allowedHosts", "invalid_image_url"),
+    "no picture": (data_url(b"<svg/>"), "must be a JPEG, PNG, WebP or GIF", "invalid_image"),
+    "a part of one": (data_url(picture()[:40]), "is a broken PNG picture", "invalid_image"),
+    "too many bytes": (data_url(picture(kind="PNG") + bytes(10_000)), "at most 10000 bytes", "image_too_large"),
+    "too many pixels": (data_url(picture(101, 100)), "101 x 100 pixels, max 10000", "image_too_large"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 async def test_a_picture_that_cannot_be_read_is_refused_with_its_place(served: Serving, what: str) -> None:
-    url, problem = REFUSED[what]
+    url, problem, code = REFUSED[what]
     response = await asked(served, chat(ASKED, image(url)))
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, AT)
+    assert (response.status_code, error["param"], error["code"]) == (400, AT, code)
     assert problem in error["message"]
+
+
+async def test_pictures_are_counted(model: Path) -> None:
+    limits = replace(SEES, shares_prefixes=True)
+    async with serving(model, limits=limits, vocabulary_size=400, media=SMALL) as served:
+        for _ in range(2):
+            await answer_of(served, image(RED), text("What is this? " * 4))
+        for source in ("local_compute", "local_cache_hit"):
+            assert await served.metric("neuron_serving_pictures_total", source=source) == 1
+        assert await served.metric("neuron_serving_picture_seconds_count") == 2
+        await asked(served, chat(image(REFUSED["too many pixels"][0])))
+        assert await served.metric("neuron_serving_picture_seconds_count") == 2
+        assert await served.metric("neuron_serving_requests_refused_total", reason="image_too_large") == 1
 
 
 async def test_more_pictures_than_the_backend_takes_are_refused(served: Serving) -> None:

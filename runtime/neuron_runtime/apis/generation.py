@@ -62,6 +62,7 @@ class Choice(ChoiceText):
         *,
         arrived: float,
         echo: Echo | None,
+        picture_ends: Sequence[int] = (),
     ) -> None:
         super().__init__(
             tokenizer,
@@ -77,6 +78,7 @@ class Choice(ChoiceText):
         self.has_details = ask.details is not None or echo is not None
         """Whether `add_details` must be called."""
         self.prompt_token_ids = prompt
+        self.picture_ends = picture_ends
         self.stop_token_id: int | None = None
         """The token that ended the answer, if one did."""
         self._echo = echo
@@ -129,9 +131,10 @@ class Generation:
         self.tokenizer = tokenizer
         choice = Choice if ask.generates else RepeatedPrompt
         echoes = ask.echoes or (None,) * len(ask.prompts)
+        ends = [[one.end for one in seen] for seen in ask.pictures or ((),) * len(ask.prompts)]
         self.choices: list[Choice] = [
-            choice(ask, prompt, sampling, tokenizer, arrived=now, echo=echo)
-            for prompt, sampling, echo in zip(ask.prompts, ask.sampling, echoes, strict=True)
+            choice(ask, prompt, sampling, tokenizer, arrived=now, echo=echo, picture_ends=behind)
+            for prompt, sampling, echo, behind in zip(ask.prompts, ask.sampling, echoes, ends, strict=True)
             for _ in range(ask.num_choices)
         ]
 

@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.pictures.sources import BROKEN, TOO_LARGE
 
 MAX_SCANS = 64
 """Of a progressive JPEG: each takes as long as the whole picture, and a file has room for thousands."""
@@ -33,12 +34,13 @@ def decoded(raw: bytes, at: str, max_pixels: int) -> Any:
     """The picture as an image of Pillow, in RGB and upright. Raises InvalidRequest."""
     kind = sniffed(raw)
     if kind is None:
-        raise InvalidRequest.at(at, "must be a JPEG, PNG, WebP or GIF picture: its bytes begin like none of these")
+        problem = "must be a JPEG, PNG, WebP or GIF picture: its bytes begin like none of these"
+        raise InvalidRequest.at(at, problem, BROKEN)
     if kind == "WEBP":
         # Pillow has memory for the whole picture when it opens one.
         check_pixels(_webp_size(raw), at, max_pixels)
     if kind == "JPEG" and raw.count(b"\xff\xda") > MAX_SCANS:
-        raise InvalidRequest.at(at, f"is a JPEG picture of more than {MAX_SCANS} scans: store it otherwise")
+        raise InvalidRequest.at(at, f"is a JPEG picture of more than {MAX_SCANS} scans: store it otherwise", TOO_LARGE)
     try:
         image = Image.open(io.BytesIO(raw), formats=(kind,))
         check_pixels(image.size, at, max_pixels)
@@ -47,7 +49,7 @@ def decoded(raw: bytes, at: str, max_pixels: int) -> Any:
         raise
     except Exception as error:  # decoders raise anything for bytes that they were not written for
         reason = str(error) or type(error).__name__
-        raise InvalidRequest.at(at, f"is a broken {kind} picture: {reason[:200]}") from error
+        raise InvalidRequest.at(at, f"is a broken {kind} picture: {reason[:200]}", BROKEN) from error
 
 
 def plain(image: Any) -> Any:
@@ -71,7 +73,7 @@ def check_pixels(size: tuple[int, int], at: str, max_pixels: int) -> None:
     width, height = size
     if width * height > max_pixels:
         problem = f"has {width} x {height} pixels, max {max_pixels} (maxPixels): send a smaller picture"
-        raise InvalidRequest.at(at, problem)
+        raise InvalidRequest.at(at, problem, TOO_LARGE)
 
 
 def _webp_size(raw: bytes) -> tuple[int, int]:

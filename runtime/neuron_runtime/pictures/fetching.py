@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from urllib.parse import urljoin, urlsplit
 
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.pictures.sources import too_large
+from neuron_runtime.pictures.sources import NO_URL, NOT_FETCHED, too_large
 from neuron_runtime.reading_threads import ReadingThreads
 
 FETCH_SECONDS = 10.0
@@ -75,8 +75,8 @@ class Fetcher:
         except (OSError, http.client.HTTPException, ValueError) as error:
             late = time.monotonic() >= ends
             why = f"took longer than {self._seconds:g} s" if late else f"failed ({_plain(error)})"
-            raise InvalidRequest.at(at, f"cannot be fetched: {urlsplit(url).hostname} {why}") from error
-        raise InvalidRequest.at(at, f"cannot be fetched: more than {MAX_REDIRECTS} redirects")
+            raise InvalidRequest.at(at, f"cannot be fetched: {urlsplit(url).hostname} {why}", NOT_FETCHED) from error
+        raise InvalidRequest.at(at, f"cannot be fetched: more than {MAX_REDIRECTS} redirects", NOT_FETCHED)
 
     def _get(self, url: str, at: str, max_bytes: int, ends: float) -> bytes | str:
         """The bytes at a URL, or where it redirects to."""
@@ -103,7 +103,7 @@ class Fetcher:
         if response.status in (301, 302, 303, 307, 308):
             return response.headers.get("location") or ""
         if response.status != 200:
-            raise InvalidRequest.at(at, f"cannot be fetched: its host answers {response.status}")
+            raise InvalidRequest.at(at, f"cannot be fetched: its host answers {response.status}", NOT_FETCHED)
         if (response.length or 0) > max_bytes:
             raise too_large(at, max_bytes)
         parts, size = list[bytes](), 0
@@ -120,12 +120,12 @@ class Fetcher:
         """Host, port and what to ask it for."""
         if len(url) > MAX_URL_CHARACTERS or not _URL.fullmatch(url):
             problem = f"must be an https URL of at most {MAX_URL_CHARACTERS} characters, without credentials"
-            raise InvalidRequest.at(at, f"{problem}, also where it redirects to")
+            raise InvalidRequest.at(at, f"{problem}, also where it redirects to", NO_URL)
         parts = urlsplit(url)
         host, port = (parts.hostname or "").rstrip("."), parts.port or 443
         if (host if port == 443 else f"{host}:{port}") not in self._allowed:
             problem = f"names {host[:100]}, whose pictures this server does not fetch (allowedHosts)"
-            raise InvalidRequest.at(at, f"{problem}: send the picture as a `data:` URL")
+            raise InvalidRequest.at(at, f"{problem}: send the picture as a `data:` URL", NO_URL)
         return host, port, (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
     def _address(self, host: str, at: str, ends: float) -> str:
@@ -136,7 +136,7 @@ class Fetcher:
             found.cancel()
         for one in addresses:
             if not is_public(one):
-                raise InvalidRequest.at(at, f"names {host}, which has an address that is not public")
+                raise InvalidRequest.at(at, f"names {host}, which has an address that is not public", NO_URL)
         if not addresses:
             raise OSError(f"no address of {host}")
         return addresses[0]

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from neuron_runtime.config import MediaOptions
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded
 from neuron_runtime.pictures.families import Family, Made, family_of
 from neuron_runtime.pictures.fetching import Fetcher
-from neuron_runtime.pictures.sources import Fetch, PictureAt, read_source
+from neuron_runtime.pictures.sources import BROKEN, TOO_LARGE, Fetch, PictureAt, read_source
 from neuron_runtime.text.tokenizer import Tokenizer
 
 NUM_AT_ONCE = 2
@@ -95,12 +96,15 @@ class PictureReader:
     """Raises what ends an attempt on a thread that must not wait."""
     room: PixelRoom | None = None
     """None: the caller bounds how many pictures there are."""
+    note_seconds: Callable[[float], None] = lambda seconds: None
+    """Told how long each picture took that was read."""
 
     def check(self, pictures: Sequence[PictureAt]) -> None:
         """Raises InvalidRequest for too many."""
         if len(pictures) > self.max_pictures:
             at = pictures[self.max_pictures].at
-            raise InvalidRequest.at(at, f"is one picture too many: at most {self.max_pictures} in a request")
+            problem = f"is one picture too many: at most {self.max_pictures} in a request"
+            raise InvalidRequest.at(at, problem, TOO_LARGE)
 
     def read(self, pictures: Sequence[PictureAt]) -> list[ReadPicture]:
         """Raises InvalidRequest, which names the picture, and Overloaded."""
@@ -118,7 +122,7 @@ class PictureReader:
     def _read(self, picture: PictureAt) -> ReadPicture:
         from neuron_runtime.pictures.decoding import check_pixels, decoded, plain  # noqa: PLC0415 - brings Pillow
 
-        given, at, options = picture.given, picture.at, self.options
+        given, at, options, began = picture.given, picture.at, self.options, time.monotonic()
         if isinstance(given, str):
             given = read_source(given, at, options.max_image_bytes, self.fetch)
         with _turns:
@@ -131,7 +135,8 @@ class PictureReader:
                 made = self.process(image)
             except (ValueError, ArithmeticError) as error:
                 # Such as a picture that is two hundred times as long as it is wide.
-                raise InvalidRequest.at(at, f"is no picture that this model can see: {error}") from error
+                raise InvalidRequest.at(at, f"is no picture that this model can see: {error}", BROKEN) from error
+        self.note_seconds(time.monotonic() - began)
         return ReadPicture(at, made.tokens, made.digest, made.pixels)
 
 
@@ -143,9 +148,10 @@ def load_reader(
     tokenizer: Tokenizer,
     options: MediaOptions,
     max_pictures: int,
-    check_thread: Callable[[], None] = lambda: None,
     *,
+    check_thread: Callable[[], None] = lambda: None,
     room: PixelRoom | None = None,
+    note_seconds: Callable[[float], None] = lambda seconds: None,
 ) -> PictureReader | None:
     """For the model in a folder, with the settings of its processor; None: no family knows how it sees pictures.
 
@@ -165,7 +171,8 @@ def load_reader(
         message = f"{model_dir}: the tokenizer has no token {error.args[0]}, which stands for pictures"
         raise FatalError(ExitCode.INVALID_MODEL, message) from error
     most = min(max_pictures, options.max_images)
-    return PictureReader(family, options, most, process, Fetcher(options.allowed_hosts).fetch, check_thread, room)
+    fetch = Fetcher(options.allowed_hosts).fetch
+    return PictureReader(family, options, most, process, fetch, check_thread, room, note_seconds)
 
 
 def _example() -> Any:

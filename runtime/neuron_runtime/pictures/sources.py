@@ -12,6 +12,10 @@ from typing import Any
 
 from neuron_runtime.errors import InvalidRequest
 
+TOO_LARGE, BROKEN, NO_URL, NOT_FETCHED = (
+    *("image_too_large", "invalid_image", "invalid_image_url", "failed_to_download_image"),
+)
+"""Codes of errors."""
 Fetch = Callable[[str, str, int], bytes]
 """The bytes at a URL, which the client wrote at this place; at most so many."""
 
@@ -38,13 +42,13 @@ def read_source(url: str, at: str, max_bytes: int, fetch: Fetch) -> bytes:
         case "https":
             return fetch(url, at, max_bytes)
     shown = f"`{scheme[:16]}:`" if colon and rest else "no URL"
-    raise InvalidRequest.at(at, f"must be a `data:` or `https:` URL, got {shown}")
+    raise InvalidRequest.at(at, f"must be a `data:` or `https:` URL, got {shown}", NO_URL)
 
 
 def _of_data_url(url: str, at: str, max_bytes: int) -> bytes:
     comma = url.find(",", 0, 1024)
     if comma < 0 or not url[:comma].lower().endswith(";base64"):
-        raise InvalidRequest.at(at, "must be `data:image/...;base64,` and the picture in base64")
+        raise InvalidRequest.at(at, "must be `data:image/...;base64,` and the picture in base64", BROKEN)
     begin, size = comma + 1, (len(url) - comma - 1) // 4 * 3
     if size - 2 > max_bytes:
         raise too_large(at, max_bytes)
@@ -54,9 +58,10 @@ def _of_data_url(url: str, at: str, max_bytes: int) -> bytes:
             for start in range(begin, len(url), _CHUNK)
         ]
     except (binascii.Error, ValueError) as error:
-        raise InvalidRequest.at(at, f"is not base64: {error}") from error
+        raise InvalidRequest.at(at, f"is not base64: {error}", BROKEN) from error
     return b"".join(parts)
 
 
 def too_large(at: str, max_bytes: int) -> InvalidRequest:
-    return InvalidRequest.at(at, f"must have at most {max_bytes} bytes (maxImageBytes): send a smaller picture")
+    problem = f"must have at most {max_bytes} bytes (maxImageBytes): send a smaller picture"
+    return InvalidRequest.at(at, problem, TOO_LARGE)

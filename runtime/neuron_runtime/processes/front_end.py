@@ -292,7 +292,12 @@ class FrontEnd:
         if limits.max_pictures and self.config.media.max_images and self._pictures is None:
             give_memory_back()
             # Loading takes seconds; what it finds depends on the model alone.
-            load = partial(load_reader, check_thread=check_may_wait, room=self.pixel_room)
+            loop = asyncio.get_running_loop()
+
+            def note(seconds: float) -> None:
+                loop.call_soon_threadsafe(self.metrics.picture_read, seconds)
+
+            load = partial(load_reader, check_thread=check_may_wait, room=self.pixel_room, note_seconds=note)
             reading = (self._model_dir, self._text.result().tokenizer, self.config.media, limits.max_pictures)
             self._pictures = asyncio.create_task(asyncio.to_thread(load, *reading))
             self._pictures.add_done_callback(self._pictures_loaded)

@@ -40,6 +40,7 @@ _TOKENS = tuple(float(mantissa * 10**exponent) for exponent in range(6) for mant
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 _STEP = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_LOAD_OF_PICTURE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0)
 _HOST = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.005, 0.01, 0.05, 0.1)
 
 FAMILIES: list[Family] = []
@@ -147,6 +148,19 @@ PROMPT_TOKENS_BY_SOURCE = _counter(
     "vllm:prompt_tokens_by_source_total",
     "Prompt tokens of requests that got their first token, by source: local_compute, local_cache_hit.",
     labels=("source",),
+)
+PICTURES = _counter(
+    "neuron_serving_pictures_total",
+    "Pictures of requests that got their first token, by source: local_compute, or local_cache_hit (all of it is in "
+    "the prefix cache).",
+    labels=("source",),
+    use="local_cache_hit: computations of the encoder avoided",
+)
+PICTURE_SECONDS = _histogram(
+    "neuron_serving_picture_seconds",
+    "Time to fetch, decode and resize a picture, with the time it waited for other ones.",
+    bounds=_LOAD_OF_PICTURE,
+    use="part of the time to the first token",
 )
 GENERATION_TOKENS = _counter("vllm:generation_tokens_total", "Generated tokens.", use="tokens out")
 SUCCESS = _counter(
@@ -345,6 +359,7 @@ RESPONSE_CODES = (200, 400, 404, 429, 499, 500, 503)
 REASONS = (
     *("invalid_request", "context_length_exceeded", "model_not_found", "body_too_large", "invalid_api_key"),
     *("overloaded", "draining", "not_ready"),
+    *("image_too_large", "invalid_image", "invalid_image_url", "failed_to_download_image"),
 )
 """Known reasons of refusals: their series start at 0 too."""
 NO_BUCKET = "none"
@@ -390,6 +405,7 @@ class Metrics:
                 book.number(family)
         for source in TOKEN_SOURCES:
             book.number(PROMPT_TOKENS_BY_SOURCE, source)
+            book.number(PICTURES, source)
         for finished in FinishReason:
             book.number(SUCCESS, finished.value)
         for reason in REASONS:
@@ -495,8 +511,17 @@ class Metrics:
         num_tokens, num_cached = len(choice.prompt_token_ids), choice.num_cached_tokens
         self._book.number(PROMPT_TOKENS).value += num_tokens
         self._book.number(PROMPT_TOKENS_CACHED).value += num_cached
-        for source, count in zip(TOKEN_SOURCES, (num_tokens - num_cached, num_cached), strict=True):
-            self._book.number(PROMPT_TOKENS_BY_SOURCE, source).value += count
+        found = sum(end <= num_cached for end in choice.picture_ends)
+        for family, all_of_it, cached in (
+            (PROMPT_TOKENS_BY_SOURCE, num_tokens, num_cached),
+            (PICTURES, len(choice.picture_ends), found),
+        ):
+            for source, count in zip(TOKEN_SOURCES, (all_of_it - cached, cached), strict=True):
+                self._book.number(family, source).value += count
+
+    def picture_read(self, seconds: float) -> None:
+        """A picture was fetched, decoded and resized."""
+        self._observe(PICTURE_SECONDS, seconds)
 
     def tokens(self, count: int, gap_seconds: float | None) -> None:
         """A request got `count` tokens, `gap_seconds` after the previous ones; None for its first tokens."""
