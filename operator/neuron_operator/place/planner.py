@@ -36,9 +36,9 @@ from neuron_operator.read.world import BY_PLUGIN, FreeDevices, Granting, NodeDev
 USUAL_SEQUENCES = (16, 8, 4, 2, 1)
 """The most that fit are chosen, if the manifest sets no number."""
 USUAL_LENGTH = 4096
+"""Or the model's, if that is shorter."""
 DEFAULT_PICTURES = 8
 """Of a prompt, as in the runtime."""
-"""Or the model's, if that is shorter."""
 LEAST = ((USUAL_LENGTH, 4), (USUAL_LENGTH, 1), (2048, 1), (1024, 1))
 """Length and sequences that a place must have room for. Only if none has is the next row tried: fewer sequences are
 better than a dearer node, but one at a time, or short ones, are not."""
