@@ -78,7 +78,8 @@ def _qwen3_vl(*, tied: bool = False) -> Any:
     return Qwen3VLForConditionalGeneration(
         Qwen3VLConfig(
             **{name: value for name, value in given.items() if name.endswith("_id")},
-            text_config={**given["text_config"], **TEXT, "rope_theta": 1000.0},
+            # Of transformers, 4 reads the inner one of the two.
+            text_config={**given["text_config"], **TEXT, "rope_theta": 1000.0, "tie_word_embeddings": tied},
             vision_config={**given["vision_config"], "depth": 3, "deepstack_visual_indexes": [0, 1]},
             tie_word_embeddings=tied,
         )
