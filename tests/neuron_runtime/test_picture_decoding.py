@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.pictures.decoding import decoded
 
 
@@ -33,3 +36,11 @@ def test_a_photograph_is_turned_as_its_exif_says() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     assert seen(Image.new("RGB", (8, 4)), "JPEG", exif=exif).size == (4, 8)
+
+
+def test_a_picture_that_pillow_does_not_open_has_too_many_pixels() -> None:
+    header = b"IHDR" + struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
+    raw = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    raw += struct.pack(">I", 0) + b"IDAT"
+    with pytest.raises(InvalidRequest, match=r"has too many pixels, max 1000 \(maxPixels\)"):
+        decoded(raw, "at", 1000)

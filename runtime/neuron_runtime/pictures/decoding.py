@@ -47,6 +47,9 @@ def decoded(raw: bytes, at: str, max_pixels: int) -> Any:
         return plain(image)
     except InvalidRequest:
         raise
+    except Image.DecompressionBombError as error:  # Pillow opens none that is so large
+        problem = f"has too many pixels, max {min(max_pixels, 2 * (Image.MAX_IMAGE_PIXELS or 0))} (maxPixels)"
+        raise InvalidRequest.at(at, f"{problem}: send a smaller picture", TOO_LARGE) from error
     except Exception as error:  # decoders raise anything for bytes that they were not written for
         reason = str(error) or type(error).__name__
         raise InvalidRequest.at(at, f"is a broken {kind} picture: {reason[:200]}", BROKEN) from error
