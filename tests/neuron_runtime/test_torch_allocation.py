@@ -1,4 +1,4 @@
-"""Memory allocation of a loaded backend, measured in the process that loads it."""
+"""What a loaded backend has set up, seen in the process that loads it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ for begin, end, flags in re.findall(
     if int(begin, 16) <= inside < int(end, 16):
         print("hg" in flags.split())
 del weights
+"""
+TRITON = """
+from torch.utils._triton import has_triton_package
+print(has_triton_package())
 """
 STEPS = """
 def step():
@@ -75,7 +79,8 @@ def test_weights_use_huge_pages_and_memory_freed_by_a_step_is_reused(tmp_path: P
     assert min(map(int, faults)) < 100
 
 
-def test_the_environment_overrides_huge_pages(tmp_path: Path) -> None:
-    switch, *noted = printed(HUGE, random_model(tmp_path), THP_MEM_ALLOC_ENABLE="0")
+def test_the_environment_overrides_huge_pages_and_torch_finds_no_triton(tmp_path: Path) -> None:
+    switch, *noted, has_triton = printed(HUGE + TRITON, random_model(tmp_path), THP_MEM_ALLOC_ENABLE="0")
     assert switch == "0"
     assert noted == ["False"] or not HAS_HUGE_PAGES
+    assert has_triton == "False"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from neuron_runtime.backend.fields import check_fields
 from neuron_runtime.backend.torch.architecture import decoder_config
-from neuron_runtime.backend.torch.before_import import check_room_for_torch, set_up_allocation
+from neuron_runtime.backend.torch.before_import import check_room_for_torch, leave_out_triton, set_up_allocation
 from neuron_runtime.backend.torch.graphs import TorchCompiler
 from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.backend.torch.read_ahead import LOADING, ReadAhead
@@ -87,6 +87,7 @@ def versions() -> dict[str, str]:
 
 def prepare(model_dir: Path, num_ranks: int = 1) -> ReadAhead:
     """Set up memory allocation and start reading the weights; must run before torch is imported."""
+    leave_out_triton()
     set_up_allocation()  # first: threads that exist already have their own heap
     ahead = ReadAhead(model_dir)
     if num_ranks == 1:  # one of several needs but a part of each tensor

@@ -42,6 +42,12 @@ def check_room_for_torch(measure: Callable[[], FreeMemory] = free_memory) -> Non
         raise FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, message)
 
 
+def leave_out_triton() -> None:
+    """It compiles for GPUs. What compiles for CPUs imports it where it is installed, and at the end of the process it
+    prints a page of warnings. Applies to the whole process, unless it is imported already."""
+    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # the import system's way to say: there is none
+
+
 def _has_cuda() -> bool:
     spec = find_spec("torch")
     return bool(spec and spec.origin and Path(spec.origin).parent.joinpath("lib/libtorch_cuda.so").exists())
