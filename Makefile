@@ -59,13 +59,14 @@ IN_ORDER := --dist loadscope --no-loadscope-reorder
 test: cluster-deps  ## run all tests, with a cluster if this machine supports it
 	@$(MAKE) --no-print-directory -j 5 programs clients cluster-tests other-tests
 
-# What uses the cluster waits for it most of the time: a third process, from the beginning.
+# What uses the cluster waits for it most of the time: a process of its own, from the beginning. Others wait, too: three
+# keep two cores busy.
 ON_CLUSTER := tests/cluster/test_rig_*.py tests/cluster/test_story*.py
 cluster-tests: setup
 	@$(TWO) $(BIN)/pytest -q -m "not long" $(ON_CLUSTER)
 
 other-tests: setup lint test-neuron-versions
-	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "not long" $(addprefix --ignore=,$(wildcard $(ON_CLUSTER)) $(call FILES,$(IN_IMAGES)))
+	@$(TWO) $(BIN)/pytest -q -n 3 $(IN_ORDER) -m "not long" $(addprefix --ignore=,$(wildcard $(ON_CLUSTER)) $(call FILES,$(IN_IMAGES)))
 
 test-long: setup cluster-deps  ## run long tests: 100,000 random loads, many examples of each property, the test cluster under faults
 	@$(TWO) $(BIN)/pytest -q -n 2 $(IN_ORDER) -m "long or hypothesis" --hypothesis-profile=many
