@@ -28,7 +28,7 @@ from neuron_runtime.backend.nxdi import graph_plan
 from neuron_runtime.backend.nxdi.graph_plan import plan_of
 from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE
 from neuron_runtime.backend.nxdi.settings import DEFAULT_SEGMENT_TOKENS, MIN_KERNEL_TOKENS
-from neuron_runtime.backend.nxdi.vision import needs_of
+from neuron_runtime.backend.nxdi.vision import CHUNKS, needs_of
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.sizing import _adapter_bytes, _memory
 from neuron_runtime.backend.torch.vector_limits import DEFAULT_MAX_LENGTH, DEFAULT_STEP_TOKENS, vector_limits
@@ -169,9 +169,10 @@ def test_an_encoder_of_pictures_takes_what_the_runtime_plans(architecture: str, 
     assert counts
     needs = EncoderFacts(**needs_of(model, counts, CONFIG["hidden_size"]))
     load = Load(length, 2, pictures=pictures)
-    assert sizing.num_encoder_graphs(needs, load) == len(encoders)
-    graphs = len(encoders) * needs.layers * sizing.GRAPH_BYTES_PER_LAYER
-    # The runtime rounds up to an even number of chunks.
+    # One may be the largest for the runtime, which counts whole chunks, an even number of them.
+    num_graphs = sizing.num_encoder_graphs(needs, load)
+    assert num_graphs - len(encoders) in ((0, 1) if counts == CHUNKS else (0,))
+    graphs = num_graphs * needs.layers * sizing.GRAPH_BYTES_PER_LAYER
     counted = sizing.encoder_bytes(needs, Widths(), load) - graphs
     assert counted == pytest.approx(encoders[-1].activation_bytes, rel=0.2 if length == 1024 else 0.06)
     # It is a part of what a core holds, and of the time to compile.

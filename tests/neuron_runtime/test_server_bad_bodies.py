@@ -192,7 +192,7 @@ def bad_body(dice: random.Random, path: str) -> dict[str, Any]:
     for _ in range(dice.randrange(1, 4)):
         found = places(body) or [(body, "x")]
         container, key = dice.choice(found)
-        shown = [(one, at) for one, at in found if isinstance(one[at], str) and one[at].endswith(_ENCODED)]
+        shown = [(one, at) for one, at in places(body) if isinstance(one[at], str) and one[at].endswith(_ENCODED)]
         match dice.randrange(8 if shown else 5):
             case 0:
                 container[key] = copied(dice.choice(NOTHING if limit else NOTHING + TOKENS))

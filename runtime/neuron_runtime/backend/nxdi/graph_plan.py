@@ -122,7 +122,8 @@ def plan_of(
     Raises: as `settings_of`.
     """
     settings = settings_of(config, model, target, lengths, draft)
-    lengths = bucket_plan.prompts(lengths, settings.max_context_length)
+    spare = settings.vision.spare if settings.vision else 0
+    lengths = bucket_plan.prompts(lengths, max(settings.max_context_length - spare, 1))
     facts = _Facts.of(text_config(model), settings.tensor)
     cached = facts.cached_numbers
     if settings.draft is not None:
