@@ -314,3 +314,25 @@ async def test_a_stream_that_began_before_a_drain_ends_its_connection(tmp_path: 
         assert (await until_closed(reader)).endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
         assert not served.front_end.gate.closed
         writer.close()
+
+
+async def test_a_connection_made_just_before_a_drain_admits_nothing_gets_its_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "NEW_SECONDS", 60.0)
+    body = {"prompt": "a core", "max_tokens": 3, "ignore_eos": True, "seed": 1}
+    async with serving(make_model(tmp_path), paced=True) as served:
+        running, running_writer = await ask(served, post(body))
+        await served.until_metric("vllm:num_requests_running", 1)
+        new, new_writer = await ask(served, b"")
+        served.tell(StartDrain(0.1, 60.0))
+        while not served.front_end.gate.closed:
+            await asyncio.sleep(0.01)
+        new_writer.write(post(body))
+        answer = await until_closed(new)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"connection: close\r\n" in answer
+        served.unpace()
+        assert (await until_closed(running)).startswith(b"HTTP/1.1 200 OK")
+        for writer in (running_writer, new_writer):
+            writer.close()

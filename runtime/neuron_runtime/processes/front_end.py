@@ -80,9 +80,11 @@ class Server(uvicorn.Server):
         return [one for one in self.server_state.connections if isinstance(one, BoundedProtocol)]
 
     def close_connections(self) -> None:
-        """Close those that wait for a request, and the others after their answers: nothing more is admitted."""
+        """Close those that wait for a request, and the others after their answers: nothing more is admitted. A new one
+        ends with the refusal of its request."""
         for connection in self.connections:
-            connection.shutdown()
+            if not connection.is_new:
+                connection.shutdown()
 
 
 class FrontEnd:

@@ -26,6 +26,8 @@ WRITE_BUFFER_BYTES = 16 * 1024
 """Write buffer for a slow client; when it is full, the text of further tokens is collected into one event."""
 HEAD_SECONDS = 75.0
 """Time limit of a head, from the connection or the first byte of the request."""
+NEW_SECONDS = 1.0
+"""In which a client sends its first request, once it is connected."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LEFT_SECONDS = 0.01, 1.0
 """Time until the first check whether a client that sends no more has left, and the longest time between checks."""
@@ -93,6 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, gate: Gate, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._gate = gate
+        self._made_at = 0.0
         self._unfinished_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
@@ -102,10 +105,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._made_at = self.loop.time()
         if self.client is not None:  # of IPv4, on a socket for both families
             self.client = self.client[0].removeprefix("::ffff:"), self.client[1]
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._await_head()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether its first request may be on the way: closing would reset the connection under it."""
+        return self._answered is None and self.loop.time() - self._made_at < NEW_SECONDS
 
     def drain(self) -> None:
         """Each answer ends its connection. One that has begun cannot say so any more, see `BodyWriter.end`."""
