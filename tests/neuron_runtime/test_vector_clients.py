@@ -117,7 +117,7 @@ def test_scores_are_understood_in_the_forms_of_cohere_jina_and_vllm(score_url: s
     assert {one["index"]: one["score"] for one in scored} == pytest.approx(scores, abs=1e-6)
 
 
-@pytest.mark.long  # test_example_rag.py runs it always, without servers
+@pytest.mark.long  # by default, test_example_rag.py tries only how the example fails
 def test_the_tour_of_retrieval_finds_the_paragraph_that_answers_a_question(embed_url: str, tmp_path: Path) -> None:
     """`examples/rag.py`, as people run it."""
     page = tmp_path / "page.md"
